@@ -76,6 +76,7 @@ class MicroBatch:
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
     homes: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
+    routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.Routes`)
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
     support_sizes: np.ndarray | None = None  # [N] int64, number of them for each model token, 0 for all tokens
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
@@ -109,7 +110,8 @@ class MicroBatch:
         sizes = [segment.support_sizes or (0,) * len(segment.token_ids) for segment in sampled]
         row = pack_row([(torch.from_numpy(prompt), torch.from_numpy(response)) for prompt, response in documents])
         return cls(
-            **{field.name: getattr(row, field.name).numpy() for field in fields(row)},
+            **{field.name: getattr(row, field.name).numpy() for field in fields(row) if field.name != "routes"},
+            routes=_routes(items, row),
             run_lengths=np.array([len(segment.token_ids) for segment in segments], dtype=np.int32),
             run_sampled=np.array([segment.origin == "model" for segment in segments]),
             run_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
@@ -143,6 +145,31 @@ class MicroBatch:
     @property
     def trajectories(self) -> int:
         return len(self.starts)
+
+
+def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
+    """Return the routes [L, R] of the tokens of ``row``, -1 where the engine did not return any. None without any.
+
+    A prompt that several trajectories share has the routes of the last of them.
+    """
+    routed = None
+    for number, item in enumerate(items):
+        sampled = [segment for segment in item.segments if segment.origin == "model"]
+        count = item.length - 1
+        for segment in reversed(item.segments):
+            if segment is sampled[-1]:
+                break
+            count -= len(segment.token_ids)
+        own = np.concatenate([np.frombuffer(segment.routes, dtype=np.int16) for segment in sampled])
+        if not len(own):
+            continue
+        own = own.reshape(count, -1)
+        if routed is None:
+            routed = np.full((len(row.token_ids), own.shape[1]), -1, dtype=np.int16)
+        prompt, end, start = len(item.prompt_ids), int(row.prompt_ends[number]) + 1, int(row.starts[number])
+        routed[end - prompt : end] = own[:prompt]
+        routed[start : start + count - prompt] = own[prompt:]
+    return routed
 
 
 def flat_array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarray:
@@ -198,7 +225,11 @@ class Batch:
             own = micro.run_lengths[first:last]
             mask[line, : lengths[line]] = np.repeat(micro.run_sampled[first:last], own)
             rewards[line, np.cumsum(own) - 1] = micro.run_rewards[first:last]
-        row = PackedRow(**{field.name: torch.from_numpy(getattr(micro, field.name)) for field in fields(PackedRow)})
+        names = [field.name for field in fields(PackedRow) if field.name != "routes"]
+        row = PackedRow(
+            **{name: torch.from_numpy(getattr(micro, name)) for name in names},
+            routes=None if micro.routes is None else torch.from_numpy(micro.routes),
+        )
 
         def sent(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)

@@ -56,6 +56,9 @@ class Segment:
     ``version_spans`` contains (policy version, number of tokens) in order. ``reward`` is assigned to the last token.
     ``support_ids`` and ``support_sizes`` contain the tokens to which the distribution of each model token was
     restricted, concatenated, and their numbers. Both are empty if tokens were sampled from the whole vocabulary.
+    ``routes`` contains the experts (int16) of each token in every layer, for the tokens after those of the previous
+    model segment's routes and before the last token of this segment, which is not computed. It is empty if routes are
+    not replayed. It is left out of records, because it needs up to a kilobyte per token.
     """
 
     origin: Literal["model", "observation"]
@@ -66,6 +69,7 @@ class Segment:
     reward: float = 0.0
     support_ids: Sequence[int] = ()
     support_sizes: Sequence[int] = ()
+    routes: bytes = b""
 
     def __post_init__(self) -> None:
         if self.origin not in ("model", "observation"):
@@ -73,9 +77,9 @@ class Segment:
         if not self.token_ids:
             raise TrajectoryError(f"the {self.origin} segment has no tokens")
         if self.origin == "observation":
-            if self.log_probs or self.version_spans or self.reward or self.support_sizes:
+            if self.log_probs or self.version_spans or self.reward or self.support_sizes or self.routes:
                 raise TrajectoryError(
-                    "an observation must not have log-probabilities, version spans, a reward or a support"
+                    "an observation must not have log-probabilities, version spans, a reward, a support or routes"
                 )
             return
         if len(self.log_probs) != len(self.token_ids):
@@ -346,7 +350,7 @@ def concatenate_branches(branches: Sequence[Trajectory]) -> Trajectory:
 
 
 def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
-    return {item.name: getattr(record, item.name) for item in fields(record)}
+    return {item.name: getattr(record, item.name) for item in fields(record) if item.name != "routes"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

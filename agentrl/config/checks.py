@@ -40,6 +40,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     problems += _session_problems(settings)
     problems += _agent_problems(settings, command)
     problems += _support_problems(settings, command)
+    problems += _route_problems(settings, command)
     if problems:
         raise SettingsError("\n".join(problems))
 
@@ -342,13 +343,27 @@ def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
     if settings.training.head_backend == "triton":
         yield f"{limits}: training.head_backend=triton needs the whole vocabulary; set training.head_backend=auto"
-    from agentrl.algorithms import ESTIMATORS  # imports torch, so only if sampling is restricted
+    yield from _exact_energy_problems(settings, limits, "need the whole vocabulary")
+    if command == "variance":
+        yield f"{limits}: the laboratory samples from the whole vocabulary; reset them"
+
+
+def _route_problems(settings: Settings, command: Command) -> Iterator[str]:
+    """Yield settings with which routes cannot be replayed."""
+    replay, engine = settings.correction.route_replay, settings.rollout.engine
+    if command != "train" or replay == "off":
+        return
+    if replay == "rollout" and not engine_facts(settings.rollout).returns_routes:
+        yield f"correction.route_replay=rollout: rollout.engine={engine} returns no routes; set route_replay=trainer"
+    yield from _exact_energy_problems(settings, f"correction.route_replay={replay}", "would use other experts")
+
+
+def _exact_energy_problems(settings: Settings, setting: str, reason: str) -> Iterator[str]:
+    from agentrl.algorithms import ESTIMATORS  # imports torch, so only for settings that are not the default
 
     name = settings.algorithm.estimator
     if name in ESTIMATORS.names() and "trajectory_energy" in ESTIMATORS[name].requires:
-        yield f"{limits}: the exact energies of algorithm.estimator={name} need the whole vocabulary; use ogb"
-    if command == "variance":
-        yield f"{limits}: the laboratory samples from the whole vocabulary; reset them"
+        yield f"{setting}: the exact energies of algorithm.estimator={name} {reason}; use algorithm.estimator=ogb"
 
 
 def settings_warnings(settings: Settings) -> list[str]:

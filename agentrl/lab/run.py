@@ -124,7 +124,7 @@ class _Bench:
         """Return the options of `rollout_correction`, with weights per token if the settings specify no weights."""
         if behaviour is None:
             return None
-        options = self._settings.correction.model_dump()
+        options = self._settings.correction.options
         return {**options, "weights": options["weights"] or "token"}
 
     def player(self) -> SamplePlayer:

@@ -247,7 +247,8 @@ def check_lab(lab: LabSettings) -> tuple[EstimatorChoice, ...]:
 class CorrectionSection(Protocol):
     """Settings of importance weights, as options of `rollout_correction`."""
 
-    def model_dump(self) -> dict[str, object]: ...
+    @property
+    def options(self) -> dict[str, object]: ...
 
 
 class LabSections(EnvironmentSections, EngineSections, Protocol):

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
-from agentrl.kernels.attention import recompute_contexts
 from agentrl.models.attention import ATTENTION, register_attention
+from agentrl.models.routes import recompute_contexts
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 
 if TYPE_CHECKING:
@@ -168,7 +168,7 @@ def prepare_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrained
 
 def checkpoint_layers(model: PreTrainedModel) -> None:
     """Enable gradient checkpointing for padded and packed rows."""
-    # context_fn restores the packed row while a layer is recomputed. It requires use_reentrant=False.
+    # context_fn restores the packed row and its routes while a layer is recomputed. It requires use_reentrant=False.
     model.gradient_checkpointing_enable(
         gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": recompute_contexts}
     )

@@ -21,6 +21,7 @@ from agentrl.kernels import (
 from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
 from agentrl.models.attention import use_reader
 from agentrl.models.model_parts import IDENTITY, LogitMap, split_model
+from agentrl.models.routes import Routes, install_routes, routing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -149,6 +150,7 @@ class PolicyModel(nn.Module):
         if backend == "triton":
             _check_triton(reason_triton_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
         parts = split_model(causal_lm)
+        install_routes(causal_lm)
         use_reader(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
         if not isinstance(parts.head, FusedHead):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
@@ -156,6 +158,8 @@ class PolicyModel(nn.Module):
         self.causal_lm = causal_lm
         self.attention: AttentionBackend = attention
         self.sequence = sequence
+        self.records_routes = False
+        self.routes: Routes | None = None  # of the last forward that recorded or replayed them
 
     @property
     def head(self) -> FusedHead:
@@ -189,12 +193,16 @@ class PolicyModel(nn.Module):
         ``keep_hidden``, the second value contains the detached hidden states that predict these tokens, [N, D]. If
         ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_tokens`), [n, D].
         Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain the same tokens,
-        the statistics include the divergence from it. ``support``: the sets from which the N tokens were sampled.
+        the statistics include the divergence from it. The routes of ``row`` are replayed, if it has any. ``support``:
+        the sets from which the N tokens were sampled.
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
-        states = packed_states(
-            row, self.backbone, layers=layers, backend=self.attention, sequence=self.sequence
-        )  # [l, D]
+        given = None if row.routes is None else row.routes[part_of(row, self.sequence)]
+        self.routes = Routes(layers=layers, replayed=given) if self.records_routes or given is not None else None
+        with routing(self.routes):
+            states = packed_states(
+                row, self.backbone, layers=layers, backend=self.attention, sequence=self.sequence
+            )  # [l, D]
         indices, targets = row.predicting(rows, columns), row.tokens(rows, columns)
         if self.sequence is None:
             selected = states[indices]  # [N, D]

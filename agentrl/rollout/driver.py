@@ -244,7 +244,8 @@ class Driver:
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.policy.Rounds`), for bitwise reproducible runs.
     Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories of drivers
-    that share an engine. ``rewards`` replace the environment's rewards.
+    that share an engine. ``routed``: rollouts of `run_jobs` record their routes. ``rewards`` replace the environment's
+    rewards.
     """
 
     environment: Environment
@@ -252,6 +253,7 @@ class Driver:
     codec: TextCodec
     settings: RolloutSettings
     seed: int
+    routed: bool = False
     deterministic: bool = False
     label: str = ""
     rewards: Rewards | None = None
@@ -453,6 +455,7 @@ class Driver:
             codec=self.codec,
             temperature=0.0 if request.is_greedy else running.temperature,
             trained=running.trained and not request.is_greedy,
+            routed=self.routed and running.trained and not request.is_greedy,
             rewarded_later=self.rewards is not None,
             rounds=running.rounds,
             measure=partial(running.measure, request),

@@ -245,7 +245,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     """Samples turns with an engine and records a rollout's exact tokens.
 
     ``step``, ``group`` and ``sample_index`` identify the rollout in training and, with ``seed``, key its randomness.
-    ``name`` identifies the rollout in the engine. ``trained``: the engine returns everything that training replays.
+    ``name`` identifies the rollout in the engine. ``trained``: the engine returns the supports of restricted sampling.
+    ``routed``: it returns routes. ``routed_tokens``: number of tokens of this branch whose routes are recorded.
     ``measure`` receives the prompt's length in tokens and may raise. ``rewarded_later``: the environment may omit the
     reward. ``rounds``: the gate before each turn, if any.
 
@@ -265,6 +266,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     codec: TextCodec
     temperature: float = 1.0
     trained: bool = False
+    routed: bool = False
+    routed_tokens: int = 0
     rewarded_later: bool = False
     rounds: Rounds | None = None
     measure: Callable[[int], None] = _any_length
@@ -302,9 +305,16 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         while True:
             taken = len(merged.token_ids) if merged else 0
             piece = await self.generate(
-                self.context, line=self.name, limit=limit - taken, stop=episode.stop_strings, turn=turn, part=part
+                self.context,
+                line=self.name,
+                limit=limit - taken,
+                stop=episode.stop_strings,
+                turn=turn,
+                part=part,
+                routes_from=self.routed_tokens,
             )
             self.context += piece.token_ids
+            self.routed_tokens = len(self.context) - 1  # the last token is computed in the next request
             merged = piece if merged is None else _joined(merged, piece)
             text = self.codec.decode(merged.token_ids)
             part += 1
@@ -316,11 +326,19 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 return text
 
     async def generate(
-        self, context: Sequence[int], *, line: str, limit: int, stop: Sequence[str], turn: int, part: int = 0
+        self,
+        context: Sequence[int],
+        *,
+        line: str,
+        limit: int,
+        stop: Sequence[str],
+        turn: int,
+        part: int = 0,
+        routes_from: int = 0,
     ) -> Completion:
         """Sample the ``part``-th piece of a turn after ``context``. ``line`` names the sequence in the engine's cache.
 
-        Raises EngineError.
+        If the policy is routed, the completion has the routes from index ``routes_from`` on. Raises EngineError.
         """
         request_id = f"{self.name}-{turn:04d}-{part:06d}"
         if self.rounds is not None:
@@ -335,6 +353,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 top_k=self.settings.top_k,
                 min_p=self.settings.min_p,
                 returns_support=self.trained and self.settings.restricts_sampling,
+                routes_from=routes_from if self.routed else None,
                 stop=tuple(stop),
             ),
             trajectory_id=line,
@@ -379,6 +398,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                     live=self.live // tracks + (number % tracks < self.live % tracks),
                     prompt_ids=self.context,
                     segments=[],
+                    routed_tokens=0,
                     calls=[],
                     verdict=None,
                     answer=None,
@@ -469,4 +489,5 @@ def _joined(first: Completion, second: Completion) -> Completion:
         version_spans=first.version_spans + second.version_spans,
         support_ids=[*first.support_ids, *second.support_ids],
         support_sizes=[*first.support_sizes, *second.support_sizes],
+        routes=first.routes + second.routes,
     )

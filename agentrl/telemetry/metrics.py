@@ -108,6 +108,7 @@ def _check_format(name: str, console: str) -> None:
 _TRAINED = "at least one group was trained on"
 _DATA = "at least one rollout is not excluded"
 _CORRECTION = "`correction` is set"
+_ROUTES = "`correction.route_replay=rollout`"
 _CRITIC = "the estimator has a critic"
 _AGENTS = "agent programs"
 _FORKS = "`rollout.branching.width`"
@@ -160,6 +161,11 @@ _POLICY = (
     Metric("policy/engine_abs_diff_max", "nats/token",
            "Mean `|log p_trainer - log p_engine|` of the trajectory with the largest mean; in float32, the run stops "
            "above the same bound.", "well below the bound in float32", _TRAINED),
+    Metric("policy/engine_abs_diff_own_routes", "nats/token",
+           "Mean `|log p_trainer - log p_engine|` of the step's first micro-batch if the trainer's router selects the "
+           "experts.", "above `policy/engine_abs_diff`", _ROUTES),
+    Metric("policy/other_routes", "share", "Fraction of replayed routes (a token in a layer) for which the trainer's "
+           "router would have selected other experts.", "small", _ROUTES),
     Metric("policy/kl_engine_k1", "nats/token", "Mean `log p_engine - log p_trainer`.", "near 0", _TRAINED),
     Metric("policy/kl_engine_k3", "nats/token", "Mean `rho - log rho - 1`, `rho = p_trainer / p_engine`.", "near 0",
            _TRAINED, "KL, k3 estimate"),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
@@ -219,6 +219,9 @@ class CorrectionSettings(_Settings):
     """divergence that is compared with divergence_high: of the token, or the mean or maximum over its sequence"""
     divergence_high: float = Field(0.1, gt=0)
     """upper bound of divergence_mask"""
+    route_replay: Literal["off", "rollout", "trainer"] = "off"
+    """experts that the trainer computes for each token of a mixture-of-experts model. off: those that its router
+    selects in each forward; rollout: those that the engine computed; trainer: those of its first forward in a step"""
 
     @model_validator(mode="after")
     def _consistent(self) -> CorrectionSettings:
@@ -229,6 +232,11 @@ class CorrectionSettings(_Settings):
         if self.self_normalize and self.weights is None:
             raise ValueError("self_normalize=true has no weights to normalise: set weights")
         return self
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The options of `rollout_correction`."""
+        return self.model_dump(exclude={"route_replay"})
 
     @property
     def active(self) -> bool:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+from array import array
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -105,6 +107,9 @@ class ScriptedEngine:
                 await asyncio.sleep(0)
             if isinstance(answer, BaseException):
                 raise answer
+            if sampling.routes_from is not None:  # the route of a token is its index
+                routed = range(sampling.routes_from, len(token_ids) + len(answer.token_ids) - 1)
+                answer = replace(answer, routes=array("h", routed).tobytes())
             return answer
         finally:
             self.running -= 1
@@ -217,3 +222,10 @@ def played(
     return Trajectory(
         problem=problem(group), step=0, group=group, sample=sample, ended=ended, verdict=verdict, **values
     )
+
+
+def assert_routed(trajectory: Trajectory) -> None:
+    """Every token up to the one before the last model token has the route that :class:`ScriptedEngine` gave it."""
+    routes = array("h", b"".join(segment.routes for segment in trajectory.segments))
+    mask = trajectory.response_mask
+    assert list(routes) == list(range(len(trajectory.prompt_ids) + max(at for at, own in enumerate(mask) if own)))

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from rollout.fakes import ScriptedEngine, ScriptedEpisode, byte_codec, completion, ends, goes_on, problem
+from rollout.fakes import ScriptedEngine, ScriptedEpisode, assert_routed, byte_codec, completion, ends, goes_on, problem
 from rollout.test_driver import make
 
 from agentrl.errors import SettingsError
@@ -79,6 +79,21 @@ async def played(
     assert all(episode.closed for episode in (*environment.episodes, *FORKED))
     assert set(engine.released) == {name for name, *_ in engine.requests}
     return groups, engine
+
+
+async def test_every_edge_has_the_routes_of_all_its_tokens() -> None:
+    engine = ScriptedEngine(lambda name, count: turn("r1" if "." in name else ("a", "b")[count]))
+    driver, _ = make(engine, lambda *_: ForkedEpisode(), branching=BranchingSettings(width=2, where=(2,)))
+    driver.routed = True
+    waiting = iter([RolloutRequest(index=3, problem=problem(0), size=1, sample=0, step=1)])
+
+    async def jobs() -> RolloutRequest | None:
+        return next(waiting, None)
+
+    (group,) = [group async for group in driver.run_jobs(jobs, rollouts=1)]
+    assert len(group.trajectories) == 3
+    for item in group.trajectories:
+        assert_routed(item)
 
 
 def turn(text: str) -> Completion:

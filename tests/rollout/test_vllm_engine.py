@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from ranks import free_port
 from rollout.fake_vllm import fakes, sampled
@@ -62,6 +65,24 @@ async def test_scores_are_of_the_prompts_own_tokens() -> None:
     async with fakes(CODEC) as (server,), opened([server]) as engine:
         server.scores = lambda version, place: -float(place)
         assert await engine.score((4, 5, 6)) == (0.0, -1.0)
+
+
+async def test_routes_are_read_as_they_are_encoded() -> None:
+    """Of the context's tokens from the requested index on, and of the sampled tokens except the last."""
+    experts = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
+    file = io.BytesIO()
+    np.save(file, experts)
+    encoded = base64.b64encode(file.getvalue()).decode()
+    async with fakes(CODEC) as (server,), opened([server], request_retries=0) as engine:
+        server.on_generate = lambda body: (200, {"choices": [sampled([5, 6, 7], routed_experts=encoded)]})
+        answer = await ask(engine, max_tokens=3, routes_from=1)  # of a context of three tokens
+        assert server.bodies[0]["sampling_params"]["routed_experts_prompt_start"] == 1
+        assert np.array_equal(np.frombuffer(answer.routes, dtype=np.int16), experts.ravel())
+        with pytest.raises(EngineError, match="expected routes of 5 tokens; got an array of shape"):
+            await ask(engine, max_tokens=3, routes_from=0)
+        server.on_generate = lambda body: (200, {"choices": [sampled([5, 6, 7])]})
+        with pytest.raises(EngineError, match="--enable-return-routed-experts"):
+            await ask(engine, max_tokens=3, routes_from=1)
 
 
 # -- the wrong server -----------------------------------------------------------------------------------------------

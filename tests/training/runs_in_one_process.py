@@ -74,6 +74,8 @@ RUNS = {
         "teacher.decay_steps=2",
         "training.steps=3",
     ],
+    "routes_of_engine": ["correction.route_replay=rollout", "kl.coefficient=0.1"],
+    "routes_of_trainer": ["correction.route_replay=trainer", "algorithm.updates_per_step=2"],
     "remax": ["algorithm.estimator=remax", "rollout.group_size=1"],
     "eob": ["algorithm.estimator=eob", "correction.weights=token"],
     "kl_cov": ["algorithm.estimator=gpg", "algorithm.loss=kl_cov", "kl.coefficient=0.1", "correction.ratio_mask=token"],

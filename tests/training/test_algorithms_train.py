@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 from pathlib import Path
 from statistics import fmean
@@ -54,6 +55,26 @@ def play(policy: Path, folder: Path, *names: str) -> None:
     )
     assert done.returncode == 0, done.stdout
     assert "Warning" not in done.stdout
+
+
+def test_a_mixture_of_experts_trains_with_the_routes_of_the_engine_and_of_its_first_forward(
+    random_policy: Path, tmp_path: Path
+) -> None:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        vocab_size=300, hidden_size=32, intermediate_size=24, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=8, sliding_window=None, eos_token_id=0, bos_token_id=None,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    shutil.copytree(random_policy, tmp_path / "experts")
+    MixtralForCausalLM(config).save_pretrained(tmp_path / "experts")
+    play(tmp_path / "experts", tmp_path, "routes_of_engine", "routes_of_trainer")
+    for row in steps(tmp_path / "routes_of_engine"):
+        assert row["policy/other_routes"] < 0.01
+        assert row["policy/engine_abs_diff"] < 1e-5
+        assert row["policy/engine_abs_diff_own_routes"] < 1e-3
+    assert [row["policy/updates"] for row in steps(tmp_path / "routes_of_trainer")] == [2, 2]
 
 
 def steps(run: Path) -> list[dict[str, Any]]:

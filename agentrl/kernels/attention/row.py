@@ -132,6 +132,7 @@ class PackedRow:
     continued: Tensor  # [S] int64, index of the segment that it continues, its own index if none; on the host
     prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
     starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
+    routes: Tensor | None = None  # [L, R] int16, experts of each token in every layer, -1 if unknown
 
     @cached_property
     def input_ids(self) -> Tensor:
@@ -165,6 +166,7 @@ class PackedRow:
             token_ids=self.token_ids.to(device),
             prompt_ends=self.prompt_ends.to(device),
             starts=self.starts.to(device),
+            routes=None if self.routes is None else self.routes.to(device),
         )
 
     def padded(self, multiple: int) -> PackedRow:
@@ -180,6 +182,7 @@ class PackedRow:
             token_ids=torch.nn.functional.pad(self.token_ids, (0, missing)),
             lengths=torch.nn.functional.pad(self.lengths, (0, 1), value=missing),
             continued=torch.nn.functional.pad(self.continued, (0, 1), value=len(self.lengths)),
+            routes=None if self.routes is None else torch.nn.functional.pad(self.routes, (0, 0, 0, missing), value=-1),
         )
 
     @cached_property

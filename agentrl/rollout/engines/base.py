@@ -43,7 +43,8 @@ class Sampling:
     """Sampling parameters of one turn: the tempered distribution, restricted by ``min_p``, ``top_k`` and ``top_p``.
 
     They apply in this order, and each to the renormalized result of those before. Temperature 0 means greedy sampling.
-    ``returns_support``: return the tokens to which each distribution was restricted.
+    ``returns_support``: return the tokens to which each distribution was restricted. ``routes_from``: return the routes
+    of the context's tokens from this index on, and of the sampled tokens except the last; None: return no routes.
     """
 
     max_tokens: int
@@ -53,6 +54,7 @@ class Sampling:
     top_k: int = 0
     min_p: float = 0.0
     returns_support: bool = False
+    routes_from: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,7 +62,7 @@ class Completion:
     """The sampled tokens, including EOS and any text past the end of a stop string.
 
     ``log_probs`` are under the sampling distribution. ``version_spans`` lists (policy version, number of tokens).
-    ``support_ids`` and ``support_sizes``: see :class:`~agentrl.trajectory.Segment`; empty if not requested.
+    ``support_ids``, ``support_sizes`` and ``routes``: see :class:`~agentrl.trajectory.Segment`; empty if not requested.
     """
 
     token_ids: tuple[int, ...]
@@ -69,6 +71,7 @@ class Completion:
     version_spans: tuple[tuple[int, int], ...]
     support_ids: Sequence[int] = ()
     support_sizes: Sequence[int] = ()
+    routes: bytes = b""
 
     def segment(self, text: str, *, reward: float) -> Segment:
         """Return the segment of a trajectory with these tokens."""
@@ -81,6 +84,7 @@ class Completion:
             reward=reward,
             support_ids=self.support_ids,
             support_sizes=self.support_sizes,
+            routes=self.routes,
         )
 
 
@@ -139,7 +143,8 @@ class EngineRequest:
     ``policy_path``: a directory or a Hugging Face id. ``longest``: tokens of the longest sequence that will be
     requested. ``folder``: the directory for servers' logs and their initial weights. ``model``: the loaded policy, for
     an engine in this process. ``shared``: ``model`` is the trained module itself, so weights need no transfer.
-    ``trained``: the weights will change. ``cluster``: the cluster for the servers; None: they start on this machine.
+    ``trained``: the weights will change. ``routes``: requests for routes will follow. ``cluster``: the cluster for the
+    servers; None: they start on this machine.
     """
 
     rollout: RolloutSettings
@@ -151,6 +156,7 @@ class EngineRequest:
     model: Any | None = None
     shared: bool = False
     trained: bool = True
+    routes: bool = False
     training_gpus: int = 0
     deterministic: bool = False
     cluster: ClusterSettings | None = None
@@ -260,6 +266,8 @@ class EngineFacts:
     """Capacity of the KV cache in tokens, if fixed by a setting."""
     largest_support: int | None = 0
     """Number of tokens of the largest support that the engine can return; None: unlimited, 0: it returns none."""
+    returns_routes: bool = False
+    """Whether the engine can return the experts of each token in every layer."""
     prompt_limit: int | None = None
     """Length in tokens of the longest accepted prompt."""
     servers: int = 0
@@ -322,6 +330,7 @@ class TransformersPlugin(EnginePlugin):
             reproducible=True,
             kv_slots=rollout.kv_cache_tokens,
             largest_support=None,
+            returns_routes=True,
         )
 
     def managed(self, request: EngineRequest) -> ManagedEngine:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from array import array
 from collections import deque
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -14,6 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.models.model_parts import ModelParts
+from agentrl.models.routes import Routes, routing
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, decoding
 from agentrl.rollout.engines.sampling import keyed_uniform, restrict, sample_tokens
@@ -39,6 +41,7 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     support_ids: array[int] = field(default_factory=lambda: array("i"))
     support_sizes: array[int] = field(default_factory=lambda: array("i"))
+    routes: bytes = b""
     tail: bytes = b""
     version_spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: Literal["eos", "stop", "length"] | None = None
@@ -65,16 +68,28 @@ class Request:
             version_spans=tuple(self.version_spans),
             support_ids=self.support_ids or (),
             support_sizes=self.support_sizes or (),
+            routes=self.routes,
         )
 
 
 @dataclass(eq=False, slots=True)
 class _Row:
-    """A row of the cache. ``cached``: the tokens whose keys and values are stored."""
+    """A row of the cache. ``cached``: the tokens whose keys and values are stored. ``routes``: their experts.
+
+    The routes of tokens that are no longer cached are overwritten when their successors are computed.
+    """
 
     trajectory_id: str | None = None
     cached: list[int] = field(default_factory=list)
     request: Request | None = None
+    routes: array[int] = field(default_factory=lambda: array("h"))
+
+    def extend(self, tokens: Sequence[int], routes: Tensor | None) -> None:
+        """Add computed tokens and their routes [n, R], if they were recorded."""
+        if routes is not None:
+            del self.routes[len(self.cached) * routes.shape[1] :]
+            self.routes.frombytes(routes.numpy().tobytes())
+        self.cached.extend(tokens)
 
 
 class Batcher:
@@ -320,7 +335,8 @@ class Batcher:
             contexts = [_running(self._rows[index]).context for index in followers]
             self._cache.move(source, torch.tensor(followers, device=self._device), max(map(len, contexts)))
             for index, context in zip(followers, contexts, strict=True):
-                self._rows[index].cached = list(context)
+                row, leader = self._rows[index], self._rows[leader_of[index]]
+                row.cached, row.routes = list(context), leader.routes[:]
         order = {index: position for position, index in enumerate(computed)}
         leaders = [order[leader_of[index]] for index in joined]
         return self._sample(joined, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)])
@@ -335,10 +351,11 @@ class Batcher:
             start = len(self._rows[index].cached)
             ids[line, : len(tokens)] = torch.tensor(tokens)
             positions[line, : len(tokens)] = torch.arange(start, start + len(tokens))
-            self._rows[index].cached.extend(tokens)
-        width = max(len(self._rows[index].cached) for index in indices)
+        width = max(len(self._rows[i].cached) + len(tokens) for i, tokens in zip(indices, pending, strict=True))
         rows = torch.tensor(indices, device=self._device)
-        hidden = self._forward(ids.to(self._device), positions.to(self._device), rows, width)
+        hidden, routes = self._forward(ids.to(self._device), positions.to(self._device), rows, width)
+        for line, (index, tokens) in enumerate(zip(indices, pending, strict=True)):
+            self._rows[index].extend(tokens, None if routes is None else routes[line, : len(tokens)])
         last = torch.tensor([len(tokens) - 1 for tokens in pending], device=self._device)
         return hidden[torch.arange(len(indices), device=self._device), last]
 
@@ -350,28 +367,35 @@ class Batcher:
             row = self._rows[index]
             token = _running(row).sampled[-1]
             ids[index], positions[index] = token, len(row.cached)
-            row.cached.append(token)
         width = max(positions) + 1
         with self._decoding(self._model.config):
-            hidden = self._forward(
+            hidden, routes = self._forward(
                 torch.tensor(ids, device=self._device)[:, None],
                 torch.tensor(positions, device=self._device)[:, None],
                 count,
                 width,
-            )[:, 0]
+            )
+        for index in running:
+            self._rows[index].extend([ids[index]], None if routes is None else routes[index])
+        hidden = hidden[:, 0]
         if len(running) < count:
             hidden = hidden[torch.tensor(running, device=self._device)]
         return self._sample(running, self._parts.logits(hidden))
 
-    def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> Tensor:
+    def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> tuple[Tensor, Tensor | None]:
+        """Return the hidden states [m, q, D] and, if a request needs them, the routes [m, q, R] on the host."""
         mask = self._cache.select(rows, positions, width)
-        return self._parts.backbone(
-            input_ids=ids,
-            attention_mask=mask,
-            position_ids=positions.clamp(min=0),
-            past_key_values=self._cache,
-            use_cache=True,
-        ).last_hidden_state
+        wanted = any(row.request is not None and row.request.sampling.routes_from is not None for row in self._rows)
+        routes = Routes(layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
+        with routing(routes):
+            hidden = self._parts.backbone(
+                input_ids=ids,
+                attention_mask=mask,
+                position_ids=positions.clamp(min=0),
+                past_key_values=self._cache,
+                use_cache=True,
+            ).last_hidden_state
+        return hidden, None if routes is None else routes.recorded().cpu().unflatten(0, ids.shape)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -401,7 +425,11 @@ class Batcher:
             request.sampled.append(token)
             request.log_probs.append(log_prob)
             if self._finished(request, token):
-                self._rows[index].request = None
+                row = self._rows[index]
+                row.request = None
+                if request.sampling.routes_from is not None:
+                    width = len(row.routes) // len(row.cached)
+                    request.routes = row.routes[request.sampling.routes_from * width :].tobytes()
                 ended.append(request)
         return ended
 

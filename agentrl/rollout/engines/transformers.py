@@ -18,6 +18,7 @@ from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.models.attention import use_attention
 from agentrl.models.loading import has_full_attention, model_fingerprint
 from agentrl.models.model_parts import split_model
+from agentrl.models.routes import install_routes
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, EngineRequest, Sampling
 from agentrl.rollout.engines.batcher import Batcher, Request
@@ -76,6 +77,7 @@ class TransformersEngine:
         use_attention(model)
         if is_too_large(sum(item.numel() for item in model.parameters()), model.device.type):
             logger.warning(TOO_LARGE)
+        install_routes(model)
         self._model, self._parts = model, split_model(model)
         self._version = version
         self._deterministic = deterministic

@@ -180,7 +180,14 @@ class AgentRollout:
         number, self._next = self._next, self._next + 1
         line = self._line(prompt.parent, number)
         try:
-            completion = await self.policy.generate(context, line=line, limit=limit, stop=request.stop, turn=number)
+            completion = await self.policy.generate(
+                context,
+                line=line,
+                limit=limit,
+                stop=request.stop,
+                turn=number,
+                routes_from=0 if prompt.parent is None else len(prompt.parent.context) - 1,
+            )
         except EngineError as error:
             self.failure = f"the engine failed: {error}"
             raise WireError(self.failure, status=503, kind="server_error") from error

@@ -9,7 +9,7 @@ leaf. Every trained token is in the loss of exactly one trajectory.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Literal
 
@@ -266,16 +266,20 @@ def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
     positions = [position for position, one in enumerate(line) if one.counts]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []
+    routes = b"".join(one.completion.routes for one in line[positions[0]].path[:-1])
     for one in line[positions[0] : positions[-1] + 1]:
         if segments:
             waiting.append((one.prompt.token_ids, one.prompt.text))
         if not one.counts:
             waiting.append((one.completion.token_ids, one.text))
+            routes += one.completion.routes
             continue
         token_ids = tuple(token for ids, _ in waiting for token in ids)
         if token_ids:
             text = "".join(text for _, text in waiting)
             segments.append(Segment(origin="observation", token_ids=token_ids, text=text))
         waiting = []
-        segments.append(one.completion.segment(one.text, reward=reward if one is line[positions[-1]] else 0.0))
+        complete = replace(one.completion, routes=routes + one.completion.routes)
+        segments.append(complete.segment(one.text, reward=reward if one is line[positions[-1]] else 0.0))
+        routes = b""
     return tuple(segments)

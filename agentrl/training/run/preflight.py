@@ -17,6 +17,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.attention import PADDED_SHARING, attention_obstacle, length_obstacle, sharing_obstacle
 from agentrl.models.exactness import check_architecture, packing_problem, reads_padded
 from agentrl.models.lora import check_peft
+from agentrl.models.routes import routes_obstacle
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.memory import config_of, read_shape, shape_of
 from agentrl.planning.plan import memory_lines
@@ -129,9 +130,20 @@ def _check_model(settings: Settings) -> None:
             padding_obstacle(settings, config) if padded else None,
             sharing_obstacle(config, settings.training.sequence_parallel),
             length_obstacle(config, longest),
+            routing_obstacle(settings, config, padded=padded) if path == settings.model.path else None,
         ):
             if obstacle is not None:
                 raise SettingsError(obstacle)
+
+
+def routing_obstacle(settings: Settings, config: PreTrainedConfig, *, padded: bool) -> str | None:
+    """Return the reason why the routes of the policy cannot be replayed with these settings, or None if they can."""
+    replay = f"correction.route_replay={settings.correction.route_replay}"
+    if settings.correction.route_replay == "off":
+        return None
+    if padded:
+        return f"{replay} needs packed trajectories, but the model reads padded ones (model.rows): set it to off"
+    return routes_obstacle(config)
 
 
 def padding_obstacle(settings: Settings, config: PreTrainedConfig) -> str | None:

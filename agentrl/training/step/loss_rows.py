@@ -106,7 +106,7 @@ class Corrector:
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self._active = settings.active
-        self._options = settings.model_dump()
+        self._options = settings.options
         self.normalizes = settings.self_normalize
 
     def correct(self, rows: LossRows, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:

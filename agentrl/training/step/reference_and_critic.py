@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -79,7 +80,8 @@ class FrozenPolicy:
             if found:
                 raise SettingsError(self._refused_ids[found[0]])
         statistics, hidden = self._forward(
-            batch.row,
+            # A frozen policy selects its own experts.
+            batch.row if batch.row.routes is None else replace(batch.row, routes=None),
             batch.rows,
             batch.columns,
             temperature=self._temperature,

@@ -12,9 +12,12 @@ from typing import Literal, TypeVar
 import torch
 from torch import Tensor, nn
 
+from agentrl.algorithms import mismatch_metrics
 from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
+from agentrl.kernels.attention import part_of
 from agentrl.models.policy import PolicyModel
+from agentrl.models.routes import Routes
 from agentrl.training.engine.collectives import Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Heartbeat
@@ -86,6 +89,8 @@ class Trainer:
         self._critic = critic
         self._heartbeat = heartbeat or Heartbeat(deadline=math.inf, slow=math.inf)
         self._kl = kl_controller(settings.kl)
+        engine.module.records_routes = settings.correction.route_replay == "trainer"
+        self._routes_measured_at: int | None = None
 
     def state_dict(self) -> dict[str, dict[str, float]]:
         """Return the JSON-serializable state that a checkpoint stores beside the engines."""
@@ -318,6 +323,8 @@ class Trainer:
         Returns (its rows, without rewards and advantages; statistics connected to the graph; hidden states).
         """
         statistics, hidden, log_probs = self._forward(batch, step, keep_hidden=step.monitor is not None)
+        if self._engine.module.routes is not None:
+            batch = self._with_routes(batch, self._engine.module.routes, step)
         values = final_values = None
         log_probs |= {name: policy.read(batch)[0] for name, policy in step.frozen.items() if name not in log_probs}
         if self._critic is not None:
@@ -340,6 +347,28 @@ class Trainer:
             )
             rows = replace(rows, trajectory_energy=energies)
         return rows, statistics, hidden
+
+    def _with_routes(self, batch: Batch, routes: Routes, step: _Step) -> Batch:
+        """Record metrics of replayed ``routes``, or return the batch with the routes that the trainer has selected.
+
+        In the first micro-batch of a step, a second forward measures the difference from the engine without replay.
+        """
+        row, policy = batch.row, self._engine.module
+        if routes.replayed is None:
+            recorded = routes.recorded()
+            whole = recorded.new_full((len(row.token_ids), recorded.shape[1]), -1)
+            whole[part_of(row, policy.sequence)] = recorded
+            return replace(batch, row=replace(row, routes=whole))
+        other, total = routes.difference()
+        step.meter.add_mean("policy/other_routes", other.double() / max(1, total), total * int(batch.counted))
+        if self._routes_measured_at != step.plan.step:
+            self._routes_measured_at = step.plan.step
+            with torch.no_grad():
+                own, _, _ = self._forward(replace(batch, row=replace(row, routes=None)), replace(step, frozen={}))
+            found = mismatch_metrics(own.log_probs, batch.rollout_log_probs, batch.response_mask)
+            weight = found["tokens"] * int(batch.counted)
+            step.meter.add_mean("policy/engine_abs_diff_own_routes", found["mean_abs_difference"], weight)
+        return batch
 
     def _backward(
         self,

@@ -157,6 +157,7 @@ class LocalService:
             environment=environment,
             engine=self._engine,
             settings=settings.rollout,
+            routed=settings.correction.route_replay == "rollout",
             rewards=self._rewards,
         )
         self._mixture, self._reports = load_mixture(
@@ -208,6 +209,7 @@ class LocalService:
             folder=self._folder,
             model=model,
             shared=trained is not None,
+            routes=settings.correction.route_replay == "rollout",
             training_gpus=count_local_ranks(settings.training.num_processes),
             deterministic=settings.training.deterministic,
             cluster=settings.cluster if servers_on_nodes(settings.rollout, settings.cluster.kind) else None,

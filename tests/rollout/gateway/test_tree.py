@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rollout.fakes import assert_routed
 from rollout.gateway.chat import ADD, chat_codec, heard, rollout, say, speaking, user
 from rollout.templates import QWEN, THINKING
 
@@ -389,3 +390,17 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
             await agent.act(action)
 
     asyncio.run(play())
+
+
+async def test_every_branch_has_the_routes_of_all_its_tokens() -> None:
+    """Of its prompt too, which other branches and a generation without loss have sampled."""
+    one = rollout(engine_of("one", "two", "three", "four"), routed=True)
+    first = await say(one, [user("a")])
+    one.tree.generations[0].trainable = False
+    second = await say(one, [user("a"), heard(first), user("b")])
+    await say(one, [user("a"), heard(first), user("b"), heard(second), user("c")])
+    await say(one, [user("a"), heard(first), user("another")])
+    branches = played(one)
+    assert [len(item.segments) for item in branches] == [3, 1]
+    for item in branches:
+        assert_routed(item)

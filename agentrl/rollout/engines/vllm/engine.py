@@ -100,6 +100,7 @@ class ManagedVLLM(ManagedServers):
             training_gpus=request.training_gpus if gpus is None else 0,
             backend=self._backend,
             gpus=gpus,
+            routes=request.routes,
         )
 
     def way(self) -> TransferTarget:

@@ -84,6 +84,7 @@ class VLLMPlan(ServerPlan):
     adapter_rank: int = 0  # rank of the adapters to load; 0: none
     adapters: int = 1  # maximum in use at a time
     logprobs: int = 0  # maximum number of log-probabilities per token in a request
+    routes: bool = False
     extra_args: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
@@ -107,6 +108,8 @@ class VLLMPlan(ServerPlan):
         if self.adapter_rank:
             command += ["--enable-lora", "--max-lora-rank", str(supported_lora_rank(self.adapter_rank))]
             command += ["--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)]
+        if self.routes:
+            command += ["--enable-return-routed-experts"]
         if self.logprobs:
             command += ["--max-logprobs", str(self.logprobs)]
         if self.sleeps:
@@ -145,6 +148,7 @@ def policy_servers(
     host: str = "127.0.0.1",
     port: int | None = None,
     gpus: Sequence[str] | None = None,
+    routes: bool = False,
 ) -> list[VLLMPlan]:
     """Plan a policy's servers according to ``rollout.vllm``, on ``gpus`` (None: this machine's GPUs) or a CPU.
 
@@ -160,6 +164,11 @@ def policy_servers(
     colocated = placement == "colocated" and bool(found)
     if not found:
         check_cpu_attention(read_config(policy))
+        if routes:
+            raise SettingsError(
+                "correction.route_replay=rollout: on a CPU, vLLM 0.32 returns no routes; set "
+                "rollout.engine=transformers or correction.route_replay=trainer"
+            )
     return plan_servers(
         rollout,
         max_tokens=longest,
@@ -175,6 +184,7 @@ def policy_servers(
         largest=_largest_parameter(policy) if colocated else 0,
         sleep_options=_sleep_options() if colocated else (),
         adapter_rank=adapter_rank(rollout, policy),
+        routes=routes,
     )
 
 
@@ -238,10 +248,11 @@ def plan_servers(
     largest: int = 0,
     sleep_options: tuple[str, ...] = (),
     adapter_rank: int = 0,
+    routes: bool = False,
 ) -> list[VLLMPlan]:
     """Plan the servers of ``rollout.vllm`` on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
-    ``adapter_rank``: the rank of the adapters to load, 0 for none.
+    ``adapter_rank``: the rank of the adapters to load, 0 for none. ``routes``: requests for routes will follow.
     ``memory``: free and total bytes of the fullest GPU that colocated servers share with training.
     ``largest``: bytes of the policy's largest parameter.
     ``sleep_options``: options of colocated servers in addition to ``--enable-sleep-mode``.
@@ -278,6 +289,7 @@ def plan_servers(
             adapter_rank=adapter_rank,
             adapters=adapters_in_use(settings),
             logprobs=listed_tokens(settings.top_k) if settings.restricts_sampling else 0,
+            routes=routes,
             extra_args=tuple(vllm.extra_args),
         )
         for index in range(vllm.replicas)

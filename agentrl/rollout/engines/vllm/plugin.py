@@ -77,6 +77,7 @@ class VLLMPlugin(EnginePlugin):
         return EngineFacts(
             about=f"vLLM servers at {', '.join(vllm.addresses)}" if external else started,
             largest_support=64,  # each token adds 60 bytes to a response
+            returns_routes=True,
             prompt_limit=rollout.max_prompt_tokens,
             servers=0 if external else vllm.replicas,
             gpus_per_server=vllm.tensor_parallel_size,

@@ -5,6 +5,8 @@ A response with unexpected content raises InvalidResponseError.
 
 from __future__ import annotations
 
+import base64
+import io
 import logging
 import math
 import re
@@ -15,9 +17,10 @@ from itertools import chain
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
+import numpy as np
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
+from agentrl.rollout.engines.base import CacheUse, Completion
 from agentrl.rollout.engines.replica import (
     LONG_TIMEOUT,
     QUICK_TIMEOUT,
@@ -60,6 +63,8 @@ def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
         parameters["top_k"] = sampling.top_k
     if sampling.min_p > 0:
         parameters["min_p"] = sampling.min_p
+    if sampling.routes_from is not None:
+        parameters["routed_experts_prompt_start"] = sampling.routes_from
     if seeded:
         parameters["seed"] = request.seed % _SEEDS
     body: dict[str, object] = {
@@ -98,6 +103,7 @@ class _Choice(msgspec.Struct):
     token_ids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
     logprobs: _Tokens
     weight_versions: list[_Span] | None
+    routed_experts: str | None = None
 
 
 class _Answer(msgspec.Struct):
@@ -114,8 +120,9 @@ class _Answer(msgspec.Struct):
 RESPONSE = msgspec.json.Decoder(_Answer)
 
 
-def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int]) -> Completion:
+def read_completion(content: bytes, request: TurnRequest) -> Completion:
     """Parse and check the response to :func:`generate_body`. Raises InvalidResponseError if it is invalid."""
+    sampling, eos_ids = request.sampling, request.eos_ids
     try:
         (choice,) = RESPONSE.decode(content).choices
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -143,7 +150,23 @@ def read_completion(content: bytes, sampling: Sampling, eos_ids: frozenset[int])
         version_spans=_spans(choice.weight_versions or [], len(token_ids)),
         support_ids=array("i", chain.from_iterable(supports)) if supports else (),
         support_sizes=array("i", map(len, supports)) if supports else (),
+        routes=b""
+        if sampling.routes_from is None
+        else _routes(choice.routed_experts, len(request.token_ids) + len(token_ids) - 1 - sampling.routes_from),
     )
+
+
+def _routes(encoded: str | None, tokens: int) -> bytes:
+    """Decode the experts [tokens, layers, k] of a response, an array in the format of NumPy files."""
+    try:
+        experts = np.load(io.BytesIO(base64.b64decode(encoded or "", validate=True)), allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        raise InvalidResponseError(
+            f"the response contains no routes ({error}): start the server with --enable-return-routed-experts"
+        ) from error
+    if experts.ndim != 3 or len(experts) != tokens:
+        raise InvalidResponseError(f"expected routes of {tokens} tokens; got an array of shape {experts.shape}")
+    return bytes(experts.astype(np.int16).tobytes())
 
 
 def _support(token: _Token) -> list[int]:
@@ -316,7 +339,7 @@ class VLLMReplica(Replica):
     async def generate(self, request: TurnRequest) -> Completion:
         body = generate_body(request, seeded=self._seeded)
         content = await self.http.post_bytes(GENERATE, body, seconds=None)
-        return read_completion(content, request.sampling, request.eos_ids)
+        return read_completion(content, request)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]:
         body = score_body(token_ids, salt=salt, adapter=self.adapter)
