@@ -150,10 +150,10 @@ class MicroBatch:
 def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
     """Return the routes [L, R] of the tokens of ``row``, -1 where the engine did not return any. None without any.
 
-    A prompt that several trajectories share has the routes of the last of them.
+    A token of several trajectories has the route of the first of them, because it sampled the token.
     """
     routed = None
-    for number, item in enumerate(items):
+    for number, item in reversed([*enumerate(items)]):
         sampled = [segment for segment in item.segments if segment.origin == "model"]
         count = item.length - 1
         for segment in reversed(item.segments):
@@ -166,9 +166,7 @@ def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
         own = own.reshape(count, -1)
         if routed is None:
             routed = np.full((len(row.token_ids), own.shape[1]), -1, dtype=np.int16)
-        prompt, end, start = len(item.prompt_ids), int(row.prompt_ends[number]) + 1, int(row.starts[number])
-        routed[end - prompt : end] = own[:prompt]
-        routed[start : start + count - prompt] = own[prompt:]
+        routed[row.document(number, count - len(item.prompt_ids))] = own
     return routed
 
 

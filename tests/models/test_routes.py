@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -161,9 +162,8 @@ async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model
     total = torch.zeros(())
     for row, item in enumerate(items):
         known_tokens = len(routes_of(item))
-        prompt, start = len(item.prompt_ids), int(batch.row.starts[row])
-        end = int(batch.row.prompt_ends[row]) + 1
-        given = torch.cat([batch.row.routes[end - prompt : end], batch.row.routes[start:]])[:known_tokens]
+        prompt = len(item.prompt_ids)
+        given = batch.row.routes[batch.row.document(row, known_tokens - prompt)]
         with_fixed_routes(copy, lambda given=given: given)
         ids = torch.tensor([item.prompt_ids + item.response_ids])
         logits = copy(input_ids=ids[:, :known_tokens], use_cache=False).logits[0]
@@ -232,3 +232,18 @@ def test_other_models_are_refused_by_name() -> None:
 def test_settings_that_cannot_replay_routes_are_named() -> None:
     replay = "correction.route_replay=rollout"
     assert "algorithm.estimator=eob would use other experts" in refused(replay, "algorithm.estimator=eob")
+
+
+async def test_a_branch_keeps_the_routes_of_the_edge_that_sampled_its_prompt(model: Any) -> None:
+    """The prompt of the second trajectory is all of the first, which does not compute its last token."""
+    first = (await played(model))[2]
+    last = max(at for at, own in enumerate(first.response_mask) if own) + 1
+    prompt = first.prompt_ids + first.response_ids[:last]
+    async with serving(model) as engine:
+        second = replace(await conversation(engine, "1", start=prompt, turns=1), prompt_ids=prompt)
+    other = replace(second.segments[0], routes=(~np.frombuffer(second.segments[0].routes, dtype=np.int16)).tobytes())
+    micro = MicroBatch.of([first, replace(second, segments=(other, *second.segments[1:]))])
+    assert micro.routes is not None
+    routes = torch.from_numpy(micro.routes[: len(prompt)])
+    assert torch.equal(routes[:-1], routes_of(first))
+    assert bool((routes[-1] < 0).all())
