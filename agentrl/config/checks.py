@@ -299,11 +299,11 @@ def _session_problems(settings: Settings) -> Iterator[str]:
     forked = max(1, rollout.concurrency // branching.most_live) * branching.most_sessions
     needed = max(rollout.concurrency, forked)  # evaluations do not fork
     if needed > most:
-        forks = "" if branching.width == 1 else f", or lower rollout.branching.live={branching.live}"
+        forks = "" if branching.width == 1 else f", lower rollout.branching.live={branching.live}"
         yield (
             f"environment.interpreter=session with rollout.concurrency={rollout.concurrency} and "
-            f"sandbox.max_sessions={most}: active trajectories may hold {needed} sessions; lower rollout.concurrency "
-            f"or raise sandbox.max_sessions{forks}"
+            f"sandbox.max_sessions={most}: active trajectories may hold {needed} sessions; lower rollout.concurrency"
+            f"{forks} or raise sandbox.max_sessions"
         )
 
 

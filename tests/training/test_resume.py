@@ -23,6 +23,16 @@ from .conftest import DEADLINE, CommandLine, wait_until
 pytestmark = pytest.mark.slow
 
 KEYS = ("scores", "best")
+FORKS = [
+    "environment.interpreter=session",
+    "rollout.branching.width=2",
+    "rollout.branching.where=measured",
+    "rollout.branching.leaves=4",
+    "rollout.branching.live=2",
+    "rollout.concurrency=16",
+    "algorithm.siblings=pooled",
+]
+"""Rollouts that fork with their interpreters; two branches of a tree are played at the same time."""
 HEAD = "model.embed_tokens.weight"
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 
@@ -46,9 +56,10 @@ def trajectories(run: Path) -> list[dict[str, Any]]:
 def test_a_deterministic_run_killed_again_and_again_ends_like_one_never_killed(
     command_line: CommandLine, cold_policy: Path
 ) -> None:
-    deterministic = command_line.simpletir(cold_policy, "training.deterministic=true")
+    deterministic = command_line.simpletir(cold_policy, "training.deterministic=true", *FORKS)
     command_line.run(*deterministic, "name=whole")
     whole = command_line.folder / "runs" / "whole"
+    assert any(row["path_weight"] == 0.5 for row in trajectories(whole))
     killed = command_line.folder / "runs" / "killed"
     draw = random.Random()
     moments: list[tuple[Callable[[], bool], float]] = [
