@@ -1,6 +1,7 @@
 """Programs a second: the sandbox against a fork loop, a fresh interpreter a program, and `docker exec`.
 
     python benchmarks/sandbox.py [--concurrency 1 16 256] [--seconds 5] [--repeat 3] [--queued 45000] [--container NAME]
+    python benchmarks/sandbox.py --forks 1000
 
 Two programs: ``print`` prints a sum, ``sympy`` solves a quadratic. What runs them, all in one go on one machine:
 
@@ -15,6 +16,10 @@ A row is the median of ``--repeat`` rounds; the kinds take turns within a round.
 wait if all in flight were answered one after the other at the measured rate: concurrency / rate. With ``--queued`` so
 many calls are sent to the service at once; every one must be answered with its own sum, and the memory of the
 service's processes is compared between the first and the last tenth.
+
+``--forks N`` measures sessions instead: N forks of a session that holds 100 MB, first idle, then after each has written
+to one page (copy-on-write: memory must not grow by the state); 256 sessions that fork into 8 leaves each, of which
+``max_sessions`` refuses those over 1,024; a fork that fills its memory; and forks of a session that was killed.
 """
 
 from __future__ import annotations
@@ -33,7 +38,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, open_sandbox
+from agentrl_sandbox.client import Outcome, Sandbox, SandboxError, SandboxSettings, open_sandbox
 
 PROGRAMS = {
     "print": "print({number} + 1)",
@@ -238,6 +243,81 @@ async def _queue(remote: Sandbox, process: psutil.Process, count: int) -> None:
     print(f"memory of the service: {early:.1f} MB early, {late:.1f} MB late, ratio {late / early:.3f}")
 
 
+STATE_MB = 100
+FILLS = "rows = []\nwhile True: rows.append(bytes(range(256)) * 4096)"
+
+
+async def measure_forks(count: int) -> None:
+    """Forks of sessions, under load and under attack."""
+    # The forks of a session share max_processes.
+    sandbox = await open_sandbox(SandboxSettings(max_sessions=1024, max_processes=1100, session_idle_timeout=3600.0))
+    own = psutil.Process()
+    print(f"local: {sandbox.isolation.describe()}\n")
+    origin = await sandbox.open_session()
+    state = f"import os\nstate = bytearray(os.urandom(1 << 20) * {STATE_MB})\nprint(len(state) + 1)"
+    await _succeeds(sandbox, state, origin)
+    before, began = resident_mb(own), time.perf_counter()
+    forks = [await sandbox.fork_session(origin) for _ in range(count)]
+    seconds, idle = time.perf_counter() - began, resident_mb(own)
+    await asyncio.gather(*(_succeeds(sandbox, "state[0] = 1\nprint(len(state) + 1)", fork) for fork in forks))
+    after = resident_mb(own)
+    print(f"{count} forks of {STATE_MB} MB: {1e3 * seconds / count:.1f} ms each; memory {before:.0f} MB, with forks")
+    print(f"{idle:.0f} MB ({(idle - before) / count:.2f} MB each), after a program in each {after:.0f} MB")
+    await asyncio.gather(*map(sandbox.close_session, forks))
+
+    fork, sibling = [await sandbox.fork_session(origin) for _ in range(2)]
+    began = time.perf_counter()
+    filled = await sandbox.execute(FILLS, session=fork, timeout=60.0)
+    await _succeeds(sandbox, "print(len(state) + 1)", sibling)
+    await _succeeds(sandbox, "print(len(state) + 1)", origin)
+    print(f"a fork that fills its memory: {filled.outcome} after {time.perf_counter() - began:.1f} s; its sibling and")
+    print("its origin go on")
+
+    await sandbox.execute("import os; os.abort()", session=origin)
+    refusals = [await _refused(sandbox, origin) for _ in range(2)]
+    await _succeeds(sandbox, "print(len(state) + 1)", sibling)
+    print(f"forks of a killed session: {' and '.join(refusals)}; its earlier fork goes on")
+    await sandbox.close_session(sibling)
+
+    began = time.perf_counter()
+    trees = await asyncio.gather(*(_tree(sandbox, leaves=8) for _ in range(256)))
+    opened = sum(len(tree) for tree, _ in trees)
+    refused = [name for _, names in trees for name in names]
+    print(
+        f"256 trees of 8 leaves: {opened} sessions in {time.perf_counter() - began:.1f} s, {resident_mb(own):.0f} MB;"
+    )
+    print(f"{len(refused)} forks refused ({', '.join(sorted(set(refused)))})")
+    await asyncio.gather(*(sandbox.close_session(session) for tree, _ in trees for session in tree))
+    await _succeeds(sandbox, "print(104857601)", await sandbox.open_session())
+    await sandbox.close()
+    print(f"processes left: {len(own.children(recursive=True))}")
+
+
+async def _tree(sandbox: Sandbox, *, leaves: int) -> tuple[list[str], list[str]]:
+    """Return the open sessions of a tree, and the names of the errors of the others."""
+    tree, errors = [await sandbox.open_session()], []
+    while len(tree) + len(errors) < leaves:
+        try:
+            tree.append(await sandbox.fork_session(tree[0]))
+        except SandboxError as error:
+            errors.append(type(error).__name__)
+    return tree, errors
+
+
+async def _refused(sandbox: Sandbox, session: str) -> str:
+    try:
+        await sandbox.fork_session(session)
+    except SandboxError as error:
+        return type(error).__name__
+    raise SystemExit(f"{session} was forked")
+
+
+async def _succeeds(sandbox: Sandbox, program: str, session: str) -> None:
+    run = await sandbox.execute(program, session=session, timeout=600.0)
+    if run.stdout.strip() != str(STATE_MB * (1 << 20) + 1):
+        raise SystemExit(f"{run.outcome}: {run.stdout} {run.stderr}")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 16, 256])
@@ -246,9 +326,10 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--queued", type=int, default=45_000, help="calls sent at once at the end; 0: none")
     parser.add_argument("--container", help="a running container to compare with by `docker exec`")
+    parser.add_argument("--forks", type=int, default=0, help="measure this many forks of a session instead")
     options = parser.parse_args()
     print(f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}\n")
-    asyncio.run(measure(options))
+    asyncio.run(measure_forks(options.forks) if options.forks else measure(options))
 
 
 if __name__ == "__main__":

@@ -305,6 +305,13 @@ def _session_problems(settings: Settings) -> Iterator[str]:
             f"sandbox.max_sessions={most}: active trajectories may hold {needed} sessions; lower rollout.concurrency"
             f"{forks} or raise sandbox.max_sessions"
         )
+    processes = settings.sandbox.max_processes
+    if branching.width > 1 and branching.most_sessions >= processes:
+        yield (
+            f"environment.interpreter=session with rollout.branching.leaves={branching.leaves} and "
+            f"sandbox.max_processes={processes}: the {branching.most_sessions} sessions of a tree share "
+            "max_processes; lower rollout.branching.live or raise sandbox.max_processes"
+        )
 
 
 def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:

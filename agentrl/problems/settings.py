@@ -133,6 +133,6 @@ class DataSettings(BaseModel):
         0.98,
         gt=0,
         le=1,
-        description="with curriculum or rollout.budget: factor on the evidence of earlier rollouts in each training "
-        "step; 1: never forget",
+        description="with curriculum, rollout.budget or rollout.branching.where=measured: factor on the evidence of "
+        "earlier rollouts in each training step; 1: never forget",
     )

@@ -97,7 +97,9 @@ class BranchingSettings(BaseModel):
         """The maximum number of open episodes of a rollout: live branches, and the forks above them."""
         # Branches divide the leaves equally, so a path has at most log2(leaves) forks.
         depth = math.ceil(math.log2(self.most_leaves))
-        return self.most_live + min(self.most_live * depth, self.most_leaves - 1)
+        if not isinstance(self.where, str):
+            depth = min(depth, len(set(self.where)))
+        return self.most_live + sum(min(self.live, self.width**level) for level in range(depth))
 
 
 # Uncertainty about a sampled token, from its log-probability. Over samples, the means are the entropy, and the mean

@@ -159,6 +159,7 @@ def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSO
         "group": record["group"],
         "sample": record["sample"],
         "branch": record.get("branch", 0),
+        "path_weight": record.get("path_weight"),
         "reward": math.fsum([record.get("reward_elsewhere", 0.0), *(segment["reward"] for segment in model)]),
         "ended": record["ended"],
         "verdict": record["verdict"] or "",
@@ -295,13 +296,19 @@ def _fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSONObjec
 
 def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object]) -> dict[str, object]:
     """Summarise a trajectory of the group, with curves over its model tokens if it was trained on."""
-    facts = ("number", "sample", "branch", "reward", "ended", "verdict", "answer", "turns", "tokens", "dropped")
-    about: dict[str, object] = {name: row[name] for name in facts}
+    facts = ("number", "sample", "branch", "path_weight", "reward", "ended", "verdict", "answer", "turns", "tokens")
+    about: dict[str, object] = {name: row[name] for name in (*facts, "dropped")}
+    about["parent"] = item.record.get("parent", -1)
     about["text"] = "".join(segment["text"] for segment in item.record["segments"])
     if item.tokens is not None:
         indices = plotted_indices(len(item.tokens))
         curves = (stored.realized_energies[item.key], item.tokens.baselines, item.tokens.advantages)
         names = ("realized_energy", "baselines", "advantages")
+        about["edge"] = {
+            "return": float(item.tokens.returns[0]),
+            "baseline": float(item.tokens.baselines.mean()),
+            "energy": float(item.tokens.weighted_energy.sum()),
+        }
         about["mean_advantage"] = float(item.tokens.advantages.mean())
         about["index"] = indices.tolist()
         about["curves"] = {name: json_numbers(curve[indices]) for name, curve in zip(names, curves, strict=True)}

@@ -46,5 +46,8 @@ def test_the_placement_of_forks_is_validated() -> None:
 
 def test_the_sessions_of_trees_are_limited() -> None:
     session = ["environment.interpreter=session", "rollout.concurrency=64", "rollout.branching.width=4"]
-    assert "may hold 112 sessions" in refused(*session)  # 16 trees of 4 branches with 3 forks at most
-    load_settings("simpletir", "tiny", [*session, "sandbox.max_sessions=112"])
+    assert "may hold 80 sessions" in refused(*session)  # 16 trees of 4 branches and the session that forked
+    load_settings("simpletir", "tiny", [*session, "sandbox.max_sessions=80"])
+    many = ["rollout.branching.width=2", "rollout.branching.leaves=17", "rollout.branching.live=17"]
+    many += ["rollout.branching.where=measured", "sandbox.max_sessions=200", *session[:2]]
+    assert "sandbox.max_processes=32: the 48 sessions of a tree share max_processes" in refused(*many)

@@ -189,6 +189,25 @@ async def test_log_probabilities_are_those_of_transformers(policy: Path, address
         await reference.close()
 
 
+async def test_the_branches_of_a_fork_use_the_cached_prefix(policy: Path, address: str) -> None:
+    def cached_tokens() -> float:
+        with urllib.request.urlopen(f"{address}/metrics") as answer:
+            counts = re.findall(r"^vllm:prefix_cache_hits_total\{.*\} (\S+)", answer.read().decode(), re.MULTILINE)
+        return sum(map(float, counts))
+
+    engine = managed_of(policy, address).engine
+    await engine.open()
+    try:
+        root = tuple(random.Random(7).randrange(1, 300) for _ in range(290))
+        shared = root + (await turn(engine, root, "tree")).token_ids
+        before = cached_tokens()
+        branches = await asyncio.gather(*(turn(engine, shared, f"tree.{n}", seed=n) for n in range(4)))
+        assert len({branch.token_ids for branch in branches}) == 4
+        assert cached_tokens() - before >= 4 * 256  # whole blocks of up to 128 tokens
+    finally:
+        await engine.close()
+
+
 async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, address: str) -> None:
     """What tells a slow server from a dead one."""
     host = managed_of(policy, address)

@@ -51,7 +51,9 @@ def servers(pid: int) -> list[psutil.Process]:
 
 
 def test_a_run_loses_no_trajectory_with_one_of_two_servers(command_line: CommandLine, policy: Path) -> None:
-    process = command_line.start(*command_line.counting(policy, "name=two", "environment.kwargs.seconds=0.2", *SERVED))
+    forks = ["rollout.branching.width=2", "rollout.concurrency=6"]
+    arguments = command_line.counting(policy, "name=two", "environment.kwargs.seconds=0.2", *SERVED, *forks)
+    process = command_line.start(*arguments)
     # 2 steps of the environment a trajectory: the evaluation's 2 trajectories and some of step 1 are over.
     wait_until(lambda: command_line.tallied() >= 2 * 2 + 7, process)
     both = servers(process.pid)
@@ -67,7 +69,8 @@ def test_a_run_loses_no_trajectory_with_one_of_two_servers(command_line: Command
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     assert [row["policy/updates"] for row in rows] == [1] * STEPS
     assert [row["groups/infrastructure_failures"] for row in rows] == [0] * STEPS
-    assert [row["reward/count"] for row in rows] == [12] * STEPS
+    assert [row["rollout/forked"] for row in rows] == [12] * STEPS
+    assert [row["reward/count"] for row in rows] == [24] * STEPS
     # What was sampled in step n was sampled with the weights of n - 1 updates, and those were the trained ones.
     assert max(row["policy/engine_abs_diff"] for row in rows) < 1e-5
     run = command_line.folder / "runs" / "two"

@@ -37,8 +37,12 @@ def make_run(
     words: int = 1,
     seed: int = 0,
     estimator: str = "tir_otb",
+    forked: bool = False,
 ) -> RunDirectory:
-    """A run of ``steps`` steps. ``said`` stands in every first turn, ``words`` times."""
+    """A run of ``steps`` steps. ``said`` stands in every first turn, ``words`` times.
+
+    ``forked``: the trajectories of a group are one tree, which forks into all others after the first one.
+    """
     settings = {"name": folder.name, "seed": seed, "model": {"path": None}, "algorithm": {"estimator": estimator}}
     run = RunDirectory.create(folder, yaml.safe_dump(settings))
     run.tokens.mkdir(exist_ok=True)
@@ -51,6 +55,8 @@ def make_run(
             for group in range(groups)
             for sample in range(size)
         ]
+        if forked:
+            records = [record | _branch(record, size) for record in records]
         run.write_trajectories(step, records)
         facts = TokenFacts(
             step=step, version=step - 1, rank=0, ranks=1, estimator=estimator, loss="reinforce", aggregation="token_sum"
@@ -129,6 +135,20 @@ def _record(
     }
 
 
+def _branch(record: dict[str, Any], size: int) -> dict[str, Any]:
+    branch = record["sample"]
+    tokens = len(record["segments"][0]["token_ids"]) + len(record["segments"][2]["token_ids"])
+    return {
+        "sample": 0,
+        "branch": branch,
+        "branches": size,
+        "parent": -1 if branch == 0 else 0,
+        "fork": 0 if branch == 0 else tokens,
+        "path_weight": 1.0 if branch == 0 else 1 / (size - 1),
+        "ended": "stopped" if branch else "forked",
+    }
+
+
 def _segment(origin: str, ids: list[int], text: str, step: int, draw: np.random.Generator) -> dict[str, Any]:
     ours = origin == "model"
     return {
@@ -155,15 +175,27 @@ def _statistics(records: Sequence[dict[str, Any]], draw: np.random.Generator, es
     groups = torch.tensor([record["group"] for record in kept])
     made = compute_advantages(
         estimator,
-        AdvantageInputs(rewards=rewards, response_mask=mask, groups=groups, token_energy=energy, loss_mask=mask),
+        AdvantageInputs(
+            rewards=rewards,
+            response_mask=mask,
+            groups=groups,
+            token_energy=energy,
+            loss_mask=mask,
+            samples=torch.tensor([record["sample"] for record in kept]),
+            branches=torch.tensor([record["branch"] for record in kept]),
+            parents=torch.tensor([record["parent"] for record in kept]),
+            forks=torch.tensor([record["fork"] for record in kept]),
+            path_weights=torch.tensor([record.get("path_weight", 1.0) for record in kept]),
+        ),
     )
     return [
         TrajectoryTokens(
             group=record["group"],
             sample=record["sample"],
-            branch=0,
-            parent=-1,
-            fork=0,
+            branch=record["branch"],
+            parent=record["parent"],
+            fork=record["fork"],
+            path_weight=record.get("path_weight", 1.0),
             share=1.0,
             update=0,
             loss_weight=1 / rows,

@@ -108,6 +108,22 @@ def open_tokens(page: Page, address: str, number: int = 0) -> None:
     expect(page.get_by_role("heading", name=f"Trajectory {number} of step 3")).to_be_visible()
 
 
+def test_the_tree_of_a_forked_rollout_leads_to_its_tokens(
+    browser: sync_api.Browser, page: Page, tmp_path: Path
+) -> None:
+    make_run(tmp_path / "first", forked=True)
+    with serving(tmp_path) as address:
+        open_tokens(page, address, number=1)
+        tree = page.locator("svg.tree")
+        expect(tree.locator("a")).to_have_count(4)
+        expect(tree.locator("a.here")).to_have_attribute("aria-label", re.compile("^Branch 1: G 0.000 · b "))
+        expect(tree.get_by_text("weight 0.333, stopped, reward 0")).to_have_count(2)
+        tree.locator("a").nth(3).locator("text").first.click()
+        expect(page.get_by_role("heading", name="Trajectory 3 of step 3")).to_be_visible()
+        page.get_by_role("link", name="toy-0", exact=True).click()
+        expect(page.get_by_role("button", name="posterior of success")).to_be_visible()
+
+
 def click_in(chart: sync_api.Locator, share: float, to: float | None = None) -> None:
     """Click in a chart's plot at a share of its width, or drag from there to another share."""
     expect(chart.locator(".plot")).to_be_visible()

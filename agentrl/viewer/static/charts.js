@@ -402,7 +402,7 @@ function styled(element, style) {
   return element;
 }
 
-function svg(tag, attributes, ...children) {
+export function svg(tag, attributes, ...children) {
   const element = document.createElementNS("http://www.w3.org/2000/svg", tag);
   for (const [name, value] of Object.entries(attributes)) element.setAttribute(name, value);
   element.append(...children.flat());

@@ -9,7 +9,7 @@ const FIELDS = [
   ["first", "From step", "number"],
   ["last", "To step", "number"],
   ["problem", "Problem", "search"],
-  ["ended", "Ended", ["answered", "stopped", "void_turn", "turn_limit", "token_limit", "deadline", "cancelled", "infrastructure_failure"]],
+  ["ended", "Ended", ["answered", "stopped", "void_turn", "turn_limit", "token_limit", "deadline", "forked", "cancelled", "infrastructure_failure"]],
   ["verdict", "Verdict", ["correct", "incorrect", "no_answer", "unparsable_answer", "answer_timeout", "unparsable_gold", "grader_timeout"]],
   ["tool", "Tool outcome", ["ok", "error", "timeout", "memory_limit", "output_limit", "killed", "infrastructure_failure", "malformed"]],
   ["dropped", "Not trained because", ["excluded", "void turn", "equal rewards", "filtered"]],
@@ -51,7 +51,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   // Draws the rewards of one problem over the steps.
   function overSteps() {
     if (!asked.problem || new Set(rows.map((row) => row.problem)).size !== 1) return;
-    const ordered = [...rows].sort((a, b) => a.step - b.step);
+    const ordered = rows.filter((row) => row.ended !== "forked").sort((a, b) => a.step - b.step);
     const steps = [...new Set(ordered.map((row) => row.step))];
     const mean = (step) => {
       const rewards = ordered.filter((row) => row.step === step).map((row) => row.reward);
@@ -59,8 +59,9 @@ export async function trajectoriesScreen({ parts: [id], query }) {
     };
     const points = { name: "trajectories", points: true, color: lineStyle(0).color, x: ordered.map((row) => row.step), y: ordered.map((row) => row.reward), custom: ordered.map((row) => `${row.step}/${row.number}`) };
     const line = { name: "mean", color: lineStyle(1).color, x: steps, y: steps.map(mean) };
+    const believed = posterior(ordered, steps, facts.settings["data.posterior_decay"] ?? 1);
     course.hidden = false;
-    draw(course.querySelector(".chart"), { series: [points, line], x: { title: "step", whole: true }, y: { title: "reward" }, onpoint: (trajectory) => (location.hash = `#/run/${id}/${trajectory}`) });
+    draw(course.querySelector(".chart"), { series: [points, line, believed], x: { title: "step", whole: true }, y: { title: "reward" }, onpoint: (trajectory) => (location.hash = `#/run/${id}/${trajectory}`) });
   }
 
   await next();
@@ -69,6 +70,30 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   const results = el("section", { class: "card" }, el("div", { class: "results" }, el("div", {}, status, more), chart), shown.element);
   const heading = el("div", { class: "heading" }, el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps));
   return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), problems, course, results] };
+}
+
+// The posterior of a problem's success after each step, as a line with a band of one standard deviation: a Beta distribution
+// over the stored rollouts, of which earlier ones count `decay` times as much after each step (docs/reference/formulas.md 9).
+function posterior(rows, steps, decay) {
+  let [wins, losses, before] = [0, 0, steps[0]];
+  const curve = { name: "posterior of success", color: lineStyle(2).color, dash: lineStyle(2).dash, x: steps, y: [], low: [], high: [] };
+  for (const step of steps) {
+    const left = decay ** (step - before);
+    [wins, losses, before] = [wins * left, losses * left, step];
+    for (const row of rows) {
+      if (row.step !== step || row.dropped === "excluded") continue;
+      const [weight, won] = [row.path_weight ?? 1, Math.min(1, Math.max(0, row.reward))];
+      wins += weight * won;
+      losses += weight * (1 - won);
+    }
+    const [alpha, beta] = [wins + 1, losses + 1];
+    const mean = alpha / (alpha + beta);
+    const deviation = Math.sqrt((mean * (1 - mean)) / (alpha + beta + 1));
+    curve.y.push(mean);
+    curve.low.push(mean - deviation);
+    curve.high.push(mean + deviation);
+  }
+  return curve;
 }
 
 // A histogram of rewards with at most twenty bars. `onbar` is called with the least and greatest reward of a clicked bar.

@@ -4,6 +4,7 @@ import { draw, drawable, lineStyle, Link } from "./charts.js";
 import { ask, isExported } from "./data.js";
 import { choice, el, factList, notices, number, withOptions, section, visible, words } from "./dom.js";
 import { gradientOf, isConstant, TOKEN_FIELDS, TokenView } from "./tokens.js";
+import { rolloutTree } from "./tree.js";
 import { verdict } from "./trajectories.js";
 import { whatIf } from "./what_if.js";
 
@@ -53,10 +54,12 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
   const unknown = page.tokenizer ? [] : ["The run has no tokenizer, so token ids are shown instead of text."];
   const without = page.fields.advantages || page.problems.length ? [] : [reasonFor(row)];
   const title = `${step} / ${trajectory}`;
+  const tree = rolloutTree(page, `#/run/${id}/${step}`);
   const content = [
     el("h1", {}, `Trajectory ${trajectory} of step ${step}`),
     aboutTrajectory(page, id),
     ...notices([...page.problems, ...unknown, ...without]),
+    ...(tree.length ? [section("Tree of the rollout", ...tree)] : []),
     el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
     section("Siblings, token by token", ...siblingCharts(page, trajectory)),
     whatIf(page, { id, step, number: trajectory }, take),
