@@ -29,7 +29,7 @@ response has an observation of one token between two model tokens:
 from __future__ import annotations
 
 import struct
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Literal
@@ -80,6 +80,7 @@ class MicroBatch:
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
     support_sizes: np.ndarray | None = None  # [N] int64, number of them for each model token, 0 for all tokens
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
+    teacher_row: PackedRow | None = None  # the trajectories with other prompts, which a teacher reads
 
     @classmethod
     def of(
@@ -90,11 +91,13 @@ class MicroBatch:
         homes: Mapping[int, int] | None = None,
         greedy_returns: Mapping[int, float] | None = None,
         counted: bool = True,
+        teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
     ) -> MicroBatch:
         """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of those removed from the loss.
 
         ``homes`` maps each group to the rank that receives its trajectories in a statistics pass. If ``homes`` is None,
         rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of its greedy rollout.
+        ``teacher_prompt`` returns the prompt that a teacher reads instead of the policy's.
         """
         segments = [segment for item in items for segment in item.segments]
         groups = np.array([item.group for item in items])
@@ -109,6 +112,11 @@ class MicroBatch:
         restricted = any(segment.support_sizes for segment in sampled)
         sizes = [segment.support_sizes or (0,) * len(segment.token_ids) for segment in sampled]
         row = pack_row([(torch.from_numpy(prompt), torch.from_numpy(response)) for prompt, response in documents])
+        teacher_row = None
+        if teacher_prompt is not None:
+            prompts = [torch.from_numpy(flat_array([teacher_prompt(item)], "i")) for item in items]
+            responses = [torch.from_numpy(response) for _, response in documents]
+            teacher_row = pack_row([*zip(prompts, responses, strict=True)])
         return cls(
             **{field.name: getattr(row, field.name).numpy() for field in fields(row) if field.name != "routes"},
             routes=_routes(items, row),
@@ -135,6 +143,7 @@ class MicroBatch:
             support_ids=flat_array([segment.support_ids for segment in sampled], "i") if restricted else None,
             support_sizes=flat_array(sizes, "i").astype(np.int64) if restricted else None,
             counted=counted,
+            teacher_row=teacher_row,
         )
 
     @property
@@ -210,6 +219,7 @@ class Batch:
     greedy_returns: Tensor | None  # [B] float32
     support: Support | None  # of the model tokens
     counted: bool  # as in `MicroBatch`
+    teacher_row: PackedRow | None = None  # as in `MicroBatch`
 
     @classmethod
     def of(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
@@ -261,6 +271,7 @@ class Batch:
             if micro.support_ids is None or micro.support_sizes is None
             else Support(ids=sent(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
             counted=micro.counted,
+            teacher_row=None if micro.teacher_row is None else micro.teacher_row.padded(multiple).to(device),
         )
 
     @property

@@ -78,7 +78,22 @@ def _objective_contradictions(settings: Settings) -> Iterator[str]:
             f"{_pairs(settings, 'reward.overlong_buffer')} exceeds {_pairs(settings, 'rollout.max_response_tokens')}: "
             "the penalty cannot begin below 0 tokens"
         )
-    if settings.algorithm.estimator == "none" and settings.teacher.path is None:
+    teacher, shared = settings.teacher, settings.training.sequence_parallel
+    for key in ("hint", "url"):
+        if getattr(teacher, key) is not None and teacher.over_vocabulary and shared > 1:
+            yield (
+                f"teacher.{key} with training.sequence_parallel={shared}: a rank would hold other tokens of the "
+                "teacher than of the policy; set teacher.objective=sampled or training.sequence_parallel=1"
+            )
+    if teacher.url is not None:
+        if teacher.path is None or teacher.hint is not None:
+            yield "teacher.url needs teacher.path, the name under which the server serves the teacher, and no hint"
+        if (teacher.temperature or rollout.temperature) != 1 or rollout.restricts_sampling:
+            yield (
+                "teacher.url: servers score at temperature 1 and over the whole vocabulary; set "
+                "teacher.temperature=1 and sample without rollout.top_k, top_p and min_p"
+            )
+    if settings.algorithm.estimator == "none" and not teacher.active:
         yield "algorithm.estimator=none trains only with a teacher: set teacher.path, or choose another estimator"
     trajectories = rollout.problems_per_step * rollout.group_size
     if kl.controller == "adaptive" and 5 * kl.horizon <= trajectories:

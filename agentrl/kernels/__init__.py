@@ -1,6 +1,6 @@
 """Kernels: token statistics without materialized logits, and exact trajectory energies. Only torch and Triton."""
 
-from agentrl.kernels.divergence import full_kl
+from agentrl.kernels.divergence import full_kl, top_divergence
 from agentrl.kernels.exact_energies import trajectory_energies
 from agentrl.kernels.records import KernelInputError, Support, TokenStatistics
 from agentrl.kernels.statistics import BACKENDS, Backend, token_statistics
@@ -16,5 +16,6 @@ __all__ = [
     "reason_triton_unavailable",
     "sharded_token_statistics",
     "token_statistics",
+    "top_divergence",
     "trajectory_energies",
 ]

@@ -73,6 +73,64 @@ def full_kl(
     return result
 
 
+def top_divergence(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    log_probs: Tensor,
+    ids: Tensor,
+    reference_log_probs: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    cap: float | None = None,
+    beta: float = 1.0,
+) -> Tensor:
+    """Compute the divergence of :func:`full_kl` [N] over K tokens of each row, and all other tokens as one.
+
+    ``ids`` [N, K] are distinct tokens with ``reference_log_probs`` [N, K]. ``log_probs`` [N] are the policy's at
+    ``targets`` [N], from :func:`.token_statistics`, and connected to the graph. Other arguments and the gradient are as
+    in :func:`full_kl`. The result is at most the divergence over the vocabulary (docs/reference/formulas.md 11).
+    """
+    chosen = torch.cat([targets[:, None], ids], dim=1).long()
+    with torch.autocast(hidden.device.type, enabled=False):
+        output: Tensor = _ChosenOutputs.apply(hidden, head_weight, chosen, log_probs.dtype)
+        output = output if bias is None else output + bias[chosen].to(output.dtype)
+        z = (output if cap is None else cap * torch.tanh(output / cap)) / temperature
+        log_p = log_probs[:, None] + z[:, 1:] - z[:, :1]
+        return _divergence(_with_rest(log_p), _with_rest(reference_log_probs.detach().to(log_p)), beta)
+
+
+class _ChosenOutputs(torch.autograd.Function):
+    """(hidden [N, D], weight [V, D], ids [N, K], dtype) -> hidden . weight[ids] [N, K], by blocks of rows."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
+        ctx.save_for_backward(hidden, weight, ids)
+        result = hidden.new_empty(ids.shape, dtype=dtype)
+        for rows in _pieces(ids, width=ids.shape[1] * hidden.shape[1]):
+            result[rows] = torch.einsum("nd,nkd->nk", hidden[rows].to(dtype), weight[ids[rows]].to(dtype))
+        return result
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        hidden, weight, ids = ctx.saved_tensors
+        to_hidden = torch.empty_like(hidden)
+        to_weight = torch.zeros_like(weight, dtype=gradient.dtype)
+        for rows in _pieces(ids, width=ids.shape[1] * hidden.shape[1]):
+            own, states = gradient[rows], hidden[rows].to(gradient.dtype)
+            to_hidden[rows] = torch.einsum("nk,nkd->nd", own, weight[ids[rows]].to(gradient.dtype)).to(hidden.dtype)
+            to_weight.index_add_(0, ids[rows].flatten(), (own[..., None] * states[:, None]).flatten(0, 1))
+        return to_hidden, to_weight.to(weight.dtype), None, None
+
+
+def _with_rest(log_probs: Tensor) -> Tensor:
+    """Append the logarithm of the remaining probability to ln p [N, K], at least 1e-6 because of rounding."""
+    rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
+    return torch.cat([log_probs, rest], dim=-1)
+
+
 class _FullKL(torch.autograd.Function):
     """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps, support, beta) -> [N].
 
@@ -182,8 +240,8 @@ def _blocks(
         yield rows, own, other
 
 
-def _pieces(block: Tensor) -> Iterator[slice]:
-    """Yield slices of a few rows of the block [R, V]."""
-    step = max(1, _PIECE_ELEMENTS[block.device.type] // block.shape[1])
+def _pieces(block: Tensor, width: int | None = None) -> Iterator[slice]:
+    """Yield slices of a few rows of the block [R, V], for operations with ``width`` elements per row (default: V)."""
+    step = max(1, _PIECE_ELEMENTS[block.device.type] // (width or block.shape[1]))
     for start in range(0, block.shape[0], step):
         yield slice(start, start + step)

@@ -16,6 +16,7 @@ from agentrl.kernels import (
     full_kl,
     reason_triton_unavailable,
     token_statistics,
+    top_divergence,
     trajectory_energies,
 )
 from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
@@ -38,8 +39,19 @@ class FrozenHead:
     temperature: float | None = None  # None: the temperature of the trained policy
     beta: float = 1.0  # selects the divergence, see full_kl
 
-    def divergence(self, head: FusedHead, hidden: Tensor, temperature: float, support: Support | None = None) -> Tensor:
-        """Return the divergence [N] of the policy with ``head`` and ``hidden`` [N, D] from the frozen policy."""
+    def divergence(
+        self,
+        head: FusedHead,
+        hidden: Tensor,
+        targets: Tensor,
+        log_probs: Tensor,
+        temperature: float,
+        support: Support | None,
+    ) -> Tensor:
+        """Return the divergence [N] of the policy with ``head`` and ``hidden`` [N, D] from the frozen policy.
+
+        ``log_probs`` [N] are the policy's at ``targets`` [N].
+        """
         own, other = head.logit_map, self.logit_map
         return full_kl(
             hidden,
@@ -53,6 +65,39 @@ class FrozenHead:
             reference_temperature=other.temperature(temperature if self.temperature is None else self.temperature),
             reference_cap=other.output_cap,
             support=support,
+            beta=self.beta,
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class TopTokens:
+    """The most likely tokens of a frozen policy that returns no hidden states."""
+
+    ids: Tensor  # [N, K]
+    log_probs: Tensor  # [N, K]
+    beta: float
+
+    def divergence(
+        self,
+        head: FusedHead,
+        hidden: Tensor,
+        targets: Tensor,
+        log_probs: Tensor,
+        temperature: float,
+        support: Support | None,
+    ) -> Tensor:
+        """Return the divergence as :meth:`FrozenHead.divergence` does, with all other tokens as one."""
+        assert support is None  # the settings refuse restricted sampling with a server
+        return top_divergence(
+            hidden,
+            head.weight,
+            targets,
+            log_probs,
+            self.ids,
+            self.log_probs,
+            temperature=head.logit_map.temperature(temperature),
+            bias=head.bias,
+            cap=head.logit_map.output_cap,
             beta=self.beta,
         )
 
@@ -89,7 +134,7 @@ class FusedHead(nn.Linear):
         targets: Tensor,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | None = None,
+        teacher: FrozenHead | TopTokens | None = None,
         support: Support | None = None,
     ) -> TokenStatistics: ...
     def forward(
@@ -98,7 +143,7 @@ class FusedHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | None = None,
+        teacher: FrozenHead | TopTokens | None = None,
         support: Support | None = None,
     ) -> Tensor | TokenStatistics:
         """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
@@ -119,10 +164,11 @@ class FusedHead(nn.Linear):
             backend=self.backend,
             support=support,
         )
+        inputs = (self, hidden, targets, statistics.log_probs, temperature, support)
         return replace(
             statistics,
-            full_kl=None if reference is None else reference.divergence(self, hidden, temperature, support),
-            teacher_divergence=None if teacher is None else teacher.divergence(self, hidden, temperature, support),
+            full_kl=None if reference is None else reference.divergence(*inputs),
+            teacher_divergence=None if teacher is None else teacher.divergence(*inputs),
         )
 
 
@@ -184,7 +230,7 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | None = None,
+        teacher: FrozenHead | TopTokens | None = None,
         support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.

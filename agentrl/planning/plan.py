@@ -343,8 +343,10 @@ def _machine(gpus: int | None, memory: float | None, settings: Settings) -> Hard
 
 
 def _teacher_parameters(settings: Settings) -> int:
-    path = settings.teacher.path
-    return 0 if path is None else read_shape(settings.model.model_copy(update={"path": path})).parameters
+    model, path = settings.model, settings.teacher.path or settings.model.path
+    if not settings.teacher.active or settings.teacher.url is not None or (model.lora.rank and path == model.path):
+        return 0
+    return read_shape(model.model_copy(update={"path": path})).parameters
 
 
 def _has_peft() -> bool:

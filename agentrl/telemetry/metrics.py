@@ -332,8 +332,8 @@ _KL = (
 )  # fmt: skip
 _TEACHERS = (
     Metric("teacher/divergence", "nats/token", "Mean divergence from the teacher, by `teacher.objective`.", "falls",
-           "`teacher.path` is set"),
-    Metric("teacher/coefficient", "", "Weight of the divergence in the loss.", "", "`teacher.path` is set"),
+           "with a teacher"),
+    Metric("teacher/coefficient", "", "Weight of the divergence in the loss.", "", "with a teacher"),
 )  # fmt: skip
 _GATEWAY = (
     Metric("gateway/branches_mean", "trajectories", "Mean number of trajectories per rollout; 1 if no rollout "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import string
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
@@ -148,7 +149,16 @@ class TeacherSettings(_Settings):
     """On-policy distillation: the policy learns from a frozen teacher on the tokens that the policy samples."""
 
     path: str | None = None
-    """directory or Hugging Face id of the teacher; null: no teacher"""
+    """directory or Hugging Face id of the teacher; null: no teacher, or with hint the initial policy"""
+    hint: str | None = None
+    """text that only the teacher reads, at the start of its prompt. {statement}, {answer} and the names of further
+    columns in braces are replaced by the values of the problem; null: the teacher reads the prompt of the policy"""
+    url: str | None = None
+    """base URL of a server that scores token ids and serves the teacher as path, such as http://HOST:8000/v1 of vLLM;
+    null: the teacher is loaded on the training ranks"""
+    top_tokens: int = Field(20, ge=1)
+    """with url, number of most likely tokens per position that exact objectives distinguish; all others count as one
+    token. vLLM limits it by --max-logprobs (20)"""
     objective: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
     """divergence between policy and teacher at each model token. reverse_kl: KL(policy || teacher); forward_kl:
     KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary.
@@ -164,6 +174,25 @@ class TeacherSettings(_Settings):
     constant"""
     temperature: float | None = Field(None, gt=0)
     """temperature of the teacher's distribution; null: rollout.temperature"""
+
+    @field_validator("hint")
+    @classmethod
+    def _readable(cls, value: str | None) -> str | None:
+        try:
+            [*string.Formatter().parse(value or "")]
+        except ValueError as error:
+            raise ValueError(f"{value!r} is not a template ({error}); write {{{{ and }}}} for plain braces") from None
+        return value
+
+    @property
+    def active(self) -> bool:
+        """True if there is a teacher."""
+        return self.path is not None or self.hint is not None
+
+    @property
+    def local_path(self) -> str | None:
+        """``path`` if the teacher is loaded on the training ranks."""
+        return self.path if self.url is None else None
 
     @property
     def over_vocabulary(self) -> bool:

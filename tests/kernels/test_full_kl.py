@@ -8,7 +8,7 @@ import torch
 from kernels.cases import seeded
 from torch import Tensor
 
-from agentrl.kernels import KernelInputError, Support, divergence, full_kl, token_statistics
+from agentrl.kernels import KernelInputError, Support, divergence, full_kl, token_statistics, top_divergence
 
 pytestmark = pytest.mark.on_device
 
@@ -70,6 +70,42 @@ def test_the_jensen_shannon_divergence_tends_to_a_multiple_of_either_kl(beta, li
     torch.testing.assert_close(
         call(policy, reference, 1.0, beta) / factor, call(policy, reference, 1.0, limit), rtol=1e-4, atol=0
     )
+
+
+def coarse(policy: list[Tensor], reference: list[Tensor], ids: Tensor, beta: float, cap: float | None) -> Tensor:
+    """The divergence over the chosen tokens and the rest, through plain autograd."""
+    x = policy[0] @ policy[1].t() + policy[2]
+    p = ((x if cap is None else cap * torch.tanh(x / cap)) / 0.7).softmax(-1)
+    q = (reference[0] @ reference[1].t() + reference[2]).softmax(-1)
+    p, q = (torch.cat([r.gather(1, ids), 1 - r.gather(1, ids).sum(-1, keepdim=True)], -1) for r in (p, q))
+    m = beta * q + (1 - beta) * p
+    one, other = (p * (p / (q if beta == 1 else m)).log()).sum(-1), (q * (q / (p if beta == 0 else m)).log()).sum(-1)
+    return {0.0: other, 1.0: one}.get(beta, beta * other + (1 - beta) * one)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
+def test_the_divergence_over_top_tokens_has_the_gradient_of_autograd_and_bounds_the_whole(beta, cap, monkeypatch):
+    monkeypatch.setattr(divergence, "_PIECE_ELEMENTS", dict.fromkeys(("cpu", "cuda"), 26))  # two rows
+    policy, reference = problem()
+    log_q = (reference[0] @ reference[1].t() + reference[2]).log_softmax(-1)
+    log_q, ids = log_q.topk(4)
+    targets, upstream = torch.tensor([0, 3, 10, 5, 2]), torch.linspace(-1, 2, 5, dtype=torch.float64)
+    results = []
+    for exact in (True, False):
+        leaves = [x.clone().requires_grad_() for x in policy]
+        if exact:
+            value = coarse(leaves, reference, ids, beta, cap)
+        else:
+            more = {"temperature": 0.7, "bias": leaves[2], "cap": cap}
+            log_probs = token_statistics(*leaves[:2], targets, **more).log_probs
+            value = top_divergence(*leaves[:2], targets, log_probs, ids, log_q, beta=beta, **more)
+        results.append((value.detach(), *torch.autograd.grad((value * upstream).sum(), leaves)))
+    for got, expected in zip(*results, strict=True):
+        torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)
+    more = {"temperature": 0.7, "bias": policy[2], "cap": cap, "reference_bias": reference[2]}
+    whole = full_kl(*policy[:2], *reference[:2], reference_temperature=1.0, beta=beta, **more)
+    assert bool((results[0][0] <= whole + 1e-12).all())
 
 
 def test_gradcheck():

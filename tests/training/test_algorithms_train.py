@@ -25,6 +25,7 @@ NAMES = (
     "ppo",
     "ppo_in_two",
     "distilled",
+    "hinted",
     "dapo",
     "remax",
     "eob",
@@ -120,6 +121,10 @@ def test_a_teacher_alone_trains_until_its_weight_is_zero(runs: Path) -> None:
     assert first["policy/loss"] == pytest.approx(first["teacher/divergence"], rel=1e-5)
     assert first["policy/gradient_norm"] > 0.0 == last["policy/gradient_norm"]
     assert "teacher/divergence" not in last
+
+
+def test_a_hint_moves_the_policy_away_from_its_own_teacher(runs: Path) -> None:
+    assert all(row["teacher/divergence"] > 1e-6 for row in steps(runs / "hinted"))
 
 
 def test_a_resumed_run_continues_critic_reference_and_penalty_bit_by_bit(runs: Path) -> None:

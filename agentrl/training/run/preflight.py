@@ -112,7 +112,7 @@ def _check_model(settings: Settings) -> None:
     if settings.model.lora.rank:
         check_peft()
     longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
-    named = (settings.kl.reference, settings.teacher.path, settings.critic.path)
+    named = (settings.kl.reference, settings.teacher.local_path, settings.critic.path)
     others = {path for path in named if path is not None}
     for path in (settings.model.path, *sorted(others - {settings.model.path})):
         model = settings.model.model_copy(update={"path": path})

@@ -162,8 +162,8 @@ class Session:
         settings, reference, teacher = self._settings, None, None
         if self._reference_path is not None:
             reference = open_reference(self._reference_path, settings, self._engine, start=self._start)
-        if settings.teacher.path is not None:
-            teacher = open_teacher(settings.teacher.path, settings, self._engine, start=self._start)
+        if settings.teacher.active:
+            teacher = open_teacher(settings, self._engine, start=self._start)
         return Trainer(
             self._engine,
             objective,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -183,10 +183,11 @@ def plan_step(
     budget: int,
     ranks: int,
     attention_length: float = math.inf,
+    teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
 ) -> list[RankPlan]:
     """Return the plan of every rank for one rollout batch, without updates if no group is left to train.
 
-    ``attention_length`` as in :func:`pack_units`.
+    ``attention_length`` as in :func:`pack_units`, ``teacher_prompt`` as in :meth:`.MicroBatch.of`.
     """
     groups, algorithm = rollouts.groups, settings.algorithm
     largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
@@ -214,7 +215,9 @@ def plan_step(
         masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
         trained = [row for row in rows if (row.group, row.sample, row.branch) not in masked]
         homes = home_ranks(shares)
-        packed = partial(MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy)
+        packed = partial(
+            MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy, teacher_prompt=teacher_prompt
+        )
         # Ranks run the same number of passes. Ranks with fewer micro-batches repeat one with weight 0.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)
         most = max(sum(map(len, share)) for share in shares)

@@ -26,6 +26,7 @@ from agentrl.weights.sources import gathered_linear
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
+    from agentrl.training.step.served_teacher import ServedTeacher
 
 
 def kl_controller(settings: KLSettings) -> KLController:
@@ -47,14 +48,15 @@ class FrozenPolicy:
         over_vocabulary: bool = False,
         beta: float = 1.0,
         vocabulary: int | None = None,
+        hinted: bool = False,
         refused_ids: Mapping[int, str] | None = None,
     ) -> None:
         """``freeze`` returns the policy's forward on this rank's device, possibly with sharded parameters.
 
         ``over_vocabulary`` enables the divergence over the whole vocabulary, which ``beta`` selects (:func:`.full_kl`).
         Unless the head is frozen, this requires a copy of the head on every rank. Rows of the head beyond
-        ``vocabulary`` are left out: no tokenizer has these ids, which only pad the vocabulary. ``refused_ids`` maps
-        token ids that must not occur to the reasons.
+        ``vocabulary`` are left out: no tokenizer has these ids, which only pad the vocabulary. With ``hinted``, the
+        policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to the reasons.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -63,6 +65,7 @@ class FrozenPolicy:
         self._temperature = temperature
         self.over_vocabulary = over_vocabulary
         self._beta = beta
+        self._hinted = hinted
         self._refused_ids = refused_ids or {}
 
     @torch.no_grad()
@@ -74,14 +77,11 @@ class FrozenPolicy:
         Also returns the inputs of the divergence over the whole vocabulary, for model tokens in row-major order, or
         None if it is not enabled. Raises SettingsError if a refused token id occurs.
         """
-        if self._refused_ids:
-            ids = batch.row.input_ids
-            found = ids[torch.isin(ids, torch.tensor([*self._refused_ids], device=ids.device))].tolist()
-            if found:
-                raise SettingsError(self._refused_ids[found[0]])
+        refuse_ids(batch, self._refused_ids)
+        row = batch.teacher_row if self._hinted else batch.row
         statistics, hidden = self._forward(
             # A frozen policy selects its own experts.
-            batch.row if batch.row.routes is None else replace(batch.row, routes=None),
+            row if row.routes is None else replace(row, routes=None),
             batch.rows,
             batch.columns,
             temperature=self._temperature,
@@ -101,6 +101,15 @@ class FrozenPolicy:
             temperature=self._temperature,
             beta=self._beta,
         )
+
+
+def refuse_ids(batch: Batch, refused_ids: Mapping[int, str]) -> None:
+    """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs."""
+    if refused_ids:
+        ids = batch.row.input_ids
+        found = ids[torch.isin(ids, torch.tensor([*refused_ids], device=ids.device))].tolist()
+        if found:
+            raise SettingsError(refused_ids[found[0]])
 
 
 def _head_values(head: nn.Linear, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
@@ -124,14 +133,21 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
     )
 
 
-def open_teacher(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> FrozenPolicy:
-    """Open the teacher on this rank.
+def open_teacher(
+    settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
+) -> FrozenPolicy | ServedTeacher:
+    """Open the teacher on this rank: ``teacher.path``, by default the initial policy ``start``, or a server.
 
     Raises SettingsError if the model cannot be read, if its vocabulary is smaller than the policy's, or if its
     tokenizer has other ids for ordinary tokens. A special token with another id is refused when it occurs.
     """
     teacher = settings.teacher
+    path = teacher.path or start
     refused_ids = different_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
+    if teacher.url is not None:
+        from agentrl.training.step.served_teacher import ServedTeacher
+
+        return ServedTeacher(teacher, refused_ids=refused_ids)
     policy, freeze = _frozen_policy(path, settings, engine, start=start)
     vocabulary, own = engine.module.head.out_features, policy.head.out_features
     if teacher.over_vocabulary and own < vocabulary:
@@ -146,6 +162,7 @@ def open_teacher(path: str, settings: Settings, engine: TrainingEngine[PolicyMod
         over_vocabulary=teacher.over_vocabulary,
         beta=teacher.resolved_beta,
         vocabulary=vocabulary,
+        hinted=teacher.hint is not None,
         refused_ids=refused_ids,
     )
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import Literal, TypeVar
+from typing import TYPE_CHECKING, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,6 +36,9 @@ from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, kl_controller
 
+if TYPE_CHECKING:
+    from agentrl.training.step.served_teacher import ServedTeacher
+
 _Result = TypeVar("_Result")
 _Rows = TypeVar("_Rows", MicroBatch, LossRows)
 
@@ -49,7 +52,7 @@ class _Step:
     monitor: HeadExactMonitor | None
     beta: float
     teacher_coefficient: float
-    frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy]
+    frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher]
     before_update: Callable[[], None] | None
     recorder: TokenRecorder | None
     norms: list[float] = field(default_factory=list)
@@ -66,7 +69,7 @@ class Trainer:
         temperature: float,
         fidelity_bound: float,
         reference: FrozenPolicy | None = None,
-        teacher: FrozenPolicy | None = None,
+        teacher: FrozenPolicy | ServedTeacher | None = None,
         critic: Critic | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
@@ -120,7 +123,7 @@ class Trainer:
         policy = self._engine.module
         monitor = HeadExactMonitor(policy, temperature=self._temperature) if plan.head_exact else None
         teacher_coefficient = self._teacher_coefficient(plan.step)
-        frozen: dict[Literal["reference", "teacher"], FrozenPolicy] = {}
+        frozen: dict[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher] = {}
         if self._reference is not None:
             frozen["reference"] = self._reference
         if self._teacher is not None and teacher_coefficient > 0:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, TypeVar
 import torch
 
 from agentrl.cluster.launchers import count_local_ranks
+from agentrl.errors import SettingsError
 from agentrl.evaluation.benchmarks import held_out_problems
 from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.settings import evaluation_environment, evaluation_rollout
@@ -37,6 +38,7 @@ from agentrl.telemetry.trace import service_span, start_trace, stop_trace
 from agentrl.training.step.batching import RankPlan, is_due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.service import InterruptedRunError
+from agentrl.trajectory import Trajectory
 from agentrl.weights.sources import TransferTarget
 from agentrl.weights.verify import EngineVerification, Probe, probe_tokens
 from agentrl_envs import execution
@@ -245,8 +247,24 @@ class LocalService:
             budget=budget,
             ranks=self._ranks // sharing,
             attention_length=self._attention_length,
+            teacher_prompt=None if self._settings.teacher.hint is None else self._teacher_prompt,
         )
         return [plan for plan in plans for _ in range(sharing)]
+
+    def _teacher_prompt(self, item: Trajectory) -> tuple[int, ...]:
+        """Return the prompt with the hint for the teacher, after the tokenizer's prefix."""
+        codec, prompt, hint = self._driver.codec, item.prompt_ids, self._settings.teacher.hint or ""
+        start = len(codec.prefix_ids) if prompt[: len(codec.prefix_ids)] == codec.prefix_ids else 0
+        problem = item.problem
+        values = {**problem.info, "statement": problem.statement, "answer": problem.answer}
+        try:
+            text = hint.format_map(values)
+        except (KeyError, IndexError) as error:
+            raise SettingsError(
+                f"teacher.hint={hint!r} uses {error}, which problem {problem.id!r} lacks; its columns: "
+                f"{', '.join(sorted(values))}"
+            ) from None
+        return prompt[:start] + codec.encode(text) + prompt[start:]
 
     def wait_for_writes(self) -> None:
         with contextlib.suppress(InterruptedRunError):

@@ -1,0 +1,106 @@
+"""A teacher behind an OpenAI-compatible server that scores given token ids (vLLM's ``prompt_logprobs``)."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+
+import stamina
+import torch
+from torch import Tensor
+
+from agentrl.batch import Batch, scatter_tokens
+from agentrl.errors import WorldError
+from agentrl.models.policy import TopTokens
+from agentrl.rollout.engines.replica import (
+    InvalidResponseError,
+    JSONClient,
+    ServerCallError,
+    StatusError,
+    TooSlowError,
+    UnreachableError,
+)
+from agentrl.training.settings import TeacherSettings
+from agentrl.training.step.reference_and_critic import refuse_ids
+
+_PATH = "/completions"
+_REQUEST_SECONDS = 600.0
+
+
+class ServedTeacher:
+    """A frozen policy that a server computes, at temperature 1. A rank requests the trajectories of a micro-batch."""
+
+    def __init__(self, settings: TeacherSettings, *, refused_ids: Mapping[int, str], deadline: float = 300.0) -> None:
+        """``deadline``: seconds for which failed requests are retried. ``refused_ids``: see :class:`.FrozenPolicy`."""
+        self._url, self._model = str(settings.url), settings.path
+        self.over_vocabulary = settings.over_vocabulary
+        self._top = settings.top_tokens if self.over_vocabulary else 0
+        self._beta = settings.resolved_beta
+        self._refused_ids = refused_ids
+        self._deadline = deadline
+
+    def read(self, batch: Batch) -> tuple[Tensor, TopTokens | None]:
+        """Return log-probabilities [B, T] of the sampled tokens, and the most likely tokens for exact objectives.
+
+        Raises WorldError if the server does not score the trajectories within the deadline.
+        """
+        refuse_ids(batch, self._refused_ids)
+        prompts, ids = batch.prompt_lengths.tolist(), batch.input_ids.tolist()
+        lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+        try:
+            scores = asyncio.run(self._scores([row[:length] for row, length in zip(ids, lengths, strict=True)]))
+        except ServerCallError as error:
+            raise WorldError(f"the teacher {self._model} at {self._url} does not score trajectories: {error}") from None
+        sampled, top_ids, top = [], [], []
+        for row, column in zip(batch.rows.tolist(), batch.columns.tolist(), strict=True):
+            place = prompts[row] + column
+            entry = scores[row][place]
+            sampled.append(entry[ids[row][place]])
+            best = sorted(entry, key=lambda token: -entry[token])[: self._top]
+            top_ids.append(best)
+            top.append([entry[token] for token in best])
+        device = batch.row.token_ids.device
+        log_probs = scatter_tokens(torch.tensor(sampled, device=device), batch.response_mask)
+        if not self._top:
+            return log_probs, None
+        tokens, values = torch.tensor(top_ids, device=device), torch.tensor(top, device=device)
+        return log_probs, TopTokens(ids=tokens, log_probs=values, beta=self._beta)
+
+    async def _scores(self, rows: Sequence[list[int]]) -> list[list[dict[int, float]]]:
+        """Return the log-probabilities by token id at every position of each row; the first position is empty."""
+        client = JSONClient(self._url)
+        try:
+            return await asyncio.gather(*(self._scored(client, row) for row in rows))
+        finally:
+            await client.close()
+
+    async def _scored(self, client: JSONClient, row: list[int]) -> list[dict[int, float]]:
+        body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 1.0}
+        body["prompt_logprobs"] = self._top
+        async for attempt in stamina.retry_context(on=_is_transient, attempts=None, timeout=self._deadline):
+            with attempt:
+                answer = await client.post(_PATH, body, seconds=_REQUEST_SECONDS)
+                return read_scores(answer, row, self._top)
+        raise AssertionError("unreachable: the last attempt raises")
+
+
+def _is_transient(error: Exception) -> bool:
+    return isinstance(error, UnreachableError | TooSlowError) or (
+        isinstance(error, StatusError) and (error.status >= 500 or error.status == 429)
+    )
+
+
+def read_scores(answer: object, row: Sequence[int], top: int) -> list[dict[int, float]]:
+    """Read and check the response. Raises InvalidResponseError if it lacks a token."""
+    try:
+        entries = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
+        scores = [{int(token): float(item["logprob"]) for token, item in (entry or {}).items()} for entry in entries]
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+        raise InvalidResponseError(f"expected choices.0.prompt_logprobs; got {str(answer)[:300]}") from None
+    complete = all(token in entry and len(entry) >= top for token, entry in zip(row[1:], scores[1:], strict=False))
+    if len(scores) != len(row) or not complete:
+        raise InvalidResponseError(
+            f"expected {max(top, 1)} log-probabilities at each of {len(row)} tokens; vLLM limits their number by "
+            "--max-logprobs"
+        )
+    return scores

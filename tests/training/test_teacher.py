@@ -1,0 +1,164 @@
+"""A frozen teacher, local and on a server: the rows that it reads, refused ids, and its prompt with a hint."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+import pytest
+import torch
+from rollout.fakes import played, tiny_model
+
+from agentrl.batch import Batch, MicroBatch
+from agentrl.config import load_settings
+from agentrl.errors import SettingsError, WorldError
+from agentrl.models.policy import PolicyModel
+from agentrl.rollout.engines.replica import InvalidResponseError
+from agentrl.training.settings import TeacherSettings
+from agentrl.training.step.reference_and_critic import FrozenPolicy
+from agentrl.training.step.served_teacher import ServedTeacher, read_scores
+from agentrl.trajectory import Segment, Trajectory
+
+TURN = {"origin": "model", "text": "", "version_spans": ((0, 2),), "log_probs": (-1.0, -1.0)}
+SEEN = Segment(origin="observation", token_ids=(40, 41), text="")
+ROWS = [
+    played(prompt_ids=(1, 2), segments=(Segment(token_ids=(3, 4), **TURN), SEEN, Segment(token_ids=(5, 6), **TURN))),
+    played(prompt_ids=(1, 2), segments=(Segment(token_ids=(7, 8), **TURN),)),
+]
+HINT = (90, 91, 92)
+
+
+def frozen(module: PolicyModel) -> PolicyModel:
+    return module.requires_grad_(False)
+
+
+def with_hint(item: Trajectory) -> tuple[int, ...]:
+    return HINT + item.prompt_ids
+
+
+def test_only_the_teacher_reads_the_hint() -> None:
+    batch = Batch.of(MicroBatch.of(ROWS, teacher_prompt=with_hint))
+    assert 90 not in batch.row.token_ids
+    model = tiny_model()
+    wanted = torch.zeros(batch.response_mask.shape)
+    for row, item in enumerate(ROWS):
+        ids = torch.tensor([with_hint(item) + item.response_ids])
+        log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
+        wanted[row, : len(item.response_ids)] = log_p[len(with_hint(item)) - 1 :].detach()
+    for hinted in (True, False):
+        found, _ = FrozenPolicy(PolicyModel(model), frozen, temperature=1.0, hinted=hinted).read(batch)
+        same = torch.allclose(found, torch.where(batch.response_mask, wanted, 0.0), atol=1e-5)
+        assert same == hinted
+
+
+class Server(BaseHTTPRequestHandler):
+    """Scores prompts with a tiny model, as vLLM answers; the first request of every server fails."""
+
+    def do_POST(self) -> None:
+        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.requests.append(request)
+        failed = len(self.server.requests) == 1
+        body = json.dumps({"error": {"message": "busy"}} if failed else self.answer(request)).encode()
+        self.send_response(503 if failed else 200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        ids, top = torch.tensor([request["prompt"]]), request["prompt_logprobs"]
+        log_p = torch.log_softmax(tiny_model()(input_ids=ids).logits[0, :-1], dim=-1)
+        entries: list[Any] = [None]
+        for row, token in zip(log_p, request["prompt"][1:], strict=True):
+            shown = {*row.topk(top).indices.tolist(), token}
+            entries.append({str(one): {"logprob": float(row[one]), "rank": 1} for one in shown})
+        return {"choices": [{"prompt_logprobs": entries}]}
+
+    def log_message(self, *arguments: object) -> None: ...
+
+
+@pytest.fixture
+def server() -> Iterator[ThreadingHTTPServer]:
+    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as made:
+        made.requests = []
+        thread = threading.Thread(target=made.serve_forever)
+        thread.start()
+        yield made
+        made.shutdown()
+        thread.join()
+
+
+def served(server: ThreadingHTTPServer, **settings: Any) -> ServedTeacher:
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    return ServedTeacher(TeacherSettings(url=url, path="teacher", **settings), refused_ids={})
+
+
+@pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd"])
+def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPServer, objective: Any) -> None:
+    batch = Batch.of(MicroBatch.of(ROWS))
+    settings = TeacherSettings(objective=objective)
+    local = FrozenPolicy(
+        PolicyModel(tiny_model()), frozen, temperature=1.0, over_vocabulary=True, beta=settings.resolved_beta
+    )
+    policy = PolicyModel(tiny_model(seed=1))
+    found = []
+    for teacher in (local, served(server, objective=objective, top_tokens=264), served(server, objective=objective)):
+        log_probs, head = teacher.read(batch)
+        statistics, _ = policy(batch.row, batch.rows, batch.columns, teacher=head)
+        (gradient,) = torch.autograd.grad(statistics.teacher_divergence.sum(), policy.head.weight)
+        found.append((log_probs, statistics.teacher_divergence.detach(), gradient))
+    for here, there in zip(*found[:2], strict=True):
+        torch.testing.assert_close(there, here, rtol=1e-4, atol=2e-5)
+    assert bool((found[2][1] < found[0][1]).all())  # twenty tokens and the rest distinguish less
+    assert {request["model"] for request in server.requests} == {"teacher"}
+
+
+def test_one_log_probability_suffices_for_the_sampled_form(server: ThreadingHTTPServer) -> None:
+    batch = Batch.of(MicroBatch.of(ROWS))
+    here, _ = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0).read(batch)
+    there, head = served(server, objective="sampled").read(batch)
+    torch.testing.assert_close(there, here, rtol=0, atol=1e-5)
+    assert head is None
+    assert {request["prompt_logprobs"] for request in server.requests} == {0}
+
+
+def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: ThreadingHTTPServer) -> None:
+    batch = Batch.of(MicroBatch.of(ROWS))
+    with pytest.raises(WorldError, match=r"the teacher t at http://127.0.0.1:9/v1 does not score trajectories"):
+        ServedTeacher(TeacherSettings(url="http://127.0.0.1:9/v1", path="t"), refused_ids={}, deadline=0.1).read(batch)
+    with pytest.raises(InvalidResponseError, match="expected 3 log-probabilities at each of 2 tokens"):
+        read_scores({"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}]}, [4, 5], 3)
+    with pytest.raises(InvalidResponseError, match=r"expected choices\.0\.prompt_logprobs; got \{\}"):
+        read_scores({}, [4, 5], 3)
+
+
+def test_an_id_that_means_something_else_to_the_teacher_is_refused_when_it_occurs() -> None:
+    batch = Batch.of(MicroBatch.of(ROWS))
+    for refused, occurs in ((41, True), (99, False)):
+        teacher = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={refused: "id differs"})
+        if occurs:
+            with pytest.raises(SettingsError, match="id differs"):
+                teacher.read(batch)
+        else:
+            teacher.read(batch)
+
+
+def test_hints_that_cannot_be_read() -> None:
+    with pytest.raises(SettingsError, match=r"teacher\.hint .*is not a template .*write \{\{ and \}\}"):
+        load_settings(overrides=["teacher.hint='{answer'"])
+    shared = ["teacher.hint='{answer}'", "training.num_processes=2", "training.sequence_parallel=2"]
+    with pytest.raises(SettingsError, match=r"teacher\.hint with training\.sequence_parallel=2"):
+        load_settings(overrides=shared)
+    load_settings(overrides=[*shared, "teacher.objective=sampled"])
+
+
+def test_a_server_needs_a_name_and_the_whole_distribution_at_temperature_1() -> None:
+    url = ["teacher.url=http://127.0.0.1:1/v1", "teacher.path=t"]
+    load_settings(overrides=url)
+    with pytest.raises(SettingsError, match=r"teacher\.url needs teacher\.path"):
+        load_settings(overrides=url[:1])
+    for more in ("rollout.temperature=0.7", "rollout.top_k=5"):
+        with pytest.raises(SettingsError, match="servers score at temperature 1 and over the whole vocabulary"):
+            load_settings(overrides=[*url, more])
