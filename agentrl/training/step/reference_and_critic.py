@@ -78,7 +78,7 @@ class FrozenPolicy:
         None if it is not enabled. Raises SettingsError if a refused token id occurs.
         """
         refuse_ids(batch, self._refused_ids)
-        row = batch.teacher_row if self._hinted else batch.row
+        row = batch.teacher_row if self._hinted and batch.teacher_row is not None else batch.row
         statistics, hidden = self._forward(
             # A frozen policy selects its own experts.
             row if row.routes is None else replace(row, routes=None),
