@@ -123,7 +123,7 @@ _MAY_CHANGE = """
     training.steps training.micro_batch_tokens training.head_backend training.threads
     training.worker_timeout training.collective_deadline training.sequence_parallel
     training.num_processes training.zero_stage training.persistence_threshold training.offload
-    cluster. checkpoint. evaluation. telemetry.
+    teacher.url cluster. checkpoint. evaluation. telemetry.
 """
 RESUME_MAY_CHANGE = tuple(_MAY_CHANGE.split())
 """Keys, or prefixes of keys, that a resumed run may change. They affect duration, location and resources of a run,
