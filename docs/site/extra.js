@@ -7,3 +7,9 @@ document$.subscribe(() => {
     nav.setAttribute("aria-label", `Code block ${index + 1}`);
   });
 });
+
+// The theme adds the version selector later. Its accessible name must contain the visible version.
+new MutationObserver(() => {
+  const button = document.querySelector(".md-version__current");
+  button?.setAttribute("aria-label", `Version ${button.textContent.trim()}`);
+}).observe(document.querySelector(".md-header__topic"), { childList: true, subtree: true });
