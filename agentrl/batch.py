@@ -39,7 +39,8 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from agentrl.kernels import Support
+from agentrl.algorithms import Advantages, Correction
+from agentrl.kernels import Support, TokenStatistics
 from agentrl.kernels.attention import PackedRow, pack_row
 from agentrl.trajectory import Trajectory
 
@@ -195,6 +196,9 @@ class Batch:
     """A micro-batch on the device: the packed row for the models, and per-token tensors padded to [B, T].
 
     ``T`` is the length of the longest response. Responses are left-aligned. The model sampled ``N`` of the tokens.
+
+    The forward passes of policy, reference, teacher and critic add their results, all detached. Once all trajectories
+    of the groups are scored, ``correction`` and ``estimate`` follow, and ``rewards`` include the penalties.
     """
 
     row: PackedRow
@@ -202,7 +206,7 @@ class Batch:
     columns: Tensor  # [N] int64, index of each model token in its response
     response_mask: Tensor  # [B, T] bool, True for model tokens
     loss_mask: Tensor  # [B, T] bool, response mask without the trajectories that filters removed from the loss
-    rewards: Tensor  # [B, T] float32
+    rewards: Tensor  # [B, T] float32; in the completed batch, with penalties for length and KL
     rollout_log_probs: Tensor  # [B, T] float32, 0 for tokens that the model did not sample
     versions: Tensor  # [B, T] int32, policy version that sampled the token, -1 if the model did not
     response_lengths: Tensor  # [B] int64, including observations
@@ -220,6 +224,15 @@ class Batch:
     support: Support | None  # of the model tokens
     counted: bool  # as in `MicroBatch`
     teacher_row: PackedRow | None = None  # as in `MicroBatch`
+    statistics: TokenStatistics | None = None  # each [B, T], 0 off model tokens, by the weights before the updates
+    reference_log_probs: Tensor | None = None  # [B, T]
+    teacher_log_probs: Tensor | None = None  # [B, T]
+    values: Tensor | None = None  # [B, T] of the critic, before each token
+    final_values: Tensor | None = None  # [B] of the critic, after the last token
+    trajectory_energy: Tensor | None = None  # [B] exact
+    correction: Correction | None = None  # None if no correction is set
+    estimate: Advantages | None = None  # each [B, T]
+    selected: Tensor | None = None  # [B, T] bool, for losses that select tokens over the whole step
 
     @classmethod
     def of(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
@@ -282,6 +295,48 @@ class Batch:
     @property
     def trajectories(self) -> int:
         return len(self.groups)
+
+    @property
+    def scores(self) -> TokenStatistics:
+        """The statistics of the policy's forward, which must have run."""
+        assert self.statistics is not None
+        return self.statistics
+
+    @property
+    def log_probs(self) -> Tensor:
+        """Log-probabilities [B, T] by the weights before the step's updates."""
+        return self.scores.log_probs
+
+    @property
+    def advantages(self) -> Tensor:
+        """Advantages [B, T]."""
+        return self.computed_estimate.advantages
+
+    @property
+    def computed_estimate(self) -> Advantages:
+        """The advantage estimate, which must have been computed."""
+        assert self.estimate is not None
+        return self.estimate
+
+    @cached_property
+    def counted_mask(self) -> Tensor:
+        """Mask [B, T] of the model tokens of trajectories that are counted."""
+        return self.response_mask & self.counted
+
+    @cached_property
+    def trained_mask(self) -> Tensor:
+        """Mask [B, T]: :attr:`counted_mask` without tokens that filters and correction reject."""
+        return (self.loss_mask if self.correction is None else self.correction.loss_mask) & self.counted
+
+    @property
+    def correction_weights(self) -> Tensor | None:
+        """Weights [B, T] of the rollout correction; None if every weight is 1."""
+        return None if self.correction is None else self.correction.weights
+
+    @property
+    def trajectory_ids(self) -> Tensor:
+        """Unique number [B] of each trajectory in the step."""
+        return (self.groups << 24) + self.samples
 
     @property
     def prompt_lengths(self) -> Tensor:

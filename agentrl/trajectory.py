@@ -108,8 +108,8 @@ class Segment:
 class Trajectory:
     """One conversation as tokens. Created once by the driver, and immutable afterwards.
 
-    ``group`` identifies the trajectories that share a baseline. It is the request number of their problem, which is
-    unique in a run.
+    ``group`` identifies the trajectories that share a baseline. It is the index of their problem, which is unique in a
+    run.
 
     A rollout of an agent program may have several ``branches``. Each branch is a trajectory with the same ``group`` and
     ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the
@@ -355,7 +355,12 @@ def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The trajectories of one problem in one step. ``index`` is the problem's request number in the run.
+    """The rollouts of one problem in one step: issued by the work queue, with ``trajectories`` once they are played.
+
+    ``index`` numbers the problems of a run. ``size`` is the number of rollouts to play, without the greedy one, and
+    ``step`` the training step for which they are played. ``problem_weight`` is the factor of each rollout in the loss.
+    ``key`` identifies the problem's posterior. ``widths``: numbers of branches after each turn with
+    ``rollout.branching.where=measured``.
 
     The branches of a rollout are adjacent and in order. ``greedy`` was sampled at temperature 0 for a baseline. It is
     graded and counted, but never trained on. ``masked`` contains the ``sample`` and ``branch`` of each trajectory that
@@ -364,7 +369,12 @@ class Group:
 
     problem: Problem
     index: int
-    trajectories: tuple[Trajectory, ...]
+    step: int = 0
+    size: int = 1
+    problem_weight: float = 1.0
+    key: str = ""
+    widths: tuple[int, ...] = ()
+    trajectories: tuple[Trajectory, ...] = ()
     greedy: Trajectory | None = None
     masked: frozenset[tuple[int, int]] = frozenset()
 

@@ -48,7 +48,6 @@ from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.vllm.replica import RESPONSE, read_completion
 from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.trajectory_file import write_trajectories
 from agentrl.training.step.batching import pack_units
 from agentrl.trajectory import Group, Trajectory
@@ -203,7 +202,7 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
     )
     statement = "A train covers 12 km in 3 hours. How fast is it, in km/h? (Train number {}.)"
     requests = [
-        RolloutRequest(index=i, problem=Problem(id=f"p{i}", statement=statement.format(i), answer="4", source="bench"))
+        Group(index=i, problem=Problem(id=f"p{i}", statement=statement.format(i), answer="4", source="bench"))
         for i in range(args.trajectories // GROUP_SIZE)
     ]
     lags: list[float] = []

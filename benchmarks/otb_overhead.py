@@ -14,13 +14,13 @@ import argparse
 import random
 import statistics
 import time
+from collections.abc import Sequence
 
 import torch
 
 from agentrl.models.loading import tiny_config
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
-from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import AlgorithmSettings, OptimizerSettings, TrainingSettings
 from agentrl.training.step.batching import RankPlan, plan_step
@@ -43,7 +43,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     start_distributed(deadline=600.0)
-    record = rollout_batch(options.groups, options.group_size)
+    record = recorded_groups(options.groups, options.group_size)
     sides = {name: side(name, record) for name in ESTIMATORS}
     pairs = [{name: timed(*sides[name]) for name in _order(turn)} for turn in range(options.repetitions + 2)][2:]
     for place, clock in enumerate(("CPU", "wall")):
@@ -56,7 +56,7 @@ def main() -> None:
         )
 
 
-def side(estimator: str, record: RolloutBatch) -> tuple[Trainer, RankPlan]:
+def side(estimator: str, record: Sequence[Group]) -> tuple[Trainer, RankPlan]:
     """A trainer and its plan."""
     settings = ObjectiveSettings(
         algorithm=AlgorithmSettings(estimator=estimator, aggregation="token_mean", fidelity_bound=1e9),
@@ -69,7 +69,7 @@ def side(estimator: str, record: RolloutBatch) -> tuple[Trainer, RankPlan]:
         bfloat16=False,
         updates=10**6,
     )
-    (plan,) = plan_step(record, settings, budget=MICRO_BATCH_TOKENS, ranks=1)
+    (plan,) = plan_step(record, settings, step=1, version=0, budget=MICRO_BATCH_TOKENS, ranks=1)
     return Trainer(engine, settings, temperature=1.0, fidelity_bound=1e9), plan
 
 
@@ -93,18 +93,17 @@ def tiny_model() -> object:
     return Qwen2ForCausalLM(tiny_config(TinyModelSettings(vocabulary_size=VOCABULARY)))
 
 
-def rollout_batch(groups: int, group_size: int) -> RolloutBatch:
+def recorded_groups(groups: int, group_size: int) -> list[Group]:
     """Random trajectories of 60 prompt tokens and 40 to 160 response tokens."""
     draw = random.Random(1)
-    made = tuple(
+    return [
         Group(
             problem=(problem := Problem(id=f"random-{index}", statement="?", answer="1", source="random")),
             index=index,
             trajectories=tuple(_trajectory(draw, problem, index, sample) for sample in range(group_size)),
         )
         for index in range(groups)
-    )
-    return RolloutBatch(step=1, version=0, sampled_groups=made, groups=made, metrics={})
+    ]
 
 
 def _trajectory(draw: random.Random, problem: Problem, group: int, sample: int) -> Trajectory:

@@ -21,7 +21,6 @@ from multiprocessing.reduction import ForkingPickler
 import numpy as np
 import psutil
 
-from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings
 from agentrl.training.step.batching import plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings
@@ -58,14 +57,14 @@ def trajectory(
     )
 
 
-def batch(options: argparse.Namespace) -> RolloutBatch:
+def batch(options: argparse.Namespace) -> list[Group]:
     draw = np.random.default_rng(1)
     groups = []
     for index in range(options.groups):
         problem = Problem(id=str(index), statement="", answer="0", source="")
         rows = tuple(trajectory(draw, problem, index, sample, options) for sample in range(options.size))
         groups.append(Group(problem=problem, index=index, trajectories=rows))
-    return RolloutBatch(step=1, version=0, sampled_groups=tuple(groups), groups=tuple(groups), metrics={})
+    return groups
 
 
 def read(connections: list[Connection]) -> None:
@@ -88,7 +87,7 @@ def main() -> None:
     tokens = sum(item.length for group in rollouts.groups for item in group.trajectories)
     settings = ObjectiveSettings(algorithm=AlgorithmSettings(), response_tokens=options.tokens)
     began = time.process_time()
-    plans = plan_step(rollouts, settings, budget=2 * options.tokens, ranks=options.ranks)
+    plans = plan_step(rollouts, settings, step=1, version=0, budget=2 * options.tokens, ranks=options.ranks)
     planned = time.process_time()
     sent = 0
     for plan, (_, there) in zip(plans, pairs, strict=True):

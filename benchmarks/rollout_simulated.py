@@ -102,21 +102,21 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
             if step == args.warm_up:
                 rollouts, bound, began = 0.0, 0.0, loop.time()
             waited = loop.time()
-            batch = await worker.next_batch(step)
+            await worker.next_batch(step)
             rollouts += loop.time() - waited
-            played = [item for group in batch.sampled_groups for item in group.trajectories]
+            played = [item for group in worker.sampled_groups for item in group.trajectories]
             if any(item.turns != turns for item in played):
                 raise RuntimeError(f"a trajectory went wrong in step {step}")
             tokens = sum(item.model_tokens for item in played)
             bound += tokens / args.tokens_per_second
-            staleness = max(staleness, batch.metrics["staleness/max"])
+            staleness = max(staleness, worker.metrics["staleness/max"])
             await asyncio.sleep(tokens / args.training_tokens_per_second)
             await worker.drain()
             engine.pause()
             await asyncio.sleep(args.update_seconds)
             engine.resume(step + 1)
             worker.record_install(step + 1)
-            worker.confirm(batch)
+            worker.confirm()
     finally:
         await worker.close()
     beside = schedule in ("overlapped", "asynchronous")

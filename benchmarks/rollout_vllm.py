@@ -28,10 +28,11 @@ from rollout_simulation import SimulatedEnvironment
 from agentrl.models.loading import build_tiny_model, train_tokenizer, write_model
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver, RolloutRequest
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.replica import ServerNeeds
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
+from agentrl.trajectory import Group
 from agentrl_envs.types import Ended, Problem
 
 _START = 900.0
@@ -102,7 +103,7 @@ async def play(
     try:
         driver = Driver(environment=environment, engine=engine, codec=codec, settings=settings, seed=step)
         problem = Problem(id="p", statement=_PROMPT, answer="4", source="bench")
-        requests = [RolloutRequest(index=i, problem=problem) for i in range(args.trajectories // args.group_size)]
+        requests = [Group(index=i, problem=problem) for i in range(args.trajectories // args.group_size)]
         tokens, began = 0, time.perf_counter()
         async for group in driver.run(requests, step=step, group_size=args.group_size):
             if any(item.ended is not Ended.TOKEN_LIMIT for item in group.trajectories):

@@ -309,7 +309,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (
             "unknown",
             [],
-            "not a model configuration that transformers supports (Unrecognized model identifier: perceptron);",
+            "the configuration cannot be read (The checkpoint you are trying to load has model type `perceptron` but",
         ),
         ("llama", ["model.attention=flash"], "model.attention=flash needs a GPU; otherwise set model.attention=auto"),
         ("llama", ["model.attention=flex"], "model.attention=flex needs a GPU; otherwise set model.attention=auto"),

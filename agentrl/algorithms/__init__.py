@@ -35,7 +35,6 @@ from agentrl.algorithms.kl import (
     kl_penalty,
 )
 from agentrl.algorithms.losses.compute import (
-    ValueLoss,
     check_aggregation,
     default_aggregation,
     policy_loss,
@@ -59,7 +58,6 @@ from agentrl.algorithms.losses.registry import (
     LOSSES,
     LossInputs,
     LossTraits,
-    PolicyLoss,
     aggregate,
     loss_normalizer,
     register_loss,
@@ -82,9 +80,9 @@ __all__ = [
     "Advantages", "AlgorithmError", "ClipCovarianceOptions", "ClipOptions", "Correction", "CorrectionOptions",
     "DivergenceClipOptions", "DualClipOptions", "EstimatorInputs", "EstimatorNeeds", "FixedKL", "GateOptions",
     "HeadVariance", "HeadVarianceAccumulator", "InvalidInputError", "InvalidOptionError", "KLController",
-    "KLCovarianceOptions", "LogClipOptions", "LossInputs", "LossTraits", "MissingInputError", "NoOptions", "PolicyLoss",
+    "KLCovarianceOptions", "LogClipOptions", "LossInputs", "LossTraits", "MissingInputError", "NoOptions",
     "ProbabilityClipOptions", "RewardKL", "ScalarOptions", "SequenceClipOptions", "TokenBaselineOptions",
-    "UnknownNameError", "ValueLoss", "WeightClipOptions", "add_at_last_token", "aggregate", "check_aggregation",
+    "UnknownNameError", "WeightClipOptions", "add_at_last_token", "aggregate", "check_aggregation",
     "compute_advantages", "correction_options", "correction_weight_sums", "default_aggregation",
     "diagonal_proxy", "estimator_needs", "kl_penalty", "logit_proxy_energy", "loss_normalizer", "mismatch_metrics",
     "overlong_penalty", "perplexity_metrics", "policy_loss", "register_estimator", "register_loss", "reward_kl",

@@ -11,7 +11,6 @@ from agentrl.errors import WorldError
 from agentrl.evaluation.benchmarks import FalsifiedEnvironment
 from agentrl.evaluation.scores import Score, avg_at_k
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
@@ -65,7 +64,7 @@ async def evaluate_policy(
     if falsified:
         problems = [problem for problem in problems if problem.setup]
         environment = FalsifiedEnvironment(environment, seed)
-    requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(problems)]
+    requests = [Group(index=index, problem=problem) for index, problem in enumerate(problems)]
     driver = driver_for(environment)
     played = driver.run(requests, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)

@@ -29,8 +29,7 @@ from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
 from agentrl.rollout.policy import FairYield, TurnPolicy
 from agentrl.rollout.settings import RolloutSettings, longest_request
-from agentrl.rollout.work_queue import RolloutRequest
-from agentrl.trajectory import concatenate_branches
+from agentrl.trajectory import Group, concatenate_branches
 from agentrl.weights.verify import Probe, checksums, with_tied_head
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended
@@ -117,7 +116,7 @@ class TokenPlayer:
         by_index = {_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
             raise AssertionError("two samples have the same index: a sample was requested twice")
-        requests = [RolloutRequest(index=index, problem=sample.problem) for index, sample in by_index.items()]
+        requests = [Group(index=index, problem=sample.problem) for index, sample in by_index.items()]
         async with aclosing(driver.run(requests, step=0, group_size=1)) as groups:
             async for group in groups:
                 trajectory = concatenate_branches(group.trajectories)

@@ -21,7 +21,6 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_rewards, needs_answers
 from agentrl.rollout.filters import FilterRules, filter_groups
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.types import Problem
 
@@ -139,7 +138,7 @@ class SamplePlayer:
         return self._runner.run(self._play(problems))
 
     async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableRollouts]:
-        requests = [RolloutRequest(index=number, problem=problem) for number, problem in problems]
+        requests = [Group(index=number, problem=problem) for number, problem in problems]
         groups = await play_until_usable(self._driver, requests, samples=self._samples)
         greedy: dict[int, float | None] = dict.fromkeys(groups, None if self._greedy else 0.0)
         if self._greedy:
@@ -161,13 +160,13 @@ class SamplePlayer:
         await self._environment.close()
 
 
-async def play_until_usable(driver: Driver, requests: Sequence[RolloutRequest], *, samples: int) -> dict[int, Group]:
+async def play_until_usable(driver: Driver, requests: Sequence[Group], *, samples: int) -> dict[int, Group]:
     """Sample until each request has ``samples`` usable trajectories or the last round ends. Returns groups by index.
 
     Trajectories with a void turn are excluded, as in training. Dropping problems with many void turns instead would
     bias the selection towards problems on which the policy is certain.
     """
-    groups = {item.index: Group(problem=item.problem, index=item.index, trajectories=()) for item in requests}
+    groups = {item.index: item for item in requests}
     for step in range(_ROUNDS):
         short = [item for item in requests if len(groups[item.index].trajectories) < samples]
         if not short:

@@ -17,7 +17,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -33,20 +32,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
 
-GIB = 2**30
 GB = 10**9
 """``--memory`` and the messages of a plan use GB, like the names of GPUs."""
-CONTEXT = 1 * GIB
+CONTEXT = 2**30
 """Assumed for each process on a GPU: CUDA context, NCCL's buffers, the libraries' kernels."""
 SLACK = 0.05
 """Fraction of a GPU's memory assumed lost to fragmentation."""
-SERVER_OVERHEAD = 2 * GIB
+SERVER_OVERHEAD = 2 * 2**30
 """Assumed for a GPU of a vLLM server: its context, profiled activations and CUDA graphs."""
 REDUCE_BUCKET = 500_000_000
 """Maximum number of gradient elements that DeepSpeed collects before it reduces them."""
 
 _LIVE = 1_000_000_000  # maximum number of gathered elements in ZeRO-3 (stage3_max_live_parameters)
-_FLOAT32 = 4
 _STATISTICS = 12  # float32 numbers per token for its statistics and its loss
 # The blocks of the head, as in agentrl.kernels.
 _KEPT = 1 << 23  # chunked: logits that are kept for backward, in elements
@@ -131,49 +128,19 @@ class RankMemory:
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return sum(self.parts().values())
-
-    def parts(self) -> Bytes:
-        """Return the nonzero parts on the device at the peak."""
-        return {name: size for name, size in (self.static | self.phases[self.busiest]).items() if size}
+        return sum(self.static.values()) + sum(self.phases[self.busiest].values())
 
     def lines(self) -> Iterator[str]:
-        yield from map(_line, self.parts().items())
-        yield _line((f"total, at the {self.busiest}", self.total))
+        yield from memory_lines(self.static | self.phases[self.busiest], f"total, at the {self.busiest}")
         if self.host:
-            yield _line(("in host memory", self.host))
+            yield from memory_lines({"in host memory": self.host})
 
 
-@dataclass(frozen=True, kw_only=True)
-class Activations:
-    """Activation memory of one micro-batch in bytes, excluding the head."""
-
-    saved: int  # after the forward
-    peak: int  # of forward and backward
-    host: int  # in host memory after the forward
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServerMemory:
-    """Memory of one GPU of a vLLM server in bytes."""
-
-    share: float  # of the GPU's memory, gpu_memory_utilization
-    weights: int
-    overhead: int  # SERVER_OVERHEAD
-    kv_cache: int  # the rest of the share
-    kv_tokens: int  # capacity of all GPUs of the server
-
-    @property
-    def total(self) -> int:
-        return self.weights + self.overhead + self.kv_cache
-
-    def lines(self) -> Iterator[str]:
-        parts = {"weights": self.weights, "overhead (assumed)": self.overhead, "KV cache": self.kv_cache}
-        yield from map(_line, (parts | {f"total, {self.share:g} of the GPU": self.total}).items())
-
-
-def _line(part: tuple[str, int]) -> str:
-    return f"  {part[0]:<26} {part[1] / 2**20:12,.1f} MiB"
+def memory_lines(parts: Bytes, total: str = "") -> Iterator[str]:
+    """Yield a line for each part that is not 0, and for their sum if it has a name."""
+    for name, size in (parts | ({total: sum(parts.values())} if total else {})).items():
+        if size:
+            yield f"  {name:<26} {size / 2**20:12,.1f} MiB"
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, context: int = 0) -> RankMemory:
@@ -188,9 +155,9 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     # copy 4 A / n from stage 1. ZeRO also copies float32 weights. With an offloaded optimizer, stage 3 keeps gradients
     # in host memory, but stages 1 and 2 still accumulate them on the device.
     weights = setup.sharded(shape.parameters + adapters, from_stage=3) * setup.size * (setup.offload != "all")
-    gradients = _FLOAT32 * setup.sharded(trained, from_stage=2) * (on_device or setup.stage < 3)
-    moments = 2 * _FLOAT32 * part * on_device
-    master = _FLOAT32 * part * (on_device and setup.stage >= 1)
+    gradients = 4 * setup.sharded(trained, from_stage=2) * (on_device or setup.stage < 3)
+    moments = 8 * part * on_device
+    master = 4 * part * (on_device and setup.stage >= 1)
     gathers = setup.stage == 3 and setup.ranks > 1
     gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.size * gathers
 
@@ -198,26 +165,27 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     # gradient of an update on) and at stage 2 (during each backward). Stage 2 also holds a flat copy of the bucket and,
     # in bfloat16, a float32 copy of the flat copy or of a single larger tensor.
     filled = min(REDUCE_BUCKET, trained)
-    bucket = filled * (_FLOAT32 if setup.stage == 3 else setup.size) * (setup.stage > 0)
-    wide = _FLOAT32 * max(filled, largest) if setup.bfloat16 else 0
+    bucket = filled * (4 if setup.stage == 3 else setup.size) * (setup.stage > 0)
+    wide = 4 * max(filled, largest) if setup.bfloat16 else 0
     reduction = {"reduction": filled * setup.size + wide if setup.stage == 2 else 0}
     # An optimizer step computes the norms of single tensors in float64. Stage 3, and float32 at stages 1 and 2, copy
     # the rank's gradients. Without ZeRO, AdamW works in place.
-    copied = _FLOAT32 * part if setup.stage == 3 or not setup.bfloat16 else 0
-    step = max(2 * _FLOAT32 * min(largest, part), copied) * (setup.stage > 0 and on_device)
+    copied = 4 * part if setup.stage == 3 or not setup.bfloat16 else 0
+    step = max(8 * min(largest, part), copied) * (setup.stage > 0 and on_device)
 
-    below = activations(shape, setup)
-    saved = {"activations": below.saved}
+    kept, peak, moved = activations(shape, setup)
+    saved = {"activations": kept}
     waiting = {"gradient bucket": bucket} if setup.stage == 2 else {}
     early = reduction if trained > REDUCE_BUCKET else {}  # the bucket fills while activations are still allocated
     phases = {
         "head": saved | {"head": head_bytes(shape, setup)},
-        "backward": saved | waiting | {"backward": below.peak - below.saved} | early,
+        "backward": saved | waiting | {"backward": peak - kept} | early,
     }
     if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
-    moved = 4 * _FLOAT32 + (setup.size if setup.stage < 3 else 0)  # gradients, master copy, moments; a weight
-    offloaded = setup.sharded(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
+    if not on_device:  # gradients, master copy, moments; below stage 3 a weight
+        moved += (16 + (setup.size if setup.stage < 3 else 0)) * part
+        moved += setup.sharded(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
     return RankMemory(
         static={
             "weights": weights,
@@ -233,53 +201,48 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
             "context (assumed)": context,
         },
         phases=phases,
-        host=below.host + (0 if on_device else moved * part + offloaded),
+        host=moved,
     )
 
 
-def activations(shape: ModelShape, setup: TrainingSetup) -> Activations:
+def activations(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int, int]:
     """Estimate the bytes that autograd keeps for ``N`` tokens in a decoder with RMS norms, attention and a gated MLP.
 
-    A layer keeps, for each token:
+    Returns the bytes after the forward, at the peak of forward and backward, and in host memory. A layer keeps, for
+    each token:
 
     - for a norm: its input in float32 and, if its weight is trained, the normalized input: ``4 D + s D``. The two norms
       before projections also keep their output, ``s D``;
     - for fused attention (arXiv 2307.08691): queries, keys, values and the result, and a float32 number per head.
-      Sequence-parallel ranks keep the result sharded by heads and by tokens, and copies of key-value heads if there are
-      fewer heads than ranks;
-    - for the MLP: four tensors of its width (gate, activation, up-projection and their product). Routing copies the
-      input and the result for each expert.
+      Sequence-parallel ranks keep the result twice, and copies of key-value heads if there are fewer heads than ranks;
+    - for the MLP: four tensors of its width. Routing copies the input and the result for each expert.
 
     Backward holds three gradients of the MLP's width in the last layer, or five float32 tensors in the final norm.
     With checkpointing, a layer keeps only its input, and one layer is recomputed at a time.
     """
-    size, hidden, queries = setup.size, shape.hidden, shape.heads * shape.head_dim
-    trained = size * (not setup.lora_rank)
-    norm = (_FLOAT32 + trained) * hidden
+    size, hidden, queries, tokens = setup.size, shape.hidden, shape.heads * shape.head_dim, setup.local_tokens
+    of_norm = 4 + size * (not setup.lora_rank)
+    norm = of_norm * hidden
     keys = max(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
     results = 2 if setup.sequence_parallel > 1 else 1
-    attention = size * ((1 + results) * queries + 2 * keys) + _FLOAT32 * shape.heads
-    normed_heads = (_FLOAT32 + trained) * (queries + shape.kv_heads * shape.head_dim) * shape.head_norms
+    attention = size * ((1 + results) * queries + 2 * keys) + 4 * shape.heads
+    normed_heads = of_norm * (queries + shape.kv_heads * shape.head_dim) * shape.head_norms
     mlp = size * (4 * shape.mlp + 2 * shape.experts * hidden)
     layer = shape.norms * norm + 2 * size * hidden + normed_heads + attention + mlp
     final = norm + size * hidden
     rotary = 2 * size * shape.head_dim  # cosines and sines
     inputs, width = shape.layers * size * hidden, 3 * size * shape.mlp
     if not setup.checkpointing:
-        saved, host = shape.layers * layer + final + rotary, 0
-        peak = saved + max(5 * _FLOAT32 * hidden, width - final)
-    else:
-        # In float32, a layer's input is also the saved input of its first norm, without a copy.
-        recomputed = rotary + layer + width - (0 if setup.bfloat16 else size * hidden)
-        if setup.checkpoint_offload:
-            # The final norm's input is saved for two operations, and both copies are moved.
-            saved, host = rotary + size * hidden, inputs + norm + _FLOAT32 * hidden
-            peak = size * hidden + recomputed
-        else:
-            saved, host = inputs + final + rotary, 0
-            peak = max(saved, inputs + recomputed)
-    tokens = setup.local_tokens
-    return Activations(saved=tokens * saved, peak=tokens * peak, host=tokens * host)
+        saved = shape.layers * layer + final + rotary
+        return tokens * saved, tokens * (saved + max(20 * hidden, width - final)), 0
+    # In float32, a layer's input is also the saved input of its first norm, without a copy.
+    recomputed = rotary + layer + width - (0 if setup.bfloat16 else size * hidden)
+    if setup.checkpoint_offload:
+        # The final norm's input is saved for two operations, and both copies are moved.
+        moved = inputs + norm + 4 * hidden
+        return tokens * (rotary + size * hidden), tokens * (size * hidden + recomputed), tokens * moved
+    saved = inputs + final + rotary
+    return tokens * saved, tokens * max(saved, inputs + recomputed), 0
 
 
 def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -296,22 +259,18 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """
     tokens, size, logits = setup.local_tokens, setup.size, setup.local_tokens * shape.vocabulary
     trained = 0 if setup.lora_rank else shape.vocabulary
-    common = tokens * (shape.hidden * size + _STATISTICS * _FLOAT32) + (tokens + trained) * shape.hidden * size
+    common = tokens * (shape.hidden * size + _STATISTICS * 4) + (tokens + trained) * shape.hidden * size
     if setup.head_backend == "reference":
-        return common + 5 * _FLOAT32 * logits
+        return common + 20 * logits
     if setup.head_backend == "triton":
         tile = min(_TILE, tokens * _SLICE)
-        halves = (2 * tile + _FLOAT32 * (tokens + _SLICE) * shape.hidden) if setup.bfloat16 else 0
-        return common + _FLOAT32 * tile + halves
-    if logits <= _KEPT:
-        block, held = logits, 3 * logits
-    else:
+        return common + 4 * tile + (2 * tile + 4 * (tokens + _SLICE) * shape.hidden) * setup.bfloat16
+    block, held = logits, 3 * logits
+    if logits > _KEPT:
         block = max(1, min(tokens, _BLOCK[setup.device] // shape.vocabulary)) * shape.vocabulary
         held = block + 3 * min(_PIECE[setup.device], block)
-    summed = 0
-    if setup.bfloat16 and trained:
-        summed = _FLOAT32 * shape.vocabulary * shape.hidden + (2 * block if setup.device == "cuda" else 0)
-    return common + _FLOAT32 * held + summed
+    summed = 4 * shape.vocabulary * shape.hidden + (2 * block if setup.device == "cuda" else 0)
+    return common + 4 * held + summed * bool(setup.bfloat16 and trained)
 
 
 def kv_bytes(shape: ModelShape, size: int) -> int:
@@ -319,21 +278,16 @@ def kv_bytes(shape: ModelShape, size: int) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * size
 
 
-def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parallel: int, size: int = 2) -> ServerMemory:
-    """Estimate the memory of one GPU of a vLLM server, which may use the fraction ``share`` of ``memory`` bytes.
+def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parallel: int) -> tuple[Bytes, int]:
+    """Estimate one GPU of a vLLM server in bfloat16, which may use the fraction ``share`` of ``memory`` bytes.
 
-    KV heads are replicated if there are fewer KV heads than ``tensor_parallel`` GPUs.
+    Returns the bytes of its parts, and the tokens that the server holds. KV heads are replicated if there are fewer KV
+    heads than ``tensor_parallel`` GPUs.
     """
-    weights = -(-shape.parameters * size // tensor_parallel)
+    weights = -(-shape.parameters * 2 // tensor_parallel)
     left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)
-    divided = min(tensor_parallel, shape.kv_heads)
-    return ServerMemory(
-        share=share,
-        weights=weights,
-        overhead=SERVER_OVERHEAD,
-        kv_cache=left,
-        kv_tokens=left * divided // kv_bytes(shape, size),
-    )
+    tokens = left * min(tensor_parallel, shape.kv_heads) // kv_bytes(shape, 2)
+    return {"weights": weights, "overhead (assumed)": SERVER_OVERHEAD, "KV cache": left}, tokens
 
 
 def usable(memory: int) -> int:
@@ -367,12 +321,13 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = No
     vectors = [item.numel() for name, item in model.named_parameters() if item.ndim == 1 and name.endswith("weight")]
     adapted = [model.get_submodule(name) for name in target_layers(model, lora or LoRASettings())]
     text = config.get_text_config()
-    # Some architectures' configurations lack the following fields.
-    heads = getattr(text, "num_attention_heads", None) or 1
-    head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
-    experts = getattr(text, "num_experts_per_tok", None) or 0
-    dense = getattr(text, "intermediate_size", None) or 4 * text.hidden_size
-    expert = getattr(text, "moe_intermediate_size", None) or dense
+
+    def dimension(field: str, default: int) -> int:  # which some architectures' configurations lack
+        return getattr(text, field, None) or default
+
+    heads, experts = dimension("num_attention_heads", 1), dimension("num_experts_per_tok", 0)
+    head_dim = dimension("head_dim", text.hidden_size // heads)
+    dense = dimension("intermediate_size", 4 * text.hidden_size)
     return ModelShape(
         name=name,
         config=config,
@@ -383,9 +338,9 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = No
         hidden=head.weight.shape[1],
         layers=text.num_hidden_layers,
         heads=heads,
-        kv_heads=getattr(text, "num_key_value_heads", None) or heads,
+        kv_heads=dimension("num_key_value_heads", heads),
         head_dim=head_dim,
-        mlp=experts * expert if experts else dense,
+        mlp=experts * dimension("moe_intermediate_size", dense) if experts else dense,
         experts=experts,
         norms=(vectors.count(text.hidden_size) - 1) // text.num_hidden_layers,  # one norm follows the last layer
         head_norms=head_dim in vectors,
@@ -403,21 +358,16 @@ def config_of(model: ModelSettings) -> PreTrainedConfig:
     path, shipped = model.path, shipped_shapes()
     if path in shipped:
         return AutoConfig.for_model(**shipped[path])
-    if path is not None and (path.endswith(".json") or Path(path).is_dir()):
-        file = Path(path) / "config.json" if Path(path).is_dir() else Path(path)
-        try:
-            return AutoConfig.for_model(**json.loads(file.read_text(encoding="utf-8")))
-        except (OSError, ValueError, TypeError, KeyError) as error:
-            why = getattr(error, "strerror", None) or str(error).partition(". Should contain")[0][:200]
-            raise SettingsError(
-                f"model.path={path!r}: not a model configuration that transformers supports ({why}); valid: a "
-                "config.json in Hugging Face format, with a model_type, or its directory"
-            ) from error
-    found = read_config(model)
+    why, found = "", None
+    try:
+        found = read_config(model)
+    except (ValueError, TypeError, KeyError) as error:  # not a configuration that transformers supports
+        why = f" ({str(error).partition('. ')[0][:200]})"
     if found is None:
         raise SettingsError(
-            f"model.path={path!r}: the configuration cannot be read{did_you_mean(str(path), shipped)}; valid: a model "
-            f"directory, the path of a config.json, or one of {', '.join(sorted(shipped))}"
+            f"model.path={path!r}: the configuration cannot be read{why}{did_you_mean(str(path), shipped)}; valid: a "
+            "model directory, a config.json in Hugging Face format, with a model_type, or one of "
+            f"{', '.join(sorted(shipped))}"
         )
     return found
 

@@ -10,7 +10,7 @@ import itertools
 import json
 import math
 import operator
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -25,8 +25,8 @@ from agentrl.planning.memory import (
     GB,
     ModelShape,
     RankMemory,
-    ServerMemory,
     TrainingSetup,
+    memory_lines,
     rank_memory,
     read_shape,
     server_memory,
@@ -43,22 +43,25 @@ _LARGEST_SHARE = 0.85
 _SHORTEST = 64
 _SIZES = (80, 48)  # GB of the GPUs that a dry run assumes on a machine without a GPU
 
+# The choices of a plan, with factors on the time of a step. Recomputing the forward adds one third. Checkpoints in host
+# memory cross the bus twice: for 7B, 0.4 MB per token, 16 us at 25 GB/s, compared with 150 us of computation. Stage 3
+# sends 50 % more (arXiv 1910.02054, section 7). Offloaded states cross the bus in each step, offloaded weights in each
+# micro-batch (arXiv 2104.07857). Two sequence-parallel ranks send up to 4 D numbers of two bytes per token and layer,
+# half of them to the other rank, in forward and backward: for 7B, 40 us per token at 20 GB/s (no NVLink), compared with
+# 110 us of computation at 400 TFLOP/s. Dedicated servers halve the GPUs that train, and are idle during training.
+_STAGES = {2: 1.0, 3: 1.15}
+_CHECKPOINTS = {(False, False): 1.0, (True, False): 4 / 3, (True, True): 4 / 3 * 1.1}
+_OFFLOADS = {"none": 1.0, "optimizer": 1.3, "all": 3.0}
+_SHARED = {1: 1.0, 2: 1.37, 4: 1.39, 8: 1.43}
+_COLOCATED = {True: 1.0, False: 2.0}
+
 
 @dataclass(frozen=True, kw_only=True)
-class Hardware:
-    """The GPUs of a run."""
+class Target:
+    """The GPUs, the settings that a plan must not change, and the adapters that it may use."""
 
     gpus: int
     memory: int  # bytes per GPU
-
-    def __str__(self) -> str:
-        return f"{self.gpus} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory / GB:g} GB"
-
-
-@dataclass(frozen=True, kw_only=True)
-class Requirements:
-    """Settings that a plan must not change, and the adapters that a plan may use."""
-
     context: int  # tokens of the longest trajectory, prompt and response
     longest_request: int  # tokens that a server must hold, evaluations included
     bfloat16: bool = True
@@ -69,11 +72,13 @@ class Requirements:
     lora_ranks: tuple[int, ...] = (0,)  # 0: all weights are trained
 
     @classmethod
-    def of(cls, settings: Settings, *, critic: bool, only_adapt: bool = False) -> Requirements:
+    def of(cls, settings: Settings, *, gpus: int, memory: int, critic: bool, only_adapt: bool = False) -> Target:
         rollout, lora = settings.rollout, settings.model.lora.rank
         parallel = engine_facts(rollout).gpus_per_server
         adapters = (lora or _LORA_RANK,)
         return cls(
+            gpus=gpus,
+            memory=memory,
             context=rollout.max_prompt_tokens + rollout.max_response_tokens,
             longest_request=longest_request(rollout, settings.evaluation.max_response_tokens),
             bfloat16=settings.model.dtype == "bfloat16",
@@ -83,6 +88,10 @@ class Requirements:
             tensor_parallel=parallel if parallel > 1 else None,
             lora_ranks=adapters if only_adapt or lora else (0, *adapters) if _has_peft() else (0,),
         )
+
+    @property
+    def machine(self) -> str:
+        return f"{self.gpus} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory / GB:g} GB"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -103,7 +112,8 @@ class Plan:
         return rank_memory(self.shape, self.setup, context=(1 + self.colocated) * CONTEXT)
 
     @property
-    def server(self) -> ServerMemory:
+    def server(self) -> tuple[dict[str, int], int]:
+        """The parts of a server's memory, and the tokens that the server holds."""
         share = self.largest_share if self.share is None else self.share
         return server_memory(self.shape, memory=self.memory, share=share, tensor_parallel=self.tensor_parallel)
 
@@ -122,16 +132,16 @@ class Plan:
     def largest_micro_batch(self) -> int:
         """Tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
         sizes = range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP)
-        plans = ((tokens, replace(self, setup=replace(self.setup, tokens=tokens))) for tokens in sizes)
-        return next((tokens for tokens, plan in plans if plan.rank.total <= usable(self.memory)), 0)
+        plans = (replace(self, setup=replace(self.setup, tokens=tokens)) for tokens in sizes)
+        return next((plan.setup.tokens for plan in plans if plan.rank.total <= usable(self.memory)), 0)
 
     def obstacle(self, longest_request: int) -> str | None:
         """Return what does not fit, or None."""
         if self.rank.total > usable(self.memory):
             return "the rank's peak"
-        if self.colocated and self.server.share > self.largest_share:
+        if self.colocated and self.share is not None and self.share > self.largest_share:
             return "the server beside the rank's weights"
-        return None if self.server.kv_tokens >= longest_request else "the server's KV cache"
+        return None if self.server[1] >= longest_request else "the server's KV cache"
 
     def values(self) -> dict[str, object]:
         """Return the settings of the plan by dotted key."""
@@ -144,7 +154,7 @@ class Plan:
             "rollout.vllm.placement": "colocated" if self.colocated else "dedicated",
             "rollout.vllm.replicas": self.replicas,
             "rollout.vllm.tensor_parallel_size": self.tensor_parallel,
-            "rollout.vllm.gpu_memory_utilization": self.server.share,
+            "rollout.vllm.gpu_memory_utilization": self.largest_share if self.share is None else self.share,
             "training.num_processes": setup.ranks,
             "training.zero_stage": setup.stage,
             "training.micro_batch_tokens": setup.tokens,
@@ -153,113 +163,82 @@ class Plan:
         }
         return values | ({"model.lora.rank": setup.lora_rank} if setup.lora_rank else {})
 
-    def lines(self) -> Iterator[str]:
-        """Describe the memory of a rank and of a server by parts."""
-        yield f"one rank, estimated ({self.rank.total / GB:.1f} of {usable(self.memory) / GB:.1f} usable GB):"
-        yield from self.rank.lines()
-        yield f"one GPU of a server, which holds {self.server.kv_tokens:,} tokens, estimated:"
-        yield from self.server.lines()
 
-
-def find_plan(shape: ModelShape, machine: Hardware, required: Requirements) -> Plan | None:
+def find_plan(shape: ModelShape, target: Target) -> Plan | None:
     """Return the cheapest settings that fit, or None."""
-    for plan in sorted(_candidates(shape, machine, required), key=_cost):
-        gpus = plan.replicas * plan.tensor_parallel
-        for parallel in (required.tensor_parallel,) if required.tensor_parallel else (1, 2, 4, 8):
+    for _, plan in sorted(_candidates(shape, target), key=operator.itemgetter(0)):
+        gpus = plan.replicas
+        for parallel in (target.tensor_parallel,) if target.tensor_parallel else (1, 2, 4, 8):
             plan = replace(plan, tensor_parallel=parallel, replicas=gpus // parallel)
             divides = gpus % parallel == 0 and shape.heads % parallel == 0
-            if divides and plan.obstacle(required.longest_request) is None:
-                tokens = max(required.context, plan.largest_micro_batch)
-                return replace(plan, setup=replace(plan.setup, tokens=tokens))
+            if divides and plan.obstacle(target.longest_request) is None:
+                return replace(plan, setup=replace(plan.setup, tokens=max(target.context, plan.largest_micro_batch)))
     return None
 
 
-def _candidates(shape: ModelShape, machine: Hardware, required: Requirements) -> Iterator[Plan]:
-    """Yield every combination that DeepSpeed and the model support, with servers of one GPU.
+def _candidates(shape: ModelShape, target: Target) -> Iterator[tuple[tuple[bool, float], Plan]]:
+    """Yield every combination that DeepSpeed and the model support, with servers of one GPU, and its cost.
 
-    DeepSpeed frees the GPU for a colocated server at stages 1 and 2 only, and offloads weights at stage 3 only.
+    Adapters are the last resort, because they train different parameters. DeepSpeed frees the GPU for a colocated
+    server at stages 1 and 2 only, and offloads weights at stage 3 only.
     """
-    for stage, (checkpointing, on_host), offload, shared, colocated, lora in itertools.product(
-        (2, 3),
-        ((False, False), (True, False), (True, True)),
-        ("none", "optimizer", "all"),
-        (1, 2, 4, 8),
-        (True, False) if machine.gpus > 1 else (True,),
-        required.lora_ranks,
+    for stage, checkpoints, offload, shared, colocated, lora in itertools.product(
+        _STAGES, _CHECKPOINTS, _OFFLOADS, _SHARED, _COLOCATED, target.lora_ranks
     ):
-        servers = machine.gpus if colocated else machine.gpus // 2
-        ranks = machine.gpus if colocated else machine.gpus - servers
-        if (stage == 3 and (colocated or ranks == 1)) or (offload == "all" and stage < 3):
+        servers = target.gpus if colocated else target.gpus // 2
+        ranks = target.gpus if colocated else target.gpus - servers
+        if not servers or (stage == 3 and (colocated or ranks == 1)) or (offload == "all" and stage < 3):
             continue
         if ranks % shared or sharing_obstacle(shape.config, shared) is not None:
             continue
         setup = TrainingSetup(
             ranks=ranks,
             stage=stage,
-            bfloat16=required.bfloat16,
-            tokens=required.context,
-            checkpointing=checkpointing,
-            checkpoint_offload=on_host,
+            bfloat16=target.bfloat16,
+            tokens=target.context,
+            checkpointing=checkpoints[0],
+            checkpoint_offload=checkpoints[1],
             offload=offload,  # type: ignore[arg-type]
             sequence_parallel=shared,
             lora_rank=lora,
-            reference=required.reference,
-            teacher=required.teacher,
-            critic=required.critic,
+            reference=target.reference,
+            teacher=target.teacher,
+            critic=target.critic,
         )
-        yield Plan(
-            shape=shape, setup=setup, colocated=colocated, replicas=servers, tensor_parallel=1, memory=machine.memory
+        cost = _STAGES[stage] * _CHECKPOINTS[checkpoints] * _OFFLOADS[offload] * _SHARED[shared] * _COLOCATED[colocated]
+        yield (
+            (lora > 0, cost),
+            Plan(
+                shape=shape,
+                setup=setup,
+                colocated=colocated,
+                replicas=servers,
+                tensor_parallel=1,
+                memory=target.memory,
+            ),
         )
 
 
-def _cost(plan: Plan) -> tuple[bool, float]:
-    """Return a sort key by relative step time. Adapters sort last, because they train different parameters.
-
-    Recomputing the forward adds one third. Checkpoints in host memory cross the bus twice: for 7B, 0.4 MB per token,
-    16 us at 25 GB/s, compared with 150 us of computation. Stage 3 sends 50 % more (arXiv 1910.02054, section 7).
-    Offloaded states cross the bus in each step, offloaded weights in each micro-batch (arXiv 2104.07857). Two
-    sequence-parallel ranks send up to 4 D numbers of two bytes per token and layer, in forward and backward, half of
-    them to the other rank: for 7B, 0.8 MB per token, 40 us at 20 GB/s (no NVLink), compared with 110 us of computation
-    at 400 TFLOP/s. Dedicated servers halve the GPUs that train, and are idle during training.
-    """
-    setup = plan.setup
-    factors = (
-        4 / 3 if setup.checkpointing else 1.0,
-        1.1 if setup.checkpoint_offload else 1.0,
-        1.15 if setup.stage == 3 else 1.0,
-        {"none": 1.0, "optimizer": 1.3, "all": 3.0}[setup.offload],
-        1.0 if setup.sequence_parallel == 1 else 1.35 + 0.01 * setup.sequence_parallel,  # prefers small groups
-        1.0 if plan.colocated else 2.0,
-    )
-    return setup.lora_rank > 0, math.prod(factors)
-
-
-def plan_for(shape: ModelShape, machine: Hardware, required: Requirements) -> Plan:
-    """Return the cheapest plan.
-
-    Raises SettingsError, which suggests other hardware or a shorter context, if no plan fits.
-    """
-    found = find_plan(shape, machine, required)
+def plan_for(shape: ModelShape, target: Target) -> Plan:
+    """Return the cheapest plan. Raises SettingsError, with other hardware or a shorter context that would fit."""
+    found = find_plan(shape, target)
     if found is not None:
         return found
-
-    def first(trials: Iterable[tuple[str, Hardware, Requirements]]) -> list[str]:
-        return list(itertools.islice((name for name, gpus, needs in trials if find_plan(shape, gpus, needs)), 1))
-
-    numbers = [machine.gpus * 2**power for power in range(1, 8)]
-    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192, 288) if size * GB > machine.memory]
-    contexts = [required.context >> power for power in range(1, 8) if required.context >> power >= _TOKEN_STEP]
-    options = first((f"{n} GPUs with this memory", replace(machine, gpus=n), required) for n in numbers)
-    options += first((f"{size} GB per GPU", replace(machine, memory=size * GB), required) for size in sizes)
-    options += first(
-        (f"a context of {n} tokens", machine, replace(required, context=n, longest_request=n)) for n in contexts
+    numbers = [target.gpus << power for power in range(1, 8)]
+    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192, 288) if size * GB > target.memory]
+    contexts = [target.context >> power for power in range(1, 8) if target.context >> power >= _TOKEN_STEP]
+    alternatives = (
+        ((f"{n} GPUs with this memory", replace(target, gpus=n)) for n in numbers),
+        ((f"{size} GB per GPU", replace(target, memory=size * GB)) for size in sizes),
+        ((f"a context of {n} tokens", replace(target, context=n, longest_request=n)) for n in contexts),
     )
-    would = f"would fit: {', or '.join(options)}" if options else "even 128 times as many GPUs do not suffice"
-    need = min(plan.rank.total for plan in _candidates(shape, machine, required))
+    options = [next((name for name, other in kind if find_plan(shape, other)), None) for kind in alternatives]
+    would = ", or ".join(filter(None, options))
+    need = min(plan.rank.total for _, plan in _candidates(shape, target))
     raise SettingsError(
-        f"no settings train {shape.name} ({shape.parameters / 1e9:,.2f}B parameters) with {required.context} tokens on "
-        f"{machine}: a rank needs at least {need / GB:,.1f} GB, and a server must hold {required.longest_request} "
-        f"tokens; {would}"
+        f"no settings train {shape.name} ({shape.parameters / 1e9:,.2f}B parameters) with {target.context} tokens on "
+        f"{target.machine}: a rank needs at least {need / GB:,.1f} GB, and a server must hold {target.longest_request} "
+        f"tokens; {f'would fit: {would}' if would else 'even 128 times as many GPUs do not suffice'}"
     )
 
 
@@ -280,7 +259,17 @@ def plan_command(
     """
     if settings.model.path is None:
         raise SettingsError("no model to plan for: set --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE")
-    machine = _machine(gpus, memory, settings)
+    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    gpus = gpus if gpus is not None else here or settings.training.num_processes
+    if gpus < 1:
+        raise SettingsError(f"--gpus must be at least 1, for example 8; got {gpus}")
+    if memory is not None and not 0 < memory < 10_000:
+        raise SettingsError(f"--memory must be between 0 and 10000 GB for each GPU, for example 80; got {memory:g}")
+    if memory is None and not here:
+        raise SettingsError(
+            "this machine has no GPU: set the number and memory of the GPUs, for example --gpus 8 --memory 80"
+        )
+    size = torch.cuda.get_device_properties(0).total_memory if memory is None else int(memory * GB)
     values: dict[str, object] = {"model.path": settings.model.path}
     if context is not None:
         if context < _SHORTEST:
@@ -293,16 +282,16 @@ def plan_command(
         settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update=limits)})
         values |= {f"rollout.{key}": value for key, value in limits.items()}
     shape = read_shape(settings.model)
-    required = Requirements.of(settings, critic=critic, only_adapt=lora)
-    if 0 not in required.lora_ranks and not _has_peft():
+    target = Target.of(settings, gpus=gpus, memory=size, critic=critic, only_adapt=lora)
+    if 0 not in target.lora_ranks and not _has_peft():
         raise SettingsError(
             f"adapters require the package peft: run {install_extra('lora')}, or leave out --lora and set "
             "model.lora.rank=0"
         )
-    obstacle = length_obstacle(shape.config, required.longest_request)
+    obstacle = length_obstacle(shape.config, target.longest_request)
     if obstacle is not None:
         raise SettingsError(obstacle)
-    plan = plan_for(shape, machine, required)
+    plan = plan_for(shape, target)
     nested: dict[str, object] = {}
     if base:
         nested["base"] = base[0] if len(base) == 1 else base
@@ -312,10 +301,18 @@ def plan_command(
         for section in sections:
             inner = inner.setdefault(section, {})  # type: ignore[assignment]
         inner[name] = value
-    title = f"# {shape.name} on {machine}, {required.context} tokens: written by agentrl plan\n"
+    title = f"# {shape.name} on {target.machine}, {target.context} tokens: written by agentrl plan\n"
     text = title + yaml.safe_dump(nested, sort_keys=False)
-    lines = [f"# model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters, on {machine}"]
-    lines += [f"# {line}" for line in plan.lines()]
+    rank, (parts, tokens) = plan.rank, plan.server
+    share = plan.values()["rollout.vllm.gpu_memory_utilization"]
+    lines = [
+        f"model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters, on {target.machine}",
+        f"one rank, estimated ({rank.total / GB:.1f} of {usable(size) / GB:.1f} usable GB):",
+        *rank.lines(),
+        f"one GPU of a server, which holds {tokens:,} tokens, estimated:",
+        *memory_lines(parts, f"total, {share:g} of the GPU"),
+    ]
+    lines = [f"# {line}" for line in lines]
     if write is None:
         return [*lines, *text.splitlines()]
     try:
@@ -323,23 +320,6 @@ def plan_command(
     except OSError as error:
         raise SettingsError(f"--write {write}: {error.strerror}; choose a file in an existing folder") from error
     return [*lines, f"# written to {write}: agentrl train --config {write}"]
-
-
-def _machine(gpus: int | None, memory: float | None, settings: Settings) -> Hardware:
-    """Return the requested GPUs, or by default the GPUs of this machine."""
-    here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = gpus if gpus is not None else here or settings.training.num_processes
-    if gpus < 1:
-        raise SettingsError(f"--gpus must be at least 1, for example 8; got {gpus}")
-    if memory is not None:
-        if not 0 < memory < 10_000:
-            raise SettingsError(f"--memory must be between 0 and 10000 GB for each GPU, for example 80; got {memory:g}")
-        return Hardware(gpus=gpus, memory=int(memory * GB))
-    if not here:
-        raise SettingsError(
-            "this machine has no GPU: set the number and memory of the GPUs, for example --gpus 8 --memory 80"
-        )
-    return Hardware(gpus=gpus, memory=torch.cuda.get_device_properties(0).total_memory)
 
 
 def _teacher_parameters(settings: Settings) -> int:
@@ -353,7 +333,7 @@ def _has_peft() -> bool:
     return importlib.util.find_spec("peft") is not None
 
 
-def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
+def dry_run_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
     """Yield the dry run's memory estimate of a rank and, with servers, whether both fit on the GPUs."""
     facts, rollout, training = engine_facts(settings.rollout), settings.rollout, settings.training
     here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
@@ -380,10 +360,9 @@ def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iter
     # The transformers engine's cache, limited to all concurrent trajectories at maximum length.
     rows = min(rollout.concurrency, rollout.problems_per_step * rollout.group_size)
     kv_tokens = min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens))
-    rank = rank_memory(shape, setup, kv_tokens=kv_tokens, context=(1 + colocated) * CONTEXT * on_gpus)
     yield f"model: {shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
-    yield from rank.lines()
-    required = Requirements.of(settings, critic=critic)
+    yield from rank_memory(shape, setup, kv_tokens=kv_tokens, context=(1 + colocated) * CONTEXT * on_gpus).lines()
+    gpus = setup.ranks + (0 if colocated else facts.servers * facts.gpus_per_server)
     for memory in ([size * GB for size in _SIZES] if here is None else [here]) if facts.servers else []:
         plan = Plan(
             shape=shape,
@@ -394,23 +373,23 @@ def memory_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iter
             memory=memory,
             share=facts.gpu_share,
         )
-        gpus = setup.ranks + (0 if colocated else facts.servers * facts.gpus_per_server)
-        yield f"  on {_verdict(settings, plan, Hardware(gpus=gpus, memory=memory), required)}"
+        target = Target.of(settings, gpus=gpus, memory=memory, critic=critic)
+        yield f"  on {target.machine}: {_verdict(settings, plan, target)}"
 
 
-def _verdict(settings: Settings, plan: Plan, machine: Hardware, required: Requirements) -> str:
-    lack = plan.obstacle(required.longest_request)
+def _verdict(settings: Settings, plan: Plan, target: Target) -> str:
+    lack = plan.obstacle(target.longest_request)
     if lack is None:
         return (
-            f"{machine}: fits, {plan.rank.total / GB:.1f} of {usable(machine.memory) / GB:.1f} GB; micro-batches of up "
-            f"to {plan.largest_micro_batch:,} tokens fit; a server holds {plan.server.kv_tokens:,} tokens"
+            f"fits, {plan.rank.total / GB:.1f} of {usable(plan.memory) / GB:.1f} GB; micro-batches of up to "
+            f"{plan.largest_micro_batch:,} tokens fit; a server holds {plan.server[1]:,} tokens"
         )
-    found = find_plan(plan.shape, machine, required)
+    found = find_plan(plan.shape, target)
     if found is None:
-        return f"{machine}: does not fit ({lack}), and no other settings do: run agentrl plan for alternatives"
+        return f"does not fit ({lack}), and no other settings do: run agentrl plan for alternatives"
     changes = [
         f"{key}={value if isinstance(value, str) else json.dumps(value)}"
         for key, value in found.values().items()
         if operator.attrgetter(key)(settings) != value
     ]
-    return f"{machine}: does not fit ({lack}); would fit with {' '.join(changes)}"
+    return f"does not fit ({lack}); would fit with {' '.join(changes)}"

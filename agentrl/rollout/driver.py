@@ -30,7 +30,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Engine
 from agentrl.rollout.policy import FairYield, Rounds, TokenPolicy
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError
+from agentrl.rollout.work_queue import SkippedProblemError
 from agentrl.telemetry.trace import add_slice_since, reserve_lane, start_time
 from agentrl.trajectory import Group, Trajectory, concatenate_branches
 from agentrl_envs.episode import Environment, UnavailableError
@@ -205,15 +205,16 @@ _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]
 }
 
 
-Jobs = Callable[[], Awaitable[RolloutRequest | None]]
-"""Waits until another rollout may start and returns it, or None if there are no more. Shared by all players."""
-Measure = Callable[[RolloutRequest, int | None], None]
+Jobs = Callable[[], Awaitable[tuple[Group, int] | None]]
+"""Waits until another rollout may start, and returns its group and its number in the group, or None if there are no
+more. Number ``size`` is the greedy rollout. Shared by all players."""
+Measure = Callable[[Group, int | None], None]
 """Receives each prompt's length in tokens, or None for a rollout that failed before it had a prompt.
 
 Raises SkippedProblemError to replace the problem."""
 
 
-def _unmeasured(request: RolloutRequest, tokens: int | None) -> None:
+def _unmeasured(request: Group, tokens: int | None) -> None:
     """Accept a prompt of any length."""
 
 
@@ -290,7 +291,7 @@ class Driver:
 
     def run(
         self,
-        requests: Sequence[RolloutRequest],
+        requests: Sequence[Group],
         *,
         step: int,
         group_size: int,
@@ -305,9 +306,9 @@ class Driver:
         """
         samples = group_size + greedy
         sized = [replace(request, size=group_size, step=step) for request in requests]
-        listed = iter([replace(request, sample=sample) for request in sized for sample in range(samples)])
+        listed = iter([(request, sample) for request in sized for sample in range(samples)])
 
-        async def jobs() -> RolloutRequest | None:
+        async def jobs() -> tuple[Group, int] | None:
             return next(listed, None)
 
         temperature = self.settings.temperature if temperature is None else temperature
@@ -315,7 +316,7 @@ class Driver:
         measure = self._skip_long if skip_long else _unmeasured
         return self._run(jobs, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
 
-    def _skip_long(self, request: RolloutRequest, tokens: int | None) -> None:
+    def _skip_long(self, request: Group, tokens: int | None) -> None:
         if tokens is not None and tokens > self.settings.max_prompt_tokens:
             raise SkippedProblemError(None)
 
@@ -373,11 +374,11 @@ class Driver:
         gc.freeze()
         try:
             async with aclosing(run_tasks(players, partial(self._player, jobs, running))) as finished:
-                async for request, branches in finished:
-                    part = parts.setdefault(request.index, [])
+                async for group, branches in finished:
+                    part = parts.setdefault(group.index, [])
                     part += branches
-                    if len({item.sample for item in part}) == request.size + greedy:
-                        yield _group(parts.pop(request.index), request)
+                    if len({item.sample for item in part}) == group.size + greedy:
+                        yield _played(group, parts.pop(group.index))
         finally:
             gc.unfreeze()
 
@@ -385,43 +386,41 @@ class Driver:
         self,
         jobs: Jobs,
         running: _Running,
-        finished: Callable[[tuple[RolloutRequest, tuple[Trajectory, ...]]], None],
+        finished: Callable[[tuple[Group, tuple[Trajectory, ...]]], None],
     ) -> None:
         try:
-            while (request := await jobs()) is not None:
+            while (job := await jobs()) is not None:
                 with reserve_lane(f"{self.label}trajectories"):
                     began = start_time()
                     async with running.admission if running.rounds is None else nullcontext():
                         add_slice_since(began, "wait for admission")
                         await running.fair_yield.wait()
-                        request, branches = await self._measured(request, running)
+                        group, branches = await self._measured(*job, running)
                         if not branches:
                             continue
                         running.admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
-                        _trace(request, branches[-1], began)
-                        finished((request, branches))
+                        _trace(branches[-1], began)
+                        finished((group, branches))
         finally:
             if running.rounds is not None:
                 running.rounds.leave()
 
-    async def _measured(
-        self, request: RolloutRequest, running: _Running
-    ) -> tuple[RolloutRequest, tuple[Trajectory, ...]]:
+    async def _measured(self, group: Group, sample: int, running: _Running) -> tuple[Group, tuple[Trajectory, ...]]:
         """Play one rollout, replacing skipped problems. Returns () if a skipped problem has no replacement."""
         while True:
             try:
-                branches = await self._rollout(request, running)
+                branches = await self._rollout(group, sample, running)
             except SkippedProblemError as skipped:
                 if skipped.replacement is None:
-                    return request, ()
-                request = replace(skipped.replacement, sample=request.sample, step=request.step)
+                    return group, ()
+                group = replace(skipped.replacement, step=group.step)
             else:
-                running.measure(request, None)  # no effect unless the episode never started
-                return request, branches
+                running.measure(group, None)  # no effect unless the episode never started
+                return group, branches
 
-    async def _rollout(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
+    async def _rollout(self, group: Group, sample: int, running: _Running) -> tuple[Trajectory, ...]:
         """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
-        branches = await self._attempt(request, running)
+        branches = await self._attempt(group, sample, running)
         if not _failed(branches):
             return branches
         try:
@@ -431,38 +430,39 @@ class Driver:
                 with attempt:
                     # The first attempt ran above, so that only failures pay for the overhead of retrying.
                     if attempt.num > 1:
-                        branches = await self._attempt(request, running)
+                        branches = await self._attempt(group, sample, running)
                     if _failed(branches):
                         raise _InfrastructureFailureError(branches[-1])
         except _InfrastructureFailureError as failure:
             return (failure.trajectory.as_single_trajectory(),)
         return branches
 
-    async def _attempt(self, request: RolloutRequest, running: _Running) -> tuple[Trajectory, ...]:
+    async def _attempt(self, group: Group, sample: int, running: _Running) -> tuple[Trajectory, ...]:
         """Play a rollout once. Returns its branches. Agents and re-rendered histories can have several."""
+        greedy = sample == group.size
         policy = TokenPolicy(
-            problem=request.problem,
+            problem=group.problem,
             settings=self.settings,
             fair_yield=running.fair_yield,
-            step=request.step,
-            group=request.index,
-            sample_index=request.sample,
+            step=group.step,
+            group=group.index,
+            sample_index=sample,
             # Zero-padded, so that names sort in the order of requests, samples and turns.
-            name=f"{self.label}{request.step:08d}-{request.index:012d}-{request.sample:06d}",
+            name=f"{self.label}{group.step:08d}-{group.index:012d}-{sample:06d}",
             seed=self.seed,
             began=asyncio.get_running_loop().time(),
             engine=self.engine,
             codec=self.codec,
-            temperature=0.0 if request.is_greedy else running.temperature,
-            trained=running.trained and not request.is_greedy,
-            routed=self.routed and running.trained and not request.is_greedy,
+            temperature=0.0 if greedy else running.temperature,
+            trained=running.trained and not greedy,
+            routed=self.routed and running.trained and not greedy,
             rewarded_later=self.rewards is not None,
             rounds=running.rounds,
-            measure=partial(running.measure, request),
+            measure=partial(running.measure, group),
             branching=running.branching,
-            measured=request.widths,
+            measured=group.widths,
             live=running.branching.live,
-            leaves=1 if request.is_greedy else running.branching.most_leaves,
+            leaves=1 if greedy else running.branching.most_leaves,
         )
         branches = await policy.play(self.environment)
         self.last_failure = policy.failure or self.last_failure
@@ -527,10 +527,10 @@ async def run_tasks(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _trace(request: RolloutRequest, last: Trajectory, began: int) -> None:
+def _trace(last: Trajectory, began: int) -> None:
     """Add a span for a rollout to the trace, enclosing the spans of its turns."""
-    ids = {"step": request.step, "group": request.index, "sample": request.sample}
-    add_slice_since(began, f"{request.problem.id} {request.sample}", ended=str(last.ended), reward=last.reward, **ids)
+    ids = {"step": last.step, "group": last.group, "sample": last.sample}
+    add_slice_since(began, f"{last.problem.id} {last.sample}", ended=str(last.ended), reward=last.reward, **ids)
 
 
 def _messages(trajectory: Trajectory) -> tuple[Message, ...]:
@@ -540,14 +540,14 @@ def _messages(trajectory: Trajectory) -> tuple[Message, ...]:
     )
 
 
-def _group(trajectories: list[Trajectory], request: RolloutRequest) -> Group:
+def _played(group: Group, trajectories: list[Trajectory]) -> Group:
+    """Return the group with its trajectories."""
     trajectories.sort(key=lambda item: (item.sample, item.branch))
-    greedy = [item for item in trajectories if item.sample == request.size]
-    return Group(
-        problem=trajectories[0].problem,
-        index=request.index,
+    greedy = [item for item in trajectories if item.sample == group.size]
+    return replace(
+        group,
         trajectories=tuple(
-            replace(item, problem_weight=request.problem_weight) for item in trajectories if item.sample < request.size
+            replace(item, problem_weight=group.problem_weight) for item in trajectories if item.sample < group.size
         ),
         greedy=concatenate_branches(greedy) if greedy else None,
     )

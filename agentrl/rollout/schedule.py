@@ -39,7 +39,7 @@ from dataclasses import dataclass, replace
 from agentrl.errors import WorldError
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest, WorkQueue
+from agentrl.rollout.work_queue import WorkQueue
 from agentrl.trajectory import Group
 
 
@@ -158,8 +158,8 @@ class RolloutSource(ABC):
         self._queue = queue
         self._settings = settings
         self._greedy = greedy
-        self._left: deque[int] = deque()  # samples of the newest request that no player has fetched
-        self._step = 0  # of the newest request
+        self._left: deque[int] = deque()  # samples of the newest group that no player has fetched
+        self._step = 0  # of the newest group
         self._one = asyncio.Lock()  # one player at a time fetches a rollout
         self._idle = _Idle()
 
@@ -191,21 +191,21 @@ class RolloutSource(ABC):
         """Wait until another group may start. Returns False if no more groups start."""
 
     @abstractmethod
-    def _start(self, request: RolloutRequest) -> int:
+    def _start(self, group: Group) -> int:
         """Record the start of a group, and return its training step."""
 
-    async def _next(self) -> RolloutRequest | None:
+    async def _next(self) -> tuple[Group, int] | None:
         """Return the next rollout. A problem's further rollouts wait until its first one has measured the prompt."""
         async with self._one:
             if self._left:
-                request = await self._queue.wait_for_newest()
+                group = await self._queue.wait_for_newest()
             else:
                 if not await self._admit():
                     return None
-                request = await self._queue.next()
-                self._step = self._start(request)
-                self._left.extend(range(request.size + self._greedy))
-            return replace(request, sample=self._left.popleft(), step=self._step)
+                group = await self._queue.next()
+                self._step = self._start(group)
+                self._left.extend(range(group.size + self._greedy))
+            return replace(group, step=self._step), self._left.popleft()
 
 
 class OnDemandSource(RolloutSource):
@@ -217,7 +217,7 @@ class OnDemandSource(RolloutSource):
             self._queue.requeue()
         self._left.clear()
         self._wanted, self._taking = count, step
-        rollouts = sum(request.size + self._greedy for request in self._queue.upcoming(count))
+        rollouts = sum(group.size + self._greedy for group in self._queue.upcoming(count))
         self._idle.ends()
         try:
             async with (
@@ -238,7 +238,7 @@ class OnDemandSource(RolloutSource):
     async def _admit(self) -> bool:
         return self._wanted > 0
 
-    def _start(self, request: RolloutRequest) -> int:
+    def _start(self, group: Group) -> int:
         self._wanted -= 1
         return self._taking
 
@@ -275,8 +275,8 @@ class BackgroundSource(RolloutSource):
             await self._changed.wait()
         return True
 
-    def _start(self, request: RolloutRequest) -> int:
-        self._schedule.start(request.index)
+    def _start(self, group: Group) -> int:
+        self._schedule.start(group.index)
         self._idle.ends()
         return self._first_step + self._schedule.trained
 

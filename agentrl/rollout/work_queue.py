@@ -7,7 +7,7 @@ import logging
 import math
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from itertools import chain, groupby, islice
 from statistics import fmean
 from typing import Any, TypedDict
@@ -26,37 +26,14 @@ logger = logging.getLogger(__name__)
 _MOST_SKIPPED = 1000
 # Number of skipped problems that are logged individually.
 _MOST_LOGGED = 10
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RolloutRequest:
-    """A rollout to play.
-
-    ``index`` numbers the problems of a run and identifies the group. The work queue issues a problem once. ``sample``
-    is the number of the rollout in its group, and ``step`` the training step for which it is played. ``size`` is the
-    number of rollouts in the group, without the greedy rollout, whose ``sample`` is ``size``. ``problem_weight`` is the
-    factor of each rollout in the loss. ``key`` identifies the problem's posterior. ``widths``: numbers of branches
-    after each turn with ``rollout.branching.where=measured``.
-    """
-
-    index: int
-    problem: Problem
-    sample: int = 0
-    step: int = 0
-    size: int = 1
-    problem_weight: float = 1.0
-    key: str = ""
-    widths: tuple[int, ...] = ()
-
-    @property
-    def is_greedy(self) -> bool:
-        return self.sample == self.size
+# Fields of an issued group in a checkpoint, beside its problem.
+_FIELDS = ("index", "size", "problem_weight", "key", "widths")
 
 
 class QueueState(TypedDict):
     """A work queue in a checkpoint.
 
-    ``queue`` contains the fields of the untrained requests, and ``planned`` the same fields of later requests, whose
+    ``queue`` contains the fields of the untrained groups, and ``planned`` the same fields of later groups, whose
     prompts are not yet measured.
     """
 
@@ -70,10 +47,10 @@ class QueueState(TypedDict):
 class SkippedProblemError(Exception):
     """Raised if the prompt of a problem is too long.
 
-    ``replacement``: the request to play instead; None to leave the problem out.
+    ``replacement``: the group to play instead; None to leave the problem out.
     """
 
-    def __init__(self, replacement: RolloutRequest | None) -> None:
+    def __init__(self, replacement: Group | None) -> None:
         super().__init__("the prompt is too long")
         self.replacement = replacement
 
@@ -99,18 +76,18 @@ class WorkQueue:
         self._learns = learns
         self._measures_forks = settings.branching.width > 1 and settings.branching.where == "measured"
         self._forks = ForkStatistics(decay=sampler.posteriors.decay)
-        self._again: deque[RolloutRequest] = deque()
-        self._untrained: dict[int, RolloutRequest] = {}
-        self._newest: RolloutRequest | None = None
-        self._measured = asyncio.Event()  # set unless the newest request awaits its prompt
+        self._again: deque[Group] = deque()
+        self._untrained: dict[int, Group] = {}
+        self._newest: Group | None = None
+        self._measured = asyncio.Event()  # set unless the newest group awaits its prompt
         self._measured.set()
         self._next_index = 0
-        self._planned: deque[RolloutRequest] = deque()  # drawn, but their prompts are not yet measured
+        self._planned: deque[Group] = deque()  # drawn, but their prompts are not yet measured
         self._skipped = 0
         self._skipped_in_a_row = 0
         self._logged = 0
 
-    async def next(self) -> RolloutRequest:
+    async def next(self) -> Group:
         """Wait until the previous problem's prompt is measured, and issue the next problem."""
         await self._measured.wait()
         if self._again:
@@ -119,31 +96,31 @@ class WorkQueue:
             return self._newest
         return self._draw()
 
-    async def wait_for_newest(self) -> RolloutRequest:
-        """Wait until the newest request's prompt is measured, and return the request.
+    async def wait_for_newest(self) -> Group:
+        """Wait until the newest group's prompt is measured, and return the group.
 
-        If the request's problem was skipped, the request contains its replacement.
+        If the group's problem was skipped, the group contains its replacement.
         """
         await self._measured.wait()
         assert self._newest is not None
         return self._newest
 
-    def record_prompt_length(self, request: RolloutRequest, tokens: int | None) -> None:
-        """Record the length in tokens of a request's prompt; None if the first rollout failed before it had a prompt.
+    def record_prompt_length(self, group: Group, tokens: int | None) -> None:
+        """Record the length in tokens of a group's prompt; None if the first rollout failed before it had a prompt.
 
-        Only the first call for a request has an effect. Raises SkippedProblemError if the prompt is too long, and
+        Only the first call for a group has an effect. Raises SkippedProblemError if the prompt is too long, and
         SettingsError if too many consecutive prompts are too long.
         """
         # Compare by identity, because the replacement of a skipped problem has the same index.
-        if self._measured.is_set() or self._newest is None or request.problem is not self._newest.problem:
+        if self._measured.is_set() or self._newest is None or group.problem is not self._newest.problem:
             return
         if tokens is not None and tokens > self._settings.max_prompt_tokens:
-            self._skip(request, tokens)
+            self._skip(group, tokens)
             raise SkippedProblemError(self._draw())
         self._skipped_in_a_row = 0
         self._planned.popleft()
         self._next_index += 1
-        self._untrained[request.index] = request
+        self._untrained[group.index] = group
         self._measured.set()
 
     def requeue(self) -> None:
@@ -152,19 +129,20 @@ class WorkQueue:
         self._untrained = {}
         self._measured.set()  # a drawn problem without a measured prompt follows these problems
 
-    def upcoming(self, count: int) -> list[RolloutRequest]:
-        """Return the next ``count`` requests. Skipped problems may be replaced."""
+    def upcoming(self, count: int) -> list[Group]:
+        """Return the next ``count`` groups. Skipped problems may be replaced."""
         while len(self._again) + len(self._planned) < count:
             self._plan()
         return list(islice(chain(self._again, self._planned), count))
 
     def remove_trained(self, groups: Sequence[Group]) -> None:
         """Remove trained groups, and update the posteriors of their problems and the statistics of forks."""
-        requests = [self._untrained.pop(group.index) for group in groups]
+        for group in groups:
+            del self._untrained[group.index]
         if self._learns:
             self._sampler.posteriors.learn(
-                (request.key, list(map(success_fraction, rollouts)), self._energies(rollouts))
-                for request, rollouts in zip(requests, map(_included, groups), strict=True)
+                (group.key, list(map(success_fraction, rollouts)), self._energies(rollouts))
+                for group, rollouts in zip(groups, map(_included, groups), strict=True)
             )
         if self._measures_forks:
             self._forks.learn(map(_included, groups))
@@ -174,20 +152,19 @@ class WorkQueue:
         if not self._learns:
             return {}
         posteriors = self._sampler.posteriors
-        requests = [self._untrained[group.index] for group in groups]
-        sizes = [request.size for request in requests]
-        variances = [gradient_variance(posteriors, request.key) for request in requests]
+        sizes = [group.size for group in groups]
+        variances = [gradient_variance(posteriors, group.key) for group in groups]
         allocated = math.fsum(value / size for value, size in zip(variances, sizes, strict=True))
         metrics = {
             "budget/rollouts_min": min(sizes),
             "budget/rollouts_max": max(sizes),
             "budget/variance_ratio": allocated / (math.fsum(variances) / fmean(sizes)),
-            "posterior/known_share": fmean(posteriors.is_known(request.key) for request in requests),
-            "posterior/success": fmean(posteriors.success(request.key) for request in requests),
+            "posterior/known_share": fmean(posteriors.is_known(group.key) for group in groups),
+            "posterior/success": fmean(posteriors.success(group.key) for group in groups),
         }
         errors = [
-            abs(posteriors.success(request.key) - fmean(map(success_fraction, rollouts)))
-            for request, group in zip(requests, groups, strict=True)
+            abs(posteriors.success(group.key) - fmean(map(success_fraction, rollouts)))
+            for group in groups
             if (rollouts := _included(group))
         ]
         return metrics | ({"posterior/success_error": fmean(errors)} if errors else {})
@@ -202,28 +179,28 @@ class WorkQueue:
         return {
             "sampler": self._sampler.state_dict(),
             "next_index": self._next_index,
-            "planned": [asdict(request) for request in self._planned],
-            "queue": [asdict(request) for request in self._all_untrained()],
+            "planned": list(map(_row, self._planned)),
+            "queue": list(map(_row, self._all_untrained())),
             "forks": self._forks.state_dict(),
         }
 
     def load_state_dict(self, state: QueueState) -> None:
         self._sampler.load_state_dict(state["sampler"])
         self._next_index = state["next_index"]
-        self._planned = deque(map(_request, state["planned"]))
+        self._planned = deque(map(_group, state["planned"]))
         self._untrained = {}
-        self._again = deque(map(_request, state["queue"]))
+        self._again = deque(map(_group, state["queue"]))
         self._forks.load_state_dict(state["forks"])
 
     def _energies(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
         """Return the expected energies of rollouts, or [] if the budget does not need them."""
         return list(map(expected_energy, rollouts)) if self._settings.budget == "neyman" else []
 
-    def _all_untrained(self) -> list[RolloutRequest]:
-        return sorted([*self._untrained.values(), *self._again], key=lambda request: request.index)
+    def _all_untrained(self) -> list[Group]:
+        return sorted([*self._untrained.values(), *self._again], key=lambda group: group.index)
 
-    def _draw(self) -> RolloutRequest:
-        """Create a request for the next problem, whose prompt is not yet measured."""
+    def _draw(self) -> Group:
+        """Create a group for the next problem, whose prompt is not yet measured."""
         if not self._planned:
             self._plan()
         self._newest = replace(self._planned[0], index=self._next_index)
@@ -239,7 +216,7 @@ class WorkQueue:
             scores = [SCORES[settings.budget](self._sampler.posteriors, draw.key) for draw in draws]
             sizes = allocate(scores, sum(sizes), most=settings.largest_group)
         for draw, size in zip(draws, sizes, strict=True):
-            request = RolloutRequest(
+            group = Group(
                 index=-1,  # known when the prompts of earlier problems are measured
                 problem=draw.problem,
                 size=size,
@@ -247,11 +224,11 @@ class WorkQueue:
                 key=draw.key,
                 widths=self._forks.widths(settings.branching.width),
             )
-            self._planned.append(request)
+            self._planned.append(group)
 
-    def _skip(self, request: RolloutRequest, tokens: int) -> None:
-        problem = request.problem
-        self._sampler.leave_out(Draw(problem=problem, key=request.key))
+    def _skip(self, group: Group, tokens: int) -> None:
+        problem = group.problem
+        self._sampler.leave_out(Draw(problem=problem, key=group.key))
         (other,) = self._sampler.draw(1)
         self._planned[0] = replace(self._planned[0], problem=other.problem, key=other.key)
         self._skipped += 1
@@ -282,5 +259,9 @@ def _included(group: Group) -> list[list[Trajectory]]:
     return [list(branches) for _, branches in groupby(data, key=lambda item: item.sample)]
 
 
-def _request(row: dict[str, Any]) -> RolloutRequest:
-    return RolloutRequest(**{**row, "problem": Problem(**row["problem"]), "widths": tuple(row["widths"])})
+def _row(group: Group) -> dict[str, Any]:
+    return {name: getattr(group, name) for name in _FIELDS} | {"problem": asdict(group.problem)}
+
+
+def _group(row: dict[str, Any]) -> Group:
+    return Group(**{**row, "problem": Problem(**row["problem"]), "widths": tuple(row["widths"])})

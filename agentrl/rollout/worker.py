@@ -6,7 +6,7 @@ import asyncio
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import InitVar, dataclass
+from dataclasses import InitVar, dataclass, field
 
 from agentrl.errors import WorldError
 from agentrl.problems.sampler import ProblemSampler
@@ -24,23 +24,15 @@ from agentrl.trajectory import Group
 _FAILED_STEPS = 3
 
 
-@dataclass(frozen=True, kw_only=True)
-class RolloutBatch:
-    """One step's rollouts: all groups ``played``, the ``groups`` to train, and the policy ``version`` to be trained."""
-
-    step: int
-    version: int
-    sampled_groups: tuple[Group, ...]
-    groups: tuple[Group, ...]
-    metrics: dict[str, float]
-
-
 @dataclass(kw_only=True)
 class RolloutWorker:
     """Collects groups, filters them and tracks their age.
 
     ``greedy``: play every problem once more at temperature 0, for a baseline. ``last_step``: the run's last step;
     no rollouts are played for later steps. ``learns``: update the sampler's posteriors, for a budget or a curriculum.
+
+    After :meth:`next_batch`, ``version`` is the policy to be trained, ``sampled_groups`` are all groups that were
+    played for ``step``, and ``metrics`` describe them.
     """
 
     driver: Driver
@@ -50,23 +42,27 @@ class RolloutWorker:
     greedy: bool = False
     last_step: int | None = None
     learns: bool = False
+    step: int = field(default=0, init=False)
+    version: int = field(default=0, init=False)
+    sampled_groups: tuple[Group, ...] = field(default=(), init=False)
+    metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self, sampler: ProblemSampler) -> None:
         self._queue = WorkQueue(sampler, self.settings, learns=self.learns)
         self._clock = VersionClock()
         self._source: RolloutSource | None = None
-        self._step = 0
         self._failed_steps = 0
 
-    async def next_batch(self, step: int) -> RolloutBatch:
-        """Return this step's batch. Queued groups precede new ones. Raises WorldError after ``step_deadline``.
+    async def next_batch(self, step: int) -> tuple[Group, ...]:
+        """Return the groups to train in this step. Raises WorldError after ``step_deadline``.
 
-        While the filters leave too few groups, up to ``max_extra_rounds`` additional rounds are played.
+        Queued groups precede new ones. While the filters leave too few groups, up to ``max_extra_rounds`` additional
+        rounds are played.
         """
         loop = asyncio.get_running_loop()
         began, collecting = loop.time(), start_time()
         deadline = began + self.settings.step_deadline
-        self._step = step
+        self.step = step
         if self._source is None:
             self._source = self._open(step)
         needed, first = self.settings.problems_per_step, self.settings.groups_per_round
@@ -97,17 +93,13 @@ class RolloutWorker:
         metrics |= user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))
         self._clock.record_collection()
-        return RolloutBatch(
-            step=step,
-            version=self._clock.version,
-            sampled_groups=tuple(played),
-            groups=groups,
-            metrics=metrics,
-        )
+        self.version, self.sampled_groups, self.metrics = self._clock.version, tuple(played), metrics
+        return groups
 
-    def confirm(self, batch: RolloutBatch) -> None:
-        """Remove a trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
-        self._queue.remove_trained(batch.sampled_groups)
+    def confirm(self) -> None:
+        """Remove the trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
+        self._queue.remove_trained(self.sampled_groups)
+        self.sampled_groups = ()
         self._clock.record_training()
         if self._source is not None:
             self._source.trained()
@@ -116,7 +108,7 @@ class RolloutWorker:
         """Wait until the engine's weights may change. Raises WorldError after ``step_deadline``."""
         if self._source is not None:
             deadline = asyncio.get_running_loop().time() + self.settings.step_deadline
-            await self._source.drain(step=self._step, deadline=deadline)
+            await self._source.drain(step=self.step, deadline=deadline)
 
     def record_install(self, version: int) -> None:
         """Record that ``version`` of the policy has been installed in the engine."""

@@ -240,7 +240,7 @@ def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
     before = torch.from_numpy(row.log_probs.copy())[None]
     now = before if row.update_log_probs is None else torch.from_numpy(row.update_log_probs.copy())[None]
     now = now.clone().requires_grad_()
-    made = policy_loss(
+    per_token, _ = policy_loss(
         facts.loss,
         log_probs=now,
         old_log_probs=None if row.update_log_probs is None else before,
@@ -251,7 +251,7 @@ def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
         selected=None,
         **facts.loss_options,
     )
-    made.per_token.sum().backward()  # type: ignore[no-untyped-call]
+    per_token.sum().backward()  # type: ignore[no-untyped-call]
     assert now.grad is not None
     return now.grad[0].numpy()
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import random
 import time
 from typing import TypeVar
@@ -17,7 +18,6 @@ from agentrl_sandbox.bookkeeping import SessionBook
 from agentrl_sandbox.http import START_SECONDS, HttpSandbox, RetryTimer, ServiceRequest, ServiceSandbox
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import (
-    PROPERTIES,
     AbsentError,
     BusyError,
     ClosedError,
@@ -40,31 +40,26 @@ class _Service(HttpSandbox):
 
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
-        self.address, self.deadline = settings.url, settings.service_deadline
-        self.verified = False  # its isolation and limits were checked and it ran a program; reset when it is lost
-        self.error: SandboxError | None = None  # why it receives no calls; reset by a successful check
-        self.failing_since = 0.0
+        self.address = settings.url
+        self.error: SandboxError | None = AbsentError("not checked yet", begun=False)  # why it receives no calls
+        self.failing_since = math.inf  # finite from a failure until the service recovers or is lost
         self.workers = 1
         self.calls: set[asyncio.Timeout] = set()
 
-    @property
-    def usable(self) -> bool:
-        return self.verified and self.error is None
-
     async def send(self, request: ServiceRequest[_T]) -> _T:
         """Send a request once. Raises BusyError if a retry at this or another service may help."""
+        limit = asyncio.timeout(None)
+        self.calls.add(limit)
         try:
-            async with asyncio.timeout(None) as limit:
-                self.calls.add(limit)
-                try:
-                    return await self.once(request)
-                finally:
-                    self.calls.discard(limit)
+            async with limit:
+                return await self.once(request)
         except TimeoutError:
             raise AbsentError(f"{self.address} was lost: {self.error}", begun=True) from None
         except AbsentError as error:
             self.fail(error)
             raise
+        finally:
+            self.calls.discard(limit)
 
     def fail(self, error: SandboxError) -> None:
         """Send no new calls until the next successful check."""
@@ -72,21 +67,6 @@ class _Service(HttpSandbox):
             self.failing_since = time.monotonic()
             _log.warning("the sandbox at %s failed and receives no new calls: %s", self.address, error)
         self.error = error
-
-    async def check(self) -> None:
-        """Check the service's health and, if it is not in use, its isolation. Raises SandboxError if a check fails."""
-        try:
-            async with asyncio.timeout(min(_CHECK_SECONDS, self.deadline)):
-                state = await self.read_state()
-            if not self.usable:
-                async with asyncio.timeout(self.deadline):
-                    await self.verify(state)
-        except TimeoutError:
-            raise AbsentError("no answer", begun=False) from None
-        self.workers = max(1, int(state.get("workers", 1)))
-        if self.error is not None:
-            _log.warning("the sandbox at %s has recovered", self.address)
-        self.verified, self.error = True, None
 
 
 class SeveralSandboxes(ServiceSandbox):
@@ -104,27 +84,21 @@ class SeveralSandboxes(ServiceSandbox):
 
     @property
     def isolation(self) -> Isolation:
-        """Properties that hold at all services in use."""
-        known = [service.isolation for service in self._services if service.verified]
-        layers = {
-            name: known[0].layers[name] if all(one.layers[name] for one in known) else None
-            for name in (PROPERTIES if known else ())
-        }
+        """Properties that hold at all services that have responded."""
+        known = [service.isolation for service in self._services if service.isolation.layers]
+        layers = {name: layer for one in known for name, layer in one.layers.items()}
+        layers |= dict.fromkeys((name for one in known for name in one.missing), None)
         return Isolation(layers=layers, mode=", ".join(sorted({one.mode for one in known})) or "unknown")
 
     async def check(self) -> None:
-        """Wait until a service is usable. Services that do not respond may join later.
-
-        Raises StartError if no service responds, and UnisolatedError, RefusedError or StartError if a service is
-        unusable.
-        """
+        """Wait until a service is usable. Services that do not respond may join later, but a faulty one is an error."""
         deadline = time.monotonic() + min(START_SECONDS, self._settings.retry_deadline)
         while True:
             await asyncio.gather(*map(self._check, self._services))
             for service in self._services:
                 if not isinstance(service.error, BusyError | None):
                     raise service.error
-            if any(service.usable for service in self._services):
+            if any(service.error is None for service in self._services):
                 break
             if time.monotonic() > deadline:
                 raise StartError(f"no sandbox is ready: {self._outages}")
@@ -132,13 +106,11 @@ class SeveralSandboxes(ServiceSandbox):
         self._checks = [asyncio.create_task(self._watch(service)) for service in self._services]
 
     async def close_session(self, session: str) -> None:
-        if not self._book.has_ended(session):
-            with contextlib.suppress(UnknownSessionError):  # its service may be lost meanwhile
-                await super().close_session(session)
-                self._book.end(session, "it was closed")
+        with contextlib.suppress(UnknownSessionError):  # it has ended, possibly with its service
+            await super().close_session(session)
+        self._book.end(session, "it was closed")
 
     async def close(self) -> None:
-        """Close the connections, which kills running programs."""
         self._closed = True
         for check in self._checks:
             check.cancel()
@@ -147,62 +119,60 @@ class SeveralSandboxes(ServiceSandbox):
             await service.close()
 
     async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
-        """Send a request until it succeeds, to the session's service or to the service with the lowest load.
-
-        Raises BusyError after the deadline, and UnknownSessionError once the session's service is lost.
-        """
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
-        tried: set[_Service] = set()
         losses = 0
         while not self._closed:
             busy: BusyError | SessionLimitError = AbsentError(f"no sandbox is usable: {self._outages}", begun=False)
             homes = self._book.homes()
-            load = {one: (len(one.calls) + homes.count(one)) / one.workers for one in self._services if one.usable}
-            service = min(load, key=lambda one: (one in tried, load[one], random.random()), default=None)
-            if session is not None:
-                service = self._book.find(session).home
-            if service is not None:
+            load = {one: (len(one.calls) + homes.count(one)) / one.workers for one in self._services}
+            order = sorted(self._services, key=lambda one: (load[one], random.random()))
+            usable = (one for one in order if one.error is None)  # when its turn comes
+            for service in usable if session is None else [self._book.find(session).home]:
                 try:
                     answer = await service.send(request)
                     if request.opens_session:
                         self._book.add(service, str(answer), name=str(answer))
                     return answer
-                except UnknownSessionError as error:
-                    raise self._book.gone(session or "", str(error)) from None
                 except (BusyError, SessionLimitError) as error:
                     busy = error
-                tried.add(service)
                 losses += session is None and isinstance(busy, AbsentError) and busy.begun
-            # Without isolation, a program can end the service itself, so do not send it to another service.
-            if losses and (losses > _MOST_LOSSES or self.isolation.missing):
-                raise BusyError(f"gave up after {losses} services were lost while running the program: {busy}")
-            if session is None and any(one.usable and one not in tried for one in self._services):
-                continue
-            tried.clear()
+                # Without isolation, a program can end the service itself, so do not send it to another service.
+                if losses and (losses > _MOST_LOSSES or self.isolation.missing):
+                    raise BusyError(f"gave up after {losses} services were lost while running the program: {busy}")
             if isinstance(busy, SessionLimitError):
                 raise busy
             await timer.pause(busy, f"no response within {self._settings.retry_deadline:g} s")
         raise ClosedError("the sandbox was closed")
 
     async def _watch(self, service: _Service) -> None:
-        """Check a service periodically."""
         while True:
-            await asyncio.sleep((_CHECK_EVERY if service.usable else _RECHECK_EVERY) * random.uniform(0.8, 1.2))
+            await asyncio.sleep((_RECHECK_EVERY if service.error else _CHECK_EVERY) * random.uniform(0.8, 1.2))
             await self._check(service)
 
     async def _check(self, service: _Service) -> None:
-        """Check a service, and declare it lost after ``service_deadline`` seconds of failures."""
+        """Check a service's health and, if it is not in use, its isolation."""
+        deadline = self._settings.service_deadline
         try:
-            await service.check()
+            async with asyncio.timeout(min(_CHECK_SECONDS, deadline)):
+                state = await service.read_state()
+            if service.error:
+                async with asyncio.timeout(deadline):
+                    await service.verify(state)
+                if self._checks:
+                    _log.warning("the sandbox at %s has recovered", service.address)
+            service.workers = max(1, int(state.get("workers", 1)))
+            service.error = None
+        except TimeoutError:
+            service.fail(AbsentError("no answer", begun=False))
         except SandboxError as error:
             service.fail(error)
-            if service.verified and time.monotonic() - service.failing_since >= service.deadline:
-                _log.warning("the sandbox at %s and its sessions were lost: %s", service.address, error)
-                service.verified = False
-                self._book.end_at(service, f"its service, {service.address}, was lost: {error}")
-                for limit in service.calls:
-                    limit.reschedule(asyncio.get_running_loop().time())
+        if service.error and time.monotonic() - service.failing_since >= deadline:
+            _log.warning("the sandbox at %s and its sessions were lost: %s", service.address, service.error)
+            service.failing_since = math.inf
+            self._book.end_at(service, f"its service, {service.address}, was lost: {service.error}")
+            for limit in service.calls:
+                limit.reschedule(asyncio.get_running_loop().time())
 
     @property
     def _outages(self) -> str:
-        return "; ".join(f"{one.address} ({one.error})" for one in self._services if not one.usable)
+        return "; ".join(f"{one.address} ({one.error})" for one in self._services if one.error)

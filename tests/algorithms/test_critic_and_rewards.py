@@ -34,14 +34,14 @@ def test_value_loss_by_hand():
     """Returns 1, old values 0, c = 0.2: inside, moved too far to the target, moved too far from it."""
     values = torch.tensor([[0.1, 0.9, -0.9]], dtype=torch.float64, requires_grad=True)
     zeros = torch.zeros(1, 3, dtype=torch.float64)
-    loss = value_loss(values, zeros + 1, torch.ones(1, 3), old_values=zeros, clip=0.2)
-    assert loss.per_token.tolist()[0] == pytest.approx([0.405, 0.32, 1.805])
-    assert torch.autograd.grad(loss.per_token.sum(), values)[0].tolist()[0] == pytest.approx([-0.9, 0.0, -1.9])
-    assert float(loss.metrics["value_clip_fraction"]) == pytest.approx(1 / 3)
-    assert float(loss.metrics["value_mean"]) == pytest.approx(0.1 / 3)
-    assert float(loss.metrics["squared_error"]) == pytest.approx((0.81 + 0.01 + 3.61) / 3)
-    plain = value_loss(values, zeros + 1, torch.ones(1, 3), clip=None)
-    assert plain.per_token.tolist()[0] == pytest.approx([0.405, 0.005, 1.805])
+    loss, metrics = value_loss(values, zeros + 1, torch.ones(1, 3), old_values=zeros, clip=0.2)
+    assert loss.tolist()[0] == pytest.approx([0.405, 0.32, 1.805])
+    assert torch.autograd.grad(loss.sum(), values)[0].tolist()[0] == pytest.approx([-0.9, 0.0, -1.9])
+    assert float(metrics["value_clip_fraction"]) == pytest.approx(1 / 3)
+    assert float(metrics["value_mean"]) == pytest.approx(0.1 / 3)
+    assert float(metrics["squared_error"]) == pytest.approx((0.81 + 0.01 + 3.61) / 3)
+    plain, _ = value_loss(values, zeros + 1, torch.ones(1, 3), clip=None)
+    assert plain.tolist()[0] == pytest.approx([0.405, 0.005, 1.805])
 
 
 @pytest.mark.parametrize("seed", range(10))
@@ -50,7 +50,7 @@ def test_value_loss_against_a_loop(seed):
     values, returns, old = (torch.randn(4, 6, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.rand(4, 6, generator=generator) < 0.6
     values.requires_grad_()
-    loss = value_loss(values, returns, mask, old_values=old, clip=0.5).per_token
+    loss = value_loss(values, returns, mask, old_values=old, clip=0.5)[0]
     (gradient,) = torch.autograd.grad(loss.sum(), values)
     for i in range(4):
         for t in range(6):
@@ -67,20 +67,18 @@ def test_value_loss_gradcheck():
     values, returns, old = (torch.randn(2, 3, generator=generator, dtype=torch.float64) for _ in range(3))
     mask = torch.tensor([[1, 1, 0], [1, 0, 0]])
     values.requires_grad_()
-    assert torch.autograd.gradcheck(
-        lambda v: value_loss(v, returns, mask, old_values=old, clip=0.3).per_token, (values,)
-    )
+    assert torch.autograd.gradcheck(lambda v: value_loss(v, returns, mask, old_values=old, clip=0.3)[0], (values,))
 
 
 def test_masked_garbage_reaches_neither_the_value_loss_nor_its_gradient():
     values = torch.tensor([[1.0, math.nan, math.inf]], requires_grad=True)
     garbage = torch.tensor([[0.0, math.inf, math.nan]], requires_grad=True)
-    loss = value_loss(values, garbage, torch.tensor([[1, 0, 0]]), old_values=garbage)
-    loss.per_token.sum().backward()
+    loss, metrics = value_loss(values, garbage, torch.tensor([[1, 0, 0]]), old_values=garbage)
+    loss.sum().backward()
     assert values.grad is not None
     assert values.grad.tolist() == [[1.0, 0.0, 0.0]]
     assert garbage.grad is None
-    assert all(bool(torch.isfinite(value)) for value in loss.metrics.values())
+    assert all(bool(torch.isfinite(value)) for value in metrics.values())
 
 
 def test_value_loss_refuses_what_makes_no_sense():

@@ -160,7 +160,7 @@ def reference(name: str, tensors: dict[str, Tensor], weights: Tensor) -> tuple[T
 
 
 def run(name: str, tensors: dict[str, Tensor], **more: object) -> Tensor:
-    return policy_loss(name, **tensors, selected=selection(name, tensors), **OPTIONS.get(name, {}), **more).per_token
+    return policy_loss(name, **tensors, selected=selection(name, tensors), **OPTIONS.get(name, {}), **more)[0]
 
 
 def test_every_loss_has_a_reference():
@@ -202,8 +202,8 @@ def test_on_policy_the_gradient_is_that_of_reinforce(name):
     for which in (name, "reinforce"):
         leaf = tensors["log_probs"].clone().requires_grad_()
         none = {"selected": torch.zeros_like(tensors["loss_mask"])} if LOSSES.traits(which).step_wide else {}
-        loss = policy_loss(which, **{**tensors, "log_probs": leaf}, **none)
-        total = aggregate(loss.per_token, tensors["loss_mask"], "seq_mean_token_mean")
+        loss, _ = policy_loss(which, **{**tensors, "log_probs": leaf}, **none)
+        total = aggregate(loss, tensors["loss_mask"], "seq_mean_token_mean")
         gradients.append(torch.autograd.grad(total, leaf)[0])
     torch.testing.assert_close(gradients[0], gradients[1], rtol=0, atol=1e-12)
 
@@ -215,15 +215,15 @@ def test_extreme_ratios_stay_finite(name, gap, advantage):
     low = torch.full((1, 3), -1000.0)
     high = low + abs(gap)
     log_probs = (high if gap > 0 else low).clone().requires_grad_()
-    loss = policy_loss(
+    loss, _ = policy_loss(
         name,
         log_probs=log_probs,
         old_log_probs=low if gap > 0 else high,
         advantages=torch.full((1, 3), advantage),
         loss_mask=torch.ones(1, 3),
     )
-    (gradient,) = torch.autograd.grad(loss.per_token.sum(), log_probs)
-    assert bool(torch.isfinite(loss.per_token).all())
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
+    assert bool(torch.isfinite(loss).all())
     assert bool(torch.isfinite(gradient).all())
 
 
@@ -231,7 +231,7 @@ def test_extreme_ratios_stay_finite(name, gap, advantage):
 def test_certain_tokens_are_no_special_case(name):
     """p = 1 now, before, or both: a binary divergence of 0 or of infinity, never NaN."""
     log_probs = torch.tensor([[0.0, 0.0, -1.0, 1e-9]], requires_grad=True)
-    loss = policy_loss(
+    loss, metrics = policy_loss(
         name,
         log_probs=log_probs,
         old_log_probs=torch.tensor([[0.0, -1.0, 0.0, 0.0]]),
@@ -240,8 +240,8 @@ def test_certain_tokens_are_no_special_case(name):
         clip_high=0.3,
     )
     # kept: nothing moved; p rose by 0.63: not kept; p fell: kept, whatever the divergence
-    assert float(loss.metrics["clip_fraction"]) == 0.25
-    (gradient,) = torch.autograd.grad(loss.per_token.sum(), log_probs)
+    assert float(metrics["clip_fraction"]) == 0.25
+    (gradient,) = torch.autograd.grad(loss.sum(), log_probs)
     torch.testing.assert_close(gradient, torch.tensor([[-1.0, 0.0, -math.exp(-1), -1.0]]))
 
 
@@ -265,8 +265,8 @@ def test_padding_order_and_split_do_not_matter(name, seed, pad, cut):
                 for key, value in given_tensors.items()
             }
             mine = None if chosen is None else torch.nn.functional.pad(chosen[rows], (0, pad))
-            loss = policy_loss(name, **padded, selected=mine, **OPTIONS.get(name, {}))
-            total = total + aggregate(loss.per_token, padded["loss_mask"], mode, normalizer=normalizer)
+            loss, _ = policy_loss(name, **padded, selected=mine, **OPTIONS.get(name, {}))
+            total = total + aggregate(loss, padded["loss_mask"], mode, normalizer=normalizer)
         return total.detach(), torch.autograd.grad(total, leaf)[0]
 
     whole = gradient([torch.arange(5)], 0)

@@ -115,16 +115,16 @@ def test_order_and_padding_change_nothing(name, seed, pad):
 @given(name=st.sampled_from(NAMES), seed=st.integers(0, 10_000), cuts=st.sets(st.integers(1, 7)))
 def test_micro_batches_with_the_selection_of_the_step_add_up_to_it(name, seed, cuts):
     tensors = step(seed)
-    whole = policy_loss(name, **tensors, **OPTIONS[name])
+    whole, _ = policy_loss(name, **tensors, **OPTIONS[name])
     selected = step_selection(name, **tensors, **OPTIONS[name])
     assert bool(selected.any())
     tokens = tensors["loss_mask"].sum()
     total = torch.zeros((), dtype=torch.float64)
     for start, stop in pairwise([0, *sorted(cuts), 8]):
         part = {key: value[start:stop] for key, value in tensors.items()}
-        loss = policy_loss(name, **part, selected=selected[start:stop], **OPTIONS[name])
-        total += aggregate(loss.per_token, part["loss_mask"], "token_mean", normalizer=tokens)
-    torch.testing.assert_close(total, aggregate(whole.per_token, tensors["loss_mask"], "token_mean"))
+        loss, _ = policy_loss(name, **part, selected=selected[start:stop], **OPTIONS[name])
+        total += aggregate(loss, part["loss_mask"], "token_mean", normalizer=tokens)
+    torch.testing.assert_close(total, aggregate(whole, tensors["loss_mask"], "token_mean"))
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -157,21 +157,21 @@ def test_what_the_losses_do_with_the_selected_tokens():
         "loss_mask": torch.ones(1, 2).bool(),
         "selected": torch.tensor([[False, True]]),
     }
-    clipped = policy_loss("clip_cov", **arguments)
-    assert clipped.per_token.tolist()[0] == pytest.approx([-2.2, 0.0])
-    assert torch.autograd.grad(clipped.per_token.sum(), log_probs)[0].tolist()[0] == pytest.approx([-2.2, 0.0])
-    held = policy_loss("kl_cov", **arguments, kl_coefficient=3.0)
-    assert held.per_token.tolist()[0] == pytest.approx([-2.2, -2.2 + 3 * math.log(1.1)])
-    assert torch.autograd.grad(held.per_token.sum(), log_probs)[0].tolist()[0] == pytest.approx([-2.2, 0.8])
-    assert float(held.metrics["selected_fraction"]) == 0.5
+    clipped, _ = policy_loss("clip_cov", **arguments)
+    assert clipped.tolist()[0] == pytest.approx([-2.2, 0.0])
+    assert torch.autograd.grad(clipped.sum(), log_probs)[0].tolist()[0] == pytest.approx([-2.2, 0.0])
+    held, metrics = policy_loss("kl_cov", **arguments, kl_coefficient=3.0)
+    assert held.tolist()[0] == pytest.approx([-2.2, -2.2 + 3 * math.log(1.1)])
+    assert torch.autograd.grad(held.sum(), log_probs)[0].tolist()[0] == pytest.approx([-2.2, 0.8])
+    assert float(metrics["selected_fraction"]) == 0.5
 
 
 def test_a_selection_off_the_loss_mask_does_not_count():
     arguments = step(0, rows=1, width=2)
     arguments["loss_mask"] = torch.tensor([[True, False]])
-    loss = policy_loss("kl_cov", **arguments, selected=torch.tensor([[False, True]]))
-    assert float(loss.metrics["selected_fraction"]) == 0.0
-    assert float(loss.per_token[0, 1]) == 0.0
+    loss, metrics = policy_loss("kl_cov", **arguments, selected=torch.tensor([[False, True]]))
+    assert float(metrics["selected_fraction"]) == 0.0
+    assert float(loss[0, 1]) == 0.0
 
 
 def test_the_draws_are_splitmix64():

@@ -14,7 +14,6 @@ from agentrl.errors import SettingsError
 from agentrl.lab.play import lab_problems, play_until_usable
 from agentrl.lab.results import MeasurementFiles
 from agentrl.lab.settings import LabRequest, lab_settings
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
@@ -26,9 +25,7 @@ class FakeDriver:
         self.data = data
         self.played: list[tuple[int, list[int], int]] = []
 
-    async def run(
-        self, requests: Sequence[RolloutRequest], *, step: int, group_size: int
-    ) -> AsyncGenerator[Group, None]:
+    async def run(self, requests: Sequence[Group], *, step: int, group_size: int) -> AsyncGenerator[Group, None]:
         self.played.append((step, [item.index for item in requests], group_size))
         for request in reversed(requests):
             rollouts = tuple(
@@ -57,7 +54,7 @@ def test_a_problem_is_played_until_enough_is_data(
 ) -> None:
     driver = FakeDriver(data)
     requests = [
-        RolloutRequest(index=index, problem=Problem(id=name, statement="?", answer="1", source="test"))
+        Group(index=index, problem=Problem(id=name, statement="?", answer="1", source="test"))
         for index, name in ((3, "a"), (4, "b"))
     ]
     groups = asyncio.run(play_until_usable(driver, requests, samples=5))  # type: ignore[arg-type]

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import AutoConfig
 
 from agentrl.planning.memory import ModelShape, TrainingSetup, shape_of
-from agentrl.planning.plan import Hardware, Requirements
+from agentrl.planning.plan import Target
 
 _TINY = {
     "vocab_size": 4000,
@@ -36,9 +36,5 @@ def setup(**more: Any) -> TrainingSetup:
     return TrainingSetup(**(given | more))
 
 
-def gpus(count: int, gigabytes: float) -> Hardware:
-    return Hardware(gpus=count, memory=int(gigabytes * 10**9))
-
-
-def required(context: int = 18048, **more: Any) -> Requirements:
-    return Requirements(context=context, longest_request=context, **more)
+def target(gpus: int, gigabytes: float, context: int = 18048, **more: Any) -> Target:
+    return Target(gpus=gpus, memory=int(gigabytes * 10**9), context=context, longest_request=context, **more)

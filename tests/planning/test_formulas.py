@@ -9,7 +9,6 @@ from planning.support import setup, tiny_shape
 
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import (
-    GIB,
     ModelShape,
     TrainingSetup,
     activations,
@@ -20,6 +19,7 @@ from agentrl.planning.memory import (
     shipped_shapes,
 )
 
+GIB = 2**30
 PUBLISHED = {
     "Qwen/Qwen2.5-0.5B": 494_032_768,
     "Qwen/Qwen2.5-1.5B": 1_543_714_304,
@@ -77,11 +77,11 @@ def test_stage_3_gathers_no_more_than_a_billion_elements_or_the_largest_tensor()
 def test_a_server_keeps_what_its_weights_and_its_overhead_leave() -> None:
     shape = replace(tiny_shape(), parameters=5 * GIB, kv_heads=2, head_dim=16, layers=6)
     assert kv_bytes(shape, 2) == 2 * 6 * 2 * 16 * 2
-    server = server_memory(shape, memory=40 * GIB, share=0.5, tensor_parallel=1)
-    assert (server.weights, server.kv_cache, server.total) == (10 * GIB, 8 * GIB, 20 * GIB)
-    assert server.kv_tokens == 8 * GIB // 768
+    parts, tokens = server_memory(shape, memory=40 * GIB, share=0.5, tensor_parallel=1)
+    assert (parts["weights"], parts["KV cache"], sum(parts.values())) == (10 * GIB, 8 * GIB, 20 * GIB)
+    assert tokens == 8 * GIB // 768
     # With 4 GPUs and 2 KV heads each head is held twice.
-    assert server_memory(shape, memory=40 * GIB, share=0.5, tensor_parallel=4).kv_tokens == int(15.5 * GIB) * 2 // 768
+    assert server_memory(shape, memory=40 * GIB, share=0.5, tensor_parallel=4)[1] == int(15.5 * GIB) * 2 // 768
 
 
 def test_more_layers_and_more_tokens_need_more_and_checkpointing_less() -> None:
@@ -138,4 +138,4 @@ def bucket(shape: ModelShape, how: TrainingSetup) -> int:
 
 
 def kept(shape: ModelShape, how: TrainingSetup) -> int:
-    return activations(shape, how).saved
+    return activations(shape, how)[0]

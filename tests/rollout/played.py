@@ -11,10 +11,10 @@ from rollout.templates import chat_tokenizer
 
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.driver import Driver, RolloutRequest
+from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
@@ -124,9 +124,7 @@ async def play_rows(
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=RolloutSettings(**limits), seed=0)
     await environment.open()
     try:
-        (group,) = [
-            group async for group in driver.run([RolloutRequest(index=0, problem=PROBLEM)], step=0, group_size=1)
-        ]
+        (group,) = [group async for group in driver.run([Group(index=0, problem=PROBLEM)], step=0, group_size=1)]
     finally:
         await environment.close()
     return group.trajectories, engine

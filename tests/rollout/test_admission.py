@@ -10,9 +10,10 @@ import pytest
 from rollout.fakes import ScriptedEnvironment, ScriptedEpisode, byte_codec, ends, goes_on, problem
 from rollout.simulation import run_virtual
 
-from agentrl.rollout.driver import Admission, Driver, RolloutRequest
+from agentrl.rollout.driver import Admission, Driver
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.settings import RolloutSettings
+from agentrl.trajectory import Group
 
 CODEC = byte_codec()
 SPEED = 10  # tokens a second of each request
@@ -92,7 +93,7 @@ async def play(
     environment = ScriptedEnvironment(lambda *_: ScriptedEpisode([*[goes_on("E")] * (turns - 1), ends()], complete=""))
     driver = Driver(environment=environment, engine=engine, codec=CODEC, settings=settings, seed=0)  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
-    async for group in driver.run([RolloutRequest(index=0, problem=problem())], step=0, group_size=count):
+    async for group in driver.run([Group(index=0, problem=problem())], step=0, group_size=count):
         assert [item.model_tokens for item in group.trajectories] == [turns * length(i) for i in range(count)]
     assert len(asyncio.all_tasks()) == 1
     return loop.time(), driver
@@ -171,7 +172,7 @@ def test_turns_in_rounds_wait_for_nobody_outside() -> None:
             seed=0,
             deterministic=True,
         )
-        async for group in driver.run([RolloutRequest(index=0, problem=problem())], step=0, group_size=8):
+        async for group in driver.run([Group(index=0, problem=problem())], step=0, group_size=8):
             assert len(group.trajectories) == 8
         assert driver.metrics() == {}
 

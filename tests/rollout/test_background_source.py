@@ -6,7 +6,7 @@ import asyncio
 import json
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -19,7 +19,8 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.worker import RolloutBatch, RolloutWorker
+from agentrl.rollout.worker import RolloutWorker
+from agentrl.trajectory import Group
 
 CODEC = byte_codec()
 
@@ -66,16 +67,16 @@ async def working(policy: Policy, *, last_step: int | None = None, state: Any = 
         assert len(asyncio.all_tasks()) == 1, "tasks are left"
 
 
-def indices(batch: RolloutBatch) -> list[int]:
-    return [group.index for group in batch.groups]
+def indices(groups: Sequence[Group]) -> list[int]:
+    return [group.index for group in groups]
 
 
-async def train(worker: RolloutWorker, policy: Policy, batch: RolloutBatch) -> None:
+async def train(worker: RolloutWorker, policy: Policy) -> None:
     """What the session does after an update."""
     await worker.drain()
     policy.version += 1
     worker.record_install(policy.version)
-    worker.confirm(batch)
+    worker.confirm()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -92,11 +93,11 @@ async def test_rollouts_go_on_while_a_batch_trains_and_stop_at_the_bound() -> No
         await asyncio.sleep(0.01)
         assert len(policy.engine.counts) == 8
         assert indices(first) == [0, 1]
-        await train(worker, policy, first)
+        await train(worker, policy)
         await until(lambda: len(policy.engine.counts) == 12)
         second = await worker.next_batch(2)
-        assert (indices(second), second.version) == ([2, 3], 1)
-        assert (second.metrics["staleness/mean"], second.metrics["staleness/max"]) == (1.0, 1)
+        assert (indices(second), worker.version) == ([2, 3], 1)
+        assert (worker.metrics["staleness/mean"], worker.metrics["staleness/max"]) == (1.0, 1)
 
 
 async def test_a_slow_group_is_overtaken_until_it_is_due_and_never_dropped() -> None:
@@ -105,17 +106,17 @@ async def test_a_slow_group_is_overtaken_until_it_is_due_and_never_dropped() -> 
     async with working(policy, max_staleness=2) as worker:
         trained = []
         for step in (1, 2):
-            batch = await worker.next_batch(step)
-            trained += indices(batch)
-            await train(worker, policy, batch)
+            groups = await worker.next_batch(step)
+            trained += indices(groups)
+            await train(worker, policy)
         assert trained == [1, 2, 3, 4]
         waiting = asyncio.create_task(worker.next_batch(3))
         await asyncio.sleep(0.02)
         assert not waiting.done()  # 0 is due
         slow.set()
-        batch = await waiting
-        assert indices(batch) == [0, 5]
-        assert batch.metrics["staleness/max"] == 2
+        groups = await waiting
+        assert indices(groups) == [0, 5]
+        assert worker.metrics["staleness/max"] == 2
 
 
 @pytest.mark.parametrize("staleness", [1, 4])
@@ -134,11 +135,11 @@ async def test_the_lengths_trained_are_those_generated(staleness: int) -> None:
     reordered = 0
     async with working(policy, max_staleness=staleness, problems_per_step=3, last_step=steps) as worker:
         for step in range(1, steps + 1):
-            batch = await worker.next_batch(step)
-            trained.update(item.model_tokens - 3 for group in batch.groups for item in group.trajectories)
-            reordered += indices(batch) != list(range(3 * step - 3, 3 * step))
-            assert batch.metrics["staleness/max"] <= staleness
-            await train(worker, policy, batch)
+            groups = await worker.next_batch(step)
+            trained.update(item.model_tokens - 3 for group in groups for item in group.trajectories)
+            reordered += indices(groups) != list(range(3 * step - 3, 3 * step))
+            assert worker.metrics["staleness/max"] <= staleness
+            await train(worker, policy)
     assert len(lengths) == 3 * steps
     assert trained == Counter({length: 2 * count for length, count in Counter(lengths.values()).items()})
     assert reordered > 0
@@ -148,41 +149,38 @@ async def test_overlapped_batches_are_of_one_version_and_one_step_old() -> None:
     slow = asyncio.Event()
     policy = Policy(wait=lambda group: slow.wait() if group == 3 else asyncio.sleep(0))
     async with working(policy, schedule="overlapped", last_step=3) as worker:
-        first = await worker.next_batch(1)
-        settling = asyncio.create_task(train(worker, policy, first))
+        await worker.next_batch(1)
+        settling = asyncio.create_task(train(worker, policy))
         await asyncio.sleep(0.02)
         assert not settling.done()  # group 3 is still being played by version 0
         slow.set()
         await settling
         for step in (2, 3):
-            batch = await worker.next_batch(step)
+            groups = await worker.next_batch(step)
             spans = {
-                span[0]
-                for group in batch.groups
-                for row in group.trajectories
-                for span in row.segments[0].version_spans
+                span[0] for group in groups for row in group.trajectories for span in row.segments[0].version_spans
             }
-            assert (indices(batch), spans, batch.version) == ([2 * step - 2, 2 * step - 1], {step - 2}, step - 1)
-            await train(worker, policy, batch)
+            assert (indices(groups), spans, worker.version) == ([2 * step - 2, 2 * step - 1], {step - 2}, step - 1)
+            await train(worker, policy)
         assert worker.state_dict()["queue"] == []
 
 
 async def test_what_was_under_way_is_reissued_first() -> None:
     policy = Policy()
     async with working(policy, max_staleness=2) as worker:
-        batch = await worker.next_batch(1)
-        await train(worker, policy, batch)
+        await worker.next_batch(1)
+        await train(worker, policy)
         await until(lambda: len(policy.engine.counts) == 16)
         state = json.loads(json.dumps(worker.state_dict()))
     assert [row["index"] for row in state["queue"]] == [2, 3, 4, 5, 6, 7]
     again = Policy()
     async with working(again, max_staleness=1, state=state) as worker:
         for step, expected in ((2, [2, 3]), (3, [4, 5]), (4, [6, 7]), (5, [8, 9])):
-            batch = await worker.next_batch(step)
-            assert indices(batch) == expected
+            groups = await worker.next_batch(step)
+            assert indices(groups) == expected
             issued = {row["index"]: row["problem"]["id"] for row in state["queue"]}
-            assert all(issued.get(group.index, group.problem.id) == group.problem.id for group in batch.groups)
-            await train(worker, again, batch)
+            assert all(issued.get(group.index, group.problem.id) == group.problem.id for group in groups)
+            await train(worker, again)
 
 
 async def test_dynamic_sampling_takes_more_of_what_is_there() -> None:
@@ -203,7 +201,8 @@ async def test_dynamic_sampling_takes_more_of_what_is_there() -> None:
 async def test_what_fails_in_the_background_raises_where_groups_are_taken() -> None:
     policy = Policy(wait=lambda group: _raise() if group == 2 else asyncio.sleep(0))
     async with working(policy, max_staleness=1) as worker:
-        await train(worker, policy, await worker.next_batch(1))
+        await worker.next_batch(1)
+        await train(worker, policy)
         with pytest.raises(ZeroDivisionError):
             await worker.next_batch(2)
 
@@ -216,18 +215,18 @@ async def test_past_the_deadline_it_says_what_is_missing() -> None:
     async with working(policy, schedule="overlapped", step_deadline=3.0, last_step=2) as worker:
         slow = Policy(wait=lambda group: asyncio.sleep(3600) if group > 1 else asyncio.sleep(0))
         worker.driver.engine = slow.engine
-        batch = await worker.next_batch(1)
+        await worker.next_batch(1)
         with pytest.raises(WorldError, match=r"step 1: 0 of 2 groups"):
-            await train(worker, slow, batch)
+            await train(worker, slow)
 
 
 async def test_a_token_older_than_promised_is_a_bug() -> None:
     policy = Policy()
     async with working(policy, max_staleness=1) as worker:
         for step in (1, 2):
-            batch = await worker.next_batch(step)
+            await worker.next_batch(step)
             worker.record_install(step)  # while the engine goes on with version 0
-            worker.confirm(batch)
+            worker.confirm()
         with pytest.raises(RuntimeError, match=r"step 3: a token is 2 steps old, .*asynchronous allows at most 1"):
             await worker.next_batch(3)
 

@@ -13,7 +13,7 @@ from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.branching import ForkStatistics
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest, WorkQueue
+from agentrl.rollout.work_queue import WorkQueue
 from agentrl.trajectory import Group, Segment, Trajectory, weighed
 from agentrl_envs.types import Ended
 
@@ -94,7 +94,7 @@ async def test_requests_keep_the_widths_of_their_time_in_a_checkpoint() -> None:
     def queue() -> WorkQueue:
         return WorkQueue(ProblemSampler(ArithmeticSource(seed=1), seed=5), settings)
 
-    async def issue(one: WorkQueue) -> RolloutRequest:
+    async def issue(one: WorkQueue) -> Group:
         request = await one.next()
         one.record_prompt_length(request, 1)
         return request

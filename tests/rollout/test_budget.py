@@ -21,8 +21,8 @@ from agentrl.rollout.budget import SCORES, allocate, expected_energy
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.worker import RolloutBatch, RolloutWorker
-from agentrl.trajectory import Segment, Trajectory
+from agentrl.rollout.worker import RolloutWorker
+from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
 CODEC = byte_codec()
@@ -165,24 +165,24 @@ def worker(budget: str = "neyman", *, problems: int = 3, **changes: object) -> R
     )
 
 
-def sizes(batch: RolloutBatch) -> dict[str, int]:
-    return {group.problem.id: len(group.rollouts) for group in batch.groups}
+def sizes(groups: Sequence[Group]) -> dict[str, int]:
+    return {group.problem.id: len(group.rollouts) for group in groups}
 
 
 async def test_a_step_distributes_its_rollouts_by_earlier_steps() -> None:
     one = worker()
     first = await one.next_batch(0)
     assert sizes(first) == {"easy": 8, "hard": 8, "even": 8}
-    assert first.metrics["posterior/known_share"] == 0
-    one.confirm(first)
+    assert one.metrics["posterior/known_share"] == 0
+    one.confirm()
     second = await one.next_batch(1)
     assert sum(sizes(second).values()) == 24
     assert sizes(second)["even"] > 10  # p is estimated as 0.9 (0.1) after 8 (no) successes
     assert {sizes(second)["easy"], sizes(second)["hard"]} <= {6, 7}
-    for group in second.groups:
+    for group in second:
         assert math.fsum(item.problem_weight for item in group.rollouts) == pytest.approx(8)
-    metrics = second.metrics
-    means = [math.fsum(item.reward for item in group.rollouts) / len(group.rollouts) for group in second.groups]
+    metrics = one.metrics
+    means = [math.fsum(item.reward for item in group.rollouts) / len(group.rollouts) for group in second]
     assert metrics["reward/mean"] == pytest.approx(math.fsum(means) / 3)
     assert (metrics["budget/rollouts_min"], metrics["budget/rollouts_max"]) == (
         min(sizes(second).values()),
@@ -197,23 +197,23 @@ async def test_a_resumed_run_allocates_the_same_rollouts(budget: str) -> None:
     straight = worker(budget, problems=2)
     expected = []
     for step in range(5):
-        batch = await straight.next_batch(step)
-        straight.confirm(batch)
-        expected.append([(group.index, group.problem.id, len(group.rollouts)) for group in batch.sampled_groups])
+        await straight.next_batch(step)
+        expected.append([(group.index, group.problem.id, len(group.rollouts)) for group in straight.sampled_groups])
+        straight.confirm()
 
     killed = worker(budget, problems=2)
     for step in range(3):
-        killed.confirm(await killed.next_batch(step))
+        await killed.next_batch(step)
+        killed.confirm()
     await killed.next_batch(3)  # played, but not trained
     state = json.loads(json.dumps(killed.state_dict()))
     resumed = worker(budget, problems=2)
     resumed.load_state_dict(state)
     for step in (3, 4):
-        batch = await resumed.next_batch(step)
-        resumed.confirm(batch)
-        assert [(group.index, group.problem.id, len(group.rollouts)) for group in batch.sampled_groups] == expected[
-            step
-        ]
+        await resumed.next_batch(step)
+        played = [(group.index, group.problem.id, len(group.rollouts)) for group in resumed.sampled_groups]
+        assert played == expected[step]
+        resumed.confirm()
     assert resumed.state_dict() == straight.state_dict()
 
 

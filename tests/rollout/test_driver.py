@@ -24,7 +24,6 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.rewards import Conversation, Rewards
@@ -58,8 +57,8 @@ def make(
     return driver, environment
 
 
-def requests(count: int) -> list[RolloutRequest]:
-    return [RolloutRequest(index=10 + number, problem=problem(number)) for number in range(count)]
+def requests(count: int) -> list[Group]:
+    return [Group(index=10 + number, problem=problem(number)) for number in range(count)]
 
 
 async def play(driver: Driver, *, problems: int = 1, group_size: int = 1, step: int = 0) -> list[Group]:
@@ -408,7 +407,7 @@ async def test_problems_with_long_prompts_are_left_out() -> None:
         return ScriptedEpisode([ends()], prompt="long" if made == 0 else "\u20ac")
 
     driver, environment = make(ScriptedEngine(lambda *_: TURN), build, max_prompt_tokens=3)
-    requests = [RolloutRequest(index=index, problem=problem(index)) for index in range(2)]
+    requests = [Group(index=index, problem=problem(index)) for index in range(2)]
     groups = [group async for group in driver.run(requests, step=0, group_size=1, skip_long=True)]
     assert [group.index for group in groups] == [1]
     assert [episode.closed for episode in environment.episodes] == [1, 1]

@@ -17,7 +17,6 @@ from agentrl.rollout.environment import check_forks
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import UnavailableError
@@ -65,14 +64,9 @@ async def played(
         retries=0,
         branching=BranchingSettings(**{"width": 2, **branching}),
     )
-    waiting = iter(
-        [
-            RolloutRequest(index=3, problem=problem(0), size=rollouts, sample=number, step=1)
-            for number in range(rollouts)
-        ]
-    )
+    waiting = iter([(Group(index=3, problem=problem(0), size=rollouts, step=1), number) for number in range(rollouts)])
 
-    async def jobs() -> RolloutRequest | None:
+    async def jobs() -> tuple[Group, int] | None:
         return next(waiting, None)
 
     groups = [group async for group in driver.run_jobs(jobs, rollouts=rollouts)]
@@ -85,9 +79,9 @@ async def test_every_edge_has_the_routes_of_all_its_tokens() -> None:
     engine = ScriptedEngine(lambda name, count: turn("r1" if "." in name else ("a", "b")[count]))
     driver, _ = make(engine, lambda *_: ForkedEpisode(), branching=BranchingSettings(width=2, where=(2,)))
     driver.routed = True
-    waiting = iter([RolloutRequest(index=3, problem=problem(0), size=1, sample=0, step=1)])
+    waiting = iter([Group(index=3, problem=problem(0), size=1, sample=0, step=1)])
 
-    async def jobs() -> RolloutRequest | None:
+    async def jobs() -> Group | None:
         return next(waiting, None)
 
     (group,) = [group async for group in driver.run_jobs(jobs, rollouts=1)]
@@ -241,10 +235,10 @@ async def test_only_rollouts_that_may_fork_count_as_their_leaves() -> None:
         FORKED.clear()
         engine = ScriptedEngine(lambda *_: asyncio.sleep(0.001, turn("r1")))
         driver, _ = make(engine, lambda *_: ForkedEpisode(), concurrency=8, branching=BranchingSettings(width=4))
-        requests = [RolloutRequest(index=number, problem=problem(number)) for number in range(12)]
-        waiting = iter(requests)
+        requests = [Group(index=number, problem=problem(number)) for number in range(12)]
+        waiting = iter([(group, 0) for group in requests])
 
-        async def jobs() -> RolloutRequest | None:
+        async def jobs() -> tuple[Group, int] | None:
             return next(waiting, None)
 
         playing = driver.run_jobs(jobs) if forks else driver.run(requests, step=0, group_size=1)
@@ -264,9 +258,9 @@ async def test_cancelling_ends_every_branch() -> None:
 
     engine = ScriptedEngine(lambda name, _: turn("a") if "." not in name else never())
     driver, environment = make(engine, lambda *_: ForkedEpisode(), branching=BranchingSettings(width=3))
-    waiting = iter([RolloutRequest(index=3, problem=problem(0), size=1, step=1)])
+    waiting = iter([(Group(index=3, problem=problem(0), step=1), 0)])
 
-    async def jobs() -> RolloutRequest | None:
+    async def jobs() -> tuple[Group, int] | None:
         return next(waiting, None)
 
     async def play() -> list[Group]:

@@ -55,15 +55,14 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
     played: list[list[Group]] = []
     try:
         for step in range(steps):
-            batch = await worker.next_batch(step)
-            trained += batch.groups
-            played.append(list(batch.sampled_groups))
+            trained += await worker.next_batch(step)
+            played.append(list(worker.sampled_groups))
             await asyncio.sleep(50.0)
             await worker.drain()
             engine.pause()
             engine.resume(step + 1)
             worker.record_install(step + 1)
-            worker.confirm(batch)
+            worker.confirm()
     finally:
         await worker.close()
     return trained, played

@@ -7,7 +7,7 @@ from rollout.fakes import ScriptedEngine, byte_codec, byte_tokenizer, completion
 
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import Group
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Ended, Problem, Verdict
@@ -31,9 +31,7 @@ async def test_no_special_token_reaches_the_model_from_outside(reply: str) -> No
     try:
         driver = Driver(environment=environment, engine=engine, codec=CODEC, settings=RolloutSettings(), seed=0)
         problem = Problem(id="toy", statement=STATEMENT, answer="5", source="toy")
-        (group,) = [
-            group async for group in driver.run([RolloutRequest(index=0, problem=problem)], step=0, group_size=1)
-        ]
+        (group,) = [group async for group in driver.run([Group(index=0, problem=problem)], step=0, group_size=1)]
     finally:
         await environment.close()
     (trajectory,) = group.trajectories

@@ -14,8 +14,7 @@ from rollout.simulation import run_virtual
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, EngineError
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Ended, Problem, Step
 
 CODEC = byte_codec()
@@ -78,7 +77,7 @@ def played(engine: Wait, program: Wait = a_second, **changes: Any) -> dict[int, 
             settings=RolloutSettings(**{"concurrency": 16, **changes}),
             seed=0,
         )
-        requests = [RolloutRequest(index=turns, problem=toy(turns)) for turns in LENGTHS]
+        requests = [Group(index=turns, problem=toy(turns)) for turns in LENGTHS]
         groups = [group async for group in driver.run(requests, step=0, group_size=1)]
         return {group.index: group.trajectories[0] for group in groups}
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import math
+from dataclasses import replace
 
 import pytest
 from rollout.fakes import played
@@ -12,7 +13,7 @@ from rollout.fakes import played
 from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest, SkippedProblemError, WorkQueue
+from agentrl.rollout.work_queue import SkippedProblemError, WorkQueue
 from agentrl.trajectory import Group, Trajectory, weighed
 from agentrl_envs.types import Ended, Verdict
 
@@ -26,7 +27,7 @@ def queue() -> WorkQueue:
     )
 
 
-async def measured(one: WorkQueue) -> RolloutRequest:
+async def measured(one: WorkQueue) -> Group:
     """The next request whose prompt fits; every second problem is too long."""
     request = await one.next()
     while True:
@@ -89,7 +90,7 @@ async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:
     one.record_prompt_length(request, 1)
     # One success of two leaves, a plain success, and a tree whose leaves were all excluded.
     trajectories = (*tree(0, 1.0, 0.0), played(1.0, sample=1), *tree(2, 1.0, 1.0, verdict=Verdict.GRADER_TIMEOUT))
-    group = Group(problem=request.problem, index=request.index, trajectories=trajectories)
+    group = replace(request, trajectories=trajectories)
     assert one.budget_metrics([group])["posterior/success_error"] == pytest.approx(0.75 - 0.5)
     one.remove_trained([group])
     posteriors = sampler.posteriors

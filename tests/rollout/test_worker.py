@@ -17,7 +17,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.worker import RolloutBatch, RolloutWorker
+from agentrl.rollout.worker import RolloutWorker
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.types import Ended, Problem, Step
 
@@ -49,62 +49,64 @@ def worker(
     )
 
 
-def ids(batch: RolloutBatch) -> list[tuple[int, str]]:
-    return [(group.index, group.problem.id) for group in batch.sampled_groups]
+async def played(one: RolloutWorker, step: int) -> list[tuple[int, str]]:
+    """Index and problem of each group that was played for the step."""
+    await one.next_batch(step)
+    return [(group.index, group.problem.id) for group in one.sampled_groups]
 
 
 async def test_confirmed_problems_leave_and_new_ones_follow() -> None:
     one = worker()
-    first = await one.next_batch(0)
-    one.confirm(first)
-    second = await one.next_batch(1)
-    assert [index for index, _ in ids(first) + ids(second)] == [0, 1, 2, 3, 4, 5]
-    assert len({name for _, name in ids(first) + ids(second)}) == 6
-    assert {item.step for group in second.sampled_groups for item in group.trajectories} == {1}
+    first = await played(one, 0)
+    one.confirm()
+    second = await played(one, 1)
+    assert [index for index, _ in first + second] == [0, 1, 2, 3, 4, 5]
+    assert len({name for _, name in first + second}) == 6
+    assert {item.step for group in one.sampled_groups for item in group.trajectories} == {1}
 
 
 async def test_what_was_not_confirmed_is_played_again() -> None:
     one = worker()
-    first = await one.next_batch(0)
-    assert ids(await one.next_batch(0)) == ids(first)
+    first = await played(one, 0)
+    assert await played(one, 0) == first
 
 
 async def test_a_resumed_worker_issues_first_what_was_not_trained_then_what_would_have_come() -> None:
     straight = worker()
     expected = []
     for step in range(3):
-        batch = await straight.next_batch(step)
-        straight.confirm(batch)
-        expected.append(ids(batch))
+        expected.append(await played(straight, step))
+        straight.confirm()
 
     killed = worker()
-    killed.confirm(await killed.next_batch(0))
+    await killed.next_batch(0)
+    killed.confirm()
     await killed.next_batch(1)  # issued, and never confirmed
     state = json.loads(json.dumps(killed.state_dict()))
     assert [row["index"] for row in state["queue"]] == [3, 4, 5]
 
     resumed = worker()
     resumed.load_state_dict(state)
-    again = await resumed.next_batch(1)
-    resumed.confirm(again)
-    assert [ids(again), ids(await resumed.next_batch(2))] == expected[1:]
+    again = await played(resumed, 1)
+    resumed.confirm()
+    assert [again, await played(resumed, 2)] == expected[1:]
 
 
 async def test_oversampling_plays_more_and_trains_what_is_asked() -> None:
     one = worker(oversampling=1.5)
-    batch = await one.next_batch(0)
-    assert (len(batch.sampled_groups), [group.index for group in batch.groups]) == (5, [0, 1, 2])
-    assert (batch.metrics["groups/trained"], batch.metrics["groups/surplus"]) == (3, 2)
-    one.confirm(batch)
+    groups = await one.next_batch(0)
+    assert (len(one.sampled_groups), [group.index for group in groups]) == (5, [0, 1, 2])
+    assert (one.metrics["groups/trained"], one.metrics["groups/surplus"]) == (3, 2)
+    one.confirm()
     assert one.state_dict()["queue"] == []
 
 
 async def test_dropped_groups_are_counted_and_leave_the_queue_too() -> None:
     one = worker(step=lambda *_: ends(reward=1.0), zero_variance=True)
-    batch = await one.next_batch(0)
-    assert (batch.groups, batch.metrics["groups/dropped_zero_variance"]) == ((), 3)
-    assert (batch.metrics["reward/mean"], batch.metrics["groups/trained"]) == (1.0, 0)
-    one.confirm(batch)
+    groups = await one.next_batch(0)
+    assert (groups, one.metrics["groups/dropped_zero_variance"]) == ((), 3)
+    assert (one.metrics["reward/mean"], one.metrics["groups/trained"]) == (1.0, 0)
+    one.confirm()
     assert one.state_dict()["queue"] == []
 
 
@@ -112,7 +114,8 @@ async def test_failures_are_counted_and_not_averaged() -> None:
     failing = worker(
         step=lambda _, made: ends(Ended.INFRASTRUCTURE_FAILURE) if made % 2 else ends(reward=1.0), retries=0
     )
-    metrics = (await failing.next_batch(0)).metrics
+    await failing.next_batch(0)
+    metrics = failing.metrics
     assert metrics["reward/mean"] == 1.0
     assert metrics["groups/excluded"] == metrics["groups/infrastructure_failures"] == 6 - metrics["reward/count"] > 0
 
@@ -127,9 +130,9 @@ async def test_three_steps_in_a_row_without_data_end_the_run() -> None:
     )
     for step in range(5):
         now[0] = step
-        batch = await one.next_batch(step)
-        assert batch.groups == ()  # of step 2, too: its groups have equal rewards, which ends nothing
-        one.confirm(batch)
+        groups = await one.next_batch(step)
+        assert groups == ()  # of step 2, too: its groups have equal rewards, which ends nothing
+        one.confirm()
     now[0] = 5
     message = r"steps 3 to 5: every rollout failed .* Fix its cause, then continue the run with --resume"
     with pytest.raises(WorldError, match=message):
@@ -147,10 +150,10 @@ async def test_long_prompts_are_skipped_counted_and_said(caplog: pytest.LogCaptu
 
     one = worker(prompt=prompt, max_prompt_tokens=5)
     with caplog.at_level(logging.WARNING):
-        batch = await one.next_batch(0)
-    assert [index for index, _ in ids(batch)] == [0, 1, 2]
-    assert [name for _, name in ids(batch)] == [seen[0], seen[3], seen[4]]
-    assert batch.metrics["groups/skipped_long_prompt"] == 2
+        groups = await played(one, 0)
+    assert [index for index, _ in groups] == [0, 1, 2]
+    assert [name for _, name in groups] == [seen[0], seen[3], seen[4]]
+    assert one.metrics["groups/skipped_long_prompt"] == 2
     skipped = f"problem {seen[1]} is skipped: its prompt has 11 tokens, more than rollout.max_prompt_tokens=5"
     assert skipped in caplog.text
 
@@ -166,12 +169,11 @@ async def test_a_problem_starts_once_for_each_rollout_and_a_skipped_one_once(sch
 
     one = worker(prompt=prompt, max_prompt_tokens=5, schedule=schedule, concurrency=concurrency, group_size=4)
     one.last_step = 0
-    batch = await one.next_batch(0)
+    groups = await played(one, 0)
     await one.close()
-    played = [(group.index, group.problem.id) for group in batch.sampled_groups]
     order = list(dict.fromkeys(started))
-    assert played == [(0, order[0]), (1, order[2]), (2, order[3])]
-    assert sorted(started) == sorted([order[1], *(name for _, name in played for _ in range(4))])
+    assert groups == [(0, order[0]), (1, order[2]), (2, order[3])]
+    assert sorted(started) == sorted([order[1], *(name for _, name in groups for _ in range(4))])
 
 
 async def test_a_first_rollout_without_a_prompt_holds_nobody_up() -> None:
@@ -192,8 +194,8 @@ async def test_a_first_rollout_without_a_prompt_holds_nobody_up() -> None:
         return episode
 
     environment._build = unavailable
-    batch = await failing.next_batch(0)
-    assert [group.trajectories[0].is_excluded for group in batch.sampled_groups] == [False, True, False]
+    await failing.next_batch(0)
+    assert [group.trajectories[0].is_excluded for group in failing.sampled_groups] == [False, True, False]
 
 
 async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.LogCaptureFixture) -> None:
@@ -226,35 +228,35 @@ def useful_from(first: int) -> Callable[[Problem, int], Step]:
 
 async def test_dynamic_sampling_plays_on_until_the_batch_is_full() -> None:
     one = worker(step=useful_from(2), zero_variance=True, max_extra_rounds=5, concurrency=1)
-    batch = await one.next_batch(0)
+    groups = await one.next_batch(0)
     # One of three is kept; two more would take six more, but a round is never larger than the first.
-    assert [group.index for group in batch.groups] == [2, 3, 4]
-    assert [group.index for group in batch.sampled_groups] == [0, 1, 2, 3, 4, 5]
-    assert (batch.metrics["groups/extra_rounds"], batch.metrics["groups/surplus"]) == (1, 1)
-    assert (batch.metrics["groups/issued"], batch.metrics["groups/dropped_zero_variance"]) == (6, 2)
-    one.confirm(batch)
+    assert [group.index for group in groups] == [2, 3, 4]
+    assert [group.index for group in one.sampled_groups] == [0, 1, 2, 3, 4, 5]
+    assert (one.metrics["groups/extra_rounds"], one.metrics["groups/surplus"]) == (1, 1)
+    assert (one.metrics["groups/issued"], one.metrics["groups/dropped_zero_variance"]) == (6, 2)
+    one.confirm()
     assert one.state_dict()["queue"] == []
 
 
 async def test_dynamic_sampling_gives_up_after_its_rounds() -> None:
     one = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
-    batch = await one.next_batch(0)
-    assert (len(batch.sampled_groups), batch.groups, batch.metrics["groups/extra_rounds"]) == (9, (), 2)
+    groups = await one.next_batch(0)
+    assert (len(one.sampled_groups), groups, one.metrics["groups/extra_rounds"]) == (9, (), 2)
     # Killed here, the same problems are played again, in as many rounds.
     resumed = worker(step=useful_from(99), zero_variance=True, max_extra_rounds=2)
     resumed.load_state_dict(json.loads(json.dumps(one.state_dict())))
-    assert ids(await resumed.next_batch(0)) == ids(batch)
+    assert await played(resumed, 0) == [(group.index, group.problem.id) for group in one.sampled_groups]
 
 
 async def test_a_greedy_rollout_is_played_beside_the_group_and_is_none_of_it() -> None:
     one = worker(greedy=True, problems_per_step=1)
-    batch = await one.next_batch(0)
-    (group,) = batch.sampled_groups
+    await one.next_batch(0)
+    (group,) = one.sampled_groups
     assert [item.sample for item in group.trajectories] == [0, 1]
     assert group.greedy is not None
     assert (group.greedy.sample, group.greedy.group) == (2, group.index)
     assert [item.sample for item in group.all_trajectories] == [0, 1, 2]
-    assert (batch.metrics["reward/count"], batch.metrics["rollout/greedy"]) == (2, 1)
-    assert batch.metrics["reward/greedy_mean"] == group.greedy.reward
+    assert (one.metrics["reward/count"], one.metrics["rollout/greedy"]) == (2, 1)
+    assert one.metrics["reward/greedy_mean"] == group.greedy.reward
     temperatures = [request[2].temperature for request in one.driver.engine.requests]  # type: ignore[attr-defined]
     assert sorted(temperatures) == [0.0, 1.0, 1.0]

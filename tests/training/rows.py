@@ -8,7 +8,6 @@ from torch import Tensor
 from agentrl.batch import Batch
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import pack_padded
-from agentrl.training.step.loss_rows import LossRows
 
 
 def rows_of(
@@ -19,13 +18,13 @@ def rows_of(
     reference_log_probs: Tensor | None = None,
     teacher_log_probs: Tensor | None = None,
     groups: Tensor | None = None,
-) -> LossRows:
-    """Rows of one token of prompt and the tokens of ``log_probs`` [B, T]."""
+) -> Batch:
+    """A scored batch of one token of prompt and the tokens of ``log_probs`` [B, T]."""
     zeros, mask = torch.zeros_like(log_probs), torch.ones_like(log_probs, dtype=torch.bool)
     none, numbers = torch.zeros(len(log_probs), dtype=torch.int64), torch.arange(len(log_probs))
     ids = torch.nn.functional.pad(zeros, (1, 0)).long()
     row, rows, columns = pack_padded(ids, none + 1, mask)
-    batch = Batch(
+    return Batch(
         row=row,
         rows=rows,
         columns=columns,
@@ -48,13 +47,9 @@ def rows_of(
         greedy_returns=None,
         support=None,
         counted=True,
-    )
-    statistics = TokenStatistics(
-        log_probs=log_probs, entropy=zeros, sum_pi_squared=zeros, energy=zeros, hidden_norm_squared=zeros
-    )
-    return LossRows(
-        batch=batch,
-        statistics=statistics,
+        statistics=TokenStatistics(
+            log_probs=log_probs, entropy=zeros, sum_pi_squared=zeros, energy=zeros, hidden_norm_squared=zeros
+        ),
         reference_log_probs=reference_log_probs,
         teacher_log_probs=teacher_log_probs,
     )

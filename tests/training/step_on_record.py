@@ -18,7 +18,6 @@ from agentrl.kernels.attention import SequenceGroup
 from agentrl.models.loading import checkpoint_layers
 from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.rollout.settings import RewardSettings
-from agentrl.rollout.worker import RolloutBatch
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import write_tokens
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
@@ -225,9 +224,9 @@ WHOLE_GROUPS, SINGLE_ROWS = 90, 40
 """Token budgets: the largest group with its prompt once is 57 tokens, the longest trajectory 27."""
 
 
-def rollout_batch(
+def recorded_groups(
     *, void: bool = False, greedy: bool = False, groups: int = GROUPS, forked: bool = False
-) -> RolloutBatch:
+) -> tuple[Group, ...]:
     """A fixed step's rollouts: up to three turns of random tokens with observations between, rewards 0 and 1.
 
     Nobody is right in the fourth group; a limit ended the third trajectory of each.
@@ -248,7 +247,7 @@ def rollout_batch(
         made = tuple(
             replace(one, trajectories=(*one.trajectories[:-1], *_tree(draw, one.trajectories[-1]))) for one in made
         )
-    return RolloutBatch(step=1, version=0, sampled_groups=made, groups=made, metrics={})
+    return made
 
 
 def _tree(draw: random.Random, root: Trajectory) -> tuple[Trajectory, ...]:
@@ -341,7 +340,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
     model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
     greedy = settings.algorithm.estimator == "remax"
-    record = rollout_batch(void=case.void, greedy=greedy, groups=groups, forked=case.forked)
+    record = recorded_groups(void=case.void, greedy=greedy, groups=groups, forked=case.forked)
     if case.near:
         record = sampled_by(tiny_model(tied=case.tied), temperature=0.8, record=record, noise=0.4)
     policy = PolicyModel(model, backend=case.backend, sequence=case.sequence())
@@ -353,7 +352,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         bfloat16=case.dtype == torch.bfloat16,
         updates=10,
     )
-    plans = plan_step(record, settings, budget=case.budget, ranks=engine.groups.replicas)
+    plans = plan_step(record, settings, step=1, version=0, budget=case.budget, ranks=engine.groups.replicas)
     if case.statistics_pass:
         plans = [replace(plan, reasons=("asked for",)) for plan in plans]
     critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
@@ -371,13 +370,13 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         write_tokens(run.token_file(1, facts.rank), facts, recorder.rows)
         if engine.rank == 0:
             run.trajectories.mkdir()
-            run.write_trajectories(1, [item.to_record() for group in record.groups for item in group.trajectories])
+            run.write_trajectories(1, [item.to_record() for group in record for item in group.trajectories])
     return {
         "delta": _flat(model) - before,
         "critic_delta": _flat(critic.engine.module) - critic_before if critic is not None else torch.zeros(()),
         "state": trainer.state_dict(),
         "metrics": metrics,
-        "micro_batches": [len(update.micro_batches) for update in plans[0].updates],
+        "micro_batches": [sum(map(len, update)) for update in plans[0].updates],
         "one_forward": not plans[0].reasons,
     }
 
@@ -450,7 +449,7 @@ def critic_learns(*, updates: int = 30) -> list[dict[str, float]]:
     trainer = Trainer(
         engine, settings, temperature=0.8, fidelity_bound=1e9, critic=Critic(value_engine, CriticSettings())
     )
-    plan = plan_step(rollout_batch(), settings, budget=1_000_000, ranks=1)[0]
+    plan = plan_step(recorded_groups(), settings, step=1, version=0, budget=1_000_000, ranks=1)[0]
     return [trainer.train(plan) for _ in range(updates)]
 
 
@@ -459,8 +458,8 @@ def _flat(model: Any) -> torch.Tensor:
 
 
 def sampled_by(
-    model: Any, *, temperature: float, record: RolloutBatch | None = None, noise: float = 0.0
-) -> RolloutBatch:
+    model: Any, *, temperature: float, record: tuple[Group, ...] | None = None, noise: float = 0.0
+) -> tuple[Group, ...]:
     """The record with the log-probabilities that ``model`` gives it, give or take some noise."""
     draw = random.Random(11)
 
@@ -478,25 +477,24 @@ def sampled_by(
             place += count
         return replace(item, segments=tuple(segments))
 
-    made = record or rollout_batch()
-    groups = tuple(replace(one, trajectories=tuple(map(told, one.trajectories))) for one in made.groups)
-    return replace(made, sampled_groups=groups, groups=groups)
+    made = record or recorded_groups()
+    return tuple(replace(one, trajectories=tuple(map(told, one.trajectories))) for one in made)
 
 
-def with_one_row_off(record: RolloutBatch, by: float, *, cut: bool) -> RolloutBatch:
+def with_one_row_off(record: tuple[Group, ...], by: float, *, cut: bool) -> tuple[Group, ...]:
     """The first trajectory's log-probabilities moved ``by``; ``cut``: its turns are of two versions each."""
 
     def off(segment: Segment) -> Segment:
         if segment.origin == "observation":
             return segment
-        parts = ((record.version + 1, 1), (record.version, len(segment.token_ids) - 1))
+        parts = ((1, 1), (0, len(segment.token_ids) - 1))
         spans = tuple(part for part in parts if part[1]) if cut else segment.version_spans
         return replace(segment, log_probs=tuple(value - by for value in segment.log_probs), version_spans=spans)
 
-    first, *others = record.groups
+    first, *others = record
     row, *rows = first.trajectories
     changed = replace(first, trajectories=(replace(row, segments=tuple(map(off, row.segments))), *rows))
-    return replace(record, groups=(changed, *others))
+    return (changed, *others)
 
 
 def gate(
@@ -522,7 +520,7 @@ def gate(
         bfloat16=False,
         updates=10,
     )
-    plan = plan_step(record, settings, budget=WHOLE_GROUPS, ranks=1)[0]
+    plan = plan_step(record, settings, step=1, version=0, budget=WHOLE_GROUPS, ranks=1)[0]
     trainer = Trainer(engine, settings, temperature=0.8, fidelity_bound=fidelity_bound("float32", 0.0))
     try:
         metrics = trainer.train(plan)

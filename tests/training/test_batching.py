@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -9,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.batch import MicroBatch
-from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
+from agentrl.training.step import batching
 from agentrl.training.step.batching import (
     RankPlan,
     Unit,
@@ -18,7 +19,6 @@ from agentrl.training.step.batching import (
     describe_passes,
     pack_units,
     packed_tokens,
-    plan_step,
     split_group,
     split_updates,
     statistics_pass_reasons,
@@ -56,8 +56,8 @@ def group(index: int, *lengths: int) -> Group:
     return Group(problem=PROBLEM, index=index, trajectories=rows)
 
 
-def rollout_batch(*groups: Group) -> RolloutBatch:
-    return RolloutBatch(step=4, version=0, sampled_groups=groups, groups=groups, metrics={"reward/mean": 0.5})
+def plan_step(groups: Sequence[Group], settings: ObjectiveSettings, **sizes: int) -> list[RankPlan]:
+    return batching.plan_step(groups, settings, step=4, version=0, metrics={"reward/mean": 0.5}, **sizes)
 
 
 def shape(shares: list[list[Unit]]) -> list[list[list[int]]]:
@@ -116,14 +116,14 @@ def test_costly_micro_batches_meet_on_all_ranks() -> None:
 
 def counted(plan: RankPlan) -> list[tuple[int, bool]]:
     """Tokens of each micro-batch, and whether it is counted."""
-    return [(micro.tokens, micro.counted) for update in plan.updates for micro in update.micro_batches]
+    return [(micro.tokens, micro.counted) for update in plan.updates for unit in update for micro in unit]
 
 
 def test_a_rank_with_fewer_micro_batches_repeats_the_shortest_trajectory_without_weight() -> None:
-    made = rollout_batch(group(0, 9), group(1, 8), group(2, 4))
+    made = [group(0, 9), group(1, 8), group(2, 4)]
     plans = plan_step(made, objective(), budget=9, ranks=2)
     assert [counted(plan) for plan in plans] == [[(9, True), (4, False)], [(8, True), (4, True)]]
-    alone = plan_step(rollout_batch(group(0, 5, 3)), objective(), budget=100, ranks=2)
+    alone = plan_step([group(0, 5, 3)], objective(), budget=100, ranks=2)
     assert [counted(plan) for plan in alone] == [[(7, True)], [(3, False)]]
 
 
@@ -158,10 +158,10 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
 
 
 def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
-    made = rollout_batch(group(0, 5, 4), replace(group(1, 3, 7), masked=frozenset({(1, 0)})))
+    made = [group(0, 5, 4), replace(group(1, 3, 7), masked=frozenset({(1, 0)}))]
     plans = plan_step(made, objective(), budget=100, ranks=2)
     # Model tokens 4 + 3 + 2; the row of 6 model tokens is out of the loss.
-    assert [(update.tokens, update.sequences) for plan in plans for update in plan.updates] == [(9, 3), (9, 3)]
+    assert [(plan.tokens, plan.sequences) for plan in plans] == [(9, 3), (9, 3)]
     # 5 + 4 + 3 + 7 tokens with prompts; each rank computes one prompt token for its group of two.
     assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5, "policy/prefix_sharing": 19 / 17}, {}]
     assert not any(plan.reasons for plan in plans)
@@ -169,19 +169,19 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
 
 def test_a_group_over_the_budget_stays_on_one_rank_without_the_head_exact_diagnostic() -> None:
     settings = objective(estimator="grpo", head_exact_every=1)
-    fits, split = (plan_step(rollout_batch(group(0, 5, 5)), settings, budget=size, ranks=1)[0] for size in (9, 8))
-    assert (fits.reasons, fits.head_exact, len(fits.updates[0].micro_batches)) == ((), True, 1)
-    assert (split.reasons, split.head_exact, len(split.updates[0].micro_batches)) == ((), False, 2)
+    fits, split = (plan_step([group(0, 5, 5)], settings, budget=size, ranks=1)[0] for size in (9, 8))
+    assert (fits.reasons, fits.head_exact, counted(fits)) == ((), True, [(9, True)])
+    assert (split.reasons, split.head_exact, counted(split)) == ((), False, [(5, True), (5, True)])
 
 
 def units_of(plan: RankPlan) -> tuple[list[list[int]], list[int]]:
     """Tokens of the micro-batches of each unit, and of those that are scored first."""
     (update,) = plan.updates
-    return [[micro.tokens for micro in unit] for unit in update.units], [micro.tokens for micro in update.scored_first]
+    return [[micro.tokens for micro in unit] for unit in update], [micro.tokens for micro in plan.scored_first]
 
 
 def test_a_group_over_the_budget_is_scored_first_but_for_its_last_micro_batch() -> None:
-    made = rollout_batch(group(0, 9, 7, 6), group(1, 8), group(2, 4), group(3, 8))
+    made = [group(0, 9, 7, 6), group(1, 8), group(2, 4), group(3, 8)]
     energies, rewards = (plan_step(made, objective(estimator=name), budget=9, ranks=2) for name in ("ogb", "grpo"))
     # The shortest trajectory, which weighs nothing, makes the numbers of passes equal.
     assert [plan.reasons for plan in energies] == [(), ()]
@@ -193,32 +193,32 @@ def test_a_group_over_the_budget_is_scored_first_but_for_its_last_micro_batch() 
 
 
 def test_a_statistics_pass_where_the_other_ranks_would_wait_for_that_of_a_large_group() -> None:
-    plans = plan_step(rollout_batch(group(0, 9, 7, 6), group(1, 4)), objective(estimator="ogb"), budget=9, ranks=2)
+    plans = plan_step([group(0, 9, 7, 6), group(1, 4)], objective(estimator="ogb"), budget=9, ranks=2)
     (reason,) = {reason for plan in plans for reason in plan.reasons}
     assert reason == (
         "a group of 20 tokens does not fit one micro-batch (training.micro_batch_tokens=9), and the other ranks would "
         "wait for its rank"
     )
-    assert all(len(unit) == 1 for plan in plans for unit in plan.updates[0].units)
+    assert all(len(unit) == 1 for plan in plans for unit in plan.updates[0])
 
 
 def homes_of(plan: RankPlan) -> list[tuple[int, int]]:
     """(group, home) of each trajectory that is counted."""
-    micro_batches = [micro for micro in plan.updates[0].micro_batches if micro.counted]
+    micro_batches = [micro for unit in plan.updates[0] for micro in unit if micro.counted]
     return [pair for micro in micro_batches for pair in zip(micro.groups.tolist(), micro.homes.tolist(), strict=True)]
 
 
 def test_a_group_is_at_home_where_most_of_it_is_trained() -> None:
-    whole = plan_step(rollout_batch(group(0, 5, 5), group(1, 5, 5)), objective(normalize="whiten"), budget=5, ranks=2)
+    whole = plan_step([group(0, 5, 5), group(1, 5, 5)], objective(normalize="whiten"), budget=5, ranks=2)
     homes = {number: home for plan in whole for number, home in homes_of(plan)}
     assert sorted(homes.values()) == [0, 1]  # equal shares of both: one group each
     settings = objective(normalize="whiten", head_exact_every=1)
-    for rank, plan in enumerate(plan_step(rollout_batch(group(0, 5, 5), group(1, 5, 5)), settings, budget=10, ranks=2)):
+    for rank, plan in enumerate(plan_step([group(0, 5, 5), group(1, 5, 5)], settings, budget=10, ranks=2)):
         assert {home for _, home in homes_of(plan)} == {rank}  # whole groups stay where they are
 
 
 def test_no_groups_make_no_updates() -> None:
-    plans = plan_step(rollout_batch(), objective(head_exact_every=1), budget=10, ranks=2)
+    plans = plan_step([], objective(head_exact_every=1), budget=10, ranks=2)
     assert [plan.updates for plan in plans] == [(), ()]
 
 

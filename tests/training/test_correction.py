@@ -9,12 +9,13 @@ import pytest
 import torch
 from training.rows import rows_of
 
+from agentrl.batch import Batch
 from agentrl.training.engine.collectives import Meter
 from agentrl.training.settings import CorrectionSettings
-from agentrl.training.step.loss_rows import Corrector, LossRows, effective_sample_size
+from agentrl.training.step.loss_rows import Corrector, effective_sample_size
 
 
-def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> LossRows:  # type: ignore[assignment]
+def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> Batch:  # type: ignore[assignment]
     """Rows whose tokens the trainer finds ``ratios`` times as likely as the engine; those in ``out`` have no loss."""
     log_probs = torch.tensor(ratios, dtype=torch.float64).log() - 3
     mask = torch.ones_like(log_probs, dtype=torch.bool)
@@ -24,7 +25,7 @@ def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> LossR
     return rows_of(log_probs, rollout_log_probs=torch.full_like(log_probs, -3.0), loss_mask=left)
 
 
-def correct(rows: LossRows, meter: Meter | None = None, **settings: Any) -> Any:
+def correct(rows: Batch, meter: Meter | None = None, **settings: Any) -> Any:
     meter = meter or Meter(torch.device("cpu"))
     return Corrector(CorrectionSettings(**settings)).correct(rows, meter=meter)
 
@@ -33,8 +34,8 @@ def test_nothing_is_weighted_unless_asked() -> None:
     assert correct(made([[1.5, 0.5]])) is None
     rows = made([[1.5, 0.5]], out=[(0, 1)])
     assert correct(rows) is None
-    assert rows.weights is None
-    assert rows.loss_mask.tolist() == [[True, False]]
+    assert rows.correction_weights is None
+    assert rows.trained_mask.tolist() == [[True, False]]
 
 
 def test_truncated_weights_enter_the_loss_and_where_it_is_left_the_energies() -> None:

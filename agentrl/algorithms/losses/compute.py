@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.registry import ESTIMATORS
-from agentrl.algorithms.losses.registry import LOSSES, LossInputs, PolicyLoss
+from agentrl.algorithms.losses.registry import LOSSES, LossInputs
 from agentrl.algorithms.options import (
     AlgorithmError,
     InvalidInputError,
@@ -35,8 +35,11 @@ def policy_loss(
     weights: Tensor | None = None,
     selected: Tensor | None = None,
     **options: object,
-) -> PolicyLoss:
-    """Compute the named policy loss per token. All tensors are [B, T].
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return the named policy loss per token, to aggregate over the loss mask, and metrics. All tensors are [B, T].
+
+    The metrics are detached scalars over the mask: those of the loss, and `ratio_mean`, `ratio_max`, `ratio_min`,
+    `approx_kl` (k3 of old || new) and `tokens`, the weight of the means of micro-batches.
 
     `old_log_probs` of the ratio's denominator are detached; None: the policy of `log_probs`, so every ratio is 1.
     `response_mask` (default: the loss mask) marks all model tokens; the ratio of a sequence includes rejected tokens.
@@ -65,7 +68,7 @@ def policy_loss(
         per_token = per_token * torch.where(inputs.mask, weights.detach(), 0.0)
     per_token = torch.where(inputs.mask, per_token, 0.0)
     every = {**_ratio_metrics(inputs), **metrics}
-    return PolicyLoss(per_token=per_token, metrics={key: value.detach() for key, value in every.items()})
+    return per_token, {key: value.detach() for key, value in every.items()}
 
 
 @torch.no_grad()
@@ -193,18 +196,6 @@ def _ratio_metrics(inputs: LossInputs) -> dict[str, Tensor]:
     }
 
 
-@dataclass(frozen=True, kw_only=True)
-class ValueLoss:
-    """Value loss: `per_token` [B, T] to aggregate over the response mask, and detached scalar `metrics` over the mask.
-
-    `value_mean`, `return_mean`, `squared_error`, `value_clip_fraction` (fraction of tokens whose gradient is clipped to
-    0), `return_square_mean`, and `tokens`, the weight of all means.
-    """
-
-    per_token: Tensor
-    metrics: dict[str, Tensor]
-
-
 def value_loss(
     values: Tensor,
     returns: Tensor,
@@ -212,8 +203,11 @@ def value_loss(
     *,
     old_values: Tensor | None = None,
     clip: float | None = 0.2,
-) -> ValueLoss:
-    """Compute max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2) / 2 per token; all tensors [B, T].
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return max((V - ret)^2, (clip(V, V_old - c, V_old + c) - ret)^2) / 2 per token, and metrics; all tensors [B, T].
+
+    The metrics are detached scalars over the mask: `value_mean`, `return_mean`, `squared_error`, `value_clip_fraction`
+    (fraction of tokens whose gradient is clipped to 0), `return_square_mean`, and `tokens`, the weight of all means.
 
     `old_values` are the critic's values at rollout, `returns` the targets A + V_old; both are detached. clip=None:
     (V-ret)^2 / 2. Values where the mask is False have no effect. Raises InvalidOptionError for clip <= 0,
@@ -246,7 +240,7 @@ def value_loss(
         "value_clip_fraction": silenced.sum() / tokens,
         "tokens": count,
     }
-    return ValueLoss(per_token=loss / 2, metrics=metrics)
+    return loss / 2, metrics
 
 
 # Constants of splitmix64 (Steele, Lea, Flood 2014) as signed numbers; int64 products wrap around like unsigned ones.

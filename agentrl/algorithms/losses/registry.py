@@ -137,18 +137,6 @@ def _check_length(mode: str, length: float | None) -> None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PolicyLoss:
-    """Policy loss: `per_token` [B, T] to aggregate over the loss mask, and detached scalar `metrics` over the mask.
-
-    Metrics of every loss: `ratio_mean`, `ratio_max`, `ratio_min`, `approx_kl` (k3 of old || new) and `tokens`, the
-    weight of the means of micro-batches.
-    """
-
-    per_token: Tensor
-    metrics: dict[str, Tensor]
-
-
-@dataclass(frozen=True, kw_only=True)
 class LossInputs:
     """The input of a loss function: masked [B, T] tensors, 0 (ratio 1) where the loss mask is False."""
 

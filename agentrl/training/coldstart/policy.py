@@ -22,7 +22,6 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import engine_facts
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_rewards, environment_and_codec
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, malformed_as_world_error
 from agentrl.telemetry.machine import usable_cores
@@ -30,6 +29,7 @@ from agentrl.training.coldstart.demonstrations import problems_to_measure
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import ColdstartSettings
+from agentrl.trajectory import Group
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.types import Problem
 
@@ -170,7 +170,7 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
             await environment.open()
             if rewards is not None:
                 await rewards.open()
-            requests = [RolloutRequest(index=index, problem=problem) for index, problem in enumerate(chosen)]
+            requests = [Group(index=index, problem=problem) for index, problem in enumerate(chosen)]
             played = driver.run(requests, step=0, group_size=1, skip_long=True)
             groups = sorted([group async for group in played], key=lambda group: group.index)
             if not groups:

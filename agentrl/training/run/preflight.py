@@ -20,7 +20,7 @@ from agentrl.models.lora import check_peft
 from agentrl.models.routes import routes_obstacle
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.memory import config_of, read_shape, shape_of
-from agentrl.planning.plan import memory_lines
+from agentrl.planning.plan import dry_run_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import FILE_KINDS, load_source
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
@@ -209,5 +209,5 @@ def dry_run(settings: Settings) -> None:
     if engine_facts(settings.rollout).in_process and is_too_large(shape.parameters, device):
         console.warning(TOO_LARGE)
     critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
-    for line in memory_lines(settings, shape, critic=critic):
+    for line in dry_run_lines(settings, shape, critic=critic):
         console.note(line)

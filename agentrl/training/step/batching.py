@@ -11,7 +11,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -20,7 +20,6 @@ import numpy as np
 from agentrl.algorithms import LOSSES
 from agentrl.batch import MicroBatch, flat_array
 from agentrl.kernels.attention import PrefixTree
-from agentrl.rollout.worker import RolloutBatch
 from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward, needs
 from agentrl.trajectory import Group, Trajectory
 
@@ -31,28 +30,21 @@ _TOO_LARGE = (
 
 
 @dataclass(frozen=True, kw_only=True)
-class UpdatePlan:
-    """One rank's part of an optimizer update. The counts are over all ranks."""
-
-    units: tuple[tuple[MicroBatch, ...], ...]  # a group that does not fit into one micro-batch is one unit
-    scored_first: tuple[MicroBatch, ...] = ()  # with one forward only: all but the last of such a group
-    tokens: float  # model tokens that the filters keep in the loss, with the weights of their problems
-    sequences: float  # sequences of these tokens, with these weights and the branches of a rollout as one
-    model_tokens: int  # all sampled tokens
-
-    @property
-    def micro_batches(self) -> list[MicroBatch]:
-        return [micro for unit in self.units for micro in unit]
-
-
-@dataclass(frozen=True, kw_only=True)
 class RankPlan:
-    """One rank's work in one step. The plans of all ranks have the same number of micro-batches."""
+    """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
+
+    An update consists of units: a micro-batch, or the micro-batches of a group that does not fit into one. There is one
+    update without ``reasons``, and none if no group is left to train.
+    """
 
     step: int
     version: int  # of the trained policy
     reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward
-    updates: tuple[UpdatePlan, ...]
+    updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
+    scored_first: tuple[MicroBatch, ...]  # with one forward only: all but the last of units of several micro-batches
+    tokens: float  # over all ranks, that the filters keep in the loss, with the weights of their problems
+    sequences: float  # of these tokens, with these weights and the branches of a rollout as one
+    model_tokens: tuple[int, ...]  # of each update, over all ranks
     head_exact: bool
     trajectories: int  # over all ranks
     metrics: dict[str, float]
@@ -177,24 +169,31 @@ def _fill(
 
 
 def plan_step(
-    rollouts: RolloutBatch,
+    groups: Sequence[Group],
     settings: ObjectiveSettings,
     *,
+    step: int,
+    version: int,
     budget: int,
     ranks: int,
     attention_length: float = math.inf,
     teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
+    metrics: Mapping[str, float] | None = None,
 ) -> list[RankPlan]:
-    """Return the plan of every rank for one rollout batch, without updates if no group is left to train.
+    """Return the plan of every rank for the ``groups`` of one step, without updates if there are none.
 
-    ``attention_length`` as in :func:`pack_units`, ``teacher_prompt`` as in :meth:`.MicroBatch.of`.
+    ``version``: of the trained policy. ``attention_length`` as in :func:`pack_units`. ``metrics`` of the rollouts.
+    ``teacher_prompt`` as in :meth:`.MicroBatch.of`.
     """
-    groups, algorithm = rollouts.groups, settings.algorithm
+    algorithm = settings.algorithm
     largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
     reasons = statistics_pass_reasons(settings)
     # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
-    head_exact = is_due(rollouts.step, algorithm.head_exact_every) and largest <= budget
-    updates: list[list[UpdatePlan]] = [[] for _ in range(ranks)]
+    head_exact = is_due(step, algorithm.head_exact_every) and largest <= budget
+    updates: list[list[tuple[tuple[MicroBatch, ...], ...]]] = [[] for _ in range(ranks)]
+    scored_first: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    trained: list[Trajectory] = []
+    model_tokens: list[int] = []
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     for part in split_updates(groups, algorithm.updates_per_step):
         filled = partial(pack_units, budget=budget, ranks=ranks, attention_length=attention_length)
@@ -213,7 +212,8 @@ def plan_step(
             shares = deal_to_ranks(filled(parts), ranks=ranks)
         rows = [item for group in every for item in group]
         masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
-        trained = [row for row in rows if (row.group, row.sample, row.branch) not in masked]
+        trained += [row for row in rows if (row.group, row.sample, row.branch) not in masked]
+        model_tokens.append(sum(row.model_tokens for row in rows))
         homes = home_ranks(shares)
         packed = partial(
             MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy, teacher_prompt=teacher_prompt
@@ -224,32 +224,29 @@ def plan_step(
         first = max(sum(len(unit) - 1 for unit in share) for share in shares) * scored
         for rank, share in enumerate(shares):
             units = [tuple(packed(items) for items in unit) for unit in share]
-            scored_first = [micro for unit in units for micro in unit[:-1]] if scored else []
-            units += [(filler,)] * (most - sum(map(len, units)))
-            updates[rank].append(
-                UpdatePlan(
-                    units=tuple(units),
-                    scored_first=(*scored_first, *[filler] * (first - len(scored_first))),
-                    tokens=math.fsum(row.model_tokens * row.token_weight for row in trained),
-                    sequences=math.fsum(row.weight * row.problem_weight for row in trained),
-                    model_tokens=sum(row.model_tokens for row in rows),
-                )
-            )
+            scored_first[rank] += [micro for unit in units for micro in unit[:-1]] if scored else []
+            scored_first[rank] += [filler] * (first - len(scored_first[rank]))
+            updates[rank].append((*units, *[(filler,)] * (most - sum(map(len, units)))))
     trajectories = sum(len(group.rollouts) for group in groups)
-    computed = sum(micro.tokens for plans in updates for plan in plans for micro in plan.micro_batches if micro.counted)
-    metrics = rollouts.metrics
+    planned = (micro for own in updates for update in own for bundle in update for micro in bundle)
+    computed = sum(micro.tokens for micro in planned if micro.counted)
+    measured = dict(metrics or {})
     if computed:
         lengths = sum(row.length for group in groups for row in group.trajectories)
-        metrics = metrics | {"policy/prefix_sharing": lengths / computed}
+        measured["policy/prefix_sharing"] = lengths / computed
     return [
         RankPlan(
-            step=rollouts.step,
-            version=rollouts.version,
+            step=step,
+            version=version,
             reasons=reasons,
             updates=tuple(updates[rank]),
+            scored_first=tuple(scored_first[rank]),
+            tokens=math.fsum(row.model_tokens * row.token_weight for row in trained),
+            sequences=math.fsum(row.weight * row.problem_weight for row in trained),
+            model_tokens=tuple(model_tokens),
             head_exact=head_exact,
             trajectories=trajectories,
-            metrics=metrics if rank == 0 else {},
+            metrics=measured if rank == 0 else {},
         )
         for rank in range(ranks)
     ]

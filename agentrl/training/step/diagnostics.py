@@ -13,11 +13,11 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy, mismatch_metrics
+from agentrl.batch import Batch
 from agentrl.errors import AgentRLError
 from agentrl.models.policy import PolicyModel
 from agentrl.telemetry.tokens import TrajectoryTokens
 from agentrl.training.engine.collectives import Meter
-from agentrl.training.step.loss_rows import LossRows
 from agentrl.weights.sources import gathered_linear
 from agentrl.weights.verify import LIMITS, noise_bound
 
@@ -40,13 +40,13 @@ def fidelity_bound(dtype: str, noise: float) -> float:
     return noise_bound(noise, floor=FIDELITY_FLOORS[dtype], limit=LIMITS[dtype])
 
 
-def record_forward_metrics(meter: Meter, rows: LossRows, *, version: int) -> None:
+def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
     """Record metrics of the first forward, with the weights of ``version``, over a micro-batch's trajectories.
 
     ``policy/engine_abs_diff`` covers the tokens of this version, without turns during which the weights changed: their
     keys and values may come from both. ``..._max`` is the mean of the trajectory with the largest mean.
     """
-    mask, batch, statistics = rows.response_mask, rows.batch, rows.statistics
+    mask, statistics = batch.counted_mask, batch.scores
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
     meter.add_total("policy/tokens", tokens)
     for name in ("entropy", "sum_pi_squared", "energy"):
@@ -60,7 +60,7 @@ def record_forward_metrics(meter: Meter, rows: LossRows, *, version: int) -> Non
     meter.add_mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
     meter.add_largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
     meter.add_mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], trajectories)
-    proxies = diagonal_proxy(statistics.energy, rows.advantages, mask)
+    proxies = diagonal_proxy(statistics.energy, batch.advantages, mask)
     meter.add_mean("variance/total_power", proxies.sum() / trajectories.clamp(min=1), trajectories)
 
 
@@ -117,17 +117,17 @@ class HeadExactMonitor:
                 weight, bias=bias, temperature=done.temperature(temperature), cap=done.output_cap
             )
 
-    def add(self, rows: LossRows, hidden: Tensor) -> None:
+    def add(self, batch: Batch, hidden: Tensor) -> None:
         """Add whole groups: ``hidden`` [N, D] of the model tokens in row-major order, or of this rank's part of them.
 
         Ranks that share rows exchange their parts of the head's gradient, but no hidden states.
         """
-        batch, sequence = rows.batch, self._policy.sequence
+        sequence = self._policy.sequence
         held = self._policy.local_tokens(batch.row, batch.rows, batch.columns)
         self._accumulator.update(
             hidden=hidden if held is None else hidden[: len(held)],
             targets=batch.row.tokens(batch.rows, batch.columns),
-            advantages=rows.advantages[batch.rows, batch.columns],
+            advantages=batch.advantages[batch.rows, batch.columns],
             rows=batch.rows,
             groups=batch.groups,
             held=held,
@@ -176,49 +176,49 @@ class TokenRecorder:
         self._hidden_norms = hidden_norms
         self.rows: list[TrajectoryTokens] = []
 
-    def add(self, rows: LossRows, *, factors: Tensor, update: int, update_log_probs: Tensor | None) -> None:
+    def add(self, batch: Batch, *, factors: Tensor, update: int, update_log_probs: Tensor | None) -> None:
         """Copy the statistics of a micro-batch's model tokens to the CPU.
 
         ``factors`` [B] weight the tokens in the loss. ``update_log_probs`` [B, T] are from the forward of the backward
         pass, if an update of this step has changed the policy since scoring.
         """
-        mask = rows.response_mask
+        mask = batch.counted_mask
         ends = mask.sum(-1).cumsum(-1).tolist()
         columns = {
             name: values[mask].cpu().numpy()
-            for name, values in self._columns(rows, update_log_probs).items()
+            for name, values in self._columns(batch, update_log_probs).items()
             if values is not None
         }
         columns["entropy"] = columns["entropy"].astype(np.float16)
-        numbers = {name: values.tolist() for name, values in _numbers(rows, factors).items() if values is not None}
+        numbers = {name: values.tolist() for name, values in _numbers(batch, factors).items() if values is not None}
         for place, (start, end) in enumerate(itertools.pairwise([0, *ends])):
             own: dict[str, object] = {name: values[place] for name, values in numbers.items()}
             own |= {name: values[start:end] for name, values in columns.items()}
             self.rows.append(TrajectoryTokens(update=update, **own))  # type: ignore[arg-type]
 
-    def _columns(self, rows: LossRows, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
+    def _columns(self, batch: Batch, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
         """Return values [B, T] by field of TrajectoryTokens."""
-        statistics, estimate = rows.statistics, rows.computed_estimate
+        statistics, estimate = batch.scores, batch.computed_estimate
         return {
             "log_probs": statistics.log_probs,
             "entropy": statistics.entropy,
             "energy": statistics.energy,
-            "rewards": rows.rewards,
+            "rewards": batch.rewards,
             "returns": estimate.returns,
             "baselines": estimate.baselines,
             "advantages": estimate.advantages,
-            "loss_mask": rows.loss_mask,
-            "weights": rows.weights,
+            "loss_mask": batch.trained_mask,
+            "weights": batch.correction_weights,
             "update_log_probs": update_log_probs,
             "hidden_norm_squared": statistics.hidden_norm_squared if self._hidden_norms else None,
-            "reference_log_probs": rows.reference_log_probs,
-            "values": rows.values,
+            "reference_log_probs": batch.reference_log_probs,
+            "values": batch.values,
         }
 
 
-def _numbers(rows: LossRows, factors: Tensor) -> dict[str, Tensor | None]:
+def _numbers(batch: Batch, factors: Tensor) -> dict[str, Tensor | None]:
     """Return values [B] by field of TrajectoryTokens."""
-    batch, after = rows.batch, rows.final_values
+    after = batch.final_values
     return {
         "group": batch.groups,
         "sample": batch.samples,
@@ -230,5 +230,5 @@ def _numbers(rows: LossRows, factors: Tensor) -> dict[str, Tensor | None]:
         "loss_weight": factors,
         "bootstrap_value": None if after is None else torch.where(batch.truncated, after, 0.0),
         "greedy_return": batch.greedy_returns,
-        "trajectory_energy": rows.trajectory_energy,
+        "trajectory_energy": batch.trajectory_energy,
     }

@@ -1,10 +1,10 @@
-"""The rows of a micro-batch from the forward to the loss: rollout correction, rewards with penalties, advantages."""
+"""A batch from the forward to the loss: rollout correction, rewards with penalties, advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, reduce
+from dataclasses import fields, replace
+from functools import reduce
 
 import torch
 from torch import Tensor, nn
@@ -23,78 +23,10 @@ from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
 from agentrl.batch import Batch
-from agentrl.kernels import TokenStatistics
 from agentrl.training.engine.collectives import Exchange, Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, needs
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LossRows:
-    """A micro-batch with all inputs of its loss except the training forward. All tensors are detached.
-
-    The forwards of policy, reference, teacher and critic fill the first fields. :class:`LossRowBuilder` adds
-    ``correction``, ``rewards`` and ``estimate`` once all trajectories of the groups are scored.
-    """
-
-    batch: Batch
-    statistics: TokenStatistics  # each [B, T], zero off model tokens, by the weights before the step's updates
-    reference_log_probs: Tensor | None = None  # [B, T]
-    teacher_log_probs: Tensor | None = None  # [B, T]
-    values: Tensor | None = None  # [B, T] of the critic, before each token
-    final_values: Tensor | None = None  # [B] of the critic, after the last token
-    trajectory_energy: Tensor | None = None  # [B] exact
-    correction: Correction | None = None  # None if no correction is set
-    rewards: Tensor | None = None  # [B, T] with penalties for length and KL
-    estimate: Advantages | None = None  # each [B, T]
-    selected: Tensor | None = None  # [B, T] bool, for losses that select tokens over the whole step
-
-    @property
-    def tokens(self) -> int:
-        return self.batch.tokens
-
-    @property
-    def trajectories(self) -> int:
-        return self.batch.trajectories
-
-    @property
-    def log_probs(self) -> Tensor:
-        """Log-probabilities [B, T] by the weights before the step's updates."""
-        return self.statistics.log_probs
-
-    @property
-    def advantages(self) -> Tensor:
-        """Advantages [B, T]."""
-        return self.computed_estimate.advantages
-
-    @property
-    def computed_estimate(self) -> Advantages:
-        """The advantage estimate, which must have been computed."""
-        assert self.estimate is not None
-        return self.estimate
-
-    @cached_property
-    def response_mask(self) -> Tensor:
-        """Mask [B, T] of the model tokens of trajectories that are counted."""
-        return self.batch.response_mask & self.batch.counted
-
-    @cached_property
-    def loss_mask(self) -> Tensor:
-        """Mask [B, T]: :attr:`response_mask` without tokens that filters and correction reject."""
-        left = self.batch.loss_mask if self.correction is None else self.correction.loss_mask
-        return left & self.batch.counted
-
-    @property
-    def weights(self) -> Tensor | None:
-        """Weights [B, T] of the rollout correction; None if every weight is 1."""
-        return None if self.correction is None else self.correction.weights
-
-    @property
-    def trajectory_ids(self) -> Tensor:
-        """Unique number [B] of each trajectory in the step."""
-        return (self.batch.groups << 24) + self.batch.samples
-
 
 _OF_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
 _LARGEST = ("max_abs_difference", "rho_max")
@@ -102,41 +34,39 @@ _COUNTS = ("tokens", "trajectories", "ess")  # ess is not a mean over micro-batc
 
 
 class Corrector:
-    """Applies the rollout correction of the settings to the rows of a micro-batch."""
+    """Applies the rollout correction of the settings to a batch."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self._active = settings.active
         self._options = settings.options
         self.normalizes = settings.self_normalize
 
-    def correct(self, rows: LossRows, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
-        """Compute weights and loss mask of the rows, or return None if no correction is set.
+    def correct(self, batch: Batch, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
+        """Compute weights and loss mask of the batch, or return None if no correction is set.
 
-        ``normalizer``: the sum of :meth:`sums` over the rows of one update. Without it, these rows are a whole update.
+        ``normalizer``: the sum of :meth:`sums` over one update. Without it, this batch is a whole update.
         """
         if not self._active:
             return None
-        correction = self._correction_over(rows, normalizer=normalizer)
-        _measure(correction, rows, meter)
+        correction = self._correction_over(batch, normalizer=normalizer)
+        _measure(correction, batch, meter)
         return correction
 
-    def sums(self, rows: LossRows) -> Tensor:
-        """Return the contribution of these rows to an update's normalizer, [2]."""
-        batch = rows.batch
+    def sums(self, batch: Batch) -> Tensor:
+        """Return the batch's contribution to an update's normalizer, [2]."""
         return correction_weight_sums(
-            rows.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
+            batch.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
         )
 
-    def energy_weights(self, rows: LossRows) -> Tensor:
+    def energy_weights(self, batch: Batch) -> Tensor:
         """Return unnormalised energy weights [B, T], because a group may span micro-batches."""
         if not self._active:
-            return rows.batch.loss_mask.to(rows.log_probs.dtype)
-        return self._correction_over(rows, self_normalize=False).importance_weights
+            return batch.loss_mask.to(batch.log_probs.dtype)
+        return self._correction_over(batch, self_normalize=False).importance_weights
 
-    def _correction_over(self, rows: LossRows, **changed: object) -> Correction:
-        batch = rows.batch
+    def _correction_over(self, batch: Batch, **changed: object) -> Correction:
         return rollout_correction(
-            rows.log_probs,
+            batch.log_probs,
             batch.rollout_log_probs,
             batch.response_mask,
             loss_mask=batch.loss_mask,
@@ -152,16 +82,16 @@ def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
     return {"correction/ess": mean**2 / (metrics["correction/chi2"] + 1)}
 
 
-def _measure(correction: Correction, rows: LossRows, meter: Meter) -> None:
-    mask = rows.batch.response_mask
+def _measure(correction: Correction, batch: Batch, meter: Meter) -> None:
+    mask = batch.response_mask
     tokens = mask.sum()
     weights = {
         **dict.fromkeys(_OF_TRAJECTORIES, mask.any(-1).sum()),
-        "masked_fraction": rows.batch.loss_mask.sum(),
+        "masked_fraction": batch.loss_mask.sum(),
         "weight_mean": correction.loss_mask.sum(),
     }
     for name, value in correction.metrics.items():
-        weight = weights.get(name, tokens) * int(rows.batch.counted)
+        weight = weights.get(name, tokens) * int(batch.counted)
         if name in _LARGEST:
             meter.add_largest(f"correction/{name}", value, weight)
         elif name == "rho_min":
@@ -171,7 +101,7 @@ def _measure(correction: Correction, rows: LossRows, meter: Meter) -> None:
 
 
 class LossRowBuilder:
-    """Completes the rows of whole groups or of the whole step. ``beta`` is the coefficient of the KL penalty."""
+    """Completes the batches of whole groups or of the whole step. ``beta`` is the coefficient of the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Resolve the options. Raises SettingsError if the estimator or the correction does not accept them."""
@@ -182,31 +112,31 @@ class LossRowBuilder:
         self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
         self.step_wide = needs(settings).step_wide
 
-    def estimate(
-        self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
-    ) -> list[tuple[Tensor, Advantages]]:
-        """Compute penalized rewards [B, T] and advantages of whole groups in several batches, before any forward.
+    def estimate(self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter) -> list[Batch]:
+        """Add penalized rewards and advantages to the batches of whole groups, before any forward.
 
         If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all batches of this rank, and the
         call is collective.
         """
         inputs = [self._reward_inputs(batch, meter) for batch in batches]
         made = self._over_ranks(batches, inputs, engine) if self.step_wide else self._together(inputs)
-        return [(own.rewards, estimate) for own, estimate in zip(inputs, made, strict=True)]
-
-    def with_estimate(self, rows: LossRows, rewards: Tensor, estimate: Advantages, *, meter: Meter) -> LossRows:
-        """Complete rows whose advantages were known before their forward."""
-        self._measure_divergences(rows, meter)
-        correction = self.corrector.correct(rows, meter=meter)
-        return replace(rows, correction=correction, rewards=rewards, estimate=estimate)
-
-    def make(self, parts: Sequence[LossRows], *, beta: float, meter: Meter) -> list[LossRows]:
-        """Complete the rows of whole groups in several micro-batches."""
-        parts = [replace(rows, correction=self.corrector.correct(rows, meter=meter)) for rows in parts]
-        inputs = [self._inputs(rows, beta=beta, meter=meter) for rows in parts]
         return [
-            replace(rows, rewards=own.rewards, estimate=made)
-            for rows, own, made in zip(parts, inputs, self._together(inputs), strict=True)
+            replace(batch, rewards=own.rewards, estimate=estimate)
+            for batch, own, estimate in zip(batches, inputs, made, strict=True)
+        ]
+
+    def corrected(self, batch: Batch, *, meter: Meter) -> Batch:
+        """Complete a scored batch of :meth:`estimate`."""
+        self._measure_divergences(batch, meter)
+        return replace(batch, correction=self.corrector.correct(batch, meter=meter))
+
+    def make(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
+        """Complete the batches of whole groups."""
+        parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
+        inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in parts]
+        return [
+            replace(batch, rewards=own.rewards, estimate=made)
+            for batch, own, made in zip(parts, inputs, self._together(inputs), strict=True)
         ]
 
     def _together(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
@@ -229,23 +159,23 @@ class LossRowBuilder:
         ]
 
     def make_over_ranks(
-        self, updates: Sequence[Sequence[LossRows]], engine: TrainingEngine[nn.Module], *, beta: float, meter: Meter
-    ) -> list[list[LossRows]]:
+        self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module], *, beta: float, meter: Meter
+    ) -> list[list[Batch]]:
         """Complete every micro-batch of each update; groups may span micro-batches and ranks. Collective.
 
         All trajectories of a group are sent to its home rank. An estimator that needs the whole step in one call
         receives all trajectories on rank 0.
         """
         every = [
-            replace(rows, correction=self.corrector.correct(rows, meter=meter, normalizer=normalizer))
+            replace(batch, correction=self.corrector.correct(batch, meter=meter, normalizer=normalizer))
             for update, normalizer in zip(updates, self._normalizers(updates, engine), strict=True)
-            for rows in update
+            for batch in update
         ]
-        inputs = [self._inputs(rows, beta=beta, meter=meter) for rows in every]
-        estimates = self._over_ranks([rows.batch for rows in every], inputs, engine)
+        inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in every]
+        estimates = self._over_ranks(every, inputs, engine)
         made = [
-            replace(rows, rewards=own.rewards, estimate=estimate)
-            for rows, own, estimate in zip(every, inputs, estimates, strict=True)
+            replace(batch, rewards=own.rewards, estimate=estimate)
+            for batch, own, estimate in zip(every, inputs, estimates, strict=True)
         ]
         if every[0].values is not None:
             meter.add_mean("critic/explained_variance", explained_variance(made, engine), 1.0)
@@ -274,34 +204,34 @@ class LossRowBuilder:
         ]
 
     def _normalizers(
-        self, updates: Sequence[Sequence[LossRows]], engine: TrainingEngine[nn.Module]
+        self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
         """Return the normalizer [2] of the correction's weights for each update, or None without one. Collective."""
         if not self.corrector.normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
         for number, update in enumerate(updates):
-            for rows in update:
-                if rows.batch.counted:
-                    sums[number] += self.corrector.sums(rows)
+            for batch in update:
+                if batch.counted:
+                    sums[number] += self.corrector.sums(batch)
         return engine.all_reduce(sums).unbind()
 
-    def _inputs(self, rows: LossRows, *, beta: float, meter: Meter) -> AdvantageInputs:
-        statistics, after, correction = rows.statistics, rows.final_values, rows.correction
-        known = self._reward_inputs(rows.batch, meter)
-        self._measure_divergences(rows, meter)
+    def _inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
+        statistics, after, correction = batch.scores, batch.final_values, batch.correction
+        known = self._reward_inputs(batch, meter)
+        self._measure_divergences(batch, meter)
         return replace(
             known,
-            rewards=self._with_kl_penalty(rows, known.rewards, beta),
+            rewards=self._with_kl_penalty(batch, known.rewards, beta),
             log_probs=statistics.log_probs,
             sum_pi_squared=statistics.sum_pi_squared,
             token_energy=statistics.energy,
             hidden_norm_squared=statistics.hidden_norm_squared,
             importance_weights=None if correction is None else correction.importance_weights,
             loss_mask=known.loss_mask if correction is None else correction.loss_mask,
-            trajectory_energy=rows.trajectory_energy,
-            values=rows.values,
-            bootstrap_values=None if after is None else torch.where(rows.batch.truncated, after, 0.0),
+            trajectory_energy=batch.trajectory_energy,
+            values=batch.values,
+            bootstrap_values=None if after is None else torch.where(batch.truncated, after, 0.0),
         )
 
     def _reward_inputs(self, batch: Batch, meter: Meter) -> AdvantageInputs:
@@ -333,25 +263,25 @@ class LossRowBuilder:
         # The branches of a rollout share one penalty: the weighted mean of their penalties.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
-    def _measure_divergences(self, rows: LossRows, meter: Meter) -> None:
+    def _measure_divergences(self, batch: Batch, meter: Meter) -> None:
         """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher."""
-        mask, statistics, settings = rows.batch.response_mask, rows.statistics, self._settings
+        mask, statistics, settings = batch.response_mask, batch.scores, self._settings
         tokens = mask.sum()
         for name, others, estimator, full in (
-            ("kl/mean", rows.reference_log_probs, settings.kl.resolved_estimator, statistics.full_kl),
-            ("teacher/divergence", rows.teacher_log_probs, settings.teacher.estimator, statistics.teacher_divergence),
+            ("kl/mean", batch.reference_log_probs, settings.kl.resolved_estimator, statistics.full_kl),
+            ("teacher/divergence", batch.teacher_log_probs, settings.teacher.estimator, statistics.teacher_divergence),
         ):
             if others is not None:
-                penalty = kl_penalty(rows.log_probs, others, estimator, mask=mask, full=full)
-                meter.add_mean(name, penalty.double().sum() / tokens, tokens * int(rows.batch.counted))
+                penalty = kl_penalty(batch.log_probs, others, estimator, mask=mask, full=full)
+                meter.add_mean(name, penalty.double().sum() / tokens, tokens * int(batch.counted))
 
-    def _with_kl_penalty(self, rows: LossRows, rewards: Tensor, beta: float) -> Tensor:
+    def _with_kl_penalty(self, batch: Batch, rewards: Tensor, beta: float) -> Tensor:
         """Subtract the KL penalty from rewards if ``kl.placement`` is reward."""
-        reference, mask, settings = rows.reference_log_probs, rows.batch.response_mask, self._settings.kl
+        reference, mask, settings = batch.reference_log_probs, batch.response_mask, self._settings.kl
         if reference is None or settings.placement == "loss":
             return rewards
-        estimator, full = settings.resolved_estimator, rows.statistics.full_kl
-        return reward_kl(rewards, rows.log_probs, reference, mask, beta=beta, estimator=estimator, full=full).rewards
+        estimator, full = settings.resolved_estimator, batch.scores.full_kl
+        return reward_kl(rewards, batch.log_probs, reference, mask, beta=beta, estimator=estimator, full=full).rewards
 
 
 def _widened(values: Tensor, width: int) -> Tensor:
@@ -364,18 +294,18 @@ def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
     return replace(inputs, **{name: value[:0] for name, value in given.items() if value is not None})
 
 
-def explained_variance(rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> Tensor:
+def explained_variance(batches: Sequence[Batch], engine: TrainingEngine[nn.Module]) -> Tensor:
     """Compute 1 - Var(returns - values) / Var(returns) over the step's model tokens; 0 for Var = 0. Collective."""
 
     def spread(values: Sequence[Tensor]) -> Tensor:
         every = [
             Moments.of(item.double(), part.response_mask)
-            for item, part in zip(values, rows, strict=True)
+            for item, part in zip(values, batches, strict=True)
             if bool(part.response_mask.any())
         ]
-        nothing = Moments.empty(rows[0].computed_estimate.returns.double())
+        nothing = Moments.empty(batches[0].computed_estimate.returns.double())
         return reduce(Moments.merge, every, nothing).over_step(engine).squares
 
-    missed = spread([part.computed_estimate.returns - part.values for part in rows if part.values is not None])
-    whole = spread([part.computed_estimate.returns for part in rows])
+    missed = spread([part.computed_estimate.returns - part.values for part in batches if part.values is not None])
+    whole = spread([part.computed_estimate.returns for part in batches])
     return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)

@@ -17,10 +17,10 @@ from agentrl.algorithms import (
     step_selection,
     token_factors,
 )
+from agentrl.batch import Batch
 from agentrl.kernels import TokenStatistics
 from agentrl.training.engine.collectives import Exchange
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
-from agentrl.training.step.loss_rows import LossRows
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options
 
 # The limit to which the losses clamp a log-ratio.
@@ -44,21 +44,15 @@ class PolicyObjective:
         """Return the divisor of an update's loss for its ``tokens`` and ``sequences`` over all ranks, or None."""
         return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
 
-    def normalizer_over_ranks(self, rows: Sequence[LossRows], engine: TrainingEngine[nn.Module]) -> float | None:
+    def normalizer_over_ranks(self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module]) -> float | None:
         """Return :meth:`normalizer` with tokens and sequences counted over all ranks. Collective."""
         modes = ("token_mean", "seq_mean_token_mean")
         own = [
             math.fsum(
                 float(
-                    loss_normalizer(
-                        part.loss_mask,
-                        mode,
-                        part.batch.weights,
-                        part.batch.problem_weights,
-                        part.batch.path_weights,
-                    )
+                    loss_normalizer(batch.trained_mask, mode, batch.weights, batch.problem_weights, batch.path_weights)
                 )
-                for part in rows
+                for batch in batches
             )
             for mode in modes
         ]
@@ -68,64 +62,63 @@ class PolicyObjective:
     def loss(
         self,
         statistics: TokenStatistics,
-        rows: LossRows,
+        batch: Batch,
         *,
         normalizer: float | None,
         beta: float,
         teacher_coefficient: float,
         fresh: bool,
-        selected: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute these rows' part of the step's loss, and metrics that are means over the tokens of their loss mask.
+        """Compute this batch's part of the step's loss, and metrics that are means over the tokens of their loss mask.
 
-        ``statistics``, each [B, T], are connected to the graph. ``fresh``: ``rows`` were scored with the same
-        statistics, so every ratio is 1. ``selected``: this micro-batch's rows of :meth:`selection`.
+        ``statistics``, each [B, T], are connected to the graph. ``fresh``: ``batch`` was scored with the same
+        statistics, so every ratio is 1.
 
         A penalty that depends on the sampled token is weighted like the policy loss: with ratio = p / p_behaviour,
         E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. Entropy and exact KL do not depend on the sampled token, so
         a ratio would add noise, and a truncated ratio also bias.
         """
-        mask, log_probs = rows.loss_mask, statistics.log_probs
-        made = policy_loss(
+        mask, log_probs = batch.trained_mask, statistics.log_probs
+        per_token, metrics = policy_loss(
             self._algorithm.loss,
             log_probs=log_probs,
-            old_log_probs=None if fresh else rows.log_probs,
-            advantages=rows.advantages,
+            old_log_probs=None if fresh else batch.log_probs,
+            advantages=batch.advantages,
             loss_mask=mask,
-            response_mask=rows.response_mask,
-            weights=rows.weights,
-            selected=selected,
+            response_mask=batch.counted_mask,
+            weights=batch.correction_weights,
+            selected=batch.selected,
             **self._options,
         )
-        value = self._aggregated(made.per_token, rows, normalizer)
+        value = self._aggregated(per_token, batch, normalizer)
         if self._algorithm.entropy_coefficient:
-            bonus = self._aggregated(statistics.entropy, rows, normalizer)
+            bonus = self._aggregated(statistics.entropy, batch, normalizer)
             value = value - self._algorithm.entropy_coefficient * bonus
         for estimator, others, full, coefficient in (
-            (self._kl_estimator, rows.reference_log_probs, statistics.full_kl, beta),
-            (self._teacher_estimator, rows.teacher_log_probs, statistics.teacher_divergence, teacher_coefficient),
+            (self._kl_estimator, batch.reference_log_probs, statistics.full_kl, beta),
+            (self._teacher_estimator, batch.teacher_log_probs, statistics.teacher_divergence, teacher_coefficient),
         ):
             if estimator is not None and others is not None:
-                ratio = None if estimator == "full" else _ratio(log_probs, rows, fresh=fresh)
+                ratio = None if estimator == "full" else _ratio(log_probs, batch, fresh=fresh)
                 penalty = kl_penalty(log_probs, others, estimator, mask=mask, full=full, ratio=ratio)
-                value = value + coefficient * self._aggregated(penalty, rows, normalizer)
-        return value, made.metrics
+                value = value + coefficient * self._aggregated(penalty, batch, normalizer)
+        return value, metrics
 
-    def token_factors(self, rows: LossRows, normalizer: float | None) -> Tensor:
-        """Return the factor [B] of each row's tokens in the step's policy loss, before the correction's weights."""
+    def token_factors(self, batch: Batch, normalizer: float | None) -> Tensor:
+        """Return the factor [B] of each trajectory's tokens in the policy loss, before the correction's weights."""
         return token_factors(
-            rows.loss_mask,
+            batch.trained_mask,
             self._mode,
             normalizer=normalizer,
             length=self._length,
-            weights=rows.batch.weights,
-            problem_weights=rows.batch.problem_weights,
-            path_weights=rows.batch.path_weights,
+            weights=batch.weights,
+            problem_weights=batch.problem_weights,
+            path_weights=batch.path_weights,
         )
 
     @torch.no_grad()
     def selection(
-        self, log_probs: Sequence[Tensor], rows: Sequence[LossRows], engine: TrainingEngine[nn.Module], *, seed: int
+        self, log_probs: Sequence[Tensor], batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, seed: int
     ) -> list[Tensor]:
         """Select an update's tokens on rank 0. Returns a mask [B, T] for each micro-batch. Collective.
 
@@ -133,45 +126,45 @@ class PolicyObjective:
         """
 
         def counted(values: Iterable[Tensor]) -> list[Tensor]:
-            return [value if part.batch.counted else value[:0] for value, part in zip(values, rows, strict=True)]
+            return [value if part.counted else value[:0] for value, part in zip(values, batches, strict=True)]
 
-        masks = counted(part.loss_mask for part in rows)
+        masks = counted(part.trained_mask for part in batches)
         homes = torch.zeros(sum(map(len, masks)), dtype=torch.int64, device=engine.device)
         exchange = Exchange(masks, homes, group=engine.groups.peers)
         chosen = step_selection(
             self._algorithm.loss,
             log_probs=exchange.send_column(counted(log_probs)),
-            old_log_probs=exchange.send_column(counted(part.log_probs for part in rows)),
-            advantages=exchange.send_column(counted(part.advantages for part in rows)),
+            old_log_probs=exchange.send_column(counted(part.log_probs for part in batches)),
+            advantages=exchange.send_column(counted(part.advantages for part in batches)),
             loss_mask=exchange.send_column(masks),
-            trajectory_ids=exchange.send_column(counted(part.trajectory_ids for part in rows)),
+            trajectory_ids=exchange.send_column(counted(part.trajectory_ids for part in batches)),
             seed=seed,
             **self._options,
         )
-        parts = zip(exchange.send_back(chosen), rows, strict=True)
+        parts = zip(exchange.send_back(chosen), batches, strict=True)
         return [own if len(own) else torch.zeros_like(part.loss_mask) for own, part in parts]
 
-    def _aggregated(self, per_token: Tensor, rows: LossRows, normalizer: float | None) -> Tensor:
+    def _aggregated(self, per_token: Tensor, batch: Batch, normalizer: float | None) -> Tensor:
         return aggregate(
             per_token,
-            rows.loss_mask,
+            batch.trained_mask,
             self._mode,
             normalizer=normalizer,
             length=self._length,
-            weights=rows.batch.weights.to(per_token),
-            problem_weights=rows.batch.problem_weights.to(per_token),
-            path_weights=rows.batch.path_weights.to(per_token),
+            weights=batch.weights.to(per_token),
+            problem_weights=batch.problem_weights.to(per_token),
+            path_weights=batch.path_weights.to(per_token),
         )
 
 
-def _ratio(log_probs: Tensor, rows: LossRows, *, fresh: bool) -> Tensor | None:
+def _ratio(log_probs: Tensor, batch: Batch, *, fresh: bool) -> Tensor | None:
     """Return the ratio of the present policy to the sampling policy [B, T], detached; None if every ratio is 1.
 
     The factor between the sampling policy and the policy before the step is the weight of the rollout correction, with
     its bounds.
     """
     if fresh:
-        return rows.weights
-    log_ratio = torch.where(rows.loss_mask, log_probs.detach() - rows.log_probs, 0.0)
+        return batch.correction_weights
+    log_ratio = torch.where(batch.trained_mask, log_probs.detach() - batch.log_probs, 0.0)
     ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
-    return ratio if rows.weights is None else ratio * rows.weights
+    return ratio if batch.correction_weights is None else ratio * batch.correction_weights

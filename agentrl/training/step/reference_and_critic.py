@@ -21,7 +21,6 @@ from agentrl.models.tokenizer import different_tokens, read_tokenizer
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, read_policy
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings, KLSettings
-from agentrl.training.step.loss_rows import LossRows
 from agentrl.weights.sources import gathered_linear
 
 if TYPE_CHECKING:
@@ -216,16 +215,18 @@ class Critic:
         values = self._forward(batch)
         return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
 
-    def backward(self, rows: LossRows, *, tokens: int) -> dict[str, Tensor]:
+    def backward(self, batch: Batch, *, tokens: int) -> dict[str, Tensor]:
         """Accumulate the gradient of this micro-batch's part of the loss, a mean over the update's ``tokens``.
 
-        Returns metrics as means over the model tokens of ``rows``.
+        Returns metrics as means over the model tokens of ``batch``.
         """
-        mask, now = rows.response_mask, self._forward(rows.batch)[:, :-1]
-        loss = value_loss(now, rows.computed_estimate.returns, mask, old_values=rows.values, clip=self._clip)
-        value = aggregate(loss.per_token, mask, "token_mean", normalizer=tokens)
+        mask, now = batch.counted_mask, self._forward(batch)[:, :-1]
+        per_token, metrics = value_loss(
+            now, batch.computed_estimate.returns, mask, old_values=batch.values, clip=self._clip
+        )
+        value = aggregate(per_token, mask, "token_mean", normalizer=tokens)
         self.engine.backward(value * self.engine.world_size)
-        return loss.metrics | {"loss": torch.where(mask, loss.per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}
+        return metrics | {"loss": torch.where(mask, per_token.detach(), 0.0).sum() / mask.sum().clamp(min=1)}
 
     def _forward(self, batch: Batch) -> Tensor:
         values: Tensor = self.engine(batch.row, batch.response_mask.shape[1])

@@ -22,7 +22,7 @@ from agentrl.training.engine.collectives import Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Heartbeat
 from agentrl.training.engine.memory import micro_batch_memory_errors
-from agentrl.training.step.batching import RankPlan, UpdatePlan
+from agentrl.training.step.batching import RankPlan
 from agentrl.training.step.diagnostics import (
     HeadExactMonitor,
     TokenRecorder,
@@ -31,7 +31,7 @@ from agentrl.training.step.diagnostics import (
     record_forward_metrics,
     variance_proxies,
 )
-from agentrl.training.step.loss_rows import LossRowBuilder, LossRows, effective_sample_size
+from agentrl.training.step.loss_rows import LossRowBuilder, effective_sample_size
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, kl_controller
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
     from agentrl.training.step.served_teacher import ServedTeacher
 
 _Result = TypeVar("_Result")
-_Rows = TypeVar("_Rows", MicroBatch, LossRows)
+_Item = TypeVar("_Item", MicroBatch, Batch)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -171,21 +171,21 @@ class Trainer:
     def _passes(self, step: _Step) -> None:
         plan = step.plan
         if plan.updates and not plan.reasons:
-            for update in plan.updates:
-                self._one_forward(step, update)
+            self._one_forward(step)
         elif plan.updates:
             # A statistics pass over the whole step, then the updates.
-            for number, (update, rows) in enumerate(zip(plan.updates, self._statistics_pass(step), strict=True)):
-                self._train_update(step, update, rows, fresh=number == 0)
+            for number, batches in enumerate(self._statistics_pass(step)):
+                self._train_update(step, batches, tokens=plan.model_tokens[number], fresh=number == 0)
 
-    def _one_forward(self, step: _Step, update: UpdatePlan) -> None:
+    def _one_forward(self, step: _Step) -> None:
         """Train an update with one forward for both advantages and loss. :mod:`.batching` describes large groups."""
-        normalizer = self._objective.normalizer(update.tokens, update.sequences)
+        plan = step.plan
+        normalizer = self._objective.normalizer(plan.tokens, plan.sequences)
         with torch.no_grad():
-            scored = self._over_micro_batches(partial(self._scored, step=step), update.scored_first)
-        earlier = iter(rows for rows, _, _ in scored if rows.batch.counted)
+            scored = self._over_micro_batches(partial(self._scored, step=step), plan.scored_first)
+        earlier = iter(batch for batch, _, _ in scored if batch.counted)
         whole_step = self._known_before_forward and self._rows.step_wide
-        for unit in [update.micro_batches] if whole_step else update.units:
+        for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
             if self._known_before_forward:
                 self._unit_from_rewards(step, unit, normalizer)
             else:
@@ -196,16 +196,15 @@ class Trainer:
     def _unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
         """Compute advantages first, then run one forward and backward for each micro-batch."""
         batches = [self._on_device(micro) for micro in unit]
-        estimates = self._rows.estimate(batches, self._engine, meter=step.meter)
-        for batch, (rewards, estimate) in zip(batches, estimates, strict=True):
+        for batch in self._rows.estimate(batches, self._engine, meter=step.meter):
             with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
-                rows, statistics, hidden = self._score(batch, step)
-                rows = self._rows.with_estimate(rows, rewards, estimate, meter=step.meter)
-                self._account(step, rows, hidden)
-                self._backward(step, statistics, rows, normalizer, fresh=True)
+                scored, statistics, hidden = self._score(batch, step)
+                scored = self._rows.corrected(scored, meter=step.meter)
+                self._account(step, scored, hidden)
+                self._backward(step, statistics, scored, normalizer, fresh=True)
 
     def _unit_from_statistics(
-        self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[LossRows], normalizer: float | None
+        self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
     ) -> None:
         """Complete the group with the last micro-batch's forward, then run the ``earlier`` ones again."""
         batch = self._on_device(unit[-1])
@@ -216,61 +215,64 @@ class Trainer:
             self._account(step, last, hidden)
             self._backward(step, statistics, last, normalizer, fresh=True)
         del statistics
-        for rows in others:
-            with micro_batch_memory_errors(tokens=rows.batch.tokens, trajectories=rows.batch.trajectories):
-                statistics, _, _ = self._forward(rows.batch, step)
-                self._account(step, rows, None)
-                self._backward(step, statistics, rows, normalizer, fresh=True)
+        for batch in others:
+            with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
+                statistics, _, _ = self._forward(batch, step)
+                self._account(step, batch, None)
+                self._backward(step, statistics, batch, normalizer, fresh=True)
 
-    def _over_micro_batches(self, work: Callable[[_Rows], _Result], micro_batches: Sequence[_Rows]) -> list[_Result]:
+    def _over_micro_batches(self, work: Callable[[_Item], _Result], micro_batches: Sequence[_Item]) -> list[_Result]:
         """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
         done = []
-        for rows in micro_batches:
-            with micro_batch_memory_errors(tokens=rows.tokens, trajectories=rows.trajectories):
-                done.append(work(rows))
+        for item in micro_batches:
+            with micro_batch_memory_errors(tokens=item.tokens, trajectories=item.trajectories):
+                done.append(work(item))
         self._heartbeat.finish_passes()
         return done
 
-    def _statistics_pass(self, step: _Step) -> list[list[LossRows]]:
-        """Score every micro-batch, and return the completed rows of each update, with groups over all ranks."""
+    def _statistics_pass(self, step: _Step) -> list[list[Batch]]:
+        """Score every micro-batch, and return the completed batches of each update, with groups over all ranks."""
         with torch.no_grad():
-            updates = [update.micro_batches for update in step.plan.updates]
+            updates = [list(chain(*update)) for update in step.plan.updates]
             scored = iter(self._over_micro_batches(partial(self._scored, step=step), [*chain(*updates)]))
             parts = [[next(scored) for _ in update] for update in updates]
             completed = self._rows.make_over_ranks(
-                [[rows for rows, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
+                [[batch for batch, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
             )
         for update, others in zip(completed, parts, strict=True):
-            for rows, (_, _, hidden) in zip(update, others, strict=True):
-                self._account(step, rows, hidden)
+            for batch, (_, _, hidden) in zip(update, others, strict=True):
+                self._account(step, batch, hidden)
         return completed
 
-    def _train_update(self, step: _Step, update: UpdatePlan, rows: Sequence[LossRows], *, fresh: bool) -> None:
-        """Run one update after a statistics pass. ``fresh``: the weights have not changed since that pass."""
-        normalizer = self._objective.normalizer_over_ranks(rows, self._engine)
+    def _train_update(self, step: _Step, batches: Sequence[Batch], *, tokens: int, fresh: bool) -> None:
+        """Run one update of ``tokens`` model tokens after a statistics pass.
+
+        ``fresh``: the weights have not changed since that pass.
+        """
+        normalizer = self._objective.normalizer_over_ranks(batches, self._engine)
         if self._objective.selects:
-            rows = self._selected(step, rows, fresh=fresh)
+            batches = self._selected(step, batches, fresh=fresh)
 
-        def work(own: LossRows) -> None:
-            statistics, _, _ = self._forward(own.batch, step)
-            self._backward(step, statistics, own, normalizer, fresh=False)
+        def work(batch: Batch) -> None:
+            statistics, _, _ = self._forward(batch, step)
+            self._backward(step, statistics, batch, normalizer, fresh=False)
             if self._critic is not None:
-                measured = self._critic.backward(own, tokens=update.model_tokens)
-                record_algorithm_metrics(step.meter, "critic", measured, own.response_mask.sum())
+                measured = self._critic.backward(batch, tokens=tokens)
+                record_algorithm_metrics(step.meter, "critic", measured, batch.counted_mask.sum())
 
-        self._over_micro_batches(work, rows)
+        self._over_micro_batches(work, batches)
         self._update(step)
 
-    def _selected(self, step: _Step, rows: Sequence[LossRows], *, fresh: bool) -> list[LossRows]:
-        """Return the rows with the tokens that the loss selects. Collective."""
+    def _selected(self, step: _Step, batches: Sequence[Batch], *, fresh: bool) -> list[Batch]:
+        """Return the batches with the tokens that the loss selects. Collective."""
 
-        def log_probs(own: LossRows) -> Tensor:
-            return own.log_probs if fresh else self._forward(own.batch, step)[0].log_probs
+        def log_probs(batch: Batch) -> Tensor:
+            return batch.log_probs if fresh else self._forward(batch, step)[0].log_probs
 
         with torch.no_grad():
-            now = self._over_micro_batches(log_probs, rows)
-        selected = self._objective.selection(now, rows, self._engine, seed=step.plan.step)
-        return [replace(own, selected=chosen) for own, chosen in zip(rows, selected, strict=True)]
+            now = self._over_micro_batches(log_probs, batches)
+        selected = self._objective.selection(now, batches, self._engine, seed=step.plan.step)
+        return [replace(batch, selected=chosen) for batch, chosen in zip(batches, selected, strict=True)]
 
     def _update(self, step: _Step) -> None:
         worst = step.meter.largest_over_ranks("policy/engine_abs_diff_max", self._engine)
@@ -317,13 +319,13 @@ class Trainer:
     def _on_device(self, micro: MicroBatch) -> Batch:
         return Batch.of(micro, device=self._engine.device, multiple=self._engine.module.row_multiple)
 
-    def _scored(self, micro: MicroBatch, step: _Step) -> tuple[LossRows, TokenStatistics, Tensor | None]:
+    def _scored(self, micro: MicroBatch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
         return self._score(self._on_device(micro), step)
 
-    def _score(self, batch: Batch, step: _Step) -> tuple[LossRows, TokenStatistics, Tensor | None]:
-        """Run all forwards over a micro-batch. Collective under ZeRO-3.
+    def _score(self, batch: Batch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
+        """Run all forwards over a batch. Collective under ZeRO-3.
 
-        Returns (its rows, without rewards and advantages; statistics connected to the graph; hidden states).
+        Returns (the batch with the results; statistics connected to the graph; hidden states).
         """
         statistics, hidden, log_probs = self._forward(batch, step, keep_hidden=step.monitor is not None)
         if self._engine.module.routes is not None:
@@ -332,8 +334,8 @@ class Trainer:
         log_probs |= {name: policy.read(batch)[0] for name, policy in step.frozen.items() if name not in log_probs}
         if self._critic is not None:
             values, final_values = self._critic.values(batch)
-        rows = LossRows(
-            batch=batch,
+        scored = replace(
+            batch,
             statistics=statistics.map(Tensor.detach),
             reference_log_probs=log_probs.get("reference"),
             teacher_log_probs=log_probs.get("teacher"),
@@ -345,11 +347,11 @@ class Trainer:
                 batch.input_ids,
                 batch.prompt_lengths,
                 batch.response_mask,
-                importance_weights=self._rows.corrector.energy_weights(rows),
+                importance_weights=self._rows.corrector.energy_weights(scored),
                 temperature=self._temperature,
             )
-            rows = replace(rows, trajectory_energy=energies)
-        return rows, statistics, hidden
+            scored = replace(scored, trajectory_energy=energies)
+        return scored, statistics, hidden
 
     def _with_routes(self, batch: Batch, routes: Routes, step: _Step) -> Batch:
         """Record metrics of replayed ``routes``, or return the batch with the routes that the trainer has selected.
@@ -377,35 +379,34 @@ class Trainer:
         self,
         step: _Step,
         statistics: TokenStatistics,
-        rows: LossRows,
+        batch: Batch,
         normalizer: float | None,
         *,
         fresh: bool,
     ) -> None:
-        """Accumulate the gradient of this micro-batch's part of the loss. All parts sum to the step's loss."""
+        """Accumulate the gradient of this batch's part of the loss. All parts sum to the step's loss."""
         value, metrics = self._objective.loss(
             statistics,
-            rows,
+            batch,
             normalizer=normalizer,
             beta=step.beta,
             teacher_coefficient=step.teacher_coefficient,
             fresh=fresh,
-            selected=rows.selected,
         )
-        if step.recorder is not None and rows.batch.counted:
+        if step.recorder is not None and batch.counted:
             update = len(step.norms)  # of the step, from 0
             step.recorder.add(
-                rows,
-                factors=self._objective.token_factors(rows, normalizer),
+                batch,
+                factors=self._objective.token_factors(batch, normalizer),
                 update=update,
                 update_log_probs=statistics.log_probs.detach() if update else None,
             )
         step.meter.add_total("policy/loss", value.detach())
         self._heartbeat.start_pass()
-        record_algorithm_metrics(step.meter, "policy", metrics, rows.loss_mask.sum())
+        record_algorithm_metrics(step.meter, "policy", metrics, batch.trained_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 
-    def _account(self, step: _Step, rows: LossRows, hidden: Tensor | None) -> None:
-        record_forward_metrics(step.meter, rows, version=step.plan.version)
-        if step.monitor is not None and hidden is not None and rows.batch.counted:
-            step.monitor.add(rows, hidden)
+    def _account(self, step: _Step, batch: Batch, hidden: Tensor | None) -> None:
+        record_forward_metrics(step.meter, batch, version=step.plan.version)
+        if step.monitor is not None and hidden is not None and batch.counted:
+            step.monitor.add(batch, hidden)

@@ -31,14 +31,14 @@ from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import longest_request
 from agentrl.rollout.work_queue import QueueState
-from agentrl.rollout.worker import RolloutBatch, RolloutWorker
+from agentrl.rollout.worker import RolloutWorker
 from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trace import service_span, start_trace, stop_trace
 from agentrl.training.step.batching import RankPlan, is_due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, needs
 from agentrl.training.worker.service import InterruptedRunError
-from agentrl.trajectory import Trajectory
+from agentrl.trajectory import Group, Trajectory
 from agentrl.weights.sources import TransferTarget
 from agentrl.weights.verify import EngineVerification, Probe, probe_tokens
 from agentrl_envs import execution
@@ -126,7 +126,7 @@ class LocalService:
         self._ranks = ranks
         self._folder = settings.run_path.absolute()
         self._interrupted = False
-        self._batch: RolloutBatch | None = None
+        self._groups: tuple[Group, ...] | None = None  # of the planned step, until it is confirmed
         with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
             self._open(opened, policy_path, trained)
             self._opened = opened.pop_all()
@@ -236,14 +236,17 @@ class LocalService:
 
     def plans(self, step: int, budget: int) -> list[RankPlan]:
         """Roll out one step, unless it is done, and plan it for every rank. Ranks that share rows share a plan."""
-        if self._batch is None or self._batch.step != step:
+        if self._groups is None or self._worker.step != step:
             self._managed.begin_rollouts()
-            self._batch = self._run(self._worker.next_batch(step))
+            self._groups = self._run(self._worker.next_batch(step))
             self._finish(self._managed.end_rollouts())
         sharing = self._settings.training.sequence_parallel
         plans = plan_step(
-            self._batch,
+            self._groups,
             self._objective,
+            step=step,
+            version=self._worker.version,
+            metrics=self._worker.metrics,
             budget=budget,
             ranks=self._ranks // sharing,
             attention_length=self._attention_length,
@@ -272,14 +275,15 @@ class LocalService:
 
     def confirm(self, step: int) -> None:
         """Confirm a step, and start writing its trajectories. Raises WorldError if the previous write failed."""
-        if self._batch is None or self._batch.step != step:
+        if self._groups is None or self._worker.step != step:
             raise RuntimeError(f"step {step} was confirmed, but it is not the last planned step")
         self._writer.wait()
         if is_due(step, self._settings.telemetry.trajectories_every):
-            rows = (item.to_record() for group in self._batch.sampled_groups for item in group.all_trajectories)
+            sampled = self._worker.sampled_groups
+            rows = (item.to_record() for group in sampled for item in group.all_trajectories)
             self._writer.submit(partial(RunDirectory(self._folder).write_trajectories, step, rows))
-        self._finish(self._in_loop(partial(self._worker.confirm, self._batch)))
-        self._batch = None
+        self._finish(self._in_loop(self._worker.confirm))
+        self._groups = None
 
     def transfer_target(self) -> TransferTarget | None:
         return self._managed.target()

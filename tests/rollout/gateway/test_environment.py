@@ -32,7 +32,6 @@ from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.adapters import verifiers_worker
 from agentrl_envs.chat import Mark, MarkedText
@@ -71,7 +70,7 @@ async def play(
     await environment.open()
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=rollout, seed=7, rewards=rewards)
     try:
-        requests = [RolloutRequest(index=number, problem=problem(number, statement)) for number in range(problems)]
+        requests = [Group(index=number, problem=problem(number, statement)) for number in range(problems)]
         groups = [group async for group in driver.run(requests, step=1, group_size=samples, greedy=greedy)]
     finally:
         await environment.close()
@@ -405,7 +404,7 @@ async def test_a_single_sequence_is_bitwise_what_the_driver_plays_and_what_a_for
     def engine() -> TransformersEngine:
         return TransformersEngine(model, codec, SETTINGS)
 
-    requests = [RolloutRequest(index=0, problem=problem())]
+    requests = [Group(index=0, problem=problem())]
     first = engine()
     driver = Driver(environment=ChatEnvironment(), engine=first, codec=codec, settings=SETTINGS, seed=7)
     (group,) = [group async for group in driver.run(requests, step=1, group_size=1)]
