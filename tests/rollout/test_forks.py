@@ -79,9 +79,9 @@ async def test_every_edge_has_the_routes_of_all_its_tokens() -> None:
     engine = ScriptedEngine(lambda name, count: turn("r1" if "." in name else ("a", "b")[count]))
     driver, _ = make(engine, lambda *_: ForkedEpisode(), branching=BranchingSettings(width=2, where=(2,)))
     driver.routed = True
-    waiting = iter([Group(index=3, problem=problem(0), size=1, sample=0, step=1)])
+    waiting = iter([(Group(index=3, problem=problem(0), step=1), 0)])
 
-    async def jobs() -> Group | None:
+    async def jobs() -> tuple[Group, int] | None:
         return next(waiting, None)
 
     (group,) = [group async for group in driver.run_jobs(jobs, rollouts=1)]
