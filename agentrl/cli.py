@@ -226,7 +226,12 @@ def variance(
         str | None, _option("PATH", "model directory; default: the cold-start policy of the settings")
     ] = None,
     behaviour: Annotated[
-        str | None, _option("PATH", "older policy that samples the rollouts; gradients are then importance-weighted")
+        str | None,
+        _option(
+            "PATH",
+            "older policy that samples the rollouts, or fp8 or int8 for the measured policy with rounded weights; "
+            "gradients are then importance-weighted",
+        ),
     ] = None,
     problems: Annotated[str | None, _option("P", "number of problems from data.train, or a problem file")] = None,
     group_sizes: Annotated[str | None, _option("N,N", "group sizes, separated by commas")] = None,

@@ -339,6 +339,8 @@ def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
             "training.deterministic=true requires rollout.engine=transformers, because servers batch requests in the "
             "order of arrival, which affects the last digits of their log-probabilities"
         )
+    if command == "train" and facts.approximation and not settings.correction.active:
+        yield f"{facts.approximation} samples from another policy than the trained one: set correction.weights=token"
     if command != "eval" and facts.shares_gpus and settings.training.zero_stage not in (1, 2):
         yield (
             f"{facts.shares_gpus} conflicts with {_pairs(settings, 'training.zero_stage')}, because DeepSpeed moves "

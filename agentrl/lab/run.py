@@ -20,6 +20,7 @@ from agentrl.models.exactness import check_policy, choose_reader
 from agentrl.models.loading import model_fingerprint, read_model
 from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
+from agentrl.models.quantization import FORMATS, fake_quantize
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import check_environment, environment_and_codec
 from agentrl.telemetry.console import Console
@@ -57,7 +58,8 @@ def variance_command(
 ) -> list[EstimatorResult]:
     """Measure the policy in ``model`` on rollouts of ``problems``.
 
-    The policy in ``behaviour`` samples the rollouts. If it is None, the measured policy samples them.
+    The policy in ``behaviour`` samples the rollouts. If it is None, the measured policy samples them. If it is one of
+    :data:`.FORMATS`, the measured policy with weights rounded to this format samples them.
 
     Moments, results and plots are written to ``output``. An existing measurement is continued.
     """
@@ -101,10 +103,16 @@ class _Bench:
     ) -> None:
         self._settings, self._lab, self._choices = settings, lab, choices
         tokenizer = read_tokenizer(model)
-        if behaviour is not None and read_tokenizer(behaviour).get_vocab() != tokenizer.get_vocab():
+        if behaviour not in (None, *FORMATS) and read_tokenizer(behaviour).get_vocab() != tokenizer.get_vocab():
             raise SettingsError(f"--behaviour {behaviour} must have the same vocabulary as {model}")
         causal_lm = add_adapters(read_model(model, settings.model).eval(), settings.model.lora)
-        playing = causal_lm if behaviour is None else read_model(behaviour, settings.model).eval()
+        playing = (
+            causal_lm
+            if behaviour is None
+            else read_model(model if behaviour in FORMATS else behaviour, settings.model).eval()
+        )
+        if behaviour in FORMATS:
+            fake_quantize(playing, behaviour)
         self._weighing = self._correction(behaviour)
         self.conditions = {
             "model": model,

@@ -152,6 +152,22 @@ def test_a_server_that_lists_too_few_tokens_is_refused() -> None:
         replica._check_config(config, NEEDS)
 
 
+def test_a_server_with_another_quantization_is_refused() -> None:
+    replica = VLLMReplica("http://localhost:1", quantization="fp8_per_channel")
+    model = {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 200, "quantization": None}
+    config = {"model_config": model, "cache_config": {"enable_prefix_caching": True}}
+    with pytest.raises(SettingsError, match="start it with --quantization fp8_per_channel"):
+        replica._check_config(config, NEEDS)
+    model["quantization"] = "fp8_per_channel"
+    replica._check_config(config, NEEDS)
+
+
+def test_quantized_rollouts_need_a_correction() -> None:
+    message = refused("rollout.engine=vllm", "rollout.vllm.quantization=fp8_per_block", "training.zero_stage=2")
+    assert "rollout.vllm.quantization=fp8_per_block samples from another policy" in message
+    assert "set correction.weights=token" in message
+
+
 @pytest.mark.parametrize(
     ("overrides", "named"),
     [

@@ -66,7 +66,7 @@ def test_a_second_call_continues_the_first(command_line: CommandLine, random_pol
     assert "a measurement with temperature=1.0, but temperature is now 0.9: use another --output" in said
     assert (command_line.folder / "parts" / "problems.jsonl").read_text() == whole
 
-    older = ["--problems", "2", "--output", "older", "--behaviour", str(random_policy)]
+    older = ["--problems", "2", "--output", "older", "--behaviour", "int8"]
     command_line.run("variance", *arguments, *older)
     record = json.loads((command_line.folder / "older" / "variance.json").read_text())
     assert record["settings"]["correction"]["weights"] == "token"

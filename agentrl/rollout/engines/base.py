@@ -268,6 +268,8 @@ class EngineFacts:
     """Number of tokens of the largest support that the engine can return; None: unlimited, 0: it returns none."""
     returns_routes: bool = False
     """Whether the engine can return the experts of each token in every layer."""
+    approximation: str = ""
+    """The setting, as ``key=value``, with which the sampling policy is not the trained one; empty without such one."""
     prompt_limit: int | None = None
     """Length in tokens of the longest accepted prompt."""
     servers: int = 0

@@ -120,7 +120,13 @@ def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
 
 def _client(rollout: RolloutSettings, rank: int) -> Callable[[str], Replica]:
     logprobs = listed_tokens(rollout.top_k) if rollout.restricts_sampling else 0
-    return partial(VLLMReplica, seeded=rollout.vllm.seeded, adapter_rank=rank, logprobs=logprobs)
+    return partial(
+        VLLMReplica,
+        seeded=rollout.vllm.seeded,
+        adapter_rank=rank,
+        logprobs=logprobs,
+        quantization=rollout.vllm.quantization,
+    )
 
 
 def _weights(rollout: RolloutSettings, rank: int) -> ServedWeights:

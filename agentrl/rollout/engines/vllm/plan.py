@@ -85,6 +85,7 @@ class VLLMPlan(ServerPlan):
     adapters: int = 1  # maximum in use at a time
     logprobs: int = 0  # maximum number of log-probabilities per token in a request
     routes: bool = False
+    quantization: str | None = None
     extra_args: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
@@ -108,6 +109,8 @@ class VLLMPlan(ServerPlan):
         if self.adapter_rank:
             command += ["--enable-lora", "--max-lora-rank", str(supported_lora_rank(self.adapter_rank))]
             command += ["--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)]
+        if self.quantization is not None:
+            command += ["--quantization", self.quantization]
         if self.routes:
             command += ["--enable-return-routed-experts"]
         if self.logprobs:
@@ -164,6 +167,11 @@ def policy_servers(
     colocated = placement == "colocated" and bool(found)
     if not found:
         check_cpu_attention(read_config(policy))
+        if rollout.vllm.quantization is not None:
+            raise SettingsError(
+                f"rollout.vllm.quantization={rollout.vllm.quantization} needs a GPU, because vLLM quantizes weights on "
+                "arrival only there: reset it"
+            )
         if routes:
             raise SettingsError(
                 "correction.route_replay=rollout: on a CPU, vLLM 0.32 returns no routes; set "
@@ -290,6 +298,7 @@ def plan_servers(
             adapters=adapters_in_use(settings),
             logprobs=listed_tokens(settings.top_k) if settings.restricts_sampling else 0,
             routes=routes,
+            quantization=vllm.quantization,
             extra_args=tuple(vllm.extra_args),
         )
         for index in range(vllm.replicas)

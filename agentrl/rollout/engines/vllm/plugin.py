@@ -49,6 +49,13 @@ class VLLMSettings(ServerSettings):
         description="form in which servers receive a policy with adapters (model.lora.rank). adapter: the adapters, as "
         "files with a new name for each version; merged: the model with merged adapters, rounded to its dtype",
     )
+    quantization: (
+        Literal["fp8_per_tensor", "fp8_per_channel", "fp8_per_block", "mxfp8", "int8_per_channel_weight_only"] | None
+    ) = Field(
+        None,
+        description="format to which servers on GPUs round the weights when they arrive (vLLM's online quantization); "
+        "int8 applies to experts only; null: the dtype of the weights. Needs a correction (correction.*)",
+    )
     seeded: bool = Field(
         True, description="use a separate seed for each request, which makes sampling in vLLM slightly slower"
     )
@@ -78,6 +85,7 @@ class VLLMPlugin(EnginePlugin):
             about=f"vLLM servers at {', '.join(vllm.addresses)}" if external else started,
             largest_support=64,  # each token adds 60 bytes to a response
             returns_routes=True,
+            approximation=f"rollout.vllm.quantization={vllm.quantization}" if vllm.quantization else "",
             prompt_limit=rollout.max_prompt_tokens,
             servers=0 if external else vllm.replicas,
             gpus_per_server=vllm.tensor_parallel_size,

@@ -323,16 +323,26 @@ _CONTROLS = "its control endpoints are disabled: start it with the environment v
 class VLLMReplica(Replica):
     title: ClassVar[str] = "vLLM"
 
-    def __init__(self, address: str, *, seeded: bool = True, adapter_rank: int = 0, logprobs: int = 0) -> None:
+    def __init__(
+        self,
+        address: str,
+        *,
+        seeded: bool = True,
+        adapter_rank: int = 0,
+        logprobs: int = 0,
+        quantization: str | None = None,
+    ) -> None:
         """Create a client without connecting.
 
         ``seeded``: each request has a separate seed. ``adapter_rank``: the rank of the adapters to load; 0: none.
-        ``logprobs``: number of log-probabilities per token that will be requested.
+        ``logprobs``: number of log-probabilities per token that will be requested. ``quantization``: see
+        :class:`.VLLMSettings`.
         """
         super().__init__(address)
         self._seeded = seeded
         self._adapter_rank = adapter_rank
         self._logprobs = logprobs
+        self._quantization = quantization
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -472,6 +482,11 @@ class VLLMReplica(Replica):
             raise self.unusable_error(
                 f"it lists at most {model['max_logprobs']} log-probabilities per token, but rollout.top_k needs "
                 f"{self._logprobs}: start it with --max-logprobs {self._logprobs}"
+            )
+        if self._quantization is not None and model.get("quantization") != self._quantization:
+            raise self.unusable_error(
+                f"its quantization is {model.get('quantization')}, but rollout.vllm.quantization={self._quantization}: "
+                f"start it with --quantization {self._quantization}"
             )
         needed = needs.max_tokens
         if int(model["max_model_len"]) < needed:

@@ -1,0 +1,42 @@
+"""Fake quantization: weights rounded to fp8 or int8 and stored in their own dtype, to measure rounded rollouts."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FORMATS = ("fp8", "int8")
+
+
+@torch.no_grad()
+def fake_quantize(model: PreTrainedModel, number_format: str) -> PreTrainedModel:
+    """Round the weights of all linear layers except the head to one of `FORMATS`, in place, and return the model.
+
+    As in vLLM's per-channel formats, each output has a scale, and embeddings, norms and the head keep their values.
+    Activations are not rounded.
+    """
+    head = model.get_output_embeddings()
+    for module in model.modules():
+        if isinstance(module, nn.Linear) and module is not head:
+            module.weight.copy_(rounded(module.weight, number_format))
+    return model
+
+
+def rounded(weight: Tensor, number_format: str) -> Tensor:
+    """Round a weight [out, in] with one scale per output.
+
+    >>> rounded(torch.tensor([[127.0, 1.4], [2.0, -0.99]]), "int8")
+    tensor([[127.0000,   1.0000],
+            [  2.0000,  -0.9921]])
+    """
+    largest = torch.finfo(torch.float8_e4m3fn).max if number_format == "fp8" else 127.0
+    wide = weight.float()
+    scale = wide.abs().amax(-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny) / largest
+    steps = wide / scale
+    steps = steps.to(torch.float8_e4m3fn).float() if number_format == "fp8" else steps.round()
+    return (steps * scale).to(weight.dtype)
