@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import statistics
 import subprocess
@@ -94,7 +95,10 @@ def compare(sides: dict[str, Side], options: argparse.Namespace, *last: str) -> 
             times[name].append(time.process_time() - began)
     found = {}
     for name, taken in times.items():
-        said = subprocess.check_output([sys.executable, *sys.argv, *last, "--only", name], text=True)
+        # Otherwise, glibc keeps freed blocks, and the peak depends on the order of their sizes.
+        environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
+        command = [sys.executable, *sys.argv, *last, "--only", name]
+        said = subprocess.check_output(command, text=True, env=environment)
         found |= {f"{name}_seconds": statistics.median(taken[1:]), f"{name}_mib": float(said)}
         print(f"{name}: {statistics.median(taken[1:]):.3f} CPU seconds, peak memory {float(said):,.0f} MiB", flush=True)
     fast, slow = (taken[1:] for taken in times.values())

@@ -300,11 +300,11 @@ class PackedRow:
 
 
 def _nearly_equal(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Group indices by their counts. In a group, the smallest count exceeds four fifths of the largest."""
-    parts: dict[tuple[object, ...], list[int]] = {}
+    """Group indices whose counts differ by at most a fifth, or by a few tokens. Equal counts are whole documents."""
+    parts: dict[tuple[int, ...], list[int]] = {}
     for number, own in enumerate(counts):
-        sizes = (int(math.log(count, 1.25)) for count in own)
-        parts.setdefault((len({*own}), *sizes), []).append(number)  # equal counts are whole documents
+        sizes = (int(math.log(count + 32, 1.25)) for count in own)  # padding short lines costs less than a call
+        parts.setdefault((len({*own}), *sizes), []).append(number)
     return [*parts.values()]
 
 
