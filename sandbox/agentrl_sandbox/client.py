@@ -7,8 +7,10 @@ await sandbox.close()
 
 from __future__ import annotations
 
+from importlib.metadata import entry_points
+
 from agentrl_sandbox.local import open_local
-from agentrl_sandbox.settings import PROGRAM_LIMITS, SandboxSettings
+from agentrl_sandbox.settings import PLUGINS, PROGRAM_LIMITS, SandboxSettings
 from agentrl_sandbox.types import (
     PROPERTIES,
     BusyError,
@@ -52,9 +54,17 @@ __all__ = [
 async def open_sandbox(settings: SandboxSettings) -> Sandbox:
     """Open the sandbox at ``settings.url`` and check its isolation.
 
-    Raises UnisolatedError if a property is missing (unless ``allow_unisolated``) and StartError if the sandbox does not
-    start.
+    If the scheme is the name of an entry point in the group ``agentrl.sandboxes``, its function is called with the
+    settings and returns a `Sandbox` (``async def function(settings)``). Raises UnisolatedError if a property is missing
+    (unless ``allow_unisolated``) and StartError if the sandbox does not start.
     """
+    for entry in entry_points(group=PLUGINS, name=settings.scheme):
+        plugged: Sandbox = await entry.load()(settings)
+        if plugged.isolation.missing and not settings.allow_unisolated:
+            await plugged.close()
+            why = "Set allow_unisolated=true to run programs without these properties"
+            raise UnisolatedError(settings.url, plugged.isolation.missing, why)
+        return plugged
     if settings.scheme == "docker":
         from agentrl_sandbox.docker import open_docker
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterable, Mapping
+from importlib.metadata import entry_points
 from pathlib import Path
 from typing import TypeVar
 
@@ -14,6 +15,10 @@ from agentrl_sandbox.types import SandboxError
 
 _SERVICE = re.compile(r"https?://[^\s/?#@,]+/?")
 _PLACE = re.compile(r"local://|ray://|docker://[^\s/]\S*")
+_PLUGIN = re.compile(r"([a-z][a-z0-9]*)://\S*")
+
+PLUGINS = "agentrl.sandboxes"
+"""Entry-point group of other sandboxes: SCHEME = "module:function". See `agentrl_sandbox.client.open_sandbox`."""
 
 
 PROGRAM_LIMITS = ("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
@@ -31,7 +36,8 @@ class SandboxSettings(BaseModel):
         "local://",
         description="sandbox that runs programs. local://: a fork server on this machine; docker://IMAGE: a "
         "container; http://HOST:PORT: a service, whose limits apply; ray://: a service on every node of "
-        "the Ray cluster (cluster=ray). Programs are distributed over several services, given as a list "
+        "the Ray cluster (cluster=ray); SCHEME://...: a sandbox from another package. Programs are "
+        "distributed over several services, given as a list "
         "or separated by commas; if a service is lost, its calls are sent to the others",
     )
     timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall-clock time for each program")
@@ -105,9 +111,15 @@ class SandboxSettings(BaseModel):
     def _known_url(cls, url: str) -> str:
         addresses = [part.strip() for part in url.split(",")]
         if not _PLACE.fullmatch(url) and not all(map(_SERVICE.fullmatch, addresses)):
-            raise ValueError(
-                f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (comma-separated), ray://"
-            )
+            schemes = sorted(entry.name for entry in entry_points(group=PLUGINS))
+            match = _PLUGIN.fullmatch(url)
+            if match is None or match[1] not in schemes:
+                installed = "".join(f", {scheme}://" for scheme in schemes)
+                raise ValueError(
+                    f"unknown sandbox {url!r}; valid: local://, docker://IMAGE, http://HOST:PORT (comma-separated), "
+                    f"ray://{installed}"
+                )
+            return url
         if len(set(addresses)) < len(addresses):
             raise ValueError(f"the same address occurs twice in {url!r}")
         return ",".join(addresses)
@@ -119,7 +131,7 @@ class SandboxSettings(BaseModel):
 
     @property
     def scheme(self) -> str:
-        """Scheme of ``url``: ``local``, ``docker``, ``ray``, ``http`` or ``https``."""
+        """Scheme of ``url``: ``local``, ``docker``, ``ray``, ``http``, ``https`` or that of a plug-in."""
         return self.url.partition("://")[0]
 
     @property
