@@ -111,8 +111,11 @@ class WorkQueue:
         Only the first call for a group has an effect. Raises SkippedProblemError if the prompt is too long, and
         SettingsError if too many consecutive prompts are too long.
         """
-        # Compare by identity, because the replacement of a skipped problem has the same index.
-        if self._measured.is_set() or self._newest is None or group.problem is not self._newest.problem:
+        newest = self._newest
+        if self._measured.is_set() or newest is None:
+            return
+        # Compare both: the replacement of a skipped problem has the same index, and a problem may repeat.
+        if group.index != newest.index or group.problem is not newest.problem:
             return
         if tokens is not None and tokens > self._settings.max_prompt_tokens:
             self._skip(group, tokens)

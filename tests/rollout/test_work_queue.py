@@ -11,7 +11,7 @@ import pytest
 from rollout.fakes import played
 
 from agentrl.problems.arithmetic import ArithmeticSource
-from agentrl.problems.sampler import ProblemSampler
+from agentrl.problems.sampler import FiniteSource, ProblemSampler
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import SkippedProblemError, WorkQueue
 from agentrl.trajectory import Group, Trajectory, weighed
@@ -59,6 +59,20 @@ async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
     first.record_prompt_length(third, None)  # its environment did not start: it counts as one that fits
     assert [(one.index, one.problem.id) for one in (third, await waiting)] == [wanted[1], (2, PROBLEMS[3].id)]
     assert first.take_skipped() == 1
+
+
+async def test_a_problem_that_repeats_is_measured_in_each_of_its_groups() -> None:
+    one = WorkQueue(
+        ProblemSampler(FiniteSource("one", PROBLEMS[:1]), seed=5),
+        RolloutSettings(max_prompt_tokens=10, problems_per_step=1),
+    )
+    first = await one.next()
+    one.record_prompt_length(first, 1)
+    second = await one.next()
+    one.record_prompt_length(first, 1)  # another rollout of the first group
+    assert [request["index"] for request in one.state_dict()["queue"]] == [0]
+    one.record_prompt_length(second, 1)
+    assert [request["index"] for request in one.state_dict()["queue"]] == [0, 1]
 
 
 async def test_what_is_issued_again_was_measured() -> None:
