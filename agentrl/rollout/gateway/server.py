@@ -18,6 +18,7 @@ import socket
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
+from typing import Any
 
 import uvicorn
 from pydantic import Field
@@ -26,6 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.gateway.chat_completions import ChatCompletions
@@ -54,6 +56,7 @@ _DIALECTS: dict[str, type[Dialect]] = {
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream while the engine samples
 _BODY_SECONDS = 60.0  # for the body of a request, so that slow clients do not hold memory
+_IDLE_SECONDS = 60.0  # for the head of a request, so that silent clients do not hold connections
 _BACKLOG = 2048
 _EPOCH = "1970-01-01T00:00:00Z"
 _LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
@@ -86,6 +89,36 @@ class _Server(uvicorn.Server):
         yield
 
 
+def _limited(most: int) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with at most ``most`` open connections, which end if no request arrives.
+
+    uvicorn has neither limit: it refuses requests, but keeps their connections, and waits for a first request forever.
+    """
+    base: Any = AutoHTTPProtocol
+
+    class Limited(base):  # type: ignore[misc]
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            self._watch()
+            if len(self.connections) > most:
+                transport.abort()
+
+        def connection_lost(self, error: Exception | None) -> None:
+            self._check.cancel()
+            super().connection_lost(error)
+
+        def _watch(self) -> None:
+            self._check = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
+
+        def _close_if_idle(self) -> None:
+            if self.cycle is None or self.cycle.response_complete:
+                self.transport.close()
+            else:
+                self._watch()
+
+    return Limited
+
+
 class AgentGateway:
     """Serves admitted rollouts from :meth:`open` to :meth:`close`."""
 
@@ -107,6 +140,7 @@ class AgentGateway:
             raise SettingsError(f"cannot listen on gateway.host={host}, gateway.port={port}: {error}") from error
         config = uvicorn.Config(
             self.app(),
+            http=_limited(self._settings.max_connections),
             lifespan="off",
             log_level="warning",
             access_log=False,
@@ -117,6 +151,14 @@ class AgentGateway:
         self.url = f"http://{host}:{listener.getsockname()[1]}"
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="agent-gateway")
+
+    async def serve(self, listener: socket.socket) -> asyncio.Server:
+        """Serve the same rollouts on another listening socket, for example of a container. The caller closes it."""
+        assert self._server is not None, "the gateway is not open"
+        config, state = self._server.config, self._server.server_state
+        protocol: Any = config.http_protocol_class
+        connection = partial(protocol, config=config, server_state=state, app_state={})
+        return await asyncio.get_running_loop().create_server(connection, sock=listener)
 
     async def close(self) -> None:
         """Stop the server. May be called more than once."""

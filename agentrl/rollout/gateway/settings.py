@@ -8,6 +8,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from agentrl.problems.settings import HARBOR
 from agentrl_envs.types import Problem
 
 AGENT, WORKER, VERIFIERS = "agent:", "worker:", "verifiers:"
@@ -21,8 +22,12 @@ KEY_VARIABLE = "AGENTRL_GATEWAY_KEY"
 
 
 def is_agent(env: str) -> bool:
-    """Return True if an environment's name refers to a program that plays through the gateway."""
-    return env.startswith((AGENT, WORKER, VERIFIERS))
+    """Return True if an environment's name refers to a program that plays through the gateway.
+
+    >>> is_agent("harbor:tasks"), is_agent("harbor:tasks:python agent.py")
+    (False, True)
+    """
+    return env.startswith((AGENT, WORKER, VERIFIERS)) or (env.startswith(HARBOR) and env.count(":") > 1)
 
 
 def runs_outside(env: str) -> bool:
@@ -51,6 +56,9 @@ class AgentGatewaySettings(BaseModel):
     )
     deadline: float = Field(900.0, gt=0, description="seconds that an agent may take for one problem")
     max_request_bytes: int = Field(4 * 2**20, ge=1024, description="maximum size of a request body in bytes")
+    max_connections: int = Field(
+        2048, ge=1, description="maximum number of open connections; further connections are closed"
+    )
     chat_template: str | None = Field(
         None,
         min_length=1,

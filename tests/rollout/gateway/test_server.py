@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -15,6 +16,7 @@ from rollout.gateway.chat import ADD, IM_END, chat_codec, rollout, speaking
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import EngineError
+from agentrl.rollout.gateway import server
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
@@ -394,3 +396,22 @@ async def test_an_address_that_is_taken_is_one_message() -> None:
         port = int(access.base_url.split(":")[2].split("/")[0])
         with pytest.raises(SettingsError, match=f"cannot listen on .*gateway.port={port}"):
             await AgentGateway(AgentGatewaySettings(port=port)).open()
+
+
+async def test_connections_are_limited_and_end_if_no_request_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with served(rollout(engine("hi")), max_connections=2) as (gateway, access):
+        address = gateway.url.removeprefix("http://").split(":")
+        silent = [await asyncio.open_connection(*address) for _ in range(2)]
+        refused, writer = await asyncio.open_connection(*address)
+        with contextlib.suppress(ConnectionResetError):
+            assert await refused.read() == b""
+        for _, one in [*silent, (refused, writer)]:
+            one.close()
+        monkeypatch.setattr(server, "_IDLE_SECONDS", 0.05)
+        reader, slow = await asyncio.open_connection(*address)
+        slow.write(b"POST /v1/chat/completions HTTP/1.1\r\nx-slow: ")
+        assert await reader.read() == b""
+        slow.close()
+        async with client(access.base_url, access.api_key, max_retries=2) as policy:
+            reply = await policy.chat.completions.create(model="policy", messages=HELLO)
+    assert reply.choices[0].message.content == "hi"
