@@ -50,7 +50,8 @@ Env = Annotated[
     str | None,
     _option(
         "NAME",
-        "simpletir, reasoning, module:Class, agent:module:function, reasoning_gym:NAME, textarena:NAME, openenv:URL",
+        "simpletir, reasoning, module:Class, agent:module:function, reasoning_gym:NAME, textarena:NAME, openenv:URL, "
+        "harbor:DIRECTORY",
     ),
 ]
 

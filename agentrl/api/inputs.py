@@ -26,7 +26,8 @@ from agentrl.config.messages import nearest_key
 from agentrl.config.settings import SIMPLETIR
 from agentrl.errors import SettingsError
 from agentrl.problems.rows import require_file
-from agentrl.problems.sources import FILE_KINDS, expand_path
+from agentrl.problems.settings import FILE_KINDS
+from agentrl.problems.sources import expand_path
 from agentrl.telemetry.files import atomic_write
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem

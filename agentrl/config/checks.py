@@ -12,6 +12,7 @@ from agentrl.cluster.backends import has_many_nodes
 from agentrl.config.settings import Settings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
+from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
 from agentrl.rollout.gateway.settings import is_agent, runs_outside
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
@@ -244,6 +245,8 @@ def _fork_problems(settings: Settings) -> Iterator[str]:
     environment = settings.environment.model_dump() | (settings.environment.model_extra or {})
     if is_agent(settings.env):
         yield f"{forks}: rollouts of the agent program env={settings.env} cannot be forked; set the width to 1"
+    elif settings.env.startswith(HARBOR):
+        yield f"{forks}: the containers of env={settings.env} cannot be copied; set the width to 1"
     if environment.get("history") == "template":
         yield f"{forks} and environment.history=template: re-rendered histories cannot be forked; set history=keep"
     if environment.get("mcp_sessions") == "trajectory":

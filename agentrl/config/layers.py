@@ -24,7 +24,7 @@ from agentrl.config.messages import CONVERTED, REMOVED, RENAMED, format_value, s
 from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml, short_form_key
 from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, Settings, resume_conflicts, settings_model
 from agentrl.errors import SettingsError
-from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, REASONING_GYM, is_generated
+from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, HARBOR, REASONING_GYM, is_generated
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean, load_plugins
 
@@ -107,6 +107,8 @@ def load_settings(
     if str(basics["env"]).startswith(REASONING_GYM):
         files, top = [_reasoning_gym(str(basics["env"])), *files], [*top, (["env"], SIMPLETIR)]
         basics = _basics(files, top)
+    if str(basics["env"]).startswith(HARBOR):
+        files = [_harbor(str(basics["env"])), *files]
     files = _fitting(files, basics)
     if resume:
         return _resumed(find_run_to_resume(basics), _evaluated(files, top), top)
@@ -125,6 +127,12 @@ def _reasoning_gym(env: str) -> Layer:
     sources = {"train": [{"path": env}], "eval": [{"path": env, "split": "heldout"}]}
     score = "agentrl_envs.adapters.reasoning_gym:score"
     return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": sources, "grader": {"function": score}})
+
+
+def _harbor(env: str) -> Layer:
+    """Return the layer of ``--env harbor:DIRECTORY`` and ``harbor:DIRECTORY:COMMAND``: the tasks in the directory."""
+    directory = env.removeprefix(HARBOR).partition(":")[0]
+    return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": HARBOR + directory}]}})
 
 
 def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:

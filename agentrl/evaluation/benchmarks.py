@@ -20,8 +20,8 @@ from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
 from agentrl.problems.rows import ProblemError, ProblemFieldError
 from agentrl.problems.sampler import digest_of_columns
-from agentrl.problems.settings import FieldName, ProblemSourceSettings
-from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source, read_with_locations
+from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
+from agentrl.problems.sources import evaluation_set, load_source, read_with_locations
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
 from agentrl.telemetry.console import Console

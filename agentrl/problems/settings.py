@@ -10,6 +10,8 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 BUILTIN = "builtin:"
 FORMULA = "formula:"
 REASONING_GYM = "reasoning_gym:"
+HARBOR = "harbor:"
+FILE_KINDS = (".jsonl", ".parquet")
 DEFAULT_SPLIT = "train"
 
 Curriculum = Literal["uniform", "variance", "thompson"]
@@ -39,8 +41,8 @@ class ProblemSourceSettings(BaseModel):
     path: str = Field(
         min_length=1,
         description="builtin:arithmetic, builtin:horizon, builtin:seeds (for environments that generate a task from a "
-        "seed), reasoning_gym:NAME, a .jsonl or .parquet file, or a folder or id for Hugging Face datasets; ~ and "
-        "$VARIABLES are expanded",
+        "seed), reasoning_gym:NAME, harbor:DIRECTORY, a .jsonl or .parquet file, or a folder or id for Hugging Face "
+        "datasets; ~ and $VARIABLES are expanded",
     )
     split: str = Field(
         default=DEFAULT_SPLIT,
@@ -82,6 +84,11 @@ class ProblemSourceSettings(BaseModel):
     def is_generated(self) -> bool:
         """True for generators, which read no files."""
         return self.path.startswith((BUILTIN, REASONING_GYM))
+
+    @property
+    def is_local(self) -> bool:
+        """True for sources that are read without a download."""
+        return self.is_generated or self.path.startswith(HARBOR) or self.path.lower().endswith(FILE_KINDS)
 
     @model_validator(mode="after")
     def _consistent(self) -> ProblemSourceSettings:

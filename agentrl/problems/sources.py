@@ -32,7 +32,15 @@ from agentrl.problems.rows import (
     statement_from_row,
 )
 from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSource, digest_of_columns
-from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, REASONING_GYM, ProblemSourceSettings
+from agentrl.problems.settings import (
+    BUILTIN,
+    DEFAULT_SPLIT,
+    FILE_KINDS,
+    FORMULA,
+    HARBOR,
+    REASONING_GYM,
+    ProblemSourceSettings,
+)
 from agentrl.problems.word_problems import NUMBER, formula_demonstrations
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
@@ -125,8 +133,6 @@ def _position(key: str) -> float:
     """Map a masked statement to a fixed point in [0, 1)."""
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
 
-
-FILE_KINDS = (".jsonl", ".parquet")
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
@@ -336,6 +342,10 @@ def _problems(
 
 
 def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
+    if path.startswith(HARBOR):
+        from agentrl_envs.adapters.harbor_tasks import task_rows
+
+        return task_rows(path.removeprefix(HARBOR))
     file = Path(path)
     if _is_file(path):
         if settings.split != DEFAULT_SPLIT:

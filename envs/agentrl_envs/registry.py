@@ -114,6 +114,7 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
 """Classes and functions that create an `Environment`. Built-in names refer to factories."""
 
 ADAPTERS: Mapping[str, str] = {
+    "harbor": "agentrl_envs.adapters.harbor:harbor_environment",
     "openenv": "agentrl_envs.adapters.openenv:openenv_environment",
     "textarena": "agentrl_envs.adapters.textarena:textarena_environment",
 }

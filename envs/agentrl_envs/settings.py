@@ -189,12 +189,9 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
         return self._with_system_prompt(self.effective_instruction)
 
 
-class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
-    """Settings of an environment that is defined by a class. ``kwargs`` are passed to the constructor."""
+class ToolTurnSettings(ToolChatSettings):
+    """Turns of an environment whose tools are the methods of a class."""
 
-    kwargs: dict[str, object] = Field(
-        default_factory=dict, description="keyword arguments for the environment's constructor"
-    )
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn")
     instruction: str = Field(default="", description="text before the problem")
@@ -205,6 +202,64 @@ class ClassEnvironmentSettings(ToolChatSettings, ExecutionSettings):
     )
     observation_limit: int = Field(
         default=2048, ge=2, description="maximum number of characters of a result in the observation"
+    )
+
+
+class ClassEnvironmentSettings(ToolTurnSettings, ExecutionSettings):
+    """Settings of an environment that is defined by a class. ``kwargs`` are passed to the constructor."""
+
+    kwargs: dict[str, object] = Field(
+        default_factory=dict, description="keyword arguments for the environment's constructor"
+    )
+
+
+class ContainerSettings(BaseModel):
+    """Containers of tasks in Harbor's format."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    containers: int = Field(
+        default=8, ge=1, description="maximum number of concurrent containers; other rollouts wait for one"
+    )
+    cpus: float = Field(default=1.0, gt=0, description="CPUs of a container, for tasks that do not set cpus")
+    memory_mb: int = Field(
+        default=2048, ge=16, description="memory limit of a container in MiB, for tasks that do not set memory_mb"
+    )
+    pids: int = Field(default=512, ge=16, description="maximum number of processes in a container")
+    build_args: dict[str, str] = Field(
+        default_factory=dict, description="values of ARG in the tasks' Dockerfiles, for example a local base image"
+    )
+    agent_files: str | None = Field(
+        default=None,
+        min_length=1,
+        description="directory with the agent's program, mounted read-only at /agent in each container",
+    )
+    verifier_network: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Docker network that a container joins when its verifier starts, for example bridge; processes "
+        "that the agent left running can use it too. null: no network",
+    )
+
+
+class HarborSettings(ToolTurnSettings, ContainerSettings):
+    """Settings of the built-in terminal agent on tasks in Harbor's format."""
+
+    max_turns: int = Field(default=30, ge=1, description="maximum model turns in one episode")
+    observation_limit: int = Field(
+        default=4096, ge=2, description="maximum number of characters of a command's output in the observation"
+    )
+    execution_timeout: float = Field(default=60.0, gt=0, description="time limit of one command, in seconds")
+
+
+class HarborAgentSettings(ContainerSettings):
+    """Settings of a command that plays tasks in Harbor's format inside their containers."""
+
+    helper_image: str = Field(
+        default="agentrl-sandbox",
+        min_length=1,
+        description="image with Python that opens the gateway's address inside a container, by default the image of "
+        "the sandbox service",
     )
 
 

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
+from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gateway.programs import (
     AgentFailureError,
@@ -38,7 +39,7 @@ from agentrl.trajectory import Trajectory
 from agentrl_envs.chat import Mark, MarkedText
 from agentrl_envs.episode import Environment, EnvironmentContractError, Episode, EpisodeUsageError, UnavailableError
 from agentrl_envs.registry import describe_error
-from agentrl_envs.settings import NoSettings, VerifiersSettings, read_options
+from agentrl_envs.settings import HarborAgentSettings, NoSettings, VerifiersSettings, read_options
 from agentrl_envs.types import Ended, Problem, Step
 
 if TYPE_CHECKING:
@@ -79,6 +80,10 @@ def load_program(env: str, options: Mapping[str, object], settings: AgentGateway
     """Return the agent program for an environment's name and options. Raises PluginError if it is invalid."""
     if env.startswith(VERIFIERS):
         return load_verifiers_worker(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
+    if env.startswith(HARBOR):
+        from agentrl.rollout.gateway.harbor import load_container_command  # imports the Docker SDK
+
+        return load_container_command(env.removeprefix(HARBOR), read_options(HarborAgentSettings, options), settings)
     read_options(NoSettings, options)
     if env.startswith(WORKER):
         return load_worker_program(env.removeprefix(WORKER).strip(), settings)
@@ -182,7 +187,7 @@ class AgentEnvironment(Environment):
         failure: str | None = None
         crash: Exception | None = None
         try:
-            await self._program.ready(access)
+            await self._program.ready(rollout.policy.problem, access)
             rollout.begin()
             async with asyncio.timeout(self._settings.deadline):
                 reward = await self._program.run(rollout.policy.problem, access)

@@ -66,8 +66,8 @@ class AgentProgram(ABC):
     async def open(self, server: AgentGateway) -> None:
         """Prepare to play through ``server``."""
 
-    async def ready(self, access: Access) -> None:
-        """Wait until the program starts the rollout. The rollout's deadline is measured from this time."""
+    async def ready(self, problem: Problem, access: Access) -> None:
+        """Wait until the program can start the rollout. The rollout's deadline is measured from this time."""
 
     @abstractmethod
     async def run(self, problem: Problem, access: Access) -> float | None:
@@ -235,6 +235,19 @@ class _FunctionAgent(AgentProgram):
             await asyncio.sleep(BLOCKED_SECONDS)
 
 
+def agent_variables(problem: Problem, access: Access, settings: AgentGatewaySettings) -> dict[str, str]:
+    """Return the environment variables of a command: the policy's address and the visible part of the problem."""
+    return {
+        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_API_KEY": access.api_key,
+        "OPENAI_MODEL": access.model,
+        "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
+        "ANTHROPIC_API_KEY": access.api_key,
+        "ANTHROPIC_MODEL": access.model,
+        "AGENTRL_PROBLEM": json.dumps(settings.visible(problem)),
+    }
+
+
 class _Command(AgentProgram):
     """A command that runs once per rollout.
 
@@ -247,15 +260,7 @@ class _Command(AgentProgram):
         self._settings = settings
 
     async def run(self, problem: Problem, access: Access) -> float | None:
-        variables = {
-            "OPENAI_BASE_URL": access.base_url,
-            "OPENAI_API_KEY": access.api_key,
-            "OPENAI_MODEL": access.model,
-            "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": access.api_key,
-            "ANTHROPIC_MODEL": access.model,
-            "AGENTRL_PROBLEM": json.dumps(self._settings.visible(problem)),
-        }
+        variables = agent_variables(problem, access, self._settings)
         if self._settings.agent_rewards:
             variables["AGENTRL_REWARD_URL"] = access.base_url.removesuffix("/v1") + "/reward"
         pipe = asyncio.subprocess.PIPE
@@ -321,7 +326,7 @@ class WorkerProgram(AgentProgram):
     async def open(self, server: AgentGateway) -> None:
         self._server = server
 
-    async def ready(self, access: Access) -> None:
+    async def ready(self, problem: Problem, access: Access) -> None:
         """Wait until a worker takes the rollout."""
         process = await self._started() if self._words else None
         await self._unless_it_ends(process, self._serving().taken(access))

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
-from agentrl.problems.sources import FILE_KINDS, evaluation_set, load_source
+from agentrl.problems.sources import evaluation_set, load_source
 from agentrl.rollout.environment import environment_tools, needs_answers
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.adapters.environments import resolve_environment
@@ -196,7 +196,7 @@ def problems_to_measure(settings: Settings) -> list[Problem]:
     return [
         problem
         for entry in settings.data.train
-        if entry.is_generated or entry.path.lower().endswith(FILE_KINDS)
+        if entry.is_local
         for problem in evaluation_set(load_source(entry, seed=settings.seed, answered=answered).source, _MEASURED)
     ]
 

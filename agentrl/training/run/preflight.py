@@ -22,7 +22,7 @@ from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.memory import config_of, read_shape, shape_of
 from agentrl.planning.plan import dry_run_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
-from agentrl.problems.sources import FILE_KINDS, load_source
+from agentrl.problems.sources import load_source
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
 from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
 from agentrl.rollout.environment import (
@@ -72,9 +72,7 @@ def check_inputs(settings: Settings) -> list[str]:
     sources = [(entry, needs_answers(settings)) for entry in settings.data.train]
     sources += [(entry, compares_answers(settings)) for entry in settings.data.eval]
     loaded = [
-        load_source(entry, seed=settings.seed, answered=answered)
-        for entry, answered in sources
-        if entry.is_generated or entry.path.lower().endswith(FILE_KINDS)
+        load_source(entry, seed=settings.seed, answered=answered) for entry, answered in sources if entry.is_local
     ]
     if not is_agent(settings.env):
         factory = resolve_environment(settings.env)

@@ -1,0 +1,94 @@
+"""Commands that play tasks in Harbor's format inside the tasks' containers: ``--env harbor:DIRECTORY:COMMAND``.
+
+A container has no network, except an address on its loopback interface that this process serves: the gateway.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from dataclasses import replace
+
+from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, agent_variables
+from agentrl.rollout.gateway.server import AgentGateway
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.gateway.wire import Access
+from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
+from agentrl_envs.adapters.harbor_tasks import task_of
+from agentrl_envs.episode import UnavailableError
+from agentrl_envs.settings import HarborAgentSettings
+from agentrl_envs.types import Problem
+
+PORT = 42731
+"""Port of the gateway on the loopback interface of every container."""
+
+_LOG = "/tmp/agentrl-agent.log"  # in the container, because the agent's output may be long
+_LOG_SECONDS = 30.0
+
+
+class ContainerCommand(AgentProgram):
+    """A command that runs once per rollout, in the container of a task. The task's verifier computes the reward."""
+
+    def __init__(self, command: str, options: HarborAgentSettings, settings: AgentGatewaySettings) -> None:
+        self._command = command
+        self._options = options
+        self._settings = settings
+        self._containers = TaskContainers(options)
+        self._gateway: AgentGateway | None = None
+        self._ready: dict[str, tuple[TaskContainer, contextlib.AsyncExitStack]] = {}
+
+    async def open(self, server: AgentGateway) -> None:
+        """Connect to Docker. Raises UnavailableError if it does not respond."""
+        self._gateway = server
+        await self._containers.open()
+
+    async def ready(self, problem: Problem, access: Access) -> None:
+        """Wait for a free container, start it, and serve the gateway in it."""
+        assert self._gateway is not None, "the environment is not open"
+        async with contextlib.AsyncExitStack() as stack:
+            try:
+                container = await self._containers.start(task_of(problem))
+                stack.push_async_callback(container.close)
+                listener = await container.listener(PORT, self._options.helper_image)
+            except UnavailableError as error:
+                raise AgentFailureError(str(error)) from error
+            stack.callback((await self._gateway.serve(listener)).close)
+            self._ready[access.name] = container, stack.pop_all()
+
+    async def run(self, problem: Problem, access: Access) -> float:
+        """Run the command, then the verifier. Returns the reward. Raises AgentFailureError."""
+        assert self._gateway is not None, "the environment is not open"
+        container, stack = self._ready.pop(access.name)
+        async with stack:
+            inside = access.base_url.replace(self._gateway.url, f"http://127.0.0.1:{PORT}", 1)
+            agent = container.task.config.agent
+            try:
+                done = await container.execute(
+                    f"exec >{_LOG} 2>&1\n{self._command}",
+                    timeout=min(self._settings.deadline, agent.timeout_sec or self._settings.deadline),
+                    user=agent.user,
+                    environment=agent_variables(problem, replace(access, base_url=inside), self._settings),
+                )
+                if done.exit_code:
+                    log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
+                    reason = f"was stopped: {done.stopped}" if done.stopped else f"exit code {done.exit_code}"
+                    raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
+                return await container.verify()
+            except UnavailableError as error:
+                raise AgentFailureError(str(error)) from error
+
+    def describe(self) -> str:
+        return f"agent: {self._command}, in a container for each rollout; {self._containers.describe()}"
+
+    async def close(self) -> None:
+        """Disconnect from Docker."""
+        await asyncio.gather(*(stack.aclose() for _, stack in self._ready.values()))
+        self._ready.clear()
+        await self._containers.close()
+
+
+def load_container_command(
+    named: str, options: HarborAgentSettings, settings: AgentGatewaySettings
+) -> ContainerCommand:
+    """Return the program for ``DIRECTORY:COMMAND``."""
+    return ContainerCommand(named.partition(":")[2], options, settings)

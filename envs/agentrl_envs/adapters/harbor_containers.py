@@ -1,0 +1,388 @@
+"""Containers of Harbor tasks, in the local Docker engine. Only this module and the sandbox use the Docker SDK.
+
+Containers have no network. They end when their standard input is closed, so they also end if this process is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import json
+import os
+import socket
+import tarfile
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import docker
+from docker.errors import BuildError, DockerException, ImageNotFound, NotFound
+from docker.utils.socket import frames_iter
+
+from agentrl_envs.adapters.harbor_tasks import HarborTask
+from agentrl_envs.episode import UnavailableError
+from agentrl_envs.settings import ContainerSettings
+from agentrl_envs.threads import BlockingCalls
+from agentrl_envs.types import as_reward
+
+Result = TypeVar("Result")
+
+LABEL = "agentrl-harbor"
+"""Label of the containers and built images."""
+
+_MEGABYTE = 1 << 20
+_MOST_OUTPUT = _MEGABYTE
+_MOST_REWARD = 1 << 16  # bytes of the verifier's reward file
+_GRACE = 30.0  # seconds that Docker may need beyond the time limit of a command
+_HELPER_SECONDS = 60.0
+# The first line is the process group of the command. A plain pipe to `head` would wait for background processes.
+_RUN = 'echo $$; exec timeout -k 1 "$0" bash -c "$1" 2>&1'
+_TIMED_OUT, _SIGNALED = 124, 128  # exit codes of `timeout`, and those of signals minus the signal
+# Sends a socket that listens in the helper's network to this process, which then serves it without the helper.
+_LISTEN = """
+import socket, sys
+listener = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
+with socket.socket(socket.AF_UNIX) as here:
+    here.connect("/run/agentrl/socket")
+    socket.send_fds(here, [b"."], [listener.fileno()])
+    here.recv(1)
+"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class CommandResult:
+    """Output and exit code of a command. ``stopped``: the reason for stopping the command, or ""."""
+
+    output: str
+    exit_code: int
+    stopped: str
+
+
+class TaskContainers:
+    """The Docker engine, and the limit on concurrent containers. Belongs to one event loop."""
+
+    def __init__(self, settings: ContainerSettings) -> None:
+        self.settings = settings
+        self.client: Any = None
+        self._slots = asyncio.Semaphore(settings.containers)
+        self._threads = BlockingCalls(2 * settings.containers, name="docker")
+        self._images: dict[Path, asyncio.Future[str]] = {}
+
+    async def open(self) -> None:
+        """Connect to the engine. Raises UnavailableError if it does not respond."""
+        self._images.clear()
+        self.client = await self.call(partial(docker.from_env, max_pool_size=4 * self.settings.containers))
+
+    async def call(self, call: Callable[[], Result], *, timeout: float | None = None) -> Result:
+        """Run a call of the Docker SDK in a thread. Raises UnavailableError if it fails."""
+        try:
+            return await self._threads.run(call, timeout=timeout)
+        except BuildError as error:
+            lines = [str(entry.get("stream", "")).strip() for entry in error.build_log]
+            log = "\n".join([line for line in lines if line][-5:])
+            raise UnavailableError(f"{log}\n{error.msg}") from error
+        except TimeoutError as error:
+            raise UnavailableError("Docker did not respond in time") from error
+        except (DockerException, OSError) as error:  # the SDK also raises errors of requests, which are OSErrors
+            raise UnavailableError(f"Docker: {error}") from error
+
+    async def start(self, task: HarborTask) -> TaskContainer:
+        """Wait for a free slot and start a container of the task. Raises UnavailableError."""
+        await self._slots.acquire()
+        container = TaskContainer(self, task, self._slots.release)
+        try:
+            image = self._images.get(task.directory)
+            if image is None or (image.done() and (image.cancelled() or image.exception() is not None)):
+                image = asyncio.ensure_future(self.call(partial(self._image, task)))
+                self._images[task.directory] = image
+            container.image = await asyncio.shield(image)  # other rollouts wait for the same build
+            await self.call(container.create)
+        except BaseException as error:
+            await container.close()
+            if isinstance(error, UnavailableError):
+                raise UnavailableError(f"the container of task {task.name} did not start: {error}") from error
+            raise
+        return container
+
+    def _image(self, task: HarborTask) -> str:
+        """Return the name of the task's image. Builds it unless an image of the same files exists."""
+        environment = task.config.environment
+        if environment.docker_image is not None:
+            try:
+                self.client.images.get(environment.docker_image)
+            except ImageNotFound:
+                self.client.images.pull(environment.docker_image)
+            return environment.docker_image
+        folder = task.directory / "environment"
+        arguments = self.settings.build_args
+        tag = f"{LABEL}:{_digest(folder, arguments)}"
+        try:
+            self.client.images.get(tag)
+        except ImageNotFound:
+            self.client.images.build(
+                path=str(folder),
+                tag=tag,
+                buildargs=dict(arguments),
+                labels={LABEL: task.name},
+                timeout=int(environment.build_timeout_sec),
+                rm=True,
+                forcerm=True,
+            )
+        return tag
+
+    def describe(self) -> str:
+        """Return a line for the console."""
+        return f"containers: up to {self.settings.containers} at once, without a network"
+
+    async def close(self) -> None:
+        """Disconnect from the engine. May be called more than once."""
+        client, self.client = self.client, None
+        if client is not None:
+            client.close()
+
+
+def _digest(folder: Path, arguments: Mapping[str, str]) -> str:
+    """Return a digest of the files below a directory and of the build arguments."""
+    digest = hashlib.sha256(json.dumps(dict(arguments), sort_keys=True).encode())
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            executable = os.access(path, os.X_OK)
+            digest.update(f"\0{path.relative_to(folder)}\0{executable}\0{path.stat().st_size}\0".encode())
+            digest.update(path.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+class TaskContainer:
+    """The container of one rollout. Created by `TaskContainers.start`."""
+
+    def __init__(self, containers: TaskContainers, task: HarborTask, release: Callable[[], None]) -> None:
+        self.task = task
+        self.image = ""
+        self._containers = containers
+        self._release: Callable[[], None] | None = release
+        self._lock = threading.Lock()  # a cancelled start continues in its thread
+        self._container: Any = None
+        self._stdin: Any = None
+
+    def create(self) -> None:
+        """Create and start the container. Blocks."""
+        settings, environment = self._containers.settings, self.task.config.environment
+        memory = (environment.memory_mb or settings.memory_mb) * _MEGABYTE
+        files = settings.agent_files
+        with self._lock:
+            if self._release is None:
+                return
+            self._container = self._containers.client.containers.create(
+                self.image,
+                # As process 1, it ignores signals from inside the container, and reaps processes without a parent.
+                ["bash", "-c", "while read -r; do :; done"],
+                stdin_open=True,  # closed when this process ends, which ends the loop
+                auto_remove=True,
+                network_mode="none",
+                cap_drop=["MKNOD", "NET_RAW"],
+                security_opt=["no-new-privileges"],
+                nano_cpus=int(1e9 * (environment.cpus or settings.cpus)),
+                mem_limit=memory,
+                memswap_limit=memory,
+                pids_limit=settings.pids,
+                working_dir=environment.workdir,
+                environment=environment.env,
+                volumes={} if files is None else {os.path.abspath(files): {"bind": "/agent", "mode": "ro"}},
+                labels={LABEL: self.task.name},
+            )
+            self._stdin = self._container.attach_socket(params={"stdin": 1, "stream": 1})
+            self._container.start()
+
+    async def execute(
+        self,
+        command: str,
+        *,
+        timeout: float,
+        user: str | int | None = None,
+        environment: Mapping[str, str] | None = None,
+    ) -> CommandResult:
+        """Run a command in a new ``bash``, for at most ``timeout`` seconds. Raises UnavailableError if Docker fails."""
+        run = partial(self._execute, command, timeout, "" if user is None else str(user), dict(environment or {}))
+        return await self._containers.call(run, timeout=timeout + _GRACE)
+
+    def _execute(self, command: str, timeout: float, user: str, environment: dict[str, str]) -> CommandResult:
+        began, kept, full = time.monotonic(), bytearray(), False
+        with self._started(["bash", "-c", _RUN, f"{timeout:.3f}", command], user, environment) as (run, chunks):
+            for chunk in chunks:  # to the end, because Docker blocks if nobody reads
+                kept += chunk[: _MOST_OUTPUT - len(kept)]
+                if len(kept) == _MOST_OUTPUT and not full:
+                    full = True
+                    group = kept.partition(b"\n")[0].decode()
+                    kill = partial(self._complete, f"kill -9 -- -{group} {group}", user)
+                    # In a thread, because this command cannot start while the output of the other is not read.
+                    threading.Thread(target=_ignoring_docker, args=(kill,), daemon=True).start()
+        code = int(self._containers.client.api.exec_inspect(run)["ExitCode"] or 0)
+        late = code >= _TIMED_OUT and time.monotonic() - began >= timeout
+        first, _, rest = bytes(kept).partition(b"\n")
+        output = rest if first.isdigit() else bytes(kept)  # an error of Docker, for example if there is no bash
+        return CommandResult(
+            output=output.decode(errors="replace"),
+            exit_code=code,
+            stopped=f"its output exceeded {_MOST_OUTPUT} bytes" if full else f"it took {timeout:g} s" if late else "",
+        )
+
+    def _complete(self, command: str, user: str) -> None:
+        """Run a command of bash without limits. Works even if no further process can be forked."""
+        with self._started(["bash", "-c", command], user, {}) as (_, chunks):
+            for _ in chunks:
+                pass
+
+    @contextlib.contextmanager
+    def _started(
+        self, words: list[str], user: str, environment: dict[str, str]
+    ) -> Iterator[tuple[str, Iterator[bytes]]]:
+        """Start a process in the container. Yields its name and its output."""
+        api = self._containers.client.api
+        name: str = api.exec_create(self._container.id, words, user=user, environment=environment)["Id"]
+        stream = api.exec_start(name, socket=True)
+        try:
+            yield name, (chunk for _, chunk in frames_iter(stream, tty=False))
+        finally:
+            stream._response.close()  # the SDK leaves the connection open
+
+    async def verify(self) -> float:
+        """Run the task's tests and return the reward. Raises UnavailableError if they crash or report no reward."""
+        verifier = self.task.config.verifier
+        owner = verifier.user or self._container.attrs["Config"]["User"] or "root"
+        prepare = (
+            f"rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /logs/artifacts && chown {owner} /logs/verifier"
+        )
+        done = await self.execute(prepare, timeout=_GRACE, user="root")
+        if done.exit_code:  # for example because the agent's processes use up the limit of processes
+            await self._containers.call(partial(self._complete, "kill -9 -1", "root"), timeout=_GRACE)
+            done = await self.execute(prepare, timeout=_GRACE, user="root")
+        if done.exit_code:
+            raise UnavailableError(f"the verifier of task {self.task.name} cannot be prepared: {done.output[-500:]}")
+        await self._containers.call(self._upload_tests)
+        done = await self.execute(
+            "/tests/test.sh >/logs/verifier/test-stdout.txt 2>&1",
+            timeout=verifier.timeout_sec,
+            user=verifier.user,
+            environment=verifier.env,
+        )
+        try:
+            if done.stopped or done.exit_code >= _SIGNALED:
+                raise ValueError(done.stopped or f"it ended with exit code {done.exit_code}")
+            return await self._containers.call(self._reward)
+        except ValueError as error:
+            log = await self.execute("tail -c 500 /logs/verifier/test-stdout.txt", timeout=_GRACE, user="root")
+            raise UnavailableError(
+                f"the verifier of task {self.task.name} returned no reward: {error}\n{log.output.strip()}"
+            ) from error
+
+    def _upload_tests(self) -> None:
+        network = self._containers.settings.verifier_network
+        if network is not None:
+            self._containers.client.networks.get("none").disconnect(self._container)
+            self._containers.client.networks.get(network).connect(self._container)
+        data = io.BytesIO()
+
+        def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+            entry.uid = entry.gid = 0
+            entry.uname = entry.gname = "root"
+            entry.mode |= 0o755 if entry.isdir() or entry.name == "tests/test.sh" else 0o444
+            return entry
+
+        with tarfile.open(fileobj=data, mode="w") as archive:
+            archive.add(self.task.directory / "tests", arcname="tests", filter=owned)
+        self._container.put_archive("/", data.getvalue())
+
+    def _reward(self) -> float:
+        """Return the reward from the verifier's files. Raises ValueError if there is none."""
+        for name in ("reward.json", "reward.txt"):
+            try:
+                stream, _ = self._container.get_archive(f"/logs/verifier/{name}")
+            except NotFound:
+                continue
+            data = bytearray()
+            for chunk in stream:
+                data += chunk[: _MOST_REWARD - len(data)]
+            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                entry = archive.next()
+                if entry is None or not entry.isreg() or entry.size > len(data):
+                    raise ValueError(f"{name} is not a file of at most {_MOST_REWARD >> 10} KiB")
+                file = archive.extractfile(entry)
+                assert file is not None, "it is a regular file"
+                return _read_reward(file.read().decode(errors="replace").strip(), name)
+        raise ValueError("it wrote neither /logs/verifier/reward.txt nor reward.json")
+
+    async def listener(self, port: int, image: str) -> socket.socket:
+        """Return a socket of this process that listens on ``127.0.0.1:port`` in the container's network.
+
+        A helper container of ``image``, which needs ``python3``, opens the socket. Raises UnavailableError.
+        """
+        return await self._containers.call(partial(self._listener, port, image), timeout=_HELPER_SECONDS + _GRACE)
+
+    def _listener(self, port: int, image: str) -> socket.socket:
+        with (
+            tempfile.TemporaryDirectory(prefix="agentrl-harbor-") as directory,
+            socket.socket(socket.AF_UNIX) as server,
+        ):
+            server.bind(f"{directory}/socket")
+            server.listen(1)
+            server.settimeout(_HELPER_SECONDS)
+            helper = self._containers.client.containers.create(
+                image,
+                ["-c", _LISTEN, str(port)],
+                entrypoint=["python3"],
+                auto_remove=True,
+                network_mode=f"container:{self._container.id}",
+                volumes={directory: {"bind": "/run/agentrl", "mode": "rw"}},
+                labels={LABEL: "helper"},
+            )
+            helper.start()
+            connection, _ = server.accept()
+            with connection:
+                _, sockets, _, _ = socket.recv_fds(connection, 1, 1)
+        return socket.socket(fileno=sockets[0])
+
+    async def close(self) -> None:
+        """Remove the container. May be called more than once."""
+        release, self._release = self._release, None
+        if release is None:
+            return
+        try:
+            # Shielded, so that a cancelled rollout still removes its container.
+            with contextlib.suppress(UnavailableError):
+                await asyncio.shield(asyncio.ensure_future(self._containers.call(self._remove)))
+        finally:
+            release()
+
+    def _remove(self) -> None:
+        with self._lock:
+            if self._stdin is not None:
+                self._stdin._response.close()
+            if self._container is not None:
+                _ignoring_docker(partial(self._container.remove, force=True))
+
+
+def _ignoring_docker(call: Callable[..., object], *arguments: object) -> None:
+    """Call the Docker SDK. Ignores errors, for example because the container has ended."""
+    with contextlib.suppress(DockerException, OSError):
+        call(*arguments)
+
+
+def _read_reward(text: str, name: str) -> float:
+    """Return the reward in a file's text. Raises ValueError.
+
+    >>> _read_reward("0.5", "reward.txt"), _read_reward('{"reward": 1, "speed": 3}', "reward.json")
+    (0.5, 1.0)
+    """
+    if name == "reward.txt":
+        return as_reward(float(text))
+    values = json.loads(text)
+    if isinstance(values, dict):
+        values = values.get("reward") if "reward" in values or len(values) != 1 else next(iter(values.values()))
+    return as_reward(values)

@@ -1,0 +1,124 @@
+"""Tasks in Harbor's format.
+
+A task is a directory with ``task.toml``, ``instruction.md``, ``environment/`` (a Dockerfile, or an image named in
+``task.toml``) and ``tests/test.sh``, which writes the reward to ``/logs/verifier/reward.txt`` or ``reward.json``.
+Harbor's package needs Python 3.12, so this module reads the parts of the format that are used here.
+"""
+
+from __future__ import annotations
+
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field, ValidationError, model_validator
+
+from agentrl_envs.registry import PluginError
+from agentrl_envs.types import Problem
+
+_UNSUPPORTED = (
+    ("steps",),
+    ("verifier", "environment"),
+    ("verifier", "collect"),
+    *(("environment", name) for name in ("healthcheck", "mcp_servers", "gpus", "tpu", "skills_dir")),
+)
+
+
+class _Verifier(BaseModel):
+    timeout_sec: float = Field(600.0, gt=0)
+    env: dict[str, str] = {}
+    user: str | int | None = None
+
+
+class _Agent(BaseModel):
+    timeout_sec: float | None = Field(None, gt=0)
+    user: str | int | None = None
+
+
+class _Environment(BaseModel):
+    build_timeout_sec: float = Field(600.0, gt=0)
+    docker_image: str | None = None
+    cpus: float | None = Field(None, gt=0)
+    memory_mb: int | None = Field(None, gt=0)
+    workdir: str | None = None
+    env: dict[str, str] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _older(cls, values: dict[str, object]) -> dict[str, object]:
+        """Convert ``memory = "2G"`` of schema version 1.0 to ``memory_mb``."""
+        size = str(values.get("memory", ""))
+        factor = {"G": 1024, "M": 1}.get(size[-1:].upper())
+        return {"memory_mb": int(float(size[:-1]) * factor), **values} if factor else values
+
+
+class _Config(BaseModel):
+    """The parts of ``task.toml`` that are used."""
+
+    verifier: _Verifier = _Verifier()
+    agent: _Agent = _Agent()
+    environment: _Environment = _Environment()
+
+
+@dataclass(frozen=True, kw_only=True)
+class HarborTask:
+    """One task: its directory, the text of ``instruction.md`` and its settings."""
+
+    directory: Path
+    instruction: str
+    config: _Config
+
+    @property
+    def name(self) -> str:
+        """Name of the directory."""
+        return self.directory.name
+
+
+def read_task(directory: Path) -> HarborTask:
+    """Read a task. Raises PluginError if a file is missing or invalid, or if the task needs an unsupported feature."""
+    file = directory / "task.toml"
+    try:
+        values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
+        instruction = (directory / "instruction.md").read_text(encoding="utf-8").strip()
+        config = _Config.model_validate(values)
+    except OSError as error:
+        raise PluginError(f"{error.filename} cannot be read: {error.strerror}") from error
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise PluginError(f"{file}: {'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}") from error
+    except ValueError as error:
+        raise PluginError(f"{file} is not valid TOML: {error}") from error
+    tables = {"": values, **{name: values.get(name) or {} for name in ("verifier", "environment")}}
+    used = [".".join(path) for path in _UNSUPPORTED if tables["".join(path[:-1])].get(path[-1])]
+    used += [f"{table}.env (reference to a variable)" for table in tables if "${" in str(tables[table].get("env", ""))]
+    used += ["environment.os"] if str(values.get("environment", {}).get("os", "linux")).lower() != "linux" else []
+    used += ["verifier.environment_mode"] if tables["verifier"].get("environment_mode") == "separate" else []
+    used += [name for name in ("docker-compose.yaml",) if (directory / "environment" / name).exists()]
+    if used:
+        raise PluginError(f"{file}: {', '.join(used)}: not supported; remove this task from the directory")
+    if not (directory / "tests" / "test.sh").is_file():
+        raise PluginError(f"{directory / 'tests' / 'test.sh'} does not exist, so the task has no verifier")
+    if config.environment.docker_image is None and not (directory / "environment" / "Dockerfile").is_file():
+        raise PluginError(f"{directory} has neither environment/Dockerfile nor environment.docker_image in task.toml")
+    return HarborTask(directory=directory, instruction=instruction, config=config)
+
+
+def task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
+    """Yield the file and the data row of each task in a directory. Raises PluginError if there are no tasks."""
+    root = Path(directory).expanduser().absolute()
+    files = [root / "task.toml"] if (root / "task.toml").is_file() else sorted(root.glob("*/task.toml"))
+    if not files:
+        raise PluginError(f"{root} contains no tasks: neither task.toml nor */task.toml exists")
+    for file in files:
+        task = read_task(file.parent)
+        yield str(file), {"id": task.name, "problem": task.instruction, "task": str(task.directory)}
+
+
+def task_of(problem: Problem) -> HarborTask:
+    """Return the task of a problem. Raises PluginError if the problem does not refer to a task."""
+    directory = problem.info.get("task")
+    if not isinstance(directory, str):
+        raise PluginError(f"problem {problem.id} has no column task: use data.train.0.path=harbor:DIRECTORY")
+    return read_task(Path(directory))

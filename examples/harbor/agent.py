@@ -1,0 +1,40 @@
+"""An agent for ``--env 'harbor:tasks:python3 /agent/agent.py'``: runs the policy's replies as commands.
+
+It needs only Python, because a container has no network to install packages.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import urllib.request
+
+TURNS = 5
+
+
+def ask(messages: list[dict[str, str]]) -> str:
+    """Return the policy's reply."""
+    request = urllib.request.Request(
+        f"{os.environ['OPENAI_BASE_URL']}/chat/completions",
+        json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode(),
+        {"authorization": f"Bearer {os.environ['OPENAI_API_KEY']}"},
+    )
+    with urllib.request.urlopen(request) as response:
+        return str(json.load(response)["choices"][0]["message"]["content"])
+
+
+def main() -> None:
+    """Play one task: each reply is a command, until the policy replies ``done``."""
+    messages = [{"role": "user", "content": json.loads(os.environ["AGENTRL_PROBLEM"])["statement"]}]
+    for _ in range(TURNS):
+        reply = ask(messages).strip()
+        if reply == "done":
+            return
+        run = subprocess.run(["bash", "-c", reply], capture_output=True, text=True, timeout=30, check=False)
+        output = (run.stdout + run.stderr)[-2000:] or f"exit code {run.returncode}"
+        messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": output}]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+cp /app/in.txt /app/out.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+grep -rl treasure /app/archive > /app/answer.txt

@@ -1,0 +1,3 @@
+#!/bin/bash
+set -e
+sed -i 's/numbers\[1:\]/numbers/; s|//|/|' /app/mean.py

@@ -1,0 +1,237 @@
+"""Tasks in Harbor's format. The slow tests run the tasks of examples/harbor in the local Docker engine."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from envs.docker_engine import BASE_IMAGE, need_docker
+
+from agentrl.config.layers import load_settings
+from agentrl.errors import SettingsError
+from agentrl.problems.settings import ProblemSourceSettings
+from agentrl.problems.sources import load_source
+from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest
+from agentrl_envs.adapters.harbor_tasks import HarborTask, read_task, task_rows
+from agentrl_envs.episode import UnavailableError
+from agentrl_envs.registry import PluginError
+from agentrl_envs.settings import ContainerSettings, HarborSettings
+from agentrl_envs.types import Ended, Problem
+
+TASKS = Path(__file__).parents[2] / "examples" / "harbor" / "tasks"
+
+
+def a_task(directory: Path, *, toml: str = "", test: str = "echo 1 > /logs/verifier/reward.txt") -> Path:
+    shutil.copytree(TASKS / "write-word", directory)
+    (directory / "task.toml").write_text(toml, encoding="utf-8")
+    (directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n", encoding="utf-8")
+    return directory
+
+
+def test_the_tasks_of_a_directory_are_problems() -> None:
+    source = load_source(ProblemSourceSettings(path=f"harbor:{TASKS}"), answered=False).source
+    assert source.size == 10
+    first = source.problem(0)
+    assert (first.id, first.statement) == ("copy-file", "Copy /app/in.txt to /app/out.txt.")
+    assert first.info == {"task": str(TASKS / "copy-file")}
+    single = load_source(ProblemSourceSettings(path=f"harbor:{TASKS}/write-word"), answered=False).source
+    assert (single.size, single.problem(0).id) == (1, "write-word")
+
+
+def test_an_environment_of_tasks_trains_on_its_directory() -> None:
+    for env in (f"harbor:{TASKS}", f"harbor:{TASKS}:python /agent/agent.py"):
+        assert [entry.path for entry in load_settings(env).data.train] == [f"harbor:{TASKS}"]
+    with pytest.raises(
+        SettingsError, match=r"rollout\.branching\.width=2: the containers of env=harbor:.* set the width to 1"
+    ):
+        load_settings(f"harbor:{TASKS}", overrides=["rollout.branching.width=2"])
+
+
+@pytest.mark.parametrize(
+    ("toml", "message"),
+    [
+        ("[environment", "is not valid TOML"),
+        ("[verifier]\ntimeout_sec = -1", r"verifier\.timeout_sec=-1: Input should be greater than 0"),
+        ("[[steps]]\nname = 'a'", "steps: not supported; remove this task"),
+        ("[environment]\ngpus = 1", r"environment\.gpus: not supported"),
+        ("[environment]\nos = 'windows'", r"environment\.os: not supported"),
+        ("[verifier]\nenvironment_mode = 'separate'", r"verifier\.environment_mode: not supported"),
+        ("[verifier]\nenv = { KEY = '${KEY}' }", r"verifier\.env \(reference to a variable\): not supported"),
+    ],
+)
+def test_tasks_that_cannot_run_are_refused(tmp_path: Path, toml: str, message: str) -> None:
+    with pytest.raises(PluginError, match=message):
+        read_task(a_task(tmp_path / "task", toml=toml))
+
+
+@pytest.mark.parametrize(
+    ("removed", "message"),
+    [
+        ("instruction.md", "instruction.md cannot be read: No such file"),
+        ("tests/test.sh", "does not exist, so the task has no verifier"),
+        ("environment/Dockerfile", "neither environment/Dockerfile nor environment.docker_image"),
+    ],
+)
+def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> None:
+    task = a_task(tmp_path / "task")
+    (task / removed).unlink()
+    with pytest.raises(PluginError, match=message):
+        read_task(task)
+    with pytest.raises(PluginError, match=r"contains no tasks: neither task\.toml nor \*/task\.toml exists"):
+        list(task_rows(str(task / "environment")))
+
+
+def test_sizes_of_the_first_schema_version_are_read(tmp_path: Path) -> None:
+    for text, expected in (("memory = '2G'", 2048), ("memory = '512M'", 512), ("memory_mb = 64", 64)):
+        task = read_task(a_task(tmp_path / text, toml=f"version = '1.0'\n[environment]\n{text}"))
+        assert task.config.environment.memory_mb == expected
+
+
+def test_an_image_is_identified_by_the_contents_of_its_files(tmp_path: Path) -> None:
+    folder = a_task(tmp_path / "task") / "environment"
+    same = shutil.copytree(folder, tmp_path / "copy")
+    first = _digest(folder, {})
+    assert _digest(same, {}) == first != _digest(folder, {"A": "1"})
+    (folder / "more.txt").write_text("", encoding="utf-8")
+    second = _digest(folder, {})
+    (folder / "more.txt").chmod(0o755)
+    assert len({first, second, _digest(folder, {})}) == 3
+
+
+# -- with Docker -----------------------------------------------------------------------------------------------------
+
+
+@pytest_asyncio.fixture
+async def containers() -> AsyncIterator[TaskContainers]:
+    need_docker()
+    opened = TaskContainers(ContainerSettings(build_args={"BASE_IMAGE": BASE_IMAGE}, containers=4, pids=64))
+    await opened.open()
+    yield opened
+    await opened.close()
+
+
+async def rewarded(containers: TaskContainers, task: HarborTask, command: str) -> float:
+    container = await containers.start(task)
+    try:
+        assert not (await container.execute(command, timeout=60)).exit_code
+        return await container.verify()
+    finally:
+        await container.close()
+
+
+@pytest.mark.slow
+async def test_each_example_task_is_solved_by_its_solution_and_by_nothing_else(containers: TaskContainers) -> None:
+    tasks = [read_task(directory) for directory in sorted(TASKS.iterdir())]
+    solutions = [(task.directory / "solution" / "solve.sh").read_text(encoding="utf-8") for task in tasks]
+    played = [rewarded(containers, task, text) for task, text in zip(tasks, solutions, strict=True)]
+    assert await asyncio.gather(*played) == [1.0] * 10
+    assert await asyncio.gather(*(rewarded(containers, task, "true") for task in tasks)) == [0.0] * 10
+
+
+@pytest.mark.slow
+async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
+    containers: TaskContainers, tmp_path: Path
+) -> None:
+    task = read_task(a_task(tmp_path / "task", toml="[environment]\nmemory_mb = 64\n[verifier]\ntimeout_sec = 2"))
+    container = await containers.start(task)
+    try:
+        run = container.execute
+        assert (await run("ls /sys/class/net", timeout=5)).output == "lo\n"
+        stopped = await run("sleep 60", timeout=1)
+        assert (stopped.stopped, stopped.output) == ("it took 1 s", "")
+        assert (await run("yes", timeout=30)).stopped == "its output exceeded 1048576 bytes"
+        assert (await run("sleep 60 & echo started", timeout=30)).output == "started\n"
+        assert (await run("python3 -c 'bytearray(200 << 20)'", timeout=30)).exit_code == 137
+        assert "fork" in (await run("for i in $(seq 99); do sleep 600 & done", timeout=1)).output
+        assert await container.verify() == 1.0  # after the agent's processes were killed, but process 1 was not
+        assert int((await run("ls -d /proc/[0-9]* | wc -l", timeout=5)).output) < 9  # neither processes nor zombies
+        for test, reason in (
+            ("true", "wrote neither"),
+            ("exit 3", "wrote neither"),
+            ("echo 1 > /logs/verifier/reward.txt; kill -9 $$", "exit code 137"),
+            ("echo 1 > /logs/verifier/reward.txt; sleep 60", "it took 2 s"),
+            ("echo nan > /logs/verifier/reward.txt", "nan"),
+            ("ln -s /etc/hostname /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
+            ("yes 1 | head -c 1000000 > /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
+        ):
+            (task.directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n", encoding="utf-8")
+            with pytest.raises(UnavailableError, match=f"returned no reward: .*{reason}"):
+                await container.verify()
+    finally:
+        await container.close()
+    assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=task"})
+
+
+@pytest.mark.slow
+async def test_the_built_in_agent_calls_bash_and_gets_the_reward() -> None:
+    need_docker()
+    section = HarborSettings(build_args={"BASE_IMAGE": BASE_IMAGE}, containers=1)
+    environment = resolve_environment(f"harbor:{TASKS}")(section)
+    await environment.open()
+    problem = Problem(id="a", statement="Copy it.", answer=None, source="", info={"task": str(TASKS / "copy-file")})
+    episode, waiting = environment.episode(problem), environment.episode(problem)
+    assert '"name": "bash"' in await episode.start()
+    step = await episode.step(called("cp in.txt out.txt; cat out.txt; exit 3"))
+    assert (step.observation, step.ended) == (
+        "\n<tool_response>\nseven blue boats\n[exit code 3]\n</tool_response>\n",
+        None,
+    )
+    await waiting.start()
+    second = asyncio.create_task(waiting.step("No command."))  # waits until the only container is removed
+    step = await episode.step("Done.")
+    assert (step.reward, step.ended, second.done()) == (1.0, Ended.ANSWERED, False)
+    await episode.close()
+    assert (await second).reward == 0.0
+    await waiting.close()
+    await environment.close()
+
+
+def called(command: str) -> str:
+    return f"<tool_call>\n{json.dumps({'name': 'bash', 'arguments': {'command': command}})}\n</tool_call>"
+
+
+_HELD = """
+import asyncio, sys
+from agentrl_envs.adapters.harbor_containers import TaskContainers
+from agentrl_envs.adapters.harbor_tasks import read_task
+from agentrl_envs.settings import ContainerSettings
+from pathlib import Path
+
+async def hold():
+    containers = TaskContainers(ContainerSettings(build_args={"BASE_IMAGE": sys.argv[2]}))
+    await containers.open()
+    container = await containers.start(read_task(Path(sys.argv[1])))
+    await container.execute("sleep 600 &", timeout=5)
+    print("started", flush=True)
+    await asyncio.Event().wait()
+
+asyncio.run(hold())
+"""
+
+
+@pytest.mark.slow
+async def test_the_container_of_a_killed_process_is_removed(containers: TaskContainers, tmp_path: Path) -> None:
+    task = a_task(tmp_path / "orphan")
+    words = [sys.executable, "-c", _HELD, str(task), BASE_IMAGE]
+
+    def running() -> list[Any]:
+        found: list[Any] = containers.client.containers.list(all=True, filters={"label": f"{LABEL}=orphan"})
+        return found
+
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert await asyncio.to_thread(process.stdout.readline) == "started\n"
+        assert len(running()) == 1
+        process.kill()
+    async with asyncio.timeout(30):
+        while running():
+            await asyncio.sleep(0.1)

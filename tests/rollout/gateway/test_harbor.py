@@ -1,0 +1,83 @@
+"""Commands that play Harbor tasks in containers, against the local Docker engine."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from envs.docker_engine import BASE_IMAGE, need_docker
+from rollout.gateway.chat import chat_codec
+from rollout.gateway.test_environment import saying
+
+from agentrl.rollout.driver import Driver
+from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
+from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
+from agentrl.rollout.settings import RolloutSettings
+from agentrl.rollout.work_queue import RolloutRequest
+from agentrl.trajectory import Group
+from agentrl_envs.types import Ended, Problem
+
+EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
+SETTINGS = RolloutSettings(max_turn_tokens=4000, max_response_tokens=8000, retries=0)
+
+# What an agent can reach, written to the file that the task asks for.
+PROBE = """python3 - <<'END'
+import json, os, socket, urllib.error, urllib.request
+
+url, found = os.environ["OPENAI_BASE_URL"], []
+found.append(" ".join(sorted(name for _, name in socket.if_nameindex())))
+for address in ("172.17.0.1", "1.1.1.1"):
+    try:
+        socket.create_connection((address, 80), timeout=2)
+    except OSError as error:
+        found.append(error.strerror)
+mine = os.environ["OPENAI_API_KEY"]
+for path, key in (("/reward", mine), ("/finish", mine), ("/reward", "x")):
+    request = urllib.request.Request(url.removesuffix("/v1") + path, b'{"reward": 1}', {"x-api-key": key})
+    try:
+        urllib.request.urlopen(request)
+    except urllib.error.HTTPError as error:
+        found.append(str(error.code))
+print(", ".join(found))
+open("/app/out.txt", "w").write("hello")
+END"""
+
+
+async def play(command: str, engine: Any, *, samples: int) -> Group:
+    tokenizer, codec = chat_codec()
+    settings = AgentGatewaySettings()
+    options = {"build_args": {"BASE_IMAGE": BASE_IMAGE}, "helper_image": BASE_IMAGE, "agent_files": str(EXAMPLE)}
+    program = load_program(f"harbor:{EXAMPLE}/tasks:{command}", options, settings)
+    environment = AgentEnvironment(program, settings, ChatRenderer(tokenizer, codec))
+    await environment.open()
+    info = {"task": str(EXAMPLE / "tasks" / "write-word")}
+    problem = Problem(id="write-word", statement="Write hello.", answer=None, source="harbor", info=info)
+    driver = Driver(environment=environment, engine=engine, codec=codec, settings=SETTINGS, seed=7)
+    try:
+        requests = [RolloutRequest(index=0, problem=problem)]
+        (group,) = [group async for group in driver.run(requests, step=1, group_size=samples, greedy=False)]
+    finally:
+        await environment.close()
+    return group
+
+
+@pytest.mark.slow
+async def test_a_command_in_a_container_reaches_the_gateway_and_nothing_else() -> None:
+    need_docker()
+    group = await play("python3 /agent/agent.py", saying(PROBE, "done"), samples=1)
+    (row,) = group.trajectories
+    assert (row.reward, row.ended) == (1.0, Ended.ANSWERED)
+    unreachable = "Network is unreachable"
+    (seen,) = [part.text for part in row.segments if part.origin == "observation"]
+    assert f"lo, {unreachable}, {unreachable}, 403, 403, 401" in seen
+
+
+@pytest.mark.slow
+async def test_the_verifier_rewards_a_command_and_a_failed_command_is_excluded() -> None:
+    need_docker()
+    group = await play("python3 /agent/agent.py", saying("true", "done"), samples=2)
+    assert [(row.reward, row.ended) for row in group.trajectories] == [(0.0, Ended.ANSWERED)] * 2
+    group = await play("echo no such thing; exit 3", saying("true"), samples=1)
+    assert [row.ended for row in group.trajectories] == [Ended.INFRASTRUCTURE_FAILURE]
