@@ -50,6 +50,8 @@ def test_the_tasks_of_a_directory_are_problems() -> None:
 def test_an_environment_of_tasks_trains_on_its_directory() -> None:
     for env in (f"harbor:{TASKS}", f"harbor:{TASKS}:python /agent/agent.py"):
         assert [entry.path for entry in load_settings(env).data.train] == [f"harbor:{TASKS}"]
+    example = load_settings(config_file=TASKS.parent / "config.yaml")
+    assert [entry.path.rpartition("/")[2] for entry in example.data.train] == ["write-word", "copy-file", "count-lines"]
     with pytest.raises(
         SettingsError, match=r"rollout\.branching\.width=2: the containers of env=harbor:.* set the width to 1"
     ):

@@ -15,7 +15,6 @@ from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import RolloutRequest
 from agentrl.trajectory import Group
 from agentrl_envs.types import Ended, Problem
 
@@ -56,7 +55,7 @@ async def play(command: str, engine: Any, *, samples: int) -> Group:
     problem = Problem(id="write-word", statement="Write hello.", answer=None, source="harbor", info=info)
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=SETTINGS, seed=7)
     try:
-        requests = [RolloutRequest(index=0, problem=problem)]
+        requests = [Group(index=0, problem=problem)]
         (group,) = [group async for group in driver.run(requests, step=1, group_size=samples, greedy=False)]
     finally:
         await environment.close()
