@@ -104,8 +104,10 @@ class _TopK(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in (torch.topk, torch.Tensor.topk) and args[0].shape[-1] == self._experts:
-            return self._routes.select(self._layer, args[0], result)
+        if func in (torch.topk, torch.Tensor.topk):
+            scores = args[0] if args else kwargs["input"]
+            if scores.shape[-1] == self._experts:
+                return self._routes.select(self._layer, scores, result)
         return result
 
 

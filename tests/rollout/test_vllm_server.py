@@ -33,6 +33,7 @@ from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, EngineRequest, Sampling
+from agentrl.rollout.engines.sampling import restrict
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
@@ -146,6 +147,21 @@ async def converse(engine: ServerEngine, model: Any, number: int) -> None:
     engine.release(f"t{number}")
 
 
+@torch.inference_mode()
+async def check_support(engine: ServerEngine, model: Any) -> None:
+    """The server lists the tokens that the restricted distribution contains, and samples from it."""
+    limits = {"top_k": 8, "top_p": 0.9, "min_p": 0.01}
+    prompt = (5, 6, 7)
+    answer = await turn(engine, prompt, "restricted", temperature=0.8, returns_support=True, **limits)
+    ids = torch.tensor([prompt + answer.token_ids])
+    rows = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / 0.8, dim=-1)
+    expected = restrict(rows, **{f"{name}s": torch.full((len(rows),), value) for name, value in limits.items()})
+    sizes, listed = answer.support_sizes, iter(answer.support_ids)
+    for row, token, log_prob, size in zip(expected, answer.token_ids, answer.log_probs, sizes, strict=True):
+        assert {next(listed) for _ in range(size)} == {*(row > -torch.inf).nonzero()[:, 0].tolist()}
+        assert abs(float(row[token]) - log_prob) < 1e-4
+
+
 def test_an_evaluation_samples_from_the_server_and_says_so(policy: Path, address: str, tmp_path: Path) -> None:
     """The first test: the server still holds the policy it was started with. A random policy scores exactly 0."""
     rows = [{"id": f"q{place}", "problem": f"{place} + 1?", "answer": "impossible"} for place in range(3)]
@@ -180,6 +196,7 @@ async def test_log_probabilities_are_those_of_transformers(policy: Path, address
     await engine.open()
     try:
         await asyncio.gather(*(converse(engine, model, number) for number in range(24)))
+        await check_support(engine, model)
         assert largest_difference(list(await reference.score(PROBE)), await engine.score(PROBE)) < 1e-4
         assert (await engine.health()).startswith("vLLM 0.")
         again = [await turn(engine, (5, 6, 7), "again", seed=3) for _ in range(2)]
