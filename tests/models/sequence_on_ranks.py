@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 import sys
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -101,7 +101,8 @@ def loss_of(statistics: TokenStatistics) -> Tensor:
     scale = torch.linspace(-1, 2, len(statistics.log_probs), dtype=torch.float64)
     value = (statistics.log_probs * scale).sum() + (statistics.entropy.square() * scale.flip(0)).sum()
     assert statistics.full_kl is not None
-    return value + (statistics.full_kl * scale).sum()
+    assert statistics.teacher_divergence is not None
+    return value + ((statistics.full_kl + 2 * statistics.teacher_divergence) * scale).sum()
 
 
 def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
@@ -114,7 +115,8 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     with torch.no_grad():
         _, states = other(*inputs, temperature=0.7, keep_hidden=True)
     reference = FrozenHead(hidden=states, weight=other.head.weight.detach(), bias=None, logit_map=other.head.logit_map)
-    statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True, reference=reference)
+    teacher = replace(reference, beta=0.3, temperature=1.1)
+    statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True, reference=reference, teacher=teacher)
     loss_of(statistics).backward()
     critic = ValueModel(model_of(case), attention=case.attention, sequence=sequence)
     torch.nn.init.normal_(critic.value_head.weight, generator=torch.Generator().manual_seed(2))

@@ -41,7 +41,7 @@ def test_shared_rows_give_what_whole_rows_give(
     alone = found_by(CASES[name], None)
     gradients = alone.pop("gradients")
     learns = alone.pop("learns")
-    assert learns == ["log_probs", "entropy", "full_kl"]
+    assert learns == ["log_probs", "entropy", "full_kl", "teacher_divergence"]
     for rank in results:
         for found in (rank[2][name], rank[4][name]):
             assert found["learns"] == learns
