@@ -147,14 +147,14 @@ async def converse(engine: ServerEngine, model: Any, number: int) -> None:
     engine.release(f"t{number}")
 
 
-@torch.inference_mode()
 async def check_support(engine: ServerEngine, model: Any) -> None:
     """The server lists the tokens that the restricted distribution contains, and samples from it."""
     limits = {"top_k": 8, "top_p": 0.9, "min_p": 0.01}
     prompt = (5, 6, 7)
     answer = await turn(engine, prompt, "restricted", temperature=0.8, returns_support=True, **limits)
     ids = torch.tensor([prompt + answer.token_ids])
-    rows = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / 0.8, dim=-1)
+    with torch.inference_mode():
+        rows = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / 0.8, dim=-1)
     expected = restrict(rows, **{f"{name}s": torch.full((len(rows),), value) for name, value in limits.items()})
     sizes, listed = answer.support_sizes, iter(answer.support_ids)
     for row, token, log_prob, size in zip(expected, answer.token_ids, answer.log_probs, sizes, strict=True):
