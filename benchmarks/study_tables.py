@@ -14,7 +14,7 @@ from pathlib import Path
 
 STUDIES = Path(__file__).parent / "studies"
 BASELINES = ("grpo", "tir_otb")
-RATES = ("rates_2", "rates_8", "stability_2")  # these compare learning rates: their variants have other names
+OTHER_VARIANTS = ("rates_2", "rates_8", "stability_2", "distill_2")  # studies without the variants of BASELINES
 
 
 def main(names: list[str]) -> None:
@@ -31,7 +31,7 @@ def study(name: str) -> str:
     with tempfile.TemporaryDirectory() as folder:
         reports = []
         for baseline in BASELINES:
-            options = [] if name in RATES else ["--baseline", baseline]
+            options = [] if name in OTHER_VARIANTS else ["--baseline", baseline]
             command = ["agentrl", "study", str(record), "--output", folder, *options]
             subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
             reports.append((Path(folder) / "report.md").read_text(encoding="utf-8"))
