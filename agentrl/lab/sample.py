@@ -165,7 +165,7 @@ def advantage_inputs(
     def gather(name: str) -> Tensor:
         parts = []
         for sample, chosen in zip(samples, rows, strict=True):
-            source = sample.batch if hasattr(sample.batch, name) else sample
+            source = sample if hasattr(sample, name) else sample.batch
             values = getattr(source, name)[chosen.flatten()]
             parts.append(torch.nn.functional.pad(values, (0, width - values.shape[1])))
         return torch.cat(parts)
