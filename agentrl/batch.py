@@ -11,18 +11,18 @@ response has an observation of one token between two model tokens:
 ...     return Segment(origin="model", token_ids=ids, log_probs=(-0.5,) * len(ids), version_spans=spans, text="",
 ...                    reward=reward)
 >>> seen = Segment(origin="observation", token_ids=(5,), text="")
->>> packed = MicroBatch.of([
+>>> packed = MicroBatch.from_trajectories([
 ...     Trajectory(problem=problem, step=0, group=7, sample=0, prompt_ids=(1, 2), segments=(segment(3, reward=1.0),),
 ...                ended=Ended.ANSWERED),
 ...     Trajectory(problem=problem, step=0, group=7, sample=1, prompt_ids=(1, 2),
 ...                segments=(segment(4), seen, segment(6)), ended=Ended.ANSWERED),
 ... ])
->>> packed.token_ids.tolist(), packed.lengths.tolist(), packed.continued.tolist()
+>>> packed.token_ids.tolist(), packed.lengths.tolist(), packed.continued_segments.tolist()
 ([1, 2, 3, 4, 5, 6], [2, 1, 3], [0, 0, 0])
->>> batch = Batch.of(packed)
+>>> batch = Batch.from_micro_batch(packed)
 >>> batch.response_mask.int().tolist(), batch.rewards.tolist()
 ([[1, 0, 0], [1, 0, 1]], [[1.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
->>> batch.row.tokens(batch.rows, batch.columns).tolist()
+>>> batch.row.response_token_ids(batch.rows, batch.columns).tolist()
 [3, 4, 6]
 """
 
@@ -56,13 +56,13 @@ class MicroBatch:
 
     token_ids: np.ndarray  # [L] int32
     lengths: np.ndarray  # [S] int64, number of tokens in each segment of the row
-    continued: np.ndarray  # [S] int64, index of the segment that this segment continues; its own index if none
+    continued_segments: np.ndarray  # [S] int64, index of the segment that this segment continues; its own index if none
     prompt_ends: np.ndarray  # [B] int64, index of the last prompt token in the row
-    starts: np.ndarray  # [B] int64, index of the first response token in the row
+    response_starts: np.ndarray  # [B] int64, index of the first response token in the row
     run_lengths: np.ndarray  # [R] int32
     run_sampled: np.ndarray  # [R] bool, True if the model sampled the run
     run_rewards: np.ndarray  # [R] float32, assigned to the last token of the run
-    runs: np.ndarray  # [B] int32, number of runs in each trajectory
+    run_counts: np.ndarray  # [B] int32, number of runs in each trajectory
     log_probs: np.ndarray  # [N] float32, from the engine
     version_spans: np.ndarray  # [V, 2] int32: policy version, number of model tokens
     groups: np.ndarray  # [B] int64
@@ -75,7 +75,7 @@ class MicroBatch:
     path_weights: np.ndarray  # [B] float32, weight of the trajectory in a forked rollout, else 1
     truncated: np.ndarray  # [B] bool, True if a limit ended the trajectory
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
-    homes: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
+    home_ranks: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
     routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.Routes`)
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
@@ -84,21 +84,21 @@ class MicroBatch:
     teacher_row: PackedRow | None = None  # the trajectories with other prompts, which a teacher reads
 
     @classmethod
-    def of(
+    def from_trajectories(
         cls,
         items: Sequence[Trajectory],
         *,
         no_loss: Collection[tuple[int, int, int]] = (),
-        homes: Mapping[int, int] | None = None,
+        home_ranks: Mapping[int, int] | None = None,
         greedy_returns: Mapping[int, float] | None = None,
         counted: bool = True,
         teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
     ) -> MicroBatch:
         """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of those removed from the loss.
 
-        ``homes`` maps each group to the rank that receives its trajectories in a statistics pass. If ``homes`` is None,
-        rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of its greedy rollout.
-        ``teacher_prompt`` returns the prompt that a teacher reads instead of the policy's.
+        ``home_ranks`` maps each group to the rank that receives its trajectories in a statistics pass. If
+        ``home_ranks`` is None, rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of
+        its greedy rollout. ``teacher_prompt`` returns the prompt that a teacher reads instead of the policy's.
         """
         segments = [segment for item in items for segment in item.segments]
         groups = np.array([item.group for item in items])
@@ -124,7 +124,7 @@ class MicroBatch:
             run_lengths=np.array([len(segment.token_ids) for segment in segments], dtype=np.int32),
             run_sampled=np.array([segment.origin == "model" for segment in segments]),
             run_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
-            runs=np.array([len(item.segments) for item in items], dtype=np.int32),
+            run_counts=np.array([len(item.segments) for item in items], dtype=np.int32),
             log_probs=flat_array([segment.log_probs for segment in segments], "d").astype(np.float32),
             version_spans=np.array(
                 [span for segment in segments for span in segment.version_spans], dtype=np.int32
@@ -139,7 +139,7 @@ class MicroBatch:
             path_weights=np.array([item.path_fraction for item in items], dtype=np.float32),
             truncated=np.array([item.ended.is_truncation for item in items]),
             trained=np.array([(item.group, item.sample, item.branch) not in no_loss for item in items]),
-            homes=np.array([0 if homes is None else homes[item.group] for item in items]),
+            home_ranks=np.array([0 if home_ranks is None else home_ranks[item.group] for item in items]),
             greedy_returns=greedy,
             support_ids=flat_array([segment.support_ids for segment in sampled], "i") if restricted else None,
             support_sizes=flat_array(sizes, "i").astype(np.int64) if restricted else None,
@@ -154,7 +154,7 @@ class MicroBatch:
 
     @property
     def trajectories(self) -> int:
-        return len(self.starts)
+        return len(self.response_starts)
 
 
 def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
@@ -219,7 +219,7 @@ class Batch:
     problem_weights: Tensor  # [B] float32
     path_weights: Tensor  # [B] float32
     truncated: Tensor  # [B] bool
-    homes: Tensor  # [B] int64
+    home_ranks: Tensor  # [B] int64
     greedy_returns: Tensor | None  # [B] float32
     support: Support | None  # of the model tokens
     counted: bool  # as in `MicroBatch`
@@ -235,14 +235,14 @@ class Batch:
     selected: Tensor | None = None  # [B, T] bool, for losses that select tokens over the whole step
 
     @classmethod
-    def of(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
-        """Copy a micro-batch to ``device`` and pad it there. ``multiple``: see :meth:`.PackedRow.padded`."""
-        rows, ends = len(micro.starts), np.cumsum(micro.runs)
+    def from_micro_batch(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
+        """Copy a micro-batch to ``device`` and pad it there. ``multiple``: see :meth:`.PackedRow.pad_to_multiple`."""
+        rows, ends = len(micro.response_starts), np.cumsum(micro.run_counts)
         ends_of_runs = np.cumsum(micro.run_lengths)
         lengths = np.diff(ends_of_runs[ends - 1], prepend=0)
         mask = np.zeros((rows, lengths.max()), dtype=bool)
         rewards = np.zeros(mask.shape, dtype=np.float32)
-        for line, (first, last) in enumerate(zip(ends - micro.runs, ends, strict=True)):
+        for line, (first, last) in enumerate(zip(ends - micro.run_counts, ends, strict=True)):
             own = micro.run_lengths[first:last]
             mask[line, : lengths[line]] = np.repeat(micro.run_sampled[first:last], own)
             rewards[line, np.cumsum(own) - 1] = micro.run_rewards[first:last]
@@ -260,7 +260,7 @@ class Batch:
         # nonzero_static receives the number of model tokens from the host, which avoids a device synchronization.
         places = torch.nonzero_static(response_mask, size=len(micro.log_probs))
         return cls(
-            row=row.padded(multiple).to(device),
+            row=row.pad_to_multiple(multiple).to(device),
             rows=places[:, 0],
             columns=places[:, 1],
             response_mask=response_mask,
@@ -278,13 +278,13 @@ class Batch:
             problem_weights=sent(micro.problem_weights),
             path_weights=sent(micro.path_weights),
             truncated=sent(micro.truncated),
-            homes=sent(micro.homes),
+            home_ranks=sent(micro.home_ranks),
             greedy_returns=None if micro.greedy_returns is None else sent(micro.greedy_returns),
             support=None
             if micro.support_ids is None or micro.support_sizes is None
             else Support(ids=sent(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
             counted=micro.counted,
-            teacher_row=None if micro.teacher_row is None else micro.teacher_row.padded(multiple).to(device),
+            teacher_row=None if micro.teacher_row is None else micro.teacher_row.pad_to_multiple(multiple).to(device),
         )
 
     @property
@@ -355,7 +355,7 @@ class Batch:
     @cached_property
     def response_ids(self) -> Tensor:
         """Token ids of the responses, [B, T] int64. 0 for tokens that the model did not sample."""
-        return scatter_tokens(self.row.tokens(self.rows, self.columns), self.response_mask)
+        return scatter_tokens(self.row.response_token_ids(self.rows, self.columns), self.response_mask)
 
 
 def scatter_tokens(values: Tensor, mask: Tensor) -> Tensor:

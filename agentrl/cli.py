@@ -98,9 +98,9 @@ def plan(
     """Estimate the GPU memory of a model, and print the cheapest settings that fit as a YAML overlay."""
     settings = _load("plan", overrides, config=config, options={"model.path": model})
     from agentrl.planning.plan import plan_command
-    from agentrl.training.step.objective_settings import ObjectiveSettings, needs
+    from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
 
-    critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
+    critic = "values" in estimator_requirements(ObjectiveSettings.from_settings(settings)).inputs
     lines = plan_command(
         settings, critic=critic, gpus=gpus, memory=memory, context=context, lora=lora, base=config, write=write
     )

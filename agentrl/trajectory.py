@@ -117,8 +117,8 @@ class Trajectory:
     tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens.
     A *forked* rollout is a tree of alternatives, and its branches are the edges: a branch that ended as ``forked``
     continues in several others, and every other branch ends a path with its own reward. ``path_weight`` is the weight
-    of the branch (:func:`weighed`), and None in rollouts that are not forked. ``weight`` then counts tokens with it,
-    and ``reward`` is the reward of the path, or of a forked branch the mean over its paths.
+    of the branch (:func:`with_path_weights`), and None in rollouts that are not forked. ``weight`` then counts tokens
+    with it, and ``reward`` is the reward of the path, or of a forked branch the mean over its paths.
 
     ``problem_weight`` is a factor in the loss, which gives problems with different numbers of rollouts the same weight.
 
@@ -291,7 +291,7 @@ class Trajectory:
         )
 
 
-def weighed(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+def with_path_weights(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     """Return the branches of a forked rollout, parents first, with their weights and the rewards of their paths.
 
     Every fork divides its weight equally among its branches. An excluded branch, and a fork without any other branch,
@@ -305,7 +305,8 @@ def weighed(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     ...                       ended=ended, branch=number, branches=4, parent=parent, fork=int(parent >= 0),
     ...                       path_weight=1.0)
     >>> ends = (Ended.FORKED, Ended.STOPPED, Ended.STOPPED, Ended.INFRASTRUCTURE_FAILURE)
-    >>> [item.path_weight for item in weighed([branch(n, -1 if n == 0 else 0, end) for n, end in enumerate(ends)])]
+    >>> branches = [branch(n, -1 if n == 0 else 0, end) for n, end in enumerate(ends)]
+    >>> [item.path_weight for item in with_path_weights(branches)]
     [1.0, 0.5, 0.5, 0.0]
     """
     children: dict[int, int] = {}
@@ -388,7 +389,7 @@ class Group:
         """All trajectories, including the greedy trajectory if there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
-    def without(self, drop: Sequence[Trajectory]) -> Group:
-        """Return a copy of the group without the trajectories in ``drop``."""
-        dropped = {id(trajectory) for trajectory in drop}
+    def without(self, removed: Sequence[Trajectory]) -> Group:
+        """Return a copy of the group without the trajectories in ``removed``."""
+        dropped = {id(trajectory) for trajectory in removed}
         return replace(self, trajectories=tuple(item for item in self.trajectories if id(item) not in dropped))

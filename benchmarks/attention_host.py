@@ -53,12 +53,12 @@ class Counter:
 @contextmanager
 def counting(counter: Counter) -> Iterator[None]:
     """Replace the kernels of the backends `sdpa` and `flash`."""
-    before = backends.scaled_dot_product_attention, backends.varlen_kernel
-    backends.scaled_dot_product_attention, backends.varlen_kernel = counter, lambda: counter  # type: ignore[assignment]
+    before = backends.scaled_dot_product_attention, backends.varlen_attention_function
+    backends.scaled_dot_product_attention, backends.varlen_attention_function = counter, lambda: counter  # type: ignore[assignment]
     try:
         yield
     finally:
-        backends.scaled_dot_product_attention, backends.varlen_kernel = before
+        backends.scaled_dot_product_attention, backends.varlen_attention_function = before
 
 
 def drawn(tokens: int, documents: int, seed: int, *, shared: bool) -> PackedRow:
@@ -81,11 +81,11 @@ def measure(backend: AttentionBackend, options: argparse.Namespace) -> str:
         for seed in range(options.micro_batches):
             large = drawn(options.tokens, options.documents, seed, shared=options.shared)
             began = time.perf_counter()
-            _ = large.bounds if backend == "flash" else large.calls
+            _ = large.varlen_bounds if backend == "flash" else large.attention_batches
             prepared.append(time.perf_counter() - began)
             row = drawn(_FEW_TOKENS, options.documents, seed, shared=options.shared)
             now = AttentionPass(row=row, backend=backend)
-            _ = row.bounds, row.calls
+            _ = row.varlen_bounds, row.attention_batches
             known = len(counter.shapes)
             for _ in range(options.layers):
                 sizes = [(1, heads, row.input_ids.shape[1], 1) for heads in (HEADS, GROUPS, GROUPS)]

@@ -237,7 +237,7 @@ async def drive(name: str, packages: Path, *, show: bool) -> bool:
         sample_index=0,
         name="note",
         seed=0,
-        began=0.0,
+        start_time=0.0,
         engine=engine,
         codec=codec,
     )

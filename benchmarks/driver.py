@@ -269,11 +269,11 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     stage("metrics", lambda: (rollout_metrics(made), clock.metrics(made)))
     units = [group.trajectories for group in made]
     shares = stage("plan", lambda: pack_units(units, 8 * tokens, ranks=1))
-    packed = stage("pack", lambda: [MicroBatch.of(items) for (items,) in shares])
+    packed = stage("pack", lambda: [MicroBatch.from_trajectories(items) for (items,) in shares])
     sent = stage("send plans", lambda: pickle.dumps(packed, protocol=5))
     received = stage("receive plans", lambda: pickle.loads(sent))
-    batches = stage("pad", lambda: [Batch.of(micro) for micro in received])
-    computed = attrgetter("input_ids", "position_ids", "bounds")  # once per row; a copy computes them again
+    batches = stage("pad", lambda: [Batch.from_micro_batch(micro) for micro in received])
+    computed = attrgetter("input_ids", "position_ids", "varlen_bounds")  # once per row; a copy computes them again
     stage("inputs of the model", lambda: [computed(replace(one.row)) for one in batches])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.parquet"

@@ -32,9 +32,9 @@ from scripted import ScriptedEngine, written
 from agentrl.config import load_settings
 from agentrl.evaluation.benchmarks import ProblemSet, problem_sets
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.engines import Player, TokenPlayer
+from agentrl.evaluation.engines import RolloutRunner, TokenRolloutRunner
 from agentrl.evaluation.results import default_pass_ks
-from agentrl.evaluation.run import Evaluation, finish
+from agentrl.evaluation.run import Evaluation, write_results
 from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
@@ -115,8 +115,8 @@ class OpenedScript:
     def model(self) -> Mapping[str, Any]:
         return {"name": "scripted", "fingerprint": self._engine.fingerprint()}
 
-    def player(self, environment: Environment) -> Player:
-        return TokenPlayer(
+    def player(self, environment: Environment) -> RolloutRunner:
+        return TokenRolloutRunner(
             environment=environment,
             engine=self._engine,
             codec=self._codec,
@@ -192,7 +192,7 @@ class Memory:
 async def play(evaluation: Evaluation, memory: Memory, log: Path) -> EvaluationDirectory:
     watch = asyncio.create_task(memory.watch(log))
     try:
-        return await evaluation.play()
+        return await evaluation.run_rollouts()
     finally:
         watch.cancel()
 
@@ -225,7 +225,7 @@ def main() -> int:
         began, cpu = time.monotonic(), cpu_seconds()
         directory = asyncio.run(play(evaluation, memory, output / "rollouts.jsonl.zst"))
         played, cpu_then = time.monotonic(), cpu_seconds()
-        results = finish(directory, settings, sets, request, console, export_evaluation)
+        results = write_results(directory, settings, sets, request, console, export_evaluation)
         ended = time.monotonic()
         size = directory.rollouts.stat().st_size / 2**20
         report = directory.report.stat().st_size / 2**20

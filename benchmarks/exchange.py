@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.training.engine import collectives
-from agentrl.training.engine.collectives import Exchange
+from agentrl.training.engine.collectives import RowExchange
 from agentrl.training.step.batching import home_ranks
 
 MICRO_BATCH = 8  # rows
@@ -60,12 +60,12 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
     own = micro_batches(rank, ranks, options)
-    counted = Counting(collectives.swap_between_ranks, rank)
-    collectives.swap_between_ranks = counted  # type: ignore[assignment]
+    counted = Counting(collectives.all_to_all, rank)
+    collectives.all_to_all = counted  # type: ignore[assignment]
     start = resident()
     homes = home_ranks({group: [options.size] * ranks for group in range(options.groups)})
     places = torch.tensor([homes[group] for part in own for group in part.groups.tolist()])
-    exchange = Exchange([part.response_mask for part in own], places)
+    exchange = RowExchange([part.response_mask for part in own], places)
     made = compute_advantages("tir_otb", exchange.send(own))
     kept = exchange.send_back(made.advantages), exchange.send_back(made.returns)
     peak = high_water() - start

@@ -157,7 +157,7 @@ async def play_wave(gateway: AgentGateway, renderer: ChatRenderer, api: str, age
                 sample_index=number,
                 name=f"r{number}",
                 seed=0,
-                began=0.0,
+                start_time=0.0,
                 engine=CallingEngine(renderer.codec),
                 codec=renderer.codec,
             ),

@@ -144,11 +144,11 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
     from transformers import Qwen2Config
 
     from agentrl.kernels.attention import AttentionPass, attend, pack_row
-    from agentrl.models.attention import choose_attention, register_attention
+    from agentrl.models.attention import choose_packed_attention, register_attention
 
     register_attention()  # as a model does when it is loaded: it switches cuDNN's attention off
     config = Qwen2Config(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4)
-    backend = choose_attention("auto", config, dtype="bfloat16" if device.type == "cuda" else "float32")
+    backend = choose_packed_attention("auto", config, dtype="bfloat16" if device.type == "cuda" else "float32")
 
     def own(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
         ids = torch.zeros(max(lengths), dtype=torch.int64, device="cpu")
@@ -303,7 +303,7 @@ def determinism(device: torch.device) -> Iterator[Figure | str]:
 
 def _as_in_training(policy: PolicyModel) -> None:
     """Change the weights to bfloat16 and the attention to what ``model.attention=auto`` chooses."""
-    from agentrl.models.attention import choose_attention
+    from agentrl.models.attention import choose_packed_attention
 
     policy.to(torch.bfloat16)
-    policy.attention = choose_attention("auto", policy.causal_lm.config, dtype="bfloat16")
+    policy.attention = choose_packed_attention("auto", policy.causal_lm.config, dtype="bfloat16")

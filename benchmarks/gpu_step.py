@@ -15,11 +15,19 @@ from torch import Tensor
 from agentrl.errors import is_out_of_memory
 from agentrl.kernels import Support, TokenStatistics
 from agentrl.kernels.attention import PackedRow, pack_padded
-from agentrl.models.attention import choose_attention
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.attention import choose_packed_attention
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import FrozenHead, PolicyModel
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.memory import CONTEXT, ModelShape, TrainingSetup, rank_memory, read_shape, shape_of, usable
+from agentrl.planning.memory import (
+    CONTEXT,
+    ModelShape,
+    TrainingSetup,
+    rank_memory,
+    read_shape,
+    shape_from_config,
+    usable_bytes,
+)
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.memory import MicroBatchMemoryError, micro_batch_memory_errors
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -49,12 +57,16 @@ class PackedOrPadded(PolicyModel):
         if not self.padded:
             return super().forward(row, rows, columns, temperature, keep_hidden, reference, teacher, support)
         prompts = int(row.prompt_ends[0]) + 1  # of equal lengths, and none is shared
-        lengths = torch.from_numpy(row.lengths).to(row.starts.device)
-        places = (row.starts - prompts)[:, None] + torch.arange(row.longest, device=row.starts.device)
-        input_ids = row.input_ids[0, torch.minimum(places, (row.starts - prompts + lengths - 1)[:, None])]
+        lengths = torch.from_numpy(row.lengths).to(row.response_starts.device)
+        places = (row.response_starts - prompts)[:, None] + torch.arange(
+            row.longest_document, device=row.response_starts.device
+        )
+        input_ids = row.input_ids[0, torch.minimum(places, (row.response_starts - prompts + lengths - 1)[:, None])]
         states = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state
         selected = states[rows, prompts + columns - 1]
-        return self.head(selected, row.tokens(rows, columns), temperature, reference, teacher, support), None
+        return self.head(
+            selected, row.response_token_ids(rows, columns), temperature, reference, teacher, support
+        ), None
 
 
 def step_1_5b(device: torch.device) -> Iterator[Figure | str]:
@@ -121,7 +133,7 @@ def _setup(tokens: int) -> TrainingSetup:
 def _fitting(name: str, tokens: int) -> ModelShape:
     """The shape of a model with as many of its layers as fit on this GPU."""
     whole = read_shape(ModelSettings(path=name))
-    memory = usable(torch.cuda.get_device_properties(0).total_memory)
+    memory = usable_bytes(torch.cuda.get_device_properties(0).total_memory)
     for layers in range(whole.layers, 0, -1):
         config = copy.deepcopy(whole.config)
         text = config.get_text_config()
@@ -129,7 +141,7 @@ def _fitting(name: str, tokens: int) -> ModelShape:
         kinds = getattr(text, "layer_types", None)  # not every architecture's configuration has it
         if kinds is not None:
             text.layer_types = list(kinds)[:layers]
-        shape = shape_of(whole.name, config)
+        shape = shape_from_config(whole.name, config)
         if rank_memory(shape, _setup(tokens), context=CONTEXT).total <= memory:
             return shape
     raise Skip(f"not even one layer of {name} fits")
@@ -142,8 +154,8 @@ def _engine(shape: ModelShape, device: torch.device) -> tuple[PackedOrPadded, Tr
     with device:
         model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.bfloat16, attn_implementation="sdpa")
     config: PreTrainedConfig = model.config
-    checkpoint_layers(model)
-    policy = PackedOrPadded(model, attention=choose_attention("auto", config, dtype="bfloat16"))
+    enable_gradient_checkpointing(model)
+    policy = PackedOrPadded(model, attention=choose_packed_attention("auto", config, dtype="bfloat16"))
     engine = TrainingEngine(
         policy.train(),
         optimizer=OptimizerSettings(learning_rate=1e-6, weight_decay=0.0, warmup_steps=0),

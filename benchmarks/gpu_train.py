@@ -118,10 +118,10 @@ def write_random_model(folder: Path, device: torch.device) -> None:
 
     from agentrl.models.loading import EOS, train_tokenizer
     from agentrl.models.settings import ModelSettings
-    from agentrl.planning.memory import config_of
+    from agentrl.planning.memory import load_config
 
     real = device.type == "cuda"
-    config = config_of(ModelSettings(path="Qwen/Qwen2.5-0.5B"))
+    config = load_config(ModelSettings(path="Qwen/Qwen2.5-0.5B"))
     if not real:
         config.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1024})
         config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2})

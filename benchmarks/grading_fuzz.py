@@ -26,7 +26,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.grading.spelling import respelled
+from agentrl_envs.grading.spelling import normalize_spelling
 from agentrl_envs.types import Verdict
 
 COMMANDS = (
@@ -144,7 +144,7 @@ def tokens(text: str) -> list[str]:
     Left out are the names of commands that set text or fractions, units and other words behind a number (math-verify's
     published leniency), and what stands left of an equals sign.
     """
-    text = re.sub(r"(?<!\d)['\"$]|['\"$](?!\d)", "", respelled(text)).replace("\\\\", "\\").replace("%", "")
+    text = re.sub(r"(?<!\d)['\"$]|['\"$](?!\d)", "", normalize_spelling(text)).replace("\\\\", "\\").replace("%", "")
     text = re.sub(r"(?<=[\da-z}])\s*\\(?:text|mbox|mathrm|textbf|textnormal)\b.*", "", text, flags=re.DOTALL)
     text = re.sub(r"\\(?:begin|end)\{\w+\}|\\(?:text|mathrm|textbf|circ|boxed|cdot|d?frac)(?![a-zA-Z])", " ", text)
     text = re.sub(r"(?<!\d)\.(?=\d)", "0.", text.rpartition("=")[2].replace("$", ""))

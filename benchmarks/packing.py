@@ -151,7 +151,9 @@ def memory(name: str) -> float:
 def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
     """All groups through the policy."""
     policy = PolicyModel(tiny_model())
-    batches = [Batch.of(MicroBatch.of(rows)) for (rows,) in pack_units(groups, budget, ranks=1)]
+    batches = [
+        Batch.from_micro_batch(MicroBatch.from_trajectories(rows)) for (rows,) in pack_units(groups, budget, ranks=1)
+    ]
 
     def step() -> None:
         policy.zero_grad()
@@ -171,7 +173,7 @@ def padded(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
             bins[-1] += group
         else:
             bins.append([*group])
-    batches = [Batch.of(MicroBatch.of(rows)) for rows in bins]
+    batches = [Batch.from_micro_batch(MicroBatch.from_trajectories(rows)) for rows in bins]
 
     def states(batch: Batch) -> Tensor:
         hidden: Tensor = policy.backbone(input_ids=batch.input_ids, use_cache=False).last_hidden_state

@@ -27,11 +27,11 @@ from live_bytes import LiveBytes
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from agentrl.kernels.attention import pack_padded
-from agentrl.models.loading import checkpoint_layers, keep_checkpoints_on_host
+from agentrl.models.loading import enable_gradient_checkpointing, offload_checkpoints_to_host
 from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
-from agentrl.planning.memory import ModelShape, Offload, TrainingSetup, rank_memory, shape_of
+from agentrl.planning.memory import ModelShape, Offload, TrainingSetup, rank_memory, shape_from_config
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -84,7 +84,7 @@ class Case:
 
     @property
     def shape(self) -> ModelShape:
-        return shape_of(self.kind, AutoConfig.for_model(self.kind, **{**_BASE, **self.more}))
+        return shape_from_config(self.kind, AutoConfig.for_model(self.kind, **{**_BASE, **self.more}))
 
     @property
     def setup(self) -> TrainingSetup:
@@ -192,9 +192,9 @@ def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
     model = AutoModelForCausalLM.from_config(shape.config, dtype=dtype, attn_implementation="sdpa")
     add_adapters(model, LoRASettings(rank=case.lora_rank))
     if case.checkpointing:
-        checkpoint_layers(model)
+        enable_gradient_checkpointing(model)
     if case.checkpoint_offload:
-        keep_checkpoints_on_host(model.get_decoder())
+        offload_checkpoints_to_host(model.get_decoder())
     training = TrainingSettings(
         zero_stage=case.stage, offload=case.offload, num_processes=case.ranks, sequence_parallel=case.shared
     )
@@ -211,7 +211,7 @@ def micro_batch(engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: 
     """Forward and backward of rows that are packed into one."""
     ids = torch.randint(0, shape.vocabulary, (_ROWS, tokens // _ROWS))
     mask = torch.ones_like(ids[:, 4:], dtype=torch.bool)
-    packed = pack_padded(ids, torch.full((_ROWS,), 4), mask, multiple=engine.module.row_multiple)
+    packed = pack_padded(ids, torch.full((_ROWS,), 4), mask, multiple=engine.module.row_length_multiple)
     statistics, _ = engine(*packed)
     engine.backward(statistics.log_probs.sum())
 

@@ -24,7 +24,7 @@ import psutil
 from agentrl.training.settings import AlgorithmSettings
 from agentrl.training.step.batching import plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.worker.service import Reply
+from agentrl.training.worker.service import CallReply
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
@@ -91,7 +91,7 @@ def main() -> None:
     planned = time.process_time()
     sent = 0
     for plan, (_, there) in zip(plans, pairs, strict=True):
-        body = ForkingPickler.dumps(Reply(value=plan))
+        body = ForkingPickler.dumps(CallReply(value=plan))
         sent += len(body)
         there.send_bytes(body)
     ended = time.process_time()

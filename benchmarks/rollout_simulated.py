@@ -111,7 +111,7 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
             bound += tokens / args.tokens_per_second
             staleness = max(staleness, worker.metrics["staleness/max"])
             await asyncio.sleep(tokens / args.training_tokens_per_second)
-            await worker.drain()
+            await worker.wait_until_weights_may_change()
             engine.pause()
             await asyncio.sleep(args.update_seconds)
             engine.resume(step + 1)

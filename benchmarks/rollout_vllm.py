@@ -29,7 +29,7 @@ from agentrl.models.loading import build_tiny_model, train_tokenizer, write_mode
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.replica import ServerNeeds
+from agentrl.rollout.engines.replica import ServerRequirements
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl.trajectory import Group
@@ -98,7 +98,9 @@ async def play(
     # More turns than fit: the token limit ends every trajectory.
     environment = SimulatedEnvironment(turns=10**6, latency=latency, seed=step, observation="= 4" if tools else "")
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    engine = vllm_engine(addresses, ServerNeeds(codec=codec, vocabulary=vocabulary, max_tokens=longest), settings)
+    engine = vllm_engine(
+        addresses, ServerRequirements(codec=codec, vocabulary=vocabulary, max_tokens=longest), settings
+    )
     await engine.open()
     try:
         driver = Driver(environment=environment, engine=engine, codec=codec, settings=settings, seed=step)

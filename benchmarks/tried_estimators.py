@@ -12,18 +12,18 @@ from torch import Tensor
 
 from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
 from agentrl.algorithms.estimators.baselines import column_baselines, weighted_energy
-from agentrl.algorithms.estimators.classic import weighted_means
-from agentrl.algorithms.estimators.optimal import compact_columns, energy_weights, sum_of_others
+from agentrl.algorithms.estimators.classic import weighted_group_means
+from agentrl.algorithms.estimators.optimal import baseline_columns, baseline_weights, sum_excluding_self
 from agentrl.algorithms.estimators.registry import PooledOptions
-from agentrl.algorithms.options import check_positive, check_range, option
-from agentrl.kernels.arithmetic import running_sum
+from agentrl.algorithms.options import check_positive, check_range, checked_option
+from agentrl.kernels.arithmetic import cumulative_sum
 
 
 @dataclass(frozen=True, kw_only=True)
 class ShrunkOptions(TokenBaselineOptions):
     """Options of `otb_shrunk`."""
 
-    trust: float = option(4.0, check_positive)  # contributors at which both baselines count the same
+    trust: float = checked_option(4.0, check_positive)  # contributors at which both baselines count the same
 
 
 @register_estimator(
@@ -35,9 +35,9 @@ def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
     c = `trust`. With outcome rewards only: b is a mean of returns.
     """
     energies = weighted_energy(inputs, options.energy)
-    by_index, count = _baselines(inputs, energy_weights(inputs, running_sum(energies), options), options)
-    whole = energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
-    of_all = weighted_means(inputs, whole, leave_one_out=options.leave_one_out).unsqueeze(-1)
+    by_index, count = _baselines(inputs, baseline_weights(inputs, cumulative_sum(energies), options), options)
+    whole = baseline_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
+    of_all = weighted_group_means(inputs, whole, leave_one_out=options.leave_one_out).unsqueeze(-1)
     shared = (count * by_index + options.trust * of_all) / (count + options.trust)
     return _advantages(inputs, shared, options)
 
@@ -46,7 +46,7 @@ def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
 class SmoothedOptions(TokenBaselineOptions):
     """Options of `otb_smoothed`."""
 
-    reach: float = option(8.0, check_positive)  # model tokens after which a token's energy counts 1/e
+    reach: float = checked_option(8.0, check_positive)  # model tokens after which a token's energy counts 1/e
 
 
 @register_estimator(
@@ -62,13 +62,13 @@ def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantage
     place = torch.arange(compact.shape[1])
     near = torch.exp(-(place - place.unsqueeze(-1)).abs() / options.reach).double()
     smooth = layout.scatter((compact @ near) / (exists @ near).clamp(min=1e-12))
-    shared, _ = _baselines(inputs, energy_weights(inputs, smooth, options), options)
+    shared, _ = _baselines(inputs, baseline_weights(inputs, smooth, options), options)
     return _advantages(inputs, shared, options)
 
 
 def _baselines(inputs: EstimatorInputs, weights: Tensor, options: TokenBaselineOptions) -> tuple[Tensor, Tensor]:
     """Baselines [B, K] by compact index, and how many of the group's trajectories contribute to each."""
-    columns = compact_columns(inputs, inputs.returns(options.gamma), weights)
+    columns = baseline_columns(inputs, inputs.returns(options.gamma), weights)
     shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
     return inputs.groups.unstack(shared), inputs.groups.unstack(columns.valid.sum(1, keepdim=True))
 
@@ -85,7 +85,7 @@ def _advantages(
 class PooledTokenOptions(PooledOptions):
     """Options of `tir_otb_pooled`."""
 
-    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount a model token
+    gamma: float = checked_option(1.0, check_range, 0.0, 1.0)  # discount a model token
 
 
 @register_estimator(
@@ -104,8 +104,8 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
     Alone in the step at k: the baseline of the last index that is shared, 0 if there is none. On one rank only.
     """
     returns = inputs.returns(options.gamma)
-    weights = energy_weights(inputs, running_sum(weighted_energy(inputs, options.energy)), options)
-    columns = compact_columns(inputs, returns, weights)
+    weights = baseline_weights(inputs, cumulative_sum(weighted_energy(inputs, options.energy)), options)
+    columns = baseline_columns(inputs, returns, weights)
     absent = ~columns.valid
     lowest = columns.returns.masked_fill(absent, torch.inf).flatten(0, 1).amin(0)
     lowest = lowest.masked_fill(lowest == torch.inf, 0.0)
@@ -128,4 +128,4 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
 
 
 def _others(terms: Tensor, dimension: int) -> Tensor:
-    return sum_of_others(terms.movedim(dimension, -1)).movedim(-1, dimension)
+    return sum_excluding_self(terms.movedim(dimension, -1)).movedim(-1, dimension)

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from agentrl.lab.report import logarithmic
+from agentrl.lab.report import use_logarithmic_scale
 from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_problems
-from agentrl.lab.summary import EstimatorResult, IntervalEstimate, summarise
+from agentrl.lab.summary import EstimatorResult, IntervalEstimate, summarize_estimators
 from agentrl.telemetry.files import atomic_write, json_line
-from agentrl.telemetry.plots import caption, legend_below, line_options, new_figure, style_axes
+from agentrl.telemetry.plots import add_caption, add_legend_below, line_options, new_figure, style_axes
 
 STUDIES = Path(__file__).parent / "studies" / "variance"
 DRAWN = ("grpo", "ogb", "ogb_pooled", "otb_isolated", "tir_otb")
@@ -43,7 +43,9 @@ def main() -> None:
         if len(problems) > 1 and arguments.baseline in next(iter(problems[0].moments.values())):
             moments = [item.moments for item in problems]
             counts[folder.name] = len(problems)
-            found[folder.name] = summarise(moments, resamples=arguments.resamples, seed=0, baseline=arguments.baseline)
+            found[folder.name] = summarize_estimators(
+                moments, resamples=arguments.resamples, seed=0, baseline=arguments.baseline
+            )
             print_study(folder.name, MeasurementFiles(folder).lines(), problems, found[folder.name], arguments.baseline)
     if arguments.figure is not None:
         draw(
@@ -144,7 +146,7 @@ def draw(found: dict[str, list[EstimatorResult]], problems: dict[str, int], path
             spread = np.where(np.isfinite(spread), spread, 0.0)
             axes.errorbar(sizes, values, yerr=spread, **line_options(place), label=estimator, marker="os^Dv"[place],
                           markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
-        logarithmic(axes)
+        use_logarithmic_scale(axes)
         axes.axhline(1.0, color="#444444", linewidth=0.9)
         axes.set_xscale("log", base=2)
         ticks = sorted({line.group_size for line in lines})
@@ -153,8 +155,8 @@ def draw(found: dict[str, list[EstimatorResult]], problems: dict[str, int], path
         style_axes(axes, f"{name}: {problems[name]} problems")
         axes.set_xlabel("trajectories in a group, N")
     panels[0].set_ylabel(f"noise over that of {baseline}")
-    legend_below(panels[0], columns=3)
-    caption(figure, "one policy; bars are 95 % intervals over problems")
+    add_legend_below(panels[0], columns=3)
+    add_caption(figure, "one policy; bars are 95 % intervals over problems")
     atomic_write(path, lambda out: figure.savefig(out, format="png"))
 
 

@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentrl.errors import SettingsError
-from agentrl.models.exactness import check_architecture, packing_problem
+from agentrl.models.exactness import check_architecture, packing_error
 
 TARGET = Path(__file__).parent / "reference" / "models.md"
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -98,7 +98,7 @@ def config_for(kind: str) -> PreTrainedConfig:
 def decide(kind: str) -> Decision:
     """Test a small copy of a type."""
     config = config_for(kind)
-    problem = packing_problem(config)
+    problem = packing_error(config)
     if problem is None:
         return Decision("packed")
     try:

@@ -33,13 +33,15 @@ def trajectory(*segments: Segment, **changes: Any) -> Trajectory:
 def test_a_batch_by_hand() -> None:
     short = trajectory(model(5, reward=1.0, version=2), prompt_ids=(21, 22, 23), group=7, sample=1)
     long = trajectory(model(1, 2), observed(8), model(3, version=1), prompt_ids=(11,), group=9, sample=0)
-    micro = MicroBatch.of([short, long], no_loss={(9, 0, 0)}, homes={7: 1, 9: 0}, greedy_returns={7: 0.5, 9: 0.25})
-    batch = Batch.of(micro, multiple=4)
+    micro = MicroBatch.from_trajectories(
+        [short, long], no_loss={(9, 0, 0)}, home_ranks={7: 1, 9: 0}, greedy_returns={7: 0.5, 9: 0.25}
+    )
+    batch = Batch.from_micro_batch(micro, multiple=4)
     assert batch.row.input_ids.tolist() == [[21, 22, 23, 5, 11, 1, 2, 8, 3, 0, 0, 0]]
     assert batch.row.position_ids.tolist() == [[0, 1, 2, 3, 0, 1, 2, 3, 4, 0, 1, 2]]
     assert (batch.rows.tolist(), batch.columns.tolist()) == ([0, 1, 1, 1], [0, 0, 1, 3])
-    assert batch.row.tokens(batch.rows, batch.columns).tolist() == [5, 1, 2, 3]
-    assert batch.row.predicting(batch.rows, batch.columns).tolist() == [2, 4, 5, 7]
+    assert batch.row.response_token_ids(batch.rows, batch.columns).tolist() == [5, 1, 2, 3]
+    assert batch.row.predicting_positions(batch.rows, batch.columns).tolist() == [2, 4, 5, 7]
     assert batch.input_ids.tolist() == [[21, 22, 23, 5, 0], [11, 1, 2, 8, 3]]
     assert batch.prompt_lengths.tolist() == [3, 1]
     assert batch.response_ids.tolist() == [[5, 0, 0, 0], [1, 2, 0, 3]]
@@ -48,13 +50,13 @@ def test_a_batch_by_hand() -> None:
     assert batch.rewards.tolist() == [[1.0, 0.0, 0.0, 0.0], [0.0] * 4]
     torch.testing.assert_close(batch.rollout_log_probs, torch.tensor([[-0.5, 0, 0, 0], [-0.1, -0.2, 0, -0.3]]))
     assert (batch.groups.tolist(), batch.versions.tolist()) == ([7, 9], [[2, -1, -1, -1], [0, 0, -1, 1]])
-    assert (batch.homes.tolist(), batch.greedy_returns.tolist(), batch.counted) == ([1, 0], [0.5, 0.25], True)
+    assert (batch.home_ranks.tolist(), batch.greedy_returns.tolist(), batch.counted) == ([1, 0], [0.5, 0.25], True)
 
 
 def test_a_micro_batch_takes_nine_bytes_a_token_and_survives_pickling() -> None:
     turns = [part for _ in range(10) for part in (model(*range(1, 401)), observed(*range(400, 500)))]
     whole = trajectory(*turns, prompt_ids=tuple(range(3, 103)))
-    micro = MicroBatch.of([whole])
+    micro = MicroBatch.from_trajectories([whole])
     packed = pickle.dumps(micro)
     assert len(packed) < 9 * whole.length
     for name, value in vars(pickle.loads(packed)).items():
@@ -81,12 +83,14 @@ def drawn(draw: random.Random, rows: int) -> list[Trajectory]:
 @given(st.integers(0, 10**6), st.integers(1, 7), st.integers(1, 4))
 def test_every_tensor_is_that_of_the_trajectories(seed: int, rows: int, multiple: int) -> None:
     items = drawn(random.Random(seed), rows)
-    batch = Batch.of(MicroBatch.of(items), multiple=multiple)
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(items), multiple=multiple)
     tokens = [(row, column) for row, one in enumerate(items) for column, on in enumerate(one.response_mask) if on]
     assert list(zip(batch.rows.tolist(), batch.columns.tolist(), strict=True)) == tokens
-    assert batch.row.tokens(batch.rows, batch.columns).tolist() == [items[r].response_ids[c] for r, c in tokens]
+    assert batch.row.response_token_ids(batch.rows, batch.columns).tolist() == [
+        items[r].response_ids[c] for r, c in tokens
+    ]
     # The state before a token belongs to the previous token, at the previous position.
-    before = batch.row.predicting(batch.rows, batch.columns)
+    before = batch.row.predicting_positions(batch.rows, batch.columns)
     whole = [one.prompt_ids + one.response_ids for one in items]
     places = [len(items[r].prompt_ids) + c - 1 for r, c in tokens]
     assert batch.row.input_ids[0, before].tolist() == [whole[r][at] for (r, _), at in zip(tokens, places, strict=True)]

@@ -7,12 +7,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.branches import RolloutRows
-from agentrl.algorithms.estimators.forks import LeafRows
-from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_rows, take_rows
+from agentrl.algorithms.estimators.branches import RolloutRowMapping
+from agentrl.algorithms.estimators.forks import LeafRowMapping
+from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_whole_groups, select_rows
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
 from agentrl.algorithms.options import InvalidInputError, as_mask
-from agentrl.algorithms.records import ONE_CALL, AdvantageInputs, Advantages, Calls, Groups, check_shapes
+from agentrl.algorithms.records import (
+    LOCAL_COMMUNICATOR,
+    AdvantageInputs,
+    Advantages,
+    Communicator,
+    Groups,
+    check_shapes,
+)
 
 
 @torch.no_grad()
@@ -20,7 +27,7 @@ def compute_advantages(
     estimator: str,
     inputs: AdvantageInputs,
     *,
-    calls: Calls | None = None,
+    communicator: Communicator | None = None,
     **options: object,
 ) -> Advantages:
     """Compute advantages, returns and baselines [B, T] with the named estimator; detached, 0 off model tokens.
@@ -28,8 +35,8 @@ def compute_advantages(
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record. All trajectories of a group must be in one call. If `estimator_needs(...).step_wide` (whitening,
     pooled baselines, and gpg's c), the rows of the whole optimizer step, of all ranks, must be in one call. Unless the
-    estimator's span is "step", every rank may instead make a call with its groups, if `calls` connects these calls. A
-    rank without groups passes no rows.
+    estimator's span is "step", every rank may instead make a call with its groups, if `communicator` connects these
+    calls. A rank without groups passes no rows.
 
     Raises UnknownNameError for an unknown estimator or option, InvalidOptionError for an invalid option,
     MissingInputError for a missing input, and InvalidInputError for an invalid input.
@@ -41,40 +48,45 @@ def compute_advantages(
     inputs = replace(inputs, response_mask=as_mask("response_mask", inputs.response_mask))
     if inputs.loss_mask is not None:
         inputs = replace(inputs, loss_mask=as_mask("loss_mask", inputs.loss_mask))
-    leaves = LeafRows.of(inputs)
+    leaves = LeafRowMapping.from_inputs(inputs)
     if leaves is not None and entry.by_column:
         raise InvalidInputError(f"estimator {estimator!r} has no baseline for forked rollouts: use tir_otb")
-    rollouts = leaves or RolloutRows.of(inputs)
+    rollouts = leaves or RolloutRowMapping.from_inputs(inputs)
     if rollouts is None:
-        return _in_blocks(entry, record, inputs, calls)
-    return rollouts.split_by_row(_in_blocks(entry, record, rollouts.merge(inputs), calls))
+        return _in_blocks(entry, record, inputs, communicator)
+    return rollouts.split_by_row(_in_blocks(entry, record, rollouts.merge_rows(inputs), communicator))
 
 
-def _in_blocks(entry: EstimatorEntry, record: object, inputs: AdvantageInputs, calls: Calls | None) -> Advantages:
+def _in_blocks(
+    entry: EstimatorEntry, record: object, inputs: AdvantageInputs, calls: Communicator | None
+) -> Advantages:
     normalize = getattr(record, "normalize", None)
     dtype = torch.float64 if inputs.rewards.dtype == torch.float64 else torch.float32
     shape, device = inputs.rewards.shape, inputs.rewards.device
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
-    blocks = list(blocks_of_rows(inputs))
+    blocks = list(blocks_of_whole_groups(inputs))
     takes_part = entry.span == "ranks" and calls is not None  # even without rows: the other calls wait for its sums
     at_once = takes_part or (bool(blocks) and entry.span != "group")
     whole = None
     if at_once:
-        whole = entry.function(EstimatorInputs.of(inputs, calls=calls or ONE_CALL, weighted=entry.weighted), record)
+        whole = entry.function(
+            EstimatorInputs.from_checked(inputs, communicator=calls or LOCAL_COMMUNICATOR, weighted=entry.weighted),
+            record,
+        )
     moments = Moments.empty(raw)
     for rows in blocks:
-        block = EstimatorInputs.of(take_rows(inputs, rows), rows, weighted=entry.weighted)
-        estimate = entry.function(block, record) if whole is None else whole.take(rows)
+        block = EstimatorInputs.from_checked(select_rows(inputs, rows), rows, weighted=entry.weighted)
+        estimate = entry.function(block, record) if whole is None else whole.select_rows(rows)
         block.check_loss_ratio()  # even if the estimator does not use the weights
         advantages = _advantages(estimate, block, normalize)
         if normalize == "whiten":
-            moments = moments.merge(Moments.of(advantages, block.mask, block.groups.weights))
+            moments = moments.merge(Moments.of_advantages(advantages, block.mask, block.groups.weights))
         raw[rows] = advantages.to(raw.dtype)
         returns[rows] = estimate.returns.to(dtype).masked_fill(~block.mask, 0.0)
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~block.mask, 0.0)
     if normalize == "whiten":
-        moments = moments if calls is None else moments.over_step(calls)
+        moments = moments if calls is None else moments.all_reduce(calls)
         raw = _whiten(raw, inputs.response_mask, moments, blocks, dtype)
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
 
@@ -125,7 +137,7 @@ class Moments:
     squares: Tensor
 
     @classmethod
-    def of(cls, advantages: Tensor, mask: Tensor, weights: Tensor | None = None) -> Moments:
+    def of_advantages(cls, advantages: Tensor, mask: Tensor, weights: Tensor | None = None) -> Moments:
         """Return the moments of advantages [b, T] at the mask's True entries, of which there must be at least one.
 
         ``weights`` [b]: how often each row counts.
@@ -152,11 +164,11 @@ class Moments:
         zero = like.new_zeros(())
         return cls(count=zero, mean=zero, squares=zero)
 
-    def over_step(self, calls: Calls) -> Moments:
+    def all_reduce(self, communicator: Communicator) -> Moments:
         """Return the moments over all calls of the step."""
-        count, moment = calls.all_gather(torch.stack([self.count, self.count * self.mean])).sum(0).unbind()
+        count, moment = communicator.all_gather(torch.stack([self.count, self.count * self.mean])).sum(0).unbind()
         mean = moment / count.clamp(min=1)
-        squares = calls.all_gather(self.squares + self.count * (self.mean - mean).square()).sum(0)
+        squares = communicator.all_gather(self.squares + self.count * (self.mean - mean).square()).sum(0)
         return Moments(count=count, mean=mean, squares=squares)
 
     def whiten(self, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -13,18 +13,18 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.options import (
-    Entry,
     InvalidOptionError,
     Options,
+    RegistryEntry,
     as_loss_mask,
     as_mask,
-    check_alike,
     check_choice,
     check_finite,
     check_order,
     check_positive,
     check_range,
-    option,
+    check_same_shape,
+    checked_option,
 )
 
 _EXPONENT_LIMIT = 20.0
@@ -51,17 +51,17 @@ class CorrectionOptions(Options):
     tokens.
     """
 
-    weights: str | None = option(None, check_choice, (None, *RATIO_LEVELS))
-    weight_bound: str = option("truncate", check_choice, WEIGHT_BOUNDS)
-    weight_low: float = option(0.5, check_range, 0.0)
-    weight_high: float = option(2.0, check_positive)
+    weights: str | None = checked_option(None, check_choice, (None, *RATIO_LEVELS))
+    weight_bound: str = checked_option("truncate", check_choice, WEIGHT_BOUNDS)
+    weight_low: float = checked_option(0.5, check_range, 0.0)
+    weight_high: float = checked_option(2.0, check_positive)
     self_normalize: bool = False
-    ratio_mask: str | None = option(None, check_choice, (None, *RATIO_LEVELS))
-    ratio_low: float = option(0.5, check_range, 0.0)
-    ratio_high: float = option(2.0, check_positive)
-    divergence_mask: str | None = option(None, check_choice, (None, *DIVERGENCES))
-    divergence_level: str = option("token", check_choice, DIVERGENCE_LEVELS)
-    divergence_high: float = option(0.1, check_positive)
+    ratio_mask: str | None = checked_option(None, check_choice, (None, *RATIO_LEVELS))
+    ratio_low: float = checked_option(0.5, check_range, 0.0)
+    ratio_high: float = checked_option(2.0, check_positive)
+    divergence_mask: str | None = checked_option(None, check_choice, (None, *DIVERGENCES))
+    divergence_level: str = checked_option("token", check_choice, DIVERGENCE_LEVELS)
+    divergence_high: float = checked_option(0.1, check_positive)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -77,7 +77,7 @@ class CorrectionOptions(Options):
         return self.self_normalize or self.ratio_mask is not None or self.divergence_mask is not None
 
 
-_OPTIONS = Entry(function=lambda: None, options=CorrectionOptions)
+_OPTIONS = RegistryEntry(function=lambda: None, options=CorrectionOptions)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -311,7 +311,7 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
 def validated_response_mask(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """Return the mask as bool after checking that shapes match and log-probabilities are finite where it is True."""
     mask = as_mask("response_mask", response_mask)
-    check_alike(response_mask=mask, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
+    check_same_shape(response_mask=mask, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     check_finite("train_log_probs", train_log_probs, mask)
     check_finite("rollout_log_probs", rollout_log_probs, mask)
     return mask

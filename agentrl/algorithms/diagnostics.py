@@ -10,9 +10,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.options import InvalidInputError, check_alike
+from agentrl.algorithms.options import InvalidInputError, check_same_shape
 from agentrl.kernels import Support
-from agentrl.kernels.arithmetic import cap_and_temper, cap_slope
+from agentrl.kernels.arithmetic import apply_cap_and_temperature, cap_derivative
 
 _BLOCK_ELEMENTS = 1 << 23
 
@@ -25,7 +25,7 @@ def diagonal_proxy(token_energy: Tensor, advantages: Tensor, response_mask: Tens
     not ||g||^2 of the parameters, because it omits the cross terms between tokens, and has no corresponding S.
     """
     mask = response_mask.bool()
-    check_alike(token_energy=token_energy, advantages=advantages, response_mask=mask)
+    check_same_shape(token_energy=token_energy, advantages=advantages, response_mask=mask)
     energy = torch.where(mask, token_energy.double(), 0.0)
     return (energy * torch.where(mask, advantages.double(), 0.0).square()).sum(-1)
 
@@ -77,7 +77,7 @@ class HeadVarianceAccumulator:
         advantages: Tensor,
         rows: Tensor,
         groups: Tensor,
-        held: Tensor | None = None,
+        token_indices: Tensor | None = None,
         support: Support | None = None,
         over_ranks: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -88,11 +88,11 @@ class HeadVarianceAccumulator:
         `support`: the sets to which the distributions of the N tokens are restricted.
 
         Ranks that share the trajectories pass only the states of their own tokens, hidden [n, D], and the indices of
-        these tokens, `held` [n]. `over_ranks` all-reduces a tensor over these ranks, so that all ranks have the
-        complete sums.
+        these tokens, `token_indices` [n]. `over_ranks` all-reduces a tensor over these ranks, so that all ranks have
+        the complete sums.
         """
         count = len(targets)
-        own = torch.arange(count, device=hidden.device) if held is None else held
+        own = torch.arange(count, device=hidden.device) if token_indices is None else token_indices
         if not (targets.shape == advantages.shape == rows.shape == (count,) and len(own) == len(hidden)):
             raise InvalidInputError(
                 "targets, advantages and rows must be [N], with a row of hidden [N, D] per token, or per entry of held"
@@ -135,7 +135,7 @@ class HeadVarianceAccumulator:
             delta = -(logits - normalizer.unsqueeze(-1)).exp_()
             delta[inside, targets[inside] - block.start] += 1
             if self._cap is not None:
-                delta *= cap_slope(logits, self._cap, self._temperature)
+                delta *= cap_derivative(logits, self._cap, self._temperature)
             yield block, (delta * scale.unsqueeze(-1)).t() @ hidden
 
     def _log_normalizer(self, hidden: Tensor, step: int, support: Support | None) -> Tensor:
@@ -150,6 +150,8 @@ class HeadVarianceAccumulator:
         if self._bias is not None:
             logits = logits + self._bias[block].to(self._dtype)
         logits = (
-            logits / self._temperature if self._cap is None else cap_and_temper(logits, self._cap, self._temperature)
+            logits / self._temperature
+            if self._cap is None
+            else apply_cap_and_temperature(logits, self._cap, self._temperature)
         )
         return logits if support is None else support.restrict(logits, slice(0, len(logits)), start=block.start)

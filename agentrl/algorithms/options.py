@@ -52,7 +52,7 @@ T = TypeVar("T")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def option(default: T, check: Callable[..., None], *limits: object) -> T:
+def checked_option(default: T, check: Callable[..., None], *limits: object) -> T:
     """Define a field of `Options` with a check of this module, called as check(name, value, *limits)."""
     return field(default=default, metadata={"check": check, "limits": limits})
 
@@ -73,7 +73,7 @@ class NoOptions:
 
 
 @dataclass(frozen=True)
-class Entry(Generic[F]):
+class RegistryEntry(Generic[F]):
     """A registered function and the frozen dataclass of its options."""
 
     function: F
@@ -88,7 +88,7 @@ class Entry(Generic[F]):
         return self.options(**given)
 
 
-E = TypeVar("E", bound=Entry[Any])
+E = TypeVar("E", bound=RegistryEntry[Any])
 
 
 class OptionsRegistry(Registry[E]):
@@ -108,7 +108,7 @@ def as_mask(name: str, mask: Tensor) -> Tensor:
     return mask.bool()
 
 
-def check_alike(**tensors: Tensor | None) -> None:
+def check_same_shape(**tensors: Tensor | None) -> None:
     """Raise InvalidInputError unless the first tensor is [B, T] and all others have its shape or are None."""
     (first, leader), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     if leader.ndim != 2:
@@ -127,7 +127,7 @@ def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
     """
     if loss_mask is None:
         return response_mask
-    check_alike(response_mask=response_mask, loss_mask=loss_mask)
+    check_same_shape(response_mask=response_mask, loss_mask=loss_mask)
     mask = as_mask("loss_mask", loss_mask)
     if bool((mask & ~response_mask).any()):
         raise InvalidInputError("loss_mask is True at tokens where response_mask is False")
@@ -139,7 +139,7 @@ def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = 
 
     `rows` are the row indices for the message, by default 0, 1, ...
     """
-    refuse_first(
+    raise_at_first(
         mask & ~torch.isfinite(tensor),
         "{name} is {value} at a model token: row {row}, position {position}",
         name,
@@ -150,7 +150,7 @@ def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = 
 
 def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
     """Raise InvalidInputError at the first negative value where the mask is True; `rows` as in `check_finite`."""
-    refuse_first(
+    raise_at_first(
         mask & (tensor < 0),
         "{name} is {value} in row {row} at position {position}; it must not be negative",
         name,
@@ -159,7 +159,7 @@ def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | N
     )
 
 
-def refuse_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
+def raise_at_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
     """Raise InvalidInputError for the first True in ``bad``. Message fields: {name}, {value}, {row}, {position}."""
     if bool(bad.any()):
         row, position = bad.nonzero()[0].tolist()
@@ -201,7 +201,7 @@ def check_order(low_name: str, low: object, high_name: str, high: object) -> Non
         raise InvalidOptionError(f"{low_name}={low} is above {high_name}={high}")
 
 
-def check_flag(name: str, value: object) -> None:
+def check_bool(name: str, value: object) -> None:
     """Raise InvalidOptionError unless value is True or False."""
     if not isinstance(value, bool):
         raise InvalidOptionError(f"{name}={value!r} must be True or False")

@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.options import InvalidInputError, refuse_first
+from agentrl.algorithms.options import InvalidInputError, raise_at_first
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,7 +81,7 @@ class Advantages:
     returns: Tensor
     baselines: Tensor
 
-    def take(self, rows: Tensor) -> Advantages:
+    def select_rows(self, rows: Tensor) -> Advantages:
         """Return the results for `rows`."""
         return Advantages(advantages=self.advantages[rows], returns=self.returns[rows], baselines=self.baselines[rows])
 
@@ -109,7 +109,7 @@ def check_shapes(inputs: AdvantageInputs) -> None:
         raise InvalidInputError(f"groups must be int64; got {inputs.groups.dtype}")
 
 
-def check_rows(mask: Tensor, rows: Tensor) -> None:
+def check_rows_have_tokens(mask: Tensor, rows: Tensor) -> None:
     """Raise InvalidInputError at the first row of mask [b, T] without a model token."""
     empty = ~mask.any(-1)
     if bool(empty.any()):
@@ -117,7 +117,7 @@ def check_rows(mask: Tensor, rows: Tensor) -> None:
         raise InvalidInputError(f"row {row} has no model token; every trajectory must have at least one")
 
 
-def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
+def check_rewards_on_mask(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
     """Raise InvalidInputError at the first finite reward off the mask [b, T]."""
     off = rewards.masked_fill(mask, 0)
     if float(off.abs().sum()) == 0.0:
@@ -126,10 +126,10 @@ def check_rewards_placed(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
         "{name} is {value} in row {row} at position {position}, which is not a model token: assign each reward to "
         "the last model token of its turn"
     )
-    refuse_first(torch.isfinite(off) & (off != 0), message, "rewards", rewards, rows)
+    raise_at_first(torch.isfinite(off) & (off != 0), message, "rewards", rewards, rows)
 
 
-class Calls(Protocol):
+class Communicator(Protocol):
     """Connects the calls that together contain a step's groups. All must make the same requests in the same order."""
 
     @property
@@ -140,7 +140,7 @@ class Calls(Protocol):
         """Return ``values`` of all calls in order, [calls, ...]. Shapes must be equal."""
 
 
-class OneCall:
+class LocalCommunicator:
     """A step whose estimator is called once, with all groups."""
 
     index = 0
@@ -150,14 +150,14 @@ class OneCall:
         return values.unsqueeze(0)
 
 
-ONE_CALL = OneCall()
+LOCAL_COMMUNICATOR = LocalCommunicator()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
     """J groups of at most N of the B rows.
 
-    >>> groups = Groups.of(torch.tensor([7, 3, 7]))
+    >>> groups = Groups.from_ids(torch.tensor([7, 3, 7]))
     >>> groups.stack(torch.tensor([1., 2., 3.])).tolist()  # group 3, with an empty slot, and group 7
     [[2.0, 1.0], [1.0, 3.0]]
     >>> groups.present.tolist()
@@ -168,13 +168,13 @@ class Groups:
 
     labels: Tensor  # [B] groups renumbered 0 .. J-1
     sizes: Tensor  # [J] number of rows of each group
-    slots: Tensor  # [B] index of each row in the flattened [J, N]
+    row_indices: Tensor  # [B] index of each row in the flattened [J, N]
     present: Tensor  # [J, N] bool, True for slots with a row
     in_order: bool  # True if row i has slot i, so that stacking is a view
     weights: Tensor | None = None  # [B] weight of each row in sums and means; None: all 1
 
     @classmethod
-    def of(cls, ids: Tensor, weights: Tensor | None = None) -> Groups:
+    def from_ids(cls, ids: Tensor, weights: Tensor | None = None) -> Groups:
         """Create the groups from arbitrary ids [B], which are equal for the rows of a group."""
         unique, labels, sizes = torch.unique(ids, return_inverse=True, return_counts=True)
         largest = int(sizes.max()) if sizes.numel() else 1  # 1, so that reductions over groups work without rows
@@ -186,7 +186,7 @@ class Groups:
         present = torch.zeros(unique.numel(), largest, dtype=torch.bool, device=ids.device)
         present.view(-1)[slots] = True
         in_order = present.numel() == ids.numel() and bool((slots == place).all())
-        return cls(labels=labels, sizes=sizes, slots=slots, present=present, in_order=in_order, weights=weights)
+        return cls(labels=labels, sizes=sizes, row_indices=slots, present=present, in_order=in_order, weights=weights)
 
     @property
     def members(self) -> Tensor:
@@ -199,7 +199,7 @@ class Groups:
         if self.in_order:
             return values.reshape(shape)
         rows = torch.zeros(self.present.numel(), dtype=torch.int64, device=values.device)
-        rows[self.slots] = torch.arange(values.shape[0], device=values.device)
+        rows[self.row_indices] = torch.arange(values.shape[0], device=values.device)
         return values[rows].reshape(shape)
 
     def unstack(self, stacked: Tensor) -> Tensor:
@@ -207,7 +207,7 @@ class Groups:
         if stacked.shape[1] != self.present.shape[1]:
             return stacked.squeeze(1)[self.labels]
         flat = stacked.flatten(0, 1)
-        return flat if self.in_order else flat[self.slots]
+        return flat if self.in_order else flat[self.row_indices]
 
     def sum(self, values: Tensor) -> Tensor:
         """Return the weighted sum of values [B] over each row's group, [B]."""
@@ -216,19 +216,21 @@ class Groups:
 
     def mean(self, values: Tensor) -> Tensor:
         """Return the weighted mean of values [B] over each row's group, [B], exact if a group's values are equal."""
-        lowest = self.lowest(values)
-        return lowest + self.sum(values - lowest) / self.total
+        lowest = self.min(values)
+        return lowest + self.sum(values - lowest) / self.total_weight
 
     @property
-    def total(self) -> Tensor:
+    def total_weight(self) -> Tensor:
         """Sum of the weights of the row's group, [B]."""
         return self.members if self.weights is None else self.sum(torch.ones_like(self.weights))
 
     @property
-    def freedom(self) -> Tensor:
+    def degrees_of_freedom(self) -> Tensor:
         """Degrees of freedom of the group's variance [B]: members - 1, or with weights V1 - V2 / V1."""
-        return self.members - 1 if self.weights is None else self.total - self.sum(self.weights) / self.total
+        return (
+            self.members - 1 if self.weights is None else self.total_weight - self.sum(self.weights) / self.total_weight
+        )
 
-    def lowest(self, values: Tensor) -> Tensor:
+    def min(self, values: Tensor) -> Tensor:
         """Return the minimum of values [B] over each row's group, [B]."""
         return torch.where(self.present, self.stack(values), torch.inf).amin(1)[self.labels]

@@ -10,11 +10,11 @@ from agentrl.algorithms.options import (
     InvalidInputError,
     InvalidOptionError,
     as_mask,
-    check_alike,
     check_choice,
     check_finite,
     check_positive,
     check_range,
+    check_same_shape,
 )
 
 
@@ -36,7 +36,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Te
 def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -> Tensor:
     """Add amounts [B] to rewards [B, T] at each row's last model token. Raises InvalidInputError for empty rows."""
     mask = as_mask("response_mask", response_mask)
-    check_alike(rewards=rewards, response_mask=mask)
+    check_same_shape(rewards=rewards, response_mask=mask)
     if amounts.shape != rewards.shape[:1]:
         raise InvalidInputError(f"amounts must be [B] = {tuple(rewards.shape[:1])}; got {tuple(amounts.shape)}")
     if not bool(mask.any(-1).all()):
@@ -78,7 +78,7 @@ def reward_kl(
     """
     check_choice("KL estimator in the reward", estimator, REWARD_KL_ESTIMATORS)
     check_range("beta", beta, 0.0)
-    check_alike(rewards=rewards, log_probs=log_probs)
+    check_same_shape(rewards=rewards, log_probs=log_probs)
     mask = as_mask("response_mask", response_mask)
     kl = kl_penalty(log_probs, reference_log_probs, estimator, mask=mask, full=full)
     check_finite("the KL penalty", kl, mask)

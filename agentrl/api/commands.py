@@ -102,18 +102,18 @@ def train(
             check_file(source.path)
         for warning in settings_warnings(resolved):
             print(f"warning: {warning}", file=sys.stderr)
-        with prepared_process():
+        with prepared_process_state():
             from agentrl.training.run.callbacks import Callbacks
-            from agentrl.training.run.signals import INTERRUPTED
-            from agentrl.training.run.start import in_one_process
+            from agentrl.training.run.signals import EXIT_INTERRUPTED
+            from agentrl.training.run.start import runs_in_one_process
             from agentrl.training.run.start import train as run
 
-            if not in_one_process(resolved):
+            if not runs_in_one_process(resolved):
                 inputs.require_picklable()
             calls = (on_step, on_evaluation, on_checkpoint)
             callbacks = Callbacks(on_step=on_step, on_evaluation=on_evaluation, on_checkpoint=on_checkpoint)
             code = run(resolved, resume, callbacks=callbacks if any(calls) else None, embedded=True)
-    if code == INTERRUPTED:
+    if code == EXIT_INTERRUPTED:
         raise KeyboardInterrupt
     if code:
         failure = SettingsError if code == SettingsError.exit_code else WorldError
@@ -164,7 +164,7 @@ def evaluate(
     with without_command_line_origin():
         found = run_config_for_model(name) if base_url is None else None
         resolved = load_settings(environment, config or found, overrides, command="eval")
-        with prepared_process():
+        with prepared_process_state():
             from agentrl.evaluation.run import evaluate_command
             from agentrl.viewer.export import export_evaluation
 
@@ -174,7 +174,7 @@ def evaluate(
 
 
 @contextmanager
-def prepared_process() -> Iterator[None]:
+def prepared_process_state() -> Iterator[None]:
     """Prepare this process to run a command inside a Python program, and restore the process on exit.
 
     A notebook cell runs inside the event loop of its kernel, where `asyncio.run` raises an error. Therefore the loop is

@@ -66,16 +66,16 @@ class Tee:
             self._process.wait(seconds)
 
 
-def copy_output_to_log(log: Path, *, keep_terminal_output: bool) -> None:
+def tee_output_to_log(log: Path, *, keep_terminal_output: bool) -> None:
     """Copy all further output of this process to a log file. ``keep_terminal_output``: see :class:`ProcessSpec`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    for handle in logged_handles(keep_terminal_output=keep_terminal_output):
+    for handle in output_handles(keep_terminal_output=keep_terminal_output):
         tee = Tee(log, handle)
         os.dup2(tee.inlet, handle)
         tee.close()
 
 
-def logged_handles(*, keep_terminal_output: bool) -> tuple[int, ...]:
+def output_handles(*, keep_terminal_output: bool) -> tuple[int, ...]:
     """Return the descriptors to log: standard error and standard output, unless it is a terminal that is kept."""
     return (_ERRORS,) if keep_terminal_output and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
@@ -165,7 +165,7 @@ class LocalProcess:
             log = opened.enter_context(spec.log.open("ab")).fileno()
             return log, log
         outlets: list[int | None] = [None, None]
-        for handle in logged_handles(keep_terminal_output=spec.keep_terminal_output):
+        for handle in output_handles(keep_terminal_output=spec.keep_terminal_output):
             tee = Tee(spec.log, handle)
             opened.callback(tee.close)
             self._tees.append(tee)

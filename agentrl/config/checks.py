@@ -14,7 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
 from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
-from agentrl.rollout.gateway.settings import is_agent, runs_outside
+from agentrl.rollout.gateway.settings import is_agent, runs_in_separate_process
 from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -228,7 +228,7 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
             f"env={settings.env!r} runs through the gateway, which requires a local engine: set --model and leave "
             "out --base-url"
         )
-    if runs_outside(settings.env) and not (settings.gateway.agent_rewards or settings.reward.functions):
+    if runs_in_separate_process(settings.env) and not (settings.gateway.agent_rewards or settings.reward.functions):
         yield (
             f"env={settings.env!r} has no reward: set a reward function with --reward module:function, or "
             "set gateway.agent_rewards=true to accept rewards from the program "

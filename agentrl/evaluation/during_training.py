@@ -68,7 +68,7 @@ async def evaluate_policy(
     driver = driver_for(environment)
     played = driver.run(requests, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)
-    driver.check_crashes(groups, f"evaluation at step {step}")
+    driver.raise_if_all_crashed(groups, f"evaluation at step {step}")
     failed = [group.problem.id for group in groups if any(item.is_excluded for item in group.rollouts)]
     if failed and driver.last_failure:
         logger.warning(

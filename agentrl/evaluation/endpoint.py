@@ -27,12 +27,12 @@ from agentrl.evaluation.endpoint_messages import (
     MessageDelta,
     RetryableError,
     error_message,
+    find_usage,
     first_choice,
-    read_events,
-    read_models,
-    read_object,
-    reported_usage,
-    retry_after,
+    parse_events,
+    parse_json_object,
+    parse_models,
+    parse_retry_after,
 )
 from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.settings import EndpointSettings
@@ -197,7 +197,7 @@ class TextEngine:
             if response.status_code in (404, 405) and self._model is not None:
                 return []
             await self._check(response)
-            return read_models(response.text)
+            return parse_models(response.text)
 
         served = await self._retried(once)
         names = [entry["id"] for entry in served]
@@ -272,8 +272,8 @@ class TextEngine:
             await self._check(response)
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 await response.aread()
-                return self._whole(read_object(response.text), sampling)
-            return await self._pieces(read_events(response.aiter_bytes()), sampling)
+                return self._whole(parse_json_object(response.text), sampling)
+            return await self._pieces(parse_events(response.aiter_bytes()), sampling)
 
     async def _check(self, response: Response) -> None:
         """Raise the exception for a response's status, unless the status is 200."""
@@ -283,7 +283,7 @@ class TextEngine:
         await response.aread()
         message = f"{status} {response.reason_phrase}: {error_message(response.text)}"
         if status in _RETRIED:
-            raise RetryableError(message, retry_after(response.headers.get("retry-after")))
+            raise RetryableError(message, parse_retry_after(response.headers.get("retry-after")))
         if status in (401, 403):
             variable = self._settings.key_variable
             problem = "rejects the key in" if os.environ.get(variable) else "requires a key in"
@@ -322,11 +322,11 @@ class TextEngine:
         usage: JSONObject = {}
         async for event in events:
             self._remember(event)
-            usage = reported_usage(event) or usage
+            usage = find_usage(event) or usage
             choice = first_choice(event)
             if choice is None:
                 continue
-            delta = MessageDelta.of(choice)
+            delta = MessageDelta.from_choice(choice)
             pieces += bool(delta.text or delta.thought)
             reason = delta.reason if reason is None else reason
             before, text, thought = len(text), text + delta.text, thought + delta.thought
@@ -342,10 +342,10 @@ class TextEngine:
         choice = first_choice(answer)
         if choice is None:
             raise RetryableError(f"the response has no choice: {json.dumps(answer)[:200]}")
-        delta = MessageDelta.of(choice)
+        delta = MessageDelta.from_choice(choice)
         cut = _complete(delta.text, 0, sampling)
         reason = _REASONS.get(delta.reason or "", "eos") if cut is None else "stop"
-        return _completion(delta.text[:cut], delta.thought, 0, reported_usage(answer), reason)
+        return _completion(delta.text[:cut], delta.thought, 0, find_usage(answer), reason)
 
     def _remember(self, event: JSONObject) -> None:
         fingerprint = event.get("system_fingerprint")

@@ -32,7 +32,7 @@ class MessageDelta:
     reason: str | None
 
     @classmethod
-    def of(cls, choice: JSONObject) -> MessageDelta:
+    def from_choice(cls, choice: JSONObject) -> MessageDelta:
         """Parse a choice, streamed or complete. A refusal is used as text if there is no other content."""
         part = choice.get("delta") or choice.get("message")
         message = part if isinstance(part, dict) else choice
@@ -46,7 +46,7 @@ class MessageDelta:
         )
 
 
-async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
+async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
     """Yield the JSON objects of a server-sent event stream until ``[DONE]``.
 
     Lines end only at the standard's line ends, not at other Unicode line breaks. A character that is split between two
@@ -61,13 +61,13 @@ async def read_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]
                 data = line.removeprefix(b"data:").strip().decode(errors="surrogateescape")
                 if data == "[DONE]":
                     return
-                event = read_object(data)
+                event = parse_json_object(data)
                 if "error" in event:
                     raise RetryableError(f"the stream reported an error: {error_message(data)}")
                 yield event
 
 
-def read_object(text: str) -> JSONObject:
+def parse_json_object(text: str) -> JSONObject:
     """Parse a JSON object. Raises RetryableError if ``text`` is not a JSON object."""
     try:
         value = json.loads(text)
@@ -78,9 +78,9 @@ def read_object(text: str) -> JSONObject:
     return value
 
 
-def read_models(text: str) -> list[dict[str, str]]:
+def parse_models(text: str) -> list[dict[str, str]]:
     """Parse a list of models into ``id`` and, if present, ``root``. Raises RetryableError if ``text`` is not a list."""
-    listed = read_object(text).get("data")
+    listed = parse_json_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):
         raise RetryableError(f"the response is not a list of models: {text[:200]!r}")
     return [
@@ -95,7 +95,7 @@ def first_choice(answer: JSONObject) -> JSONObject | None:
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 
 
-def reported_usage(answer: JSONObject) -> JSONObject:
+def find_usage(answer: JSONObject) -> JSONObject:
     """Return the token counts in a response, or an empty object."""
     usage = answer.get("usage")
     return usage if isinstance(usage, dict) else {}
@@ -112,10 +112,10 @@ def error_message(text: str) -> str:
     return replace_lone_surrogates(str(message))[:300]
 
 
-def retry_after(value: str | None) -> float | None:
+def parse_retry_after(value: str | None) -> float | None:
     """Parse a ``Retry-After`` header into seconds. Returns None if ``value`` is neither a number nor a date.
 
-    >>> retry_after("1.5"), retry_after("soon"), retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
+    >>> parse_retry_after("1.5"), parse_retry_after("soon"), parse_retry_after("Wed, 21 Oct 2015 07:28:00 GMT")
     (1.5, None, 0.0)
     """
     if value is None:

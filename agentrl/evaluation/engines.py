@@ -26,11 +26,11 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.driver import Driver, run_tasks
 from agentrl.rollout.engines.base import Engine, EngineRequest, ManagedEngine, engine_facts, engine_plugin
 from agentrl.rollout.engines.sampling import sampling_key
-from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
-from agentrl.rollout.policy import FairYield, TurnPolicy
+from agentrl.rollout.environment import build_chat_setup, build_codec, build_environment, uses_chat_template
+from agentrl.rollout.policy import LoopThrottle, TurnPolicy
 from agentrl.rollout.settings import RolloutSettings, longest_request
 from agentrl.trajectory import Group, concatenate_branches
-from agentrl.weights.verify import Probe, checksums, with_tied_head
+from agentrl.weights.verify import Probe, add_tied_head, checksums
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.types import Ended
 
@@ -81,18 +81,18 @@ def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Referenc
     ids = torch.tensor([token_ids])
     log_probs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
     scores = tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
-    probe = Probe(token_ids=token_ids, log_probs=scores, checksums=with_tied_head(checksums(model.named_parameters())))
+    probe = Probe(token_ids=token_ids, log_probs=scores, checksums=add_tied_head(checksums(model.named_parameters())))
     return _Reference(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
 
 
-class Player(Protocol):
+class RolloutRunner(Protocol):
     """Plays samples concurrently and yields their transcripts in no particular order."""
 
-    def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]: ...
+    def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]: ...
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenPlayer:
+class TokenRolloutRunner:
     """Player that uses the driver of training. Each sample is a separate group and is yielded when it ends.
 
     Randomness depends on the seed, the benchmark, the problem's id, the sample's number and the attempt. Adding samples
@@ -105,7 +105,7 @@ class TokenPlayer:
     settings: RolloutSettings
     seed: int
 
-    async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+    async def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
         driver = Driver(
             environment=self.environment,
             engine=self.engine,
@@ -125,7 +125,7 @@ class TokenPlayer:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextPlayer:
+class TextRolloutRunner:
     """Player that runs up to ``concurrency`` conversations with an endpoint."""
 
     environment: Environment
@@ -134,9 +134,9 @@ class TextPlayer:
     seed: int
     concurrency: int
 
-    async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+    async def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
         work = iter(samples)
-        fair_yield = FairYield()
+        fair_yield = LoopThrottle()
 
         async def player(finished: Callable[[Transcript], None]) -> None:
             for sample in work:
@@ -146,7 +146,7 @@ class TextPlayer:
             async for transcript in played:
                 yield transcript
 
-    async def _transcript(self, sample: Sample, fair_yield: FairYield) -> Transcript:
+    async def _transcript(self, sample: Sample, fair_yield: LoopThrottle) -> Transcript:
         policy = _TextPolicy(
             problem=sample.problem,
             settings=self.settings,
@@ -155,7 +155,7 @@ class TextPlayer:
             engine=self.engine,
             keys=(self.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
         )
-        return await policy.play(self.environment)
+        return await policy.roll_out(self.environment)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -173,7 +173,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
     began: float = field(default_factory=time.monotonic)
 
     @property
-    def used(self) -> int:
+    def response_tokens(self) -> int:
         return sum(turn.tokens for turn in self.turns)
 
     def begin(self, prompt: str) -> None:
@@ -202,7 +202,7 @@ class _TextPolicy(TurnPolicy[Transcript]):
         )
         if not turn:
             self.prompt_tokens = completion.prompt_tokens or 0
-        self.cut = self.full = completion.finish_reason == "length"
+        self.turn_cut = self.context_full = completion.finish_reason == "length"
         return completion.text
 
     def _credit(self, reward: float) -> None:
@@ -260,7 +260,7 @@ class OpenedEngine(Protocol):
         """Return the record that identifies the engine in results."""
         ...
 
-    def player(self, environment: Environment) -> Player: ...
+    def rollout_runner(self, environment: Environment) -> RolloutRunner: ...
 
     def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
         """Return the prompt lengths of the problems whose prompts leave no room for a complete response.
@@ -279,7 +279,7 @@ async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngin
     """
     path = str(settings.model.path)
     tokenizer = read_tokenizer(path)
-    codec = build_codec(tokenizer, path, chat_format(settings, tokenizer, path))
+    codec = build_codec(tokenizer, path, build_chat_setup(settings, tokenizer, path))
     in_process = engine_facts(settings.rollout).in_process
     managed = engine_plugin(settings.rollout).managed(
         EngineRequest(
@@ -319,9 +319,9 @@ def build_evaluation_environment(settings: EvaluationSections) -> Environment:
     A chat format is applied only if the protocol requires it and no endpoint applies a chat template.
     """
     path = settings.model.path
-    if path is None or settings.evaluation.endpoint.url is not None or not needs_chat_format(settings):
+    if path is None or settings.evaluation.endpoint.url is not None or not uses_chat_template(settings):
         return build_environment(settings)
-    return build_environment(settings, chat_format(settings, read_tokenizer(path), path))
+    return build_environment(settings, build_chat_setup(settings, read_tokenizer(path), path))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -345,8 +345,8 @@ class OpenedModel:
     def sampler(self) -> Mapping[str, object]:
         return self.record
 
-    def player(self, environment: Environment) -> Player:
-        return TokenPlayer(
+    def rollout_runner(self, environment: Environment) -> RolloutRunner:
+        return TokenRolloutRunner(
             environment=environment,
             engine=self.engine,
             codec=self.codec,

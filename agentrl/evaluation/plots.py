@@ -12,8 +12,8 @@ from agentrl.telemetry.plots import (
     GREEN,
     LIGHT,
     ORANGE,
-    caption,
-    legend_below,
+    add_caption,
+    add_legend_below,
     line_options,
     new_figure,
     save_themes,
@@ -44,8 +44,8 @@ def _save(path: Path, title: str, name: str, draw: Callable[[Axes], None]) -> li
     axes = figure.add_subplot()
     draw(axes)
     style_axes(axes, title)
-    legend_below(axes)
-    caption(figure, name)
+    add_legend_below(axes)
+    add_caption(figure, name)
     return save_themes(figure, path)
 
 

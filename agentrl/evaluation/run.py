@@ -33,7 +33,7 @@ from agentrl_envs.grading import Grader
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
-    from agentrl.evaluation.engines import OpenedEngine, Player
+    from agentrl.evaluation.engines import OpenedEngine, RolloutRunner
 
 _TRACKED_COLUMNS = (
     *("benchmark", "problem", "sample", "reward", "ended", "verdict", "answer", "turns", "model tokens"),
@@ -64,11 +64,11 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
         sets = problem_sets(settings, request.benchmarks, request.data_dir)
         output = request.output or default_output(settings, sets)
         try:
-            directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).play())
+            directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).run_rollouts())
         except KeyboardInterrupt:
             console.note(f"stopped: {output} contains the finished rollouts; run the same command to continue")
             raise
-    return finish(directory, settings, sets, request, console, write_report)
+    return write_results(directory, settings, sets, request, console, write_report)
 
 
 @contextmanager
@@ -102,10 +102,10 @@ class OpenedEndpoint:
     def sampler(self) -> Mapping[str, object]:
         return configured_engine_record(self.settings)
 
-    def player(self, environment: Environment) -> Player:
-        from agentrl.evaluation.engines import TextPlayer  # heavy
+    def rollout_runner(self, environment: Environment) -> RolloutRunner:
+        from agentrl.evaluation.engines import TextRolloutRunner  # heavy
 
-        return TextPlayer(
+        return TextRolloutRunner(
             environment=environment,
             engine=self.engine,
             settings=self.settings.rollout,
@@ -134,7 +134,7 @@ class Evaluation:
     engine: OpenedEngine | None = None
     environment: Environment | None = None
 
-    async def play(self) -> EvaluationDirectory:
+    async def run_rollouts(self) -> EvaluationDirectory:
         """Sample the missing rollouts. Returns the complete, closed directory."""
         async with AsyncExitStack() as stack:
             environment = await self._open_environment(stack)
@@ -230,7 +230,7 @@ class Evaluation:
                     if not part:
                         continue
                     shown = FalsifiedEnvironment(environment, self.settings.seed) if falsify else environment
-                    async with aclosing(engine.player(shown).play(part)) as played:
+                    async with aclosing(engine.rollout_runner(shown).run(part)) as played:
                         async for transcript in played:
                             log.append(transcript)
                             index.add(transcript)
@@ -288,7 +288,7 @@ class _Display:
         self._progress.update(self._done, figures)
 
 
-def finish(
+def write_results(
     directory: EvaluationDirectory,
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],

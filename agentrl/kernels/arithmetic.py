@@ -13,13 +13,16 @@ import torch
 from torch import Tensor
 
 
-def cap_and_temper(logits: Tensor, cap: float, temperature: float) -> Tensor:
+def apply_cap_and_temperature(logits: Tensor, cap: float, temperature: float) -> Tensor:
     """Compute cap tanh(x / cap) / T of the head's output x, in place."""
     return logits.div_(cap).tanh_().mul_(cap / temperature)
 
 
-def cap_slope(tempered: Tensor, cap: float, temperature: float = 1.0) -> Tensor:
-    """Compute dz/dx = 1 - tanh(x / cap)^2 from the result of :func:`cap_and_temper`. It is 0 where that is -inf."""
+def cap_derivative(tempered: Tensor, cap: float, temperature: float = 1.0) -> Tensor:
+    """Compute dz/dx = 1 - tanh(x / cap)^2 from the result of :func:`apply_cap_and_temperature`.
+
+    It is 0 where that is -inf.
+    """
     return 1 - (tempered * (temperature / cap)).clamp(min=-1.0).square()
 
 
@@ -27,7 +30,7 @@ _SLICE_ELEMENTS = 1 << 22  # elements of the weight converted at once: 16 MB of 
 _HALVES = (torch.bfloat16, torch.float16)
 
 
-def factor_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
+def logit_gradient_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the logit gradient in matrix products: half precision on CUDA, otherwise `dtype`.
 
     With half-precision inputs on CUDA, products of half-precision factors run in the tensor cores, several times faster
@@ -39,7 +42,7 @@ def factor_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dt
 
 def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float = 1.0) -> Tensor:
     """Write hidden [R, D] weight^T / temperature to out [R, V] in the accumulation dtype, with weight [V, D]."""
-    if factor_dtype(hidden, weight, out.dtype) != out.dtype:
+    if logit_gradient_dtype(hidden, weight, out.dtype) != out.dtype:
         # Divide afterwards, because hidden / temperature would be rounded to half precision.
         torch.mm(hidden, weight.t(), out_dtype=out.dtype, out=out)
         return out if temperature == 1.0 else out.div_(temperature)
@@ -61,7 +64,7 @@ def tempered_logits(
     head_logits(hidden, weight, out, divisor)
     if bias is not None:
         out += bias.to(out.dtype) / divisor
-    return out if cap is None else cap_and_temper(out, cap, temperature)
+    return out if cap is None else apply_cap_and_temperature(out, cap, temperature)
 
 
 def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
@@ -81,7 +84,7 @@ def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) ->
     total.addmm_(gradient.t(), hidden)
 
 
-def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
+def matmul_into(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """Write left [A, B] right [B, C] to out [A, C], or add it if `accumulate`. out has the accumulation dtype."""
     if not out.is_cuda:
         product = left.to(out.dtype) @ right.to(out.dtype)
@@ -96,9 +99,9 @@ def add_product(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -
         out.addmm_(left.to(out.dtype), right.to(out.dtype), beta=int(accumulate))
 
 
-def batched_product(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
+def batched_matmul(left: Tensor, right: Tensor, dtype: torch.dtype) -> Tensor:
     """Compute left [R, A, B] right [R, B, C] -> [R, A, C], accumulated and returned in `dtype`."""
-    if left.dtype != dtype and factor_dtype(left, right, dtype) != dtype:
+    if left.dtype != dtype and logit_gradient_dtype(left, right, dtype) != dtype:
         return torch.bmm(left, right, out_dtype=dtype)
     return left.to(dtype) @ right.to(dtype)
 
@@ -113,7 +116,7 @@ IMPOSSIBLE = -1e4
 """Value in place of ln 0 where 0 * ln 0 must be 0. Its exponential is 0 also in float64."""
 
 
-def running_sum(values: Tensor) -> Tensor:
+def cumulative_sum(values: Tensor) -> Tensor:
     """Compute sum_{j <= k} over the last dimension, on the same device.
 
     torch has no deterministic running sum of floating-point numbers on GPUs and raises an error under

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_slope, tempered_logits
-from agentrl.kernels.gradients import HeadGradients, RowCoefficients, row_coefficients
+from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative, tempered_logits
+from agentrl.kernels.gradients import HeadGradients, LogitGradientCoefficients, logit_gradient_coefficients
 from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
 # Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, which suffice to
@@ -72,7 +72,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, support, dtype, whole=keep):
             for piece, at in [(slice(None), rows)] if keep else _pieces(z, rows):
                 log_p = functional.log_softmax(z[piece], dim=-1)
-                slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                slope = None if cap is None else cap_derivative(z[piece], cap, temperature)
                 columns[:, at] = _piece_statistics(log_p, targets[at], clamp=clamp, slope=slope)
                 kept = log_p if keep else None
         log_probs, entropy, sum_pi_squared, energy = columns.unbind()
@@ -87,7 +87,7 @@ class _ChunkedStatistics(torch.autograd.Function):
             return (None,) * 7
         hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
         dtype, temperature, cap = log_probs.dtype, ctx.temperature, ctx.cap
-        coefficients = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
+        coefficients = logit_gradient_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
         totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             if kept is not None:
@@ -99,7 +99,7 @@ class _ChunkedStatistics(torch.autograd.Function):
                 for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, ctx.support, dtype):
                     for piece, at in _pieces(z, rows):
                         log_p = functional.log_softmax(z[piece], dim=-1).clamp_(min=IMPOSSIBLE)
-                        slope = None if cap is None else cap_slope(z[piece], cap, temperature)
+                        slope = None if cap is None else cap_derivative(z[piece], cap, temperature)
                         _write_gradient(log_p, targets[at], at, coefficients, out=z[piece])
                         if slope is not None:
                             z[piece].mul_(slope)
@@ -107,7 +107,9 @@ class _ChunkedStatistics(torch.autograd.Function):
         return (*totals.results(), None, None, None, None)
 
 
-def _write_gradient(log_p: Tensor, targets: Tensor, at: slice, coefficients: RowCoefficients, *, out: Tensor) -> None:
+def _write_gradient(
+    log_p: Tensor, targets: Tensor, at: slice, coefficients: LogitGradientCoefficients, *, out: Tensor
+) -> None:
     """Write the gradient of the rows `at` to out [R, V]. Their ln p [R, V] must be finite and is not changed."""
     offset = coefficients.offset[at].unsqueeze(-1)
     if coefficients.slope is None:

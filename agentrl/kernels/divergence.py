@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.arithmetic import cap_slope, tempered_logits
+from agentrl.kernels.arithmetic import cap_derivative, tempered_logits
 from agentrl.kernels.gradients import HeadGradients
 from agentrl.kernels.records import KernelInputError, Support, check_cap, check_inputs, statistics_dtype
 
@@ -159,7 +159,7 @@ class _FullKL(torch.autograd.Function):
             for rows, dz, reference in _blocks(ctx.saved_tensors, ctx.maps, ctx.support):
                 for piece in _pieces(dz):
                     log_p, log_q = functional.log_softmax(dz[piece], -1), functional.log_softmax(reference[piece], -1)
-                    slope = 1.0 if cap is None else cap_slope(dz[piece], cap, temperature)
+                    slope = 1.0 if cap is None else cap_derivative(dz[piece], cap, temperature)
                     torch.mul(_logit_gradient(log_p, log_q, ctx.beta), scale[rows][piece], out=dz[piece]).mul_(slope)
                 totals.add(rows, dz)
         return (*totals.results(), None, None, None, None, None, None)

@@ -10,9 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.kernels.arithmetic import cap_slope, head_input_gradient, tempered_logits
+from agentrl.kernels.arithmetic import cap_derivative, head_input_gradient, tempered_logits
 from agentrl.kernels.attention import AttentionBackend, PackedRow, pack_row, packed_states
-from agentrl.kernels.layer_energies import LayerEnergies, Parts, embedding_energy, gram_is_cheaper, split_into_parts
+from agentrl.kernels.layer_energies import (
+    CausalLMParts,
+    LayerEnergies,
+    embedding_energy,
+    gram_is_cheaper,
+    split_causal_lm,
+)
 from agentrl.kernels.records import KernelInputError, check_cap
 
 
@@ -60,13 +66,13 @@ def trajectory_energies(
     Raises KernelInputError for a model with trainable parameters that have no closed form here (the message names the
     module), reentrant gradient checkpointing, and inputs that do not fit together.
     """
-    parts = split_into_parts(model)
+    parts = split_causal_lm(model)
     _check(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
     check_cap(cap)
     dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
     rows = _prepared(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype, packed)
     layers = LayerEnergies(parts.layers, rows.active, rows.places, dtype)
-    with torch.enable_grad(), layers.attached():
+    with torch.enable_grad(), layers.attached_hooks():
         embedded, hidden = _forward(parts, rows)
         shares = _head_shares(parts, hidden.detach(), rows, temperature, cap)
         layers.begin_backward()
@@ -104,7 +110,7 @@ def _prepared(
         row = row.to(input_ids.device)
         read = (row, packed)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
-        places = row.starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)
+        places = row.response_starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)
     return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=read, places=places)
 
 
@@ -113,7 +119,7 @@ def _shift_left(mask: Tensor) -> Tensor:
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
 
-def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _forward(parts: CausalLMParts, rows: _Rows) -> tuple[Tensor, Tensor]:
     """Return (embedding output as the graph's leaf, states after the last norm), both [B, S, D] or [1, L, D]."""
     leaves: list[Tensor] = []
 
@@ -135,16 +141,18 @@ def _forward(parts: Parts, rows: _Rows) -> tuple[Tensor, Tensor]:
     return leaves[0], hidden
 
 
-def _gradient_of_states(hidden: Tensor, shares: list[HeadRow], rows: _Rows) -> Tensor:
+def _gradient_of_states(hidden: Tensor, shares: list[HeadEnergies], rows: _Rows) -> Tensor:
     """Return the gradient of sum_t rho_t ln p(y_t) with respect to ``hidden``, the states after the last norm."""
     gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
     gradient[rows.places[_shift_left(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
     return gradient.view(hidden.shape).to(hidden.dtype)
 
 
-def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, cap: float | None) -> list[HeadRow]:
+def _head_shares(
+    parts: CausalLMParts, hidden: Tensor, rows: _Rows, temperature: float, cap: float | None
+) -> list[HeadEnergies]:
     """Compute the head's part of every row inside one call to the head, whose hooks have gathered its weight."""
-    shares: list[HeadRow] = []
+    shares: list[HeadEnergies] = []
     states = hidden.flatten(0, 1)
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
 
@@ -152,7 +160,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
         for row in range(rows.mask.shape[0]):
             tokens = rows.mask[row].nonzero().squeeze(-1)
             shares.append(
-                head_row(
+                head_energies(
                     states[rows.places[row, tokens - 1]],
                     parts.head.weight.detach(),
                     None if parts.head.bias is None else parts.head.bias.detach(),
@@ -173,7 +181,7 @@ def _head_shares(parts: Parts, hidden: Tensor, rows: _Rows, temperature: float, 
     return shares
 
 
-def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: Tensor) -> Tensor:
+def _outer_energies(parts: CausalLMParts, shares: list[HeadEnergies], rows: _Rows, gradient: Tensor) -> Tensor:
     """Return the energies of head and embedding [B], with the cross term if they are one parameter."""
     weights = torch.tensor([share.weight_energy for share in shares], dtype=torch.float64, device=gradient.device)
     biases = torch.tensor([share.bias_energy for share in shares], dtype=torch.float64, device=gradient.device)
@@ -200,7 +208,7 @@ def _outer_energies(parts: Parts, shares: list[HeadRow], rows: _Rows, gradient: 
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadRow:
+class HeadEnergies:
     """Energies and gradients of one trajectory at the head, with K counted tokens and S input tokens."""
 
     weight_energy: float  # ||sum_t dx_t h_t^T||^2
@@ -209,7 +217,7 @@ class HeadRow:
     cross: Tensor | None  # [S, D]: sum_t dx_t[x_s] h_t, the head's gradient at the rows of its own input tokens
 
 
-def head_row(
+def head_energies(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
@@ -218,7 +226,7 @@ def head_row(
     temperature: float,
     cap: float | None,
     inputs: Tensor | None,
-) -> HeadRow:
+) -> HeadEnergies:
     """Compute the head's energies and gradients of one trajectory.
 
     dx_t = c_t (onehot(y_t) - p_t) / tau, times dz/dx of a cap z = cap tanh(x / cap), for hidden [K, D], targets [K] and
@@ -239,7 +247,7 @@ def head_row(
     weight_energy = torch.zeros((), dtype=torch.float64, device=hidden.device)
     bias_energy = torch.zeros((), dtype=torch.float64, device=hidden.device)
     for start, z in blocks:
-        slope = 1.0 if cap is None else cap_slope(z, cap, temperature)
+        slope = 1.0 if cap is None else cap_derivative(z, cap, temperature)
         dz = z.sub_(normalizer.unsqueeze(-1)).exp_().neg_()
         at, column = blocks.targets_in(start, z.shape[1])
         dz[at, column] = rest[at]
@@ -256,7 +264,7 @@ def head_row(
             cross[here] = dz[:, inputs[here] - start].t() @ hidden
     if products is not None:
         weight_energy = products.mul_(hidden @ hidden.t()).sum(dtype=torch.float64)
-    return HeadRow(
+    return HeadEnergies(
         weight_energy=float(weight_energy), bias_energy=float(bias_energy), hidden_gradient=gradient, cross=cross
     )
 

@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from agentrl.kernels.arithmetic import batched_product
+from agentrl.kernels.arithmetic import batched_matmul
 from agentrl.kernels.records import KernelInputError
 
-MODELS = (
+SUPPORTED_MODELS = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("GraniteForCausalLM", "Gemma2ForCausalLM"),
 )
@@ -39,7 +39,7 @@ _CHECKPOINTED = "GradientCheckpointingLayer"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Parts:
+class CausalLMParts:
     """The parts of a causal language model.
 
     `layers` are the modules between embedding and head with trainable parameters: (name, module, True if its forward is
@@ -64,15 +64,15 @@ class Parts:
         return self.embedding.weight is self.head.weight
 
 
-def split_into_parts(model: Any) -> Parts:
+def split_causal_lm(model: Any) -> CausalLMParts:
     """Return the parts of a causal language model of `transformers`.
 
     Raises KernelInputError for a class that is not in MODELS, for modules with trainable parameters that have no closed
     form (adapters, quantised layers), and for parameters that several modules share.
     """
-    if type(model).__name__ not in MODELS:
+    if type(model).__name__ not in SUPPORTED_MODELS:
         raise KernelInputError(
-            f"exact energies support {', '.join(MODELS)} of transformers, not {type(model).__name__}"
+            f"exact energies support {', '.join(SUPPORTED_MODELS)} of transformers, not {type(model).__name__}"
         )
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
     unknown = [
@@ -94,10 +94,10 @@ def split_into_parts(model: Any) -> Parts:
         if module is not embedding and module is not head and _trainable(module)
     )
     depth = model.config.get_text_config().num_hidden_layers
-    return Parts(backbone=model.base_model, depth=depth, embedding=embedding, head=head, layers=layers)
+    return CausalLMParts(backbone=model.base_model, depth=depth, embedding=embedding, head=head, layers=layers)
 
 
-def normalized_input(norm: nn.Module, hidden: Tensor) -> Tensor:
+def rms_norm_input(norm: nn.Module, hidden: Tensor) -> Tensor:
     """Compute the normalized input that an RMSNorm of `transformers` multiplies by its weight, as in its forward."""
     epsilon: float = getattr(norm, _NORMS[type(norm).__name__])
     wide = hidden.to(torch.float32)
@@ -155,9 +155,9 @@ def linear_energy(inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tens
     Products are accumulated in `dtype`.
     """
     if gram_is_cheaper(inputs.shape[1], inputs.shape[2], gradients.shape[2]):
-        product = batched_product(inputs, inputs.mT, dtype).mul_(batched_product(gradients, gradients.mT, dtype))
+        product = batched_matmul(inputs, inputs.mT, dtype).mul_(batched_matmul(gradients, gradients.mT, dtype))
         return product.sum((1, 2), dtype=torch.float64)
-    return squared_norm(batched_product(gradients.mT, inputs, dtype))
+    return squared_norm(batched_matmul(gradients.mT, inputs, dtype))
 
 
 def bias_energy(gradients: Tensor) -> Tensor:
@@ -165,7 +165,7 @@ def bias_energy(gradients: Tensor) -> Tensor:
     return squared_norm(gradients.sum(1))
 
 
-def scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
+def norm_scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
     """Compute ||sum_s g_s * n_s||^2, both [R, S, ..., D], for a scale that multiplies n elementwise.
 
     The scale is shared by the dimensions between S and D (the heads of a q or k norm).
@@ -206,20 +206,21 @@ class LayerEnergies:
     """
 
     def __init__(
-        self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, places: Tensor, dtype: torch.dtype
+        self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, positions: Tensor, dtype: torch.dtype
     ) -> None:
-        """`active` [B, S]: positions whose state affects a counted log-probability; `places` [B, S]: their indices in
-        the layers' input. `dtype`: of the products.
+        """`active` [B, S]: positions whose state affects a counted log-probability;
+
+        `positions` [B, S]: their indices in the layers' input. `dtype`: of the products.
         """
         self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
         self._active = active
-        self._positions = places
+        self._positions = positions
         self._dtype = dtype
         self._backward = False
         self.totals = torch.zeros(active.shape[0], dtype=torch.float64, device=active.device)
 
     @contextmanager
-    def attached(self) -> Iterator[None]:
+    def attached_hooks(self) -> Iterator[None]:
         """Register the hooks of the layers, and remove them on exit."""
         handles: list[RemovableHandle] = []
         try:
@@ -331,5 +332,5 @@ class _Site:
             if bias is not None and bias.requires_grad:
                 total += bias_energy(wide)
         else:
-            total += scale_energy(normalized_input(self.module, inputs).to(dtype), wide)
+            total += norm_scale_energy(rms_norm_input(self.module, inputs).to(dtype), wide)
         return total

@@ -47,9 +47,9 @@ class TokenStatistics:
     full_kl: Tensor | None = None
     teacher_divergence: Tensor | None = None
 
-    def map(self, change: Callable[[Tensor], Tensor]) -> "TokenStatistics":
-        """Return a copy with ``change`` applied to every field that is not None."""
-        return replace(self, **{name: change(values) for name, values in vars(self).items() if values is not None})
+    def map(self, function: Callable[[Tensor], Tensor]) -> "TokenStatistics":
+        """Return a copy with ``function`` applied to every field that is not None."""
+        return replace(self, **{name: function(values) for name, values in vars(self).items() if values is not None})
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -34,21 +34,28 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from agentrl.kernels.arithmetic import IMPOSSIBLE, add_product, cap_and_temper, cap_slope, factor_dtype, head_logits
-from agentrl.kernels.gradients import row_coefficients
+from agentrl.kernels.arithmetic import (
+    IMPOSSIBLE,
+    apply_cap_and_temperature,
+    cap_derivative,
+    head_logits,
+    logit_gradient_dtype,
+    matmul_into,
+)
+from agentrl.kernels.gradients import logit_gradient_coefficients
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 
 TOP, TIES, LOWER, SQUARES, MOMENT, TARGET, STEEP = range(7)
 
 
-def start_sums(like: Tensor, rows: int, dtype: torch.dtype, *, capped: bool = False) -> Tensor:
+def initial_sums(like: Tensor, rows: int, dtype: torch.dtype, *, capped: bool = False) -> Tensor:
     """Return the initial state [rows, 6], or [rows, 7] if `capped`, on the device of `like`."""
     sums = like.new_zeros((rows, 7 if capped else 6), dtype=dtype)
     sums[:, TOP] = -torch.inf
     return sums
 
 
-def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+def rescale_sums(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     """Convert the state [N, 6 or 7] to another maximum `top` [N] >= M: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
 
     s = (M - top) / T and c = e^s. If the maximum rises, the former ties become lower logits.
@@ -71,7 +78,7 @@ def rescale(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
     )
 
 
-class VocabularyRanks:
+class VocabularyShards:
     """Ranks of a group, each with a part of the vocabulary."""
 
     def __init__(self, first: int, group: dist.ProcessGroup | None) -> None:
@@ -83,16 +90,16 @@ class VocabularyRanks:
         """Merge the states of all parts into the vocabulary's state [N, 6]. Each target is in exactly one part."""
         top = sums[:, TOP].contiguous()
         dist.all_reduce(top, dist.ReduceOp.MAX, group=self._group)
-        rest = rescale(sums, top, temperature)[:, TIES:].contiguous()
-        self.add_up(rest)
+        rest = rescale_sums(sums, top, temperature)[:, TIES:].contiguous()
+        self.all_reduce(rest)
         return torch.cat([top.unsqueeze(-1), rest], dim=-1)
 
-    def add_up(self, part: Tensor) -> None:
+    def all_reduce(self, part: Tensor) -> None:
         """Replace `part` by its sum over all ranks."""
         dist.all_reduce(part, group=self._group)
 
 
-def finish_sums(sums: Tensor, temperature: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
+def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
     """Return (statistics [4, N], normalisers [N, 2]) from the final state [N, 6], or [N, 7] with a cap.
 
     The statistics are log_prob, entropy, sum_pi_squared and energy. The normalisers b and L satisfy
@@ -113,7 +120,7 @@ def finish_sums(sums: Tensor, temperature: Tensor, cap: float | None = None) -> 
     log_probs = torch.where(log_probs > -1.0, -torch.log1p(rest / own), log_probs)
     entropy = log_total - (factor * (moment + shift * (ties + lower)) + own * own_shift) / total
     share = (factor / total).square()
-    slope = 1.0 if cap is None else cap_slope(target, cap)
+    slope = 1.0 if cap is None else cap_derivative(target, cap)
     energy = (log_probs.expm1() * slope).square() + share * (squares if cap is None else steep[0])
     statistics = [log_probs, entropy, (2 * log_probs).exp() + share * squares, energy]
     return torch.stack(statistics), torch.stack([best, log_total], dim=-1)
@@ -123,11 +130,11 @@ _SLICE = 2048  # tokens of the vocabulary in a tile
 _TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of float32; 8 MB, within a CPU's cache
 
 
-class Epilogue(Protocol):
+class TileEpilogue(Protocol):
     """Operations after the matrix product of a tile. `torch_epilogue` documents the functions."""
 
-    add_sums: Callable[..., None]
-    to_gradient: Callable[..., None]
+    accumulate_sums: Callable[..., None]
+    write_logit_gradient: Callable[..., None]
 
 
 def sliced_statistics(
@@ -137,9 +144,9 @@ def sliced_statistics(
     temperature: float,
     bias: Tensor | None,
     *,
-    epilogue: Epilogue,
+    epilogue: TileEpilogue,
     cap: float | None = None,
-    ranks: VocabularyRanks | None = None,
+    ranks: VocabularyShards | None = None,
 ) -> TokenStatistics:
     """Compute the statistics of docs/reference/formulas.md 2 by slices of the vocabulary.
 
@@ -169,23 +176,23 @@ class _SlicedStatistics(torch.autograd.Function):
         targets: Tensor,
         temperature: float,
         cap: float | None,
-        epilogue: Epilogue,
-        ranks: VocabularyRanks | None,
+        epilogue: TileEpilogue,
+        ranks: VocabularyShards | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = statistics_dtype(hidden, weight)
         # A tensor, because Triton passes Python numbers as float32.
         heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
-        sums = start_sums(hidden, hidden.shape[0], dtype, capped=cap is not None)
+        sums = initial_sums(hidden, hidden.shape[0], dtype, capped=cap is not None)
         first = 0 if ranks is None else ranks.first
         tiles = _Tiles(hidden, weight, bias, dtype, cap=cap)
         for columns, rows in tiles:
             z = tiles.logits(rows, columns)
             own = tiles.bias(columns), targets[rows], sums[rows]
-            epilogue.add_sums(z, *own, heat, start=first + columns.start, cap=cap)
+            epilogue.accumulate_sums(z, *own, heat, start=first + columns.start, cap=cap)
         if ranks is not None:
             sums = ranks.merge_sums(sums, heat)
-        (log_probs, entropy, sum_pi_squared, energy), normalisers = finish_sums(sums, heat, cap)
+        (log_probs, entropy, sum_pi_squared, energy), normalisers = statistics_from_sums(sums, heat, cap)
         ctx.heat, ctx.cap, ctx.epilogue, ctx.ranks = heat, cap, epilogue, ranks
         ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, normalisers)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
@@ -198,7 +205,7 @@ class _SlicedStatistics(torch.autograd.Function):
         if log_prob_gradient is None and entropy_gradient is None:
             return nothing
         hidden, weight, bias, targets, log_probs, entropy, normalisers = ctx.saved_tensors
-        offset, slope, at_target = row_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
+        offset, slope, at_target = logit_gradient_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
         slope = torch.zeros_like(offset) if slope is None else slope
         coefficients = torch.stack([offset, slope, at_target], dim=-1) / ctx.heat
         with torch.autocast(hidden.device.type, enabled=False):
@@ -218,7 +225,7 @@ def _collect(ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, grad
         dz = tiles.gradient(z)
         given = targets[rows], normalisers[rows], gradients.coefficients[rows]
         start = first + columns.start
-        ctx.epilogue.to_gradient(z, tiles.bias(columns), *given, ctx.heat, dz, start=start, cap=ctx.cap)
+        ctx.epilogue.write_logit_gradient(z, tiles.bias(columns), *given, ctx.heat, dz, start=start, cap=ctx.cap)
         gradients.add(rows, columns, dz)
 
 
@@ -242,7 +249,7 @@ class _Tiles:
         self._height = max(1, min(hidden.shape[0], elements // self._width))
         size = self._height * self._width
         self._buffer = hidden.new_empty(size, dtype=dtype)
-        factor = factor_dtype(hidden, weight, dtype)
+        factor = logit_gradient_dtype(hidden, weight, dtype)
         # In place if the gradient is not rounded for the products.
         self._gradient = hidden.new_empty(size, dtype=factor) if gradient and factor != dtype else self._buffer
 
@@ -267,7 +274,7 @@ class _Tiles:
             return out
         if self._bias is not None:
             out += self._bias[columns]
-        return cap_and_temper(out, self._cap, 1.0)
+        return apply_cap_and_temperature(out, self._cap, 1.0)
 
     def gradient(self, logits: Tensor) -> Tensor:
         """Return a buffer for a tile's gradient: the logits' buffer, unless products need a different dtype."""
@@ -293,7 +300,7 @@ class _Gradients:
         self._inputs = hidden, weight, bias
         self._scale = None
         self.coefficients = coefficients
-        if hidden.shape[0] and factor_dtype(hidden, weight, dtype) == torch.float16:
+        if hidden.shape[0] and logit_gradient_dtype(hidden, weight, dtype) == torch.float16:
             self._scale = _float16_scale(coefficients)
             self.coefficients = coefficients * self._scale
         self._hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if wanted[0] else None
@@ -307,10 +314,10 @@ class _Gradients:
         """Add dz [R, W], the scaled gradient with respect to a tile's logits. Add a slice's blocks in order."""
         hidden, weight, _ = self._inputs
         if self._hidden is not None:
-            add_product(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)
+            matmul_into(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)
         if self._weight is not None:
             total = self._weight[columns] if self._slice is None else self._slice[: columns.stop - columns.start]
-            add_product(dz.t(), hidden[rows], total, accumulate=rows.start > 0)
+            matmul_into(dz.t(), hidden[rows], total, accumulate=rows.start > 0)
             if rows.stop == hidden.shape[0]:  # the last block of rows of this slice
                 self._unscaled(total)
                 if self._slice is not None:
@@ -318,12 +325,12 @@ class _Gradients:
         if self._bias is not None:
             self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
 
-    def results(self, ranks: VocabularyRanks | None) -> tuple[Tensor | None, ...]:
+    def results(self, ranks: VocabularyShards | None) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:
             if ranks is not None:
-                ranks.add_up(self._hidden)
+                ranks.all_reduce(self._hidden)
             self._hidden = self._unscaled(self._hidden).to(hidden.dtype)
         if self._bias is not None and bias is not None:
             self._bias = self._unscaled(self._bias).to(bias.dtype)

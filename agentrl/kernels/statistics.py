@@ -17,7 +17,7 @@ from agentrl.kernels.records import (
     check_inputs,
     statistics_dtype,
 )
-from agentrl.kernels.triton_backend import automatic_backend, triton_statistics
+from agentrl.kernels.triton_backend import default_backend, triton_statistics
 
 
 def reference_statistics(
@@ -91,7 +91,7 @@ def token_statistics(
     """
     check_inputs(hidden, head_weight, targets, temperature, bias)
     check_cap(cap)
-    automatic = automatic_backend(hidden.device) if support is None else "chunked"
+    automatic = default_backend(hidden.device) if support is None else "chunked"
     name = automatic if backend == "auto" else backend
     if name not in BACKENDS:
         raise KernelInputError(f"unknown backend {backend!r}; valid: {', '.join(['auto', *BACKENDS])}")

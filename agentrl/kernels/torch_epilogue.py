@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_slope
-from agentrl.kernels.sliced import LOWER, MOMENT, SQUARES, STEEP, TARGET, TIES, TOP, rescale
+from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative
+from agentrl.kernels.sliced import LOWER, MOMENT, SQUARES, STEEP, TARGET, TIES, TOP, rescale_sums
 
 
-def add_sums(
+def accumulate_sums(
     logits: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -30,9 +30,9 @@ def add_sums(
     own = logits.gather(-1, index)
     sums[:, TARGET] += torch.where(here, own, 0.0).squeeze(-1)
     logits.scatter_(-1, index, torch.where(here, -torch.inf, own))
-    slope = None if cap is None else cap_slope(logits, cap)  # 0 at the target
+    slope = None if cap is None else cap_derivative(logits, cap)  # 0 at the target
     top = torch.maximum(sums[:, TOP], logits.amax(-1))
-    sums.copy_(rescale(sums, top, temperature))
+    sums.copy_(rescale_sums(sums, top, temperature))
     at_top = (logits == torch.where(top == -torch.inf, torch.inf, top).unsqueeze(-1)).to(logits.dtype)
     shifts = logits.sub_(torch.where(top == -torch.inf, 0.0, top).unsqueeze(-1)).div_(temperature)
     shifts.clamp_(min=IMPOSSIBLE)
@@ -45,7 +45,7 @@ def add_sums(
     sums[:, LOWER] += masses.sub_(at_top).sum(-1)  # 1 at the top becomes 0; NaN from an infinite top is kept
 
 
-def to_gradient(
+def write_logit_gradient(
     logits: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -60,13 +60,13 @@ def to_gradient(
     """Write p (offset + slope ln p), but at_target at the target, to out [R, W] from the raw logits of a tile at start.
 
     With a cap the logits are capped, and the gradient is with respect to the logits before the cap. normalisers [R, 2]
-    come from `finish_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten; out may
-    be the same tensor.
+    come from `statistics_from_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten;
+    out may be the same tensor.
     """
     if bias is not None:
         logits += bias
     here, index = _targets_here(targets, start, logits.shape[1])
-    outer = None if cap is None else cap_slope(logits, cap)
+    outer = None if cap is None else cap_derivative(logits, cap)
     best, log_total = normalisers.split(1, dim=-1)
     offset, slope, at_target = coefficients.split(1, dim=-1)
     log_p = logits.sub_(best).div_(temperature).sub_(log_total).clamp_(min=IMPOSSIBLE)

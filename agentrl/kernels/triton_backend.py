@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.kernels import torch_epilogue
 from agentrl.kernels.records import KernelInputError, Support, TokenStatistics, check_inputs
-from agentrl.kernels.sliced import Epilogue, VocabularyRanks, sliced_statistics
+from agentrl.kernels.sliced import TileEpilogue, VocabularyShards, sliced_statistics
 
 
 @cache
@@ -47,14 +47,14 @@ def triton_statistics(
     return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue, cap=cap)
 
 
-def automatic_backend(device: torch.device) -> str:
+def default_backend(device: torch.device) -> str:
     """Return the backend that `auto` selects for tensors on this device."""
     return "triton" if device.type == "cuda" and triton_installed() else "chunked"
 
 
-def epilogue_for(device: torch.device) -> Epilogue:
+def choose_epilogue(device: torch.device) -> TileEpilogue:
     """Return Triton's epilogue if `auto` selects it, otherwise torch's."""
-    return _triton_epilogue() if automatic_backend(device) == "triton" else torch_epilogue
+    return _triton_epilogue() if default_backend(device) == "triton" else torch_epilogue
 
 
 def reason_triton_unavailable(device: torch.device) -> str | None:
@@ -91,7 +91,7 @@ def sharded_token_statistics(
     """
     first, vocabulary = _vocabulary_offset_and_size(head_weight, group)
     check_inputs(hidden, head_weight, targets, temperature, bias, vocabulary=vocabulary)
-    epilogue, ranks = epilogue_for(hidden.device), VocabularyRanks(first, group)
+    epilogue, ranks = choose_epilogue(hidden.device), VocabularyShards(first, group)
     with torch.autocast(hidden.device.type, enabled=False):
         return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue, ranks=ranks)
 

@@ -111,7 +111,7 @@ def gradient_kernel(  # type: ignore[no-untyped-def]
     tl.store(out + row * width + columns, gradient.to(out.dtype.element_ty), mask=inside)
 
 
-def add_sums(
+def accumulate_sums(
     logits: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -121,7 +121,7 @@ def add_sums(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Like `torch_epilogue.add_sums`, with contiguous logits, targets and sums. The logits are not changed."""
+    """Like `torch_epilogue.accumulate_sums`, with contiguous logits, targets and sums. The logits are not changed."""
     rows, width = logits.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(logits):
@@ -134,7 +134,7 @@ def add_sums(
         )
 
 
-def to_gradient(
+def write_logit_gradient(
     logits: Tensor,
     bias: Tensor | None,
     targets: Tensor,
@@ -146,7 +146,10 @@ def to_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Like `torch_epilogue.to_gradient`, with contiguous tensors. The logits are changed only if out is the same."""
+    """Like `torch_epilogue.write_logit_gradient`, with contiguous tensors.
+
+    The logits are changed only if out is the same.
+    """
     rows, width = logits.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(logits):

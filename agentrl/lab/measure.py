@@ -89,7 +89,7 @@ class Gradients:
             score.copy_(self._backward(row.unsqueeze(0), [torch.ones(1, width)])[0])
         self.gram = (self._scores @ self._scores.T).double()[self._distinct_index][:, self._distinct_index]  # [S, S]
 
-    def products(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupProducts]:
+    def group_products(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupProducts]:
         """Compute inner products for each A [M, N, T] in ``advantages``, over the groups ``rows`` [M, N].
 
         The gradient of a group is (1/N) sum_i sum_t A_it rho_it grad ln p_it.
@@ -110,7 +110,7 @@ class Gradients:
                     sums[index].add(gradient, *products)
         return [item.result(self._with_scores) for item in sums]
 
-    def hidden(self, rows: Tensor) -> Tensor:
+    def hidden_states(self, rows: Tensor) -> Tensor:
         """Compute the hidden states [n, D] of the model tokens of ``rows``, in row-major order."""
         with torch.no_grad():
             _, states = self._forward(rows, keep_hidden=True)
@@ -227,7 +227,7 @@ def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
     return both / pairs - one / (pairs * (count - 2)) + none / (pairs * (count - 2) * (count - 3))
 
 
-def leave_one_out(returns: Tensor, rows: Tensor) -> Tensor:
+def leave_one_out_product(returns: Tensor, rows: Tensor) -> Tensor:
     """Return the coefficients [S] of s_i in (1/n) sum_i (R_i - mean of the other returns) s_i over ``rows`` [n]."""
     rewards = returns[rows].double()
     coefficients = torch.zeros(len(returns), dtype=torch.float64)
@@ -244,14 +244,14 @@ class TrueGradient:
         self._gram = gram
         self.squared = float(covariance_product(self._returns, gram))  # ||g*||^2
 
-    def project(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, float]:
+    def project_groups(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, float]:
         """Compute the mean of <g_m, g*> over the groups ``rows`` [M, N], from <g_m, s_i> [E, M, S].
 
         Returns the mean for each estimator [E], and for the leave-one-out gradient. All trajectories together yield a
         more precise value for leave-one-out, so its error on these groups corrects the errors of the estimators.
         """
-        same = torch.stack([leave_one_out(self._returns, group) for group in rows]) @ self._gram  # [M, S]
-        outside = torch.stack([leave_one_out(self._returns, self._others(group)) for group in rows])
+        same = torch.stack([leave_one_out_product(self._returns, group) for group in rows]) @ self._gram  # [M, S]
+        outside = torch.stack([leave_one_out_product(self._returns, self._others(group)) for group in rows])
         return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
     def projection_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -309,7 +309,7 @@ ProblemMoments = dict[int, dict[str, GradientMoments]]
 """Moments of one problem, by group size and estimator label."""
 
 
-def measure(
+def measure_problems(
     policy: PolicyModel,
     samples: Sequence[ProblemSample],
     numbers: Sequence[int],
@@ -359,14 +359,16 @@ def _moments(
 ) -> ProblemMoments:
     gradients = Gradients(policy, sample, temperature=temperature, memory=settings.score_memory)
     truth = TrueGradient(sample.returns, gradients.gram)
-    hidden = gradients.hidden(torch.arange(sample.size)).split(sample.lengths.tolist()) if settings.head else None
+    hidden = (
+        gradients.hidden_states(torch.arange(sample.size)).split(sample.lengths.tolist()) if settings.head else None
+    )
     result: ProblemMoments = {}
     for size in settings.group_sizes:
         parts: dict[str, list[GradientMoments]] = {label: [] for label in labels}
         for division in range(settings.partitions):
             drawn = rows[size, division]
             tensors = [advantages[(size, division), label] for label in labels]
-            products = gradients.products(drawn, tensors)
+            products = gradients.group_products(drawn, tensors)
             heads = [None if hidden is None else head_variance(policy, hidden, sample, drawn, values, temperature)
                      for values in tensors]  # fmt: skip
             for label, one in zip(
@@ -387,7 +389,7 @@ def _moments_of_groups(
 ) -> Iterator[GradientMoments]:
     """Yield the moments of each estimator from one division into groups ``rows`` [M, N]."""
     with_scores = torch.stack([item.with_scores for item in products])
-    along, paired = truth.project(rows, with_scores)
+    along, paired = truth.project_groups(rows, with_scores)
     directional = truth.projection_moments(rows, with_scores)
     for index, (item, values) in enumerate(zip(products, advantages, strict=True)):
         yield GradientMoments(
@@ -434,7 +436,7 @@ def head_variance(
     count, size = rows.shape
     head, logit_map = policy.head, policy.head.logit_map
     accumulator = HeadVarianceAccumulator(
-        head.weight, temperature=logit_map.temperature(temperature), bias=head.bias, cap=logit_map.output_cap
+        head.weight, temperature=logit_map.head_temperature(temperature), bias=head.bias, cap=logit_map.output_cap
     )
     flat, weights = rows.flatten(), advantages.flatten(0, 1)
     if sample.importance_weights is not None:

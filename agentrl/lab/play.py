@@ -19,7 +19,7 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_rewards, needs_answers
+from agentrl.rollout.environment import build_rewards, compares_with_references
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.trajectory import Group
 from agentrl_envs.types import Problem
@@ -46,7 +46,7 @@ def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None)
     ``selection`` is a number of problems from data.train (default: the setting) or a file, whose problems are all used.
     """
     if selection is not None and not selection.isdigit():
-        source = load_source(ProblemSourceSettings(path=selection), answered=needs_answers(settings)).source
+        source = load_source(ProblemSourceSettings(path=selection), answered=compares_with_references(settings)).source
         problems = [source.problem(index) for index in range(source.size or 0)]
         text = "".join(map(repr, problems))
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -61,7 +61,7 @@ def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None)
             "data.train.0.path=FILE"
         )
     most = lab.problems * _MORE_PROBLEMS
-    answered = needs_answers(settings)
+    answered = compares_with_references(settings)
     loaded = [load_source(entry, seed=settings.seed, answered=answered).source for entry in settings.data.train]
     turns = itertools.zip_longest(*(_problems_in_order(source, most, settings.seed) for source in loaded))
     every = (problem for turn in turns for problem in turn if problem is not None)
@@ -70,7 +70,7 @@ def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None)
 
 def _problems_in_order(source: ProblemSource, most: int, seed: int) -> Iterator[Problem]:
     if isinstance(source, ExerciseSource):
-        yield from source.distinct(most)
+        yield from source.distinct_problems(most)
         return
     numbers = list(range(most if source.size is None else source.size))
     if source.size is not None:
@@ -80,7 +80,7 @@ def _problems_in_order(source: ProblemSource, most: int, seed: int) -> Iterator[
 
 
 @dataclass(frozen=True, kw_only=True)
-class UsableRollouts:
+class UsableGroup:
     """Usable rollouts of one problem.
 
     ``greedy_return`` is 0 if no greedy rollout was requested, and None if the greedy rollout was excluded.
@@ -90,7 +90,7 @@ class UsableRollouts:
     greedy_return: float | None
 
 
-class SamplePlayer:
+class GroupSampler:
     """Context manager that samples rollouts as training does. Owns the environment and an event loop."""
 
     def __init__(
@@ -133,20 +133,20 @@ class SamplePlayer:
         self._runner.run(self._close())
         self._runner.close()
 
-    def play(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableRollouts]:
-        """Sample numbered problems with `play_until_usable`. Returns their rollouts, ordered by number."""
+    def sample_groups(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
+        """Sample numbered problems with `sample_until_usable`. Returns their rollouts, ordered by number."""
         return self._runner.run(self._play(problems))
 
-    async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableRollouts]:
+    async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
         requests = [Group(index=number, problem=problem) for number, problem in problems]
-        groups = await play_until_usable(self._driver, requests, samples=self._samples)
+        groups = await sample_until_usable(self._driver, requests, samples=self._samples)
         greedy: dict[int, float | None] = dict.fromkeys(groups, None if self._greedy else 0.0)
         if self._greedy:
             async for group in self._driver.run(requests, step=_ROUNDS, group_size=1, temperature=_GREEDY):
                 for item in group.trajectories:
                     if not item.is_excluded:
                         greedy[group.index] = item.reward
-        return [UsableRollouts(group=groups[number], greedy_return=greedy[number]) for number in sorted(groups)]
+        return [UsableGroup(group=groups[number], greedy_return=greedy[number]) for number in sorted(groups)]
 
     async def _open(self) -> None:
         await self._environment.open()
@@ -160,7 +160,7 @@ class SamplePlayer:
         await self._environment.close()
 
 
-async def play_until_usable(driver: Driver, requests: Sequence[Group], *, samples: int) -> dict[int, Group]:
+async def sample_until_usable(driver: Driver, requests: Sequence[Group], *, samples: int) -> dict[int, Group]:
     """Sample until each request has ``samples`` usable trajectories or the last round ends. Returns groups by index.
 
     Trajectories with a void turn are excluded, as in training. Dropping problems with many void turns instead would

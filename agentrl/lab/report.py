@@ -24,15 +24,15 @@ from agentrl.lab.summary import (
     EstimatorResult,
     IntervalEstimate,
     as_records,
+    describe_findings,
     energy_correlations,
     is_token_baseline,
     proxy_energies,
-    summarise,
-    verdicts,
+    summarize_estimators,
 )
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.plots import BLUE, GREY, ORANGE, caption, line_options, new_figure, save_themes, style_axes
+from agentrl.telemetry.plots import BLUE, GREY, ORANGE, add_caption, line_options, new_figure, save_themes, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -56,7 +56,7 @@ def draw_all(folder: Path, lines: Sequence[EstimatorResult], problems: Sequence[
         drawn["advantages.png"] = advantages
     measured = sum(line["outcome"] == MEASURED for line in problems)
     for figure in drawn.values():
-        caption(
+        add_caption(
             figure, f"{folder.resolve().name}: one policy, {measured} problems; bars are 95 % intervals over problems"
         )
     return [file for name, figure in drawn.items() for file in save_themes(figure, folder / name)]
@@ -91,7 +91,7 @@ def _noise(lines: Sequence[EstimatorResult]) -> Figure:
     _style_axes(panels[2], "Scale of the mean gradient (1: unbiased)", "along the true gradient")
     panels[2].axhline(1.0, color=GREY, linewidth=0.8)
     for axes in panels[:2]:
-        logarithmic(axes)
+        use_logarithmic_scale(axes)
     for axes in panels:
         axes.set_xscale("log", base=2)
         axes.set_xlabel("trajectories in a group, N")
@@ -102,7 +102,7 @@ def _noise(lines: Sequence[EstimatorResult]) -> Figure:
     return figure
 
 
-def logarithmic(axes: Axes) -> None:
+def use_logarithmic_scale(axes: Axes) -> None:
     """Set a logarithmic vertical axis with plain decimal numbers as labels."""
     from matplotlib.ticker import FuncFormatter, LogLocator
 
@@ -188,7 +188,9 @@ def _style_axes(axes: Axes, title: str, label: str) -> None:
 _BASELINE = "rloo"
 
 
-def report(results: MeasurementFiles, lab: LabSettings, console: Console, *, seed: int) -> list[EstimatorResult]:
+def report_results(
+    results: MeasurementFiles, lab: LabSettings, console: Console, *, seed: int
+) -> list[EstimatorResult]:
     """Print and write the results of the first ``lab.problems`` measured problems.
 
     Raises WorldError if fewer than two problems were measured.
@@ -197,8 +199,10 @@ def report(results: MeasurementFiles, lab: LabSettings, console: Console, *, see
     problems = measured_problems(lines)
     labels = list(next(iter(problems[0].moments.values())))
     baseline = lab.baseline or (_BASELINE if _BASELINE in labels else None)
-    summary = summarise([item.moments for item in problems], resamples=lab.bootstrap, seed=seed, baseline=baseline)
-    messages = verdicts(summary)
+    summary = summarize_estimators(
+        [item.moments for item in problems], resamples=lab.bootstrap, seed=seed, baseline=baseline
+    )
+    messages = describe_findings(summary)
     _show(console, summary, messages, baseline)
     energies = [item.line["energies"] for item in problems if item.line["energies"] is not None]
     record = {

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from agentrl.algorithms import estimator_needs
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend
-from agentrl.lab.measure import ProblemMoments, measure
-from agentrl.lab.play import SamplePlayer, UsableRollouts, lab_problems
-from agentrl.lab.report import report
+from agentrl.lab.measure import ProblemMoments, measure_problems
+from agentrl.lab.play import GroupSampler, UsableGroup, lab_problems
+from agentrl.lab.report import report_results
 from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, problem_line
 from agentrl.lab.sample import ProblemSample, reason_unusable, score_group
 from agentrl.lab.settings import EstimatorChoice, LabRequest, LabSettings, check_lab, lab_settings
 from agentrl.lab.summary import EstimatorResult
-from agentrl.models.exactness import check_policy, choose_reader
+from agentrl.models.exactness import check_packed_forward, choose_attention_backend
 from agentrl.models.loading import model_fingerprint, read_model
 from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
@@ -80,13 +80,13 @@ def variance_command(
             # step need all problems of the batch.
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
-            for line in bench.lines(player.play(batch), done, shown=_SHOWN - kept):
+            for line in bench.lines(player.sample_groups(batch), done, shown=_SHOWN - kept):
                 results.add(line)
                 kept += line["outcome"] == MEASURED
                 progress.update(min(kept, lab.problems), {})
                 if kept >= lab.problems:
                     break
-    return report(results, lab, console, seed=settings.seed)
+    return report_results(results, lab, console, seed=settings.seed)
 
 
 class _Bench:
@@ -122,9 +122,9 @@ class _Bench:
             "correction": self._weighing,
             **_conditions(settings, lab, choices),
         }
-        attention = choose_reader(settings.model, causal_lm.config)
+        attention = choose_attention_backend(settings.model, causal_lm.config)
         self._policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
-        check_policy(model, self._policy)
+        check_packed_forward(model, self._policy)
         self._playing = playing
         self._environment, self._codec = environment_and_codec(settings, tokenizer, model)
 
@@ -135,9 +135,9 @@ class _Bench:
         options = self._settings.correction.options
         return {**options, "weights": options["weights"] or "token"}
 
-    def player(self) -> SamplePlayer:
+    def player(self) -> GroupSampler:
         needs = [estimator_needs(item.name, **item.options).inputs for item in self._choices]
-        return SamplePlayer(
+        return GroupSampler(
             self._settings,
             self._playing,
             self._environment,
@@ -146,7 +146,7 @@ class _Bench:
             greedy=any("greedy_returns" in inputs for inputs in needs),
         )
 
-    def lines(self, played: Sequence[UsableRollouts], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
+    def lines(self, played: Sequence[UsableGroup], done: Set[int], *, shown: int) -> Iterator[ProblemLine]:
         """Yield the line of each problem that is not in ``done``, the first ``shown`` of them with token values."""
         chosen: list[tuple[Group, ProblemSample]] = []
         for item in played:
@@ -174,7 +174,7 @@ class _Bench:
     def _measured(
         self, chosen: Sequence[tuple[Group, ProblemSample]], done: Set[int]
     ) -> Iterator[tuple[Group, ProblemSample, ProblemMoments]]:
-        moments = measure(
+        moments = measure_problems(
             self._policy,
             [sample for _, sample in chosen],
             [group.index for group, _ in chosen],

@@ -73,10 +73,12 @@ def score_group(
     ``correction`` contains options of `rollout_correction` if another policy sampled the trajectories. Every energy is
     then multiplied by the importance weights.
     """
-    batch = Batch.of(MicroBatch.of(group.trajectories))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(group.trajectories))
     alike = _alike(batch, weighted=correction is not None)
     distinct, inverse = alike.unique(return_inverse=True)
-    unique = Batch.of(MicroBatch.of([group.trajectories[row] for row in distinct.tolist()]))
+    unique = Batch.from_micro_batch(
+        MicroBatch.from_trajectories([group.trajectories[row] for row in distinct.tolist()])
+    )
     blocks = list(row_blocks(unique, budget))
     tokens = {name: torch.zeros(unique.response_mask.shape) for name in _TOKEN_VALUES}
     for rows in blocks:
@@ -212,7 +214,7 @@ def _cross_energies(
     lengths = mask.sum(-1).tolist()
     weights = [None] * len(lengths) if ratios is None else ratios[rows][mask].split(lengths)
     for states, targets, token_weights in zip(hidden.split(lengths), ids[mask].split(lengths), weights, strict=True):
-        logits, slope = policy.head.logit_map.with_slope(policy.head(states).float())
+        logits, slope = policy.head.logit_map.with_cap_slope(policy.head(states).float())
         parts.append(
             cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, token_weights, slope=slope).float()
         )

@@ -46,13 +46,13 @@ class EstimatorChoice:
     cross: bool = False
 
 
-def read_choices(texts: Sequence[str]) -> tuple[EstimatorChoice, ...]:
+def parse_estimator_choices(texts: Sequence[str]) -> tuple[EstimatorChoice, ...]:
     """Parse estimators written as ``name`` or ``name:option=value:option=value``.
 
     Empty ``texts`` selects all estimators that can be measured. Raises SettingsError with the nearest known name or
     option.
 
-    >>> read_choices(["tir_otb:leave_one_out=true"])[0].options
+    >>> parse_estimator_choices(["tir_otb:leave_one_out=true"])[0].options
     {'leave_one_out': True}
     """
     chosen = list(texts) or measurable_estimators()
@@ -237,7 +237,7 @@ def check_lab(lab: LabSettings) -> tuple[EstimatorChoice, ...]:
             f"because a variance needs two groups from the {lab.samples} samples of a problem; raise --samples or "
             "lower the size"
         )
-    choices = read_choices(lab.estimators)
+    choices = parse_estimator_choices(lab.estimators)
     labels = [choice.label for choice in choices]
     if lab.baseline is not None and lab.baseline not in labels:
         raise SettingsError(f"--baseline {lab.baseline} is not a measured estimator; valid: {', '.join(labels)}")

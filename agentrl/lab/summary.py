@@ -53,7 +53,7 @@ class EstimatorResult:
     diagonal: float  # diagonal proxy, mean over problems
 
 
-def summarise(
+def summarize_estimators(
     problems: Sequence[ProblemMoments], *, resamples: int, seed: int, baseline: str | None = None
 ) -> list[EstimatorResult]:
     """Summarise each estimator at each group size, sorted by group size, then by noise."""
@@ -98,7 +98,7 @@ def _at_one_size(
         )
 
 
-def verdicts(lines: Sequence[EstimatorResult]) -> list[str]:
+def describe_findings(lines: Sequence[EstimatorResult]) -> list[str]:
     """Describe the results of each group size in a sentence.
 
     Names the least noisy estimator, the estimators within its interval, and the best token baseline.

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
-from agentrl.kernels.attention import AttentionBackend, attend, current_pass
-from agentrl.kernels.attention.backends import capped_attention, torch_varlen, varlen_kernel
+from agentrl.kernels.attention import AttentionBackend, attend, current_attention_pass
+from agentrl.kernels.attention.backends import capped_attention, torch_varlen_attention, varlen_attention_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 ATTENTION = "agentrl"
-PADDED_SHARING = (
+PADDED_ROWS_NOT_SHAREABLE = (
     "training.sequence_parallel needs packed trajectories, but the model reads padded ones (model.rows): set "
     "training.sequence_parallel=1"
 )
@@ -45,7 +45,7 @@ def attention(
     Inside :func:`.packed_states`, each document of the row attends only to itself. Otherwise, ``attention_mask`` is
     applied as in `sdpa`, and ``softcap`` caps the scores.
     """
-    now = current_pass()
+    now = current_attention_pass()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
         raise SettingsError(
             f"model.path: {type(module).__name__} adds sinks or biases to its attention scores, which packed rows do "
@@ -53,7 +53,7 @@ def attention(
         )
     if now is not None:
         now.layers.add(id(module))
-        obstacle = length_obstacle(module.config, now.row.longest)
+        obstacle = reason_too_long_to_pack(module.config, now.row.longest_document)
         if obstacle is not None:
             raise SettingsError(obstacle)
         window = _checked_window(module, sliding_window)
@@ -61,7 +61,7 @@ def attention(
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise KernelInputError(
             "a checkpointed layer was recomputed outside its packed row: enable gradient checkpointing with "
-            "agentrl.models.loading.checkpoint_layers"
+            "agentrl.models.loading.enable_gradient_checkpointing"
         )
     if softcap is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -105,13 +105,13 @@ def register_attention() -> str:
     return ATTENTION
 
 
-def use_attention(model: PreTrainedModel) -> None:
+def use_agentrl_attention(model: PreTrainedModel) -> None:
     """Make ``model`` compute attention with :func:`attention`."""
     if model.config._attn_implementation != ATTENTION:
         model.set_attn_implementation(register_attention())
 
 
-def use_reader(model: PreTrainedModel, backend: AttentionBackend, *, ranks: int = 1) -> None:
+def use_attention_backend(model: PreTrainedModel, backend: AttentionBackend, *, ranks: int = 1) -> None:
     """Make ``model`` compute attention over rows that ``ranks`` ranks share.
 
     With the backend "padded", the model computes its own attention. Raises SettingsError if the model does not support
@@ -119,16 +119,16 @@ def use_reader(model: PreTrainedModel, backend: AttentionBackend, *, ranks: int 
     """
     if backend == "padded":
         if ranks > 1:
-            raise SettingsError(PADDED_SHARING)
+            raise SettingsError(PADDED_ROWS_NOT_SHAREABLE)
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         return
-    for obstacle in (packing_obstacle(model.config), sharing_obstacle(model.config, ranks)):
+    for obstacle in (reason_not_packable(model.config), reason_rows_not_shareable(model.config, ranks)):
         if obstacle is not None:
             raise SettingsError(obstacle)
-    use_attention(model)
+    use_agentrl_attention(model)
 
 
-def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
+def reason_rows_not_shareable(config: PreTrainedConfig, ranks: int) -> str | None:
     """Return the reason why ``ranks`` ranks cannot share rows (training.sequence_parallel), or None if they can."""
     if ranks == 1:
         return None
@@ -139,7 +139,7 @@ def sharing_obstacle(config: PreTrainedConfig, ranks: int) -> str | None:
     return None
 
 
-def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
+def reason_too_long_to_pack(config: PreTrainedConfig, longest: int) -> str | None:
     """Return the reason why sequences of up to ``longest`` tokens cannot be packed, or None if they can.
 
     For some types of rotary embeddings, `transformers` rotates all tokens of a row according to the longest sequence in
@@ -165,7 +165,7 @@ def length_obstacle(config: PreTrainedConfig, longest: int) -> str | None:
     return None
 
 
-def packing_obstacle(config: PreTrainedConfig) -> str | None:
+def reason_not_packable(config: PreTrainedConfig) -> str | None:
     """Return the reason why a model's configuration does not support packed documents, or None if it does."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
     others = sorted({kind for kind in kinds if kind not in _KINDS})
@@ -178,7 +178,7 @@ def packing_obstacle(config: PreTrainedConfig) -> str | None:
     )
 
 
-def choose_attention(
+def choose_packed_attention(
     wanted: AttentionBackend | Literal["auto"], config: PreTrainedConfig, *, dtype: str
 ) -> AttentionBackend:
     """Return the backend for ``model.attention`` on this machine. Raises SettingsError if the backend cannot run."""
@@ -186,17 +186,19 @@ def choose_attention(
     head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
     capped = bool(getattr(text, "attn_logit_softcapping", None))
     if wanted == "auto":
-        if attention_obstacle("flash", dtype=dtype, head_dim=head_dim, capped=capped) is None:
+        if reason_attention_unavailable("flash", dtype=dtype, head_dim=head_dim, capped=capped) is None:
             return "flash"
         masked = getattr(text, "sliding_window", None) or capped
-        return "flex" if masked and attention_obstacle("flex", dtype=dtype) is None else "sdpa"
-    obstacle = attention_obstacle(wanted, dtype=dtype, head_dim=head_dim, capped=capped)
+        return "flex" if masked and reason_attention_unavailable("flex", dtype=dtype) is None else "sdpa"
+    obstacle = reason_attention_unavailable(wanted, dtype=dtype, head_dim=head_dim, capped=capped)
     if obstacle is not None:
         raise SettingsError(obstacle)
     return wanted
 
 
-def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int = 0, capped: bool = False) -> str | None:
+def reason_attention_unavailable(
+    backend: AttentionBackend, *, dtype: str, head_dim: int = 0, capped: bool = False
+) -> str | None:
     """Return the reason why this machine cannot train with ``backend`` in ``dtype``, or None if it can.
 
     ``head_dim`` is 0 if unknown. ``capped`` is true if the model caps its attention scores.
@@ -222,7 +224,7 @@ def attention_obstacle(backend: AttentionBackend, *, dtype: str, head_dim: int =
     return None if problem is None else f"model.attention={backend} {problem}; otherwise set model.attention=auto"
 
 
-def attention_length(config: PreTrainedConfig) -> float:
+def break_even_length(config: PreTrainedConfig) -> float:
     """Return the document length at which attention costs as much as the linear layers.
 
     A layer of P weights takes 2 P operations per token. Causal attention of H heads of E dimensions takes 2 H E l^2 for
@@ -240,7 +242,7 @@ def attention_length(config: PreTrainedConfig) -> float:
 
 def _has_flash_attn() -> bool:
     """Return True if flash-attn can be imported. A build for a different torch release cannot be imported."""
-    return varlen_kernel() is not torch_varlen
+    return varlen_attention_function() is not torch_varlen_attention
 
 
 def _has_torch_varlen() -> bool:

@@ -16,8 +16,8 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.errors import SettingsError
-from agentrl_envs.chat import CALL_ID, ChatFormat, Mark, MarkedText, MessageTexts, Part
-from agentrl_envs.tool_call_formats import CALL_FORMS, HERMES, CallForm
+from agentrl_envs.chat import CALL_ID, ChatFormat, MarkedText, MessageTexts, Part, TemplateMark
+from agentrl_envs.tool_call_formats import HERMES, TOOL_CALL_FORMATS, ToolCallFormat
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -55,7 +55,7 @@ def content_placeholder(number: int) -> str:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Layout:
+class TemplateLayout:
     """The texts around the message contents of a rendered conversation.
 
     ``slots`` contains the indices of the messages in order of appearance. ``quoted`` is true for slots that the
@@ -66,18 +66,18 @@ class Layout:
     slots: tuple[int, ...]
     quoted: tuple[bool, ...]
 
-    def before(self, message: int) -> tuple[str, ...] | None:
+    def texts_before(self, message: int) -> tuple[str, ...] | None:
         """Return the texts before a message, or None if the message does not appear exactly once."""
         if self.slots.count(message) != 1:
             return None
-        return self.strings[: self.slots.index(message) + 1]
+        return self.plain_texts[: self.slots.index(message) + 1]
 
     @cached_property
-    def strings(self) -> tuple[str, ...]:
+    def plain_texts(self) -> tuple[str, ...]:
         """``texts`` as plain strings."""
         return tuple(str(MarkedText(*text)) for text in self.texts)
 
-    def parts(self, contents: Sequence[str], start: int = 0) -> tuple[Part, ...]:
+    def interleave(self, contents: Sequence[str], start: int = 0) -> tuple[Part, ...]:
         """Return texts and contents in order, starting with the text at index ``start``."""
         parts = list(self.texts[start])
         places = zip(self.texts[start + 1 :], self.slots[start:], self.quoted[start:], strict=True)
@@ -85,9 +85,9 @@ class Layout:
             parts += [json.dumps(contents[message], ensure_ascii=False)[1:-1] if quoted else contents[message], *text]
         return tuple(parts)
 
-    def filled(self, contents: Sequence[str]) -> str:
+    def fill(self, contents: Sequence[str]) -> str:
         """Return the rendered text with ``contents`` in the slots."""
-        return str(MarkedText(*self.parts(contents)))
+        return str(MarkedText(*self.interleave(contents)))
 
 
 class ChatTemplate:
@@ -101,10 +101,10 @@ class ChatTemplate:
         options: Mapping[str, object] | None = None,
     ) -> None:
         """Create a chat template. ``options`` are variables of the template."""
-        self.plain = not (template or tokenizer.chat_template)
+        self.is_plain = not (template or tokenizer.chat_template)
         self.options = dict(options or {})
         self._tokenizer = tokenizer
-        self._template = PLAIN_TEMPLATE if self.plain else template
+        self._template = PLAIN_TEMPLATE if self.is_plain else template
         added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
         self._special = sorted(added | set(tokenizer.all_special_tokens), key=len, reverse=True)
         self._guarded = [*self._special, _SLOT, _GUARD, _END]
@@ -137,10 +137,10 @@ class ChatTemplate:
         messages: Sequence[Message],
         tools: Sequence[Any] = (),
         options: Mapping[str, object] | None = None,
-    ) -> Layout:
+    ) -> TemplateLayout:
         """Render ``messages`` with placeholders and return the texts around them. Raises ChatTemplateError."""
         pieces = _PLACE.split(self.render(messages, tools, options))
-        texts: list[list[Part]] = [[Mark(pieces[0])] if pieces[0] else []]
+        texts: list[list[Part]] = [[TemplateMark(pieces[0])] if pieces[0] else []]
         slots: list[int] = []
         quoted: list[bool] = []
         for kind, number, text in zip(pieces[1::3], pieces[2::3], pieces[3::3], strict=True):
@@ -151,8 +151,8 @@ class ChatTemplate:
             else:
                 texts[-1].append(self._guarded[int(number)])
             if text:
-                texts[-1].append(Mark(text))
-        return Layout(texts=tuple(map(tuple, texts)), slots=tuple(slots), quoted=tuple(quoted))
+                texts[-1].append(TemplateMark(text))
+        return TemplateLayout(texts=tuple(map(tuple, texts)), slots=tuple(slots), quoted=tuple(quoted))
 
     def replace_special_tokens(self, value: object) -> object:
         """Replace special tokens in the strings of a JSON value with placeholders."""
@@ -165,21 +165,23 @@ class ChatTemplate:
             }
         return [self.replace_special_tokens(one) for one in value] if isinstance(value, list) else value
 
-    def leading_special(self, text: str) -> str:
+    def leading_special_token(self, text: str) -> str:
         """Return the special token at the start of ``text``, or ""."""
         return next((token for token in self._special if text.startswith(token)), "")
 
-    def first_special(self, text: str) -> str:
+    def first_special_token(self, text: str) -> str:
         """Return the first special token in ``text``, or ""."""
         found = [token for token in self._special if token in text]
         return min(found, key=lambda token: (text.index(token), -len(token)), default="")
 
-    def call_form(self, tool: str, tools: Sequence[Any], before: Sequence[Message] = ()) -> CallForm | None:
+    def tool_call_format(
+        self, tool: str, tools: Sequence[Any], before: Sequence[Message] = ()
+    ) -> ToolCallFormat | None:
         """Return the format in which the template writes a call to ``tool``, or None if no parser supports it."""
         rendered = self.render([*before, *_conversation(_called(tool, 1), _tool_message(tool, 2))], tools)
         schema = {"properties": {"place": {"type": "string"}}}
-        for form in CALL_FORMS.values():
-            found = form.find(rendered.partition(content_placeholder(0))[2], lambda _: schema)
+        for form in TOOL_CALL_FORMATS.values():
+            found = form.find_calls(rendered.partition(content_placeholder(0))[2], lambda _: schema)
             if found and (found[0].name, found[0].arguments) == (tool, {"place": content_placeholder(1)}):
                 return form
         return None
@@ -230,16 +232,16 @@ def read_chat_format(
             f"{plain}"
         )
     template = _Reader(ChatTemplate(tokenizer, options=options), name, tools, setting, system)
-    before_problem, after_problem = template.pieces(_conversation()).strings
+    before_problem, after_problem = template.pieces(_conversation()).plain_texts
     shown = before_problem + after_problem
     if missing := [tool for tool in template.tools if tool not in shown]:
         raise SettingsError(f"the chat template of {name} does not render the tools {missing}: choose another model")
     before, behind, after = template.reply()
-    calls, responses, end = HERMES, _Responses("", "", "", False), template.chat.leading_special(behind)
+    calls, responses, end = HERMES, _Responses("", "", "", False), template.chat.leading_special_token(behind)
     if tools:
         calls = template.calls()
         responses = template.responses()
-        end = template.chat.leading_special(responses.before) or end
+        end = template.chat.leading_special_token(responses.before) or end
     return ChatFormat(
         before_problem=before_problem,
         after_problem=after_problem,
@@ -269,7 +271,7 @@ class _Reader:
         self._schemas = [dict(tool) for tool in tools]
         self._system = [{"role": "system", "content": system}] if system else []
 
-    def layout(self, messages: Sequence[Message]) -> Layout:
+    def layout(self, messages: Sequence[Message]) -> TemplateLayout:
         """Return the layout after the system prompt, unless ``messages`` start with a system message."""
         own = messages[0]["role"] == "system"
         try:
@@ -279,7 +281,7 @@ class _Reader:
                 f"the chat template of {self.name} cannot render a conversation{self._with_tools}: {error}"
             ) from error
 
-    def pieces(self, messages: Sequence[Message]) -> Layout:
+    def pieces(self, messages: Sequence[Message]) -> TemplateLayout:
         """Return the layout of messages. Raises SettingsError unless each message appears once and in order."""
         layout = self.layout(messages)
         if layout.slots != tuple(range(len(messages))):
@@ -299,7 +301,7 @@ class _Reader:
                 f"the chat template of {self.name} does not render each message of a prompt with the roles "
                 f"{', '.join(roles)} exactly once, so {self.setting} cannot use it: change the prompt or the model"
             )
-        return MessageTexts(texts=layout.strings, order=layout.slots)
+        return MessageTexts(texts=layout.plain_texts, order=layout.slots)
 
     def reply(self) -> tuple[str, str, str]:
         """Return the text before the problem, and the texts before and after a user message that follows a turn.
@@ -311,15 +313,15 @@ class _Reader:
             {"role": "user", "content": content_placeholder(2)},
         )
         try:
-            first, _, before, after = self.pieces(_conversation(said, user)).strings
+            first, _, before, after = self.pieces(_conversation(said, user)).plain_texts
         except SettingsError:
             return "", "", ""
         return first, before, after
 
-    def calls(self) -> CallForm:
+    def calls(self) -> ToolCallFormat:
         """Return the format of the template's tool calls."""
         try:
-            form = self.chat.call_form(self.tools[0], self._schemas, self._system)
+            form = self.chat.tool_call_format(self.tools[0], self._schemas, self._system)
         except ChatTemplateError as error:
             raise SettingsError(
                 f"the chat template of {self.name} cannot render a conversation{self._with_tools}: {error}"
@@ -327,7 +329,7 @@ class _Reader:
         if form is None:
             raise SettingsError(
                 f"the chat template of {self.name} does not write tool calls in a supported format "
-                f"({', '.join(CALL_FORMS)}), which {self.setting} requires: choose another model"
+                f"({', '.join(TOOL_CALL_FORMATS)}), which {self.setting} requires: choose another model"
             )
         return form
 
@@ -353,18 +355,18 @@ class _Reader:
         one = self.pieces(_conversation(turn(1), _tool_message(tool, 2)))
         two = self.pieces(_conversation(turn(1), _tool_message(tool, 2), _tool_message(tool, 3)))
         later = self.pieces(_conversation(turn(1), _tool_message(tool, 2), turn(3), _tool_message(tool, 4)))
-        before = {one.strings[2], two.strings[2], later.strings[2], later.strings[4]}
-        after = {one.strings[3], two.strings[4], later.strings[5]}
+        before = {one.plain_texts[2], two.plain_texts[2], later.plain_texts[2], later.plain_texts[4]}
+        after = {one.plain_texts[3], two.plain_texts[4], later.plain_texts[5]}
         if len(before) > 1 or len(after) > 1 or one.quoted[2] != two.quoted[3]:
             raise SettingsError(
                 f"the chat template of {self.name} renders a tool response differently depending on its position in "
                 f"the conversation, so {self.setting} cannot use it: choose another model"
             )
-        rest = one.strings[2]
+        rest = one.plain_texts[2]
         if called:  # the model writes the text that closes the call
-            end = self.chat.first_special(rest)
+            end = self.chat.first_special_token(rest)
             rest = rest[rest.index(end) :] if end else rest
-        return _Responses(rest, two.strings[3], one.strings[3], one.quoted[2])
+        return _Responses(rest, two.plain_texts[3], one.plain_texts[3], one.quoted[2])
 
     @property
     def _with_tools(self) -> str:

@@ -2,7 +2,8 @@
 
 A model can accept packed rows and still compute wrong values. For example, BART adds positions by index and ignores
 ``position_ids``. :func:`check_architecture` tests a model's code on a small random copy before a run begins.
-:func:`check_policy` tests the loaded weights, in their dtype, on their device and on their sequence-parallel group.
+:func:`check_packed_forward` tests the loaded weights, in their dtype, on their device and on their sequence-parallel
+group.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import AttentionBackend, pack_padded
 from agentrl.models.attention import (
     ATTENTION,
-    choose_attention,
-    packing_obstacle,
+    choose_packed_attention,
+    reason_not_packable,
     register_attention,
 )
-from agentrl.models.loading import switch_off_dropout
+from agentrl.models.loading import disable_dropout
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-BOUNDS = {torch.float32: 1e-2, torch.bfloat16: 0.3}
+MAX_DIFFERENCES = {torch.float32: 1e-2, torch.bfloat16: 0.3}
 """Largest mean absolute difference (nats) for loaded weights, by dtype. Ten times the smallest fidelity bounds,
 because the test tokens are random, and rounding errors are larger for unlikely tokens."""
 _COPY_BOUND = 1e-3
@@ -44,20 +45,24 @@ _RESPONSES = (9, 7)
 _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64, 128, 4
 
 
-def choose_reader(model: ModelSettings, config: PreTrainedConfig) -> AttentionBackend:
+def choose_attention_backend(model: ModelSettings, config: PreTrainedConfig) -> AttentionBackend:
     """Return "padded" or the backend for packed rows, by ``model.rows``. Raises SettingsError if it cannot run."""
-    return "padded" if reads_padded(model, config) else choose_attention(model.attention, config, dtype=model.dtype)
+    return (
+        "padded"
+        if uses_padded_rows(model, config)
+        else choose_packed_attention(model.attention, config, dtype=model.dtype)
+    )
 
 
-def reads_padded(model: ModelSettings, config: PreTrainedConfig) -> bool:
+def uses_padded_rows(model: ModelSettings, config: PreTrainedConfig) -> bool:
     """Return True if the model reads padded trajectories (``model.rows``), whatever this machine can run."""
-    return model.rows == "padded" or (model.rows == "auto" and packing_problem(config) is not None)
+    return model.rows == "padded" or (model.rows == "auto" and packing_error(config) is not None)
 
 
 _problems: dict[str, SettingsError | None] = {}  # cached by configuration, because a test takes up to two seconds
 
 
-def packing_problem(config: PreTrainedConfig) -> SettingsError | None:
+def packing_error(config: PreTrainedConfig) -> SettingsError | None:
     """Return the error of :func:`check_architecture` for packed rows, or None if a model can be packed. Cached."""
     key = config.to_json_string()
     if key not in _problems:
@@ -70,44 +75,46 @@ def packing_problem(config: PreTrainedConfig) -> SettingsError | None:
 
 
 @torch.no_grad()
-def check_architecture(name: str, config: PreTrainedConfig, reader: AttentionBackend) -> bool:
-    """Raise SettingsError if the forward pass of model ``name`` with ``reader`` differs from that of unpadded rows.
+def check_architecture(name: str, config: PreTrainedConfig, backend: AttentionBackend) -> bool:
+    """Raise SettingsError if the forward pass of model ``name`` with ``backend`` differs from that of unpadded rows.
 
     Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns False if the copy
-    itself cannot run; :func:`check_policy` then tests the loaded model.
+    itself cannot run; :func:`check_packed_forward` then tests the loaded model.
     """
-    obstacle = None if reader == "padded" else packing_obstacle(config)
+    obstacle = None if backend == "padded" else reason_not_packable(config)
     if obstacle is not None:
         raise SettingsError(obstacle)
-    reader = "padded" if reader == "padded" else "sdpa"  # runs on any machine
+    backend = "padded" if backend == "padded" else "sdpa"  # runs on any machine
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_config(config)
-            if parameters(small) > _LARGEST:
+            if count_parameters(small) > _LARGEST:
                 return False
             own = random_model(small, attention="eager")
-            rows = two_rows(small.get_text_config().vocab_size)
+            rows = two_test_sequences(small.get_text_config().vocab_size)
             wanted = unpacked_log_probs(own, rows)
         except Exception:  # noqa: BLE001 - a copy of these sizes cannot run, but the model itself may
             return False
         if not bool(wanted.isfinite().all()):
             return False
-        with _errors_with_model_name(name, type(own).__name__, reader):
-            copied = random_model(small, attention=None if reader == "padded" else register_attention(), like=own)
-            found = packed_log_probs(PolicyModel(copied, attention=reader), rows)
-            _compare((found - wanted).abs().max(), _COPY_BOUND, reader)
+        with _errors_with_model_name(name, type(own).__name__, backend):
+            copied = random_model(
+                small, attention=None if backend == "padded" else register_attention(), weights_from=own
+            )
+            found = packed_log_probs(PolicyModel(copied, attention=backend), rows)
+            _compare((found - wanted).abs().max(), _COPY_BOUND, backend)
     return True
 
 
 @torch.no_grad()
-def check_policy(name: str, policy: PolicyModel) -> None:
+def check_packed_forward(name: str, policy: PolicyModel) -> None:
     """Raise SettingsError if the forward pass of ``policy`` differs from the model's own forward pass of one row.
 
     ``name`` is the name of the model in messages. Costs two forward passes of short rows and one pass of both.
     Collective over ranks that share parameters or form a sequence-parallel group.
     """
     model, head = policy.causal_lm, policy.head
-    rows = [row.to(head.weight.device) for row in two_rows(head.out_features)]
+    rows = [row.to(head.weight.device) for row in two_test_sequences(head.out_features)]
     with _errors_with_model_name(name, type(model).__name__, policy.attention):
         found = packed_log_probs(policy, rows)
         implementation = model.config._attn_implementation
@@ -116,7 +123,7 @@ def check_policy(name: str, policy: PolicyModel) -> None:
             wanted = unpacked_log_probs(model, rows)
         finally:
             model.set_attn_implementation(implementation)
-        _compare((found - wanted).abs().mean(), BOUNDS[model.dtype], policy.attention)
+        _compare((found - wanted).abs().mean(), MAX_DIFFERENCES[model.dtype], policy.attention)
 
 
 _CAUSES = {
@@ -162,7 +169,7 @@ def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> I
         ) from error
 
 
-def two_rows(vocabulary: int) -> list[Tensor]:
+def two_test_sequences(vocabulary: int) -> list[Tensor]:
     """Return two sequences [S] of token ids with the same prompt and different lengths."""
     draw = torch.Generator().manual_seed(0)
     low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens are at the ends
@@ -186,7 +193,7 @@ def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
     prompts = input_ids.new_full((len(rows),), _PROMPT)
     lengths = torch.tensor([len(row) for row in rows], device=input_ids.device)
     mask = torch.arange(_PROMPT, input_ids.shape[1], device=input_ids.device) < lengths[:, None]  # [2, T]
-    statistics, _ = policy(*pack_padded(input_ids, prompts, mask, multiple=policy.row_multiple))
+    statistics, _ = policy(*pack_padded(input_ids, prompts, mask, multiple=policy.row_length_multiple))
     log_probs: Tensor = statistics.log_probs
     return log_probs
 
@@ -195,7 +202,7 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of ``config`` with few layers, few narrow heads and a small vocabulary, otherwise unchanged.
 
     Keeps enough layers to contain each kind of layer once. Attention windows become shorter than the sequences of
-    :func:`two_rows`.
+    :func:`two_test_sequences`.
     """
     small = copy.deepcopy(config)
     for part in _parts(small):
@@ -267,7 +274,7 @@ def _holds_list(value: object) -> bool:
     return isinstance(value, list | tuple) or (isinstance(value, dict) and any(map(_holds_list, value.values())))
 
 
-def parameters(config: PreTrainedConfig) -> int:
+def count_parameters(config: PreTrainedConfig) -> int:
     """Return the number of parameters of a model. Builds the model on the meta device, which allocates no memory."""
     from transformers import AutoModelForCausalLM
 
@@ -276,9 +283,9 @@ def parameters(config: PreTrainedConfig) -> int:
 
 
 def random_model(
-    config: PreTrainedConfig, *, attention: str | None, like: PreTrainedModel | None = None
+    config: PreTrainedConfig, *, attention: str | None, weights_from: PreTrainedModel | None = None
 ) -> PreTrainedModel:
-    """Return a float32 model in evaluation mode, with the weights of ``like`` or, without ``like``, random weights.
+    """Return a float32 model in evaluation mode, with the weights of ``weights_from`` or, if None, random weights.
 
     The random weights are large enough that the predicted distributions are far from uniform.
     """
@@ -289,9 +296,9 @@ def random_model(
         model: PreTrainedModel = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention
         ).eval()
-    switch_off_dropout(model)
-    if like is not None:
-        model.load_state_dict(like.state_dict())
+    disable_dropout(model)
+    if weights_from is not None:
+        model.load_state_dict(weights_from.state_dict())
         return model
     draw = torch.Generator().manual_seed(0)
     with torch.no_grad():

@@ -86,7 +86,7 @@ _CHANCES = ("drop", "jitter")
 """
 
 
-def switch_off_dropout(model: PreTrainedModel) -> None:
+def disable_dropout(model: PreTrainedModel) -> None:
     """Set all dropout probabilities to 0, in modules and in the configuration.
 
     Training, sampling and statistics must use the same policy. Evaluation mode is not enough: gradient checkpointing
@@ -132,10 +132,10 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
 
     _show_no_progress_bars()
     read = partial(AutoModelForCausalLM.from_pretrained, path, dtype=_DTYPES[settings.dtype])
-    return prepare_model(with_attention(read), settings)
+    return prepare_model(build_with_attention(read), settings)
 
 
-def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
+def model_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     """Create the model without loading its weights, inside the caller's context (for example, ZeRO-3's sharding).
 
     Call `prepare_model` after the weights are loaded.
@@ -143,10 +143,10 @@ def empty_model(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    return with_attention(partial(AutoModelForCausalLM.from_config, config, dtype=_DTYPES[settings.dtype]))
+    return build_with_attention(partial(AutoModelForCausalLM.from_config, config, dtype=_DTYPES[settings.dtype]))
 
 
-def with_attention(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def build_with_attention(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """Build a model with the attention function of agentrl, or with its own if its class accepts no other function."""
     try:
         return build(attn_implementation=register_attention())
@@ -158,15 +158,15 @@ def with_attention(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
 
 def prepare_model(model: PreTrainedModel, settings: ModelSettings) -> PreTrainedModel:
     """Prepare a model for training and sampling, and return it. Every new model must pass through this function."""
-    switch_off_dropout(model)
+    disable_dropout(model)
     if settings.gradient_checkpointing:
-        checkpoint_layers(model)
+        enable_gradient_checkpointing(model)
     if settings.checkpoint_offload:
-        keep_checkpoints_on_host(model.get_decoder())
+        offload_checkpoints_to_host(model.get_decoder())
     return model
 
 
-def checkpoint_layers(model: PreTrainedModel) -> None:
+def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Enable gradient checkpointing for padded and packed rows."""
     # context_fn restores the packed row and its routes while a layer is recomputed. It requires use_reentrant=False.
     model.gradient_checkpointing_enable(
@@ -174,7 +174,7 @@ def checkpoint_layers(model: PreTrainedModel) -> None:
     )
 
 
-def keep_checkpoints_on_host(transformer: nn.Module) -> None:
+def offload_checkpoints_to_host(transformer: nn.Module) -> None:
     """Store the inputs of checkpointed layers in host memory between the forward and the backward pass.
 
     Tensors that a layer recomputes in the backward pass stay on the device.

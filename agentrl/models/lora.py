@@ -22,12 +22,12 @@ if TYPE_CHECKING:
 
 _Model = TypeVar("_Model", bound="PreTrainedModel")
 
-NAME = "policy"
+ADAPTER_NAME = "policy"
 """Name of the adapter in peft."""
 
-WEIGHTS = "adapter_model.safetensors"
+ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
 _BASE = "base_layer."  # peft's prefix of the parameters of the adapted layer
-_FACTORS = (f".lora_A.{NAME}.weight", f".lora_B.{NAME}.weight")
+_FACTORS = (f".lora_A.{ADAPTER_NAME}.weight", f".lora_B.{ADAPTER_NAME}.weight")
 
 
 def add_adapters(model: _Model, settings: LoRASettings) -> _Model:
@@ -46,7 +46,7 @@ def add_adapters(model: _Model, settings: LoRASettings) -> _Model:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        inject_adapter_in_model(config, model, adapter_name=NAME)
+        inject_adapter_in_model(config, model, adapter_name=ADAPTER_NAME)
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(is_adapter_factor(name))
     return model
@@ -98,13 +98,13 @@ def name_without_adapter(name: str) -> str:
     return name.replace(f".{_BASE}", ".")
 
 
-def exported_name(name: str) -> str:
+def peft_parameter_name(name: str) -> str:
     """Return the name of an adapter's parameter in peft's files.
 
-    >>> exported_name("model.layers.0.mlp.up_proj.lora_A.policy.weight")
+    >>> peft_parameter_name("model.layers.0.mlp.up_proj.lora_A.policy.weight")
     'base_model.model.model.layers.0.mlp.up_proj.lora_A.weight'
     """
-    return f"base_model.model.{name.replace(f'.{NAME}.', '.')}"
+    return f"base_model.model.{name.replace(f'.{ADAPTER_NAME}.', '.')}"
 
 
 def adapter_factor_names(name: str) -> tuple[str, str] | None:
@@ -117,10 +117,10 @@ def adapter_factor_names(name: str) -> tuple[str, str] | None:
     return (layer + _FACTORS[0], layer + _FACTORS[1]) if found and kind == "weight" else None
 
 
-def merge_adapter(weight: Tensor, first: Tensor, second: Tensor, scale: float) -> Tensor:
+def merge_adapter(weight: Tensor, lora_a: Tensor, lora_b: Tensor, scale: float) -> Tensor:
     """Return W + scale B A, computed in float32 or wider and rounded to the dtype of W."""
     wide = torch.promote_types(weight.dtype, torch.float32)
-    return (weight.to(wide) + scale * (second.to(wide) @ first.to(wide))).to(weight.dtype)
+    return (weight.to(wide) + scale * (lora_b.to(wide) @ lora_a.to(wide))).to(weight.dtype)
 
 
 @contextmanager
@@ -133,23 +133,23 @@ def disabled_adapters(model: nn.Module) -> Iterator[None]:
 
     layers = [module for module in model.modules() if isinstance(module, LoraLayer)]
     for layer in layers:
-        layer.set_scale(NAME, 0.0)
+        layer.set_scale(ADAPTER_NAME, 0.0)
     try:
         yield
     finally:
         for layer in layers:
-            layer.set_scale(NAME, 1.0)
+            layer.set_scale(ADAPTER_NAME, 1.0)
 
 
 def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRASettings, *, base: str) -> None:
     """Write an adapter that peft and vLLM can load.
 
-    ``factors`` maps names as in :func:`exported_name` to tensors. ``base`` is the path or id of the base model.
+    ``factors`` maps names as in :func:`peft_parameter_name` to tensors. ``base`` is the path or id of the base model.
     """
     from peft import LoraConfig
 
     directory.mkdir(parents=True, exist_ok=True)
-    save_file(dict(factors), directory / WEIGHTS, metadata={"format": "pt"})
+    save_file(dict(factors), directory / ADAPTER_WEIGHTS_FILE, metadata={"format": "pt"})
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=settings.alpha,

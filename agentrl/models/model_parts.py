@@ -41,12 +41,12 @@ class LogitMap:
         scaled = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
-    def with_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def with_cap_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits and their derivative with respect to scale times output (None without a cap)."""
         logits = self(output)
         return logits, None if self.cap is None else 1 - (logits / self.cap).square()
 
-    def temperature(self, temperature: float) -> float:
+    def head_temperature(self, temperature: float) -> float:
         """Return the temperature of the head's output that is equivalent to ``temperature`` for the logits."""
         return temperature / self.scale
 
@@ -56,7 +56,7 @@ class LogitMap:
         return None if self.cap is None else self.cap / self.scale
 
 
-IDENTITY = LogitMap()
+IDENTITY_LOGIT_MAP = LogitMap()
 
 
 @dataclass(frozen=True, kw_only=True)

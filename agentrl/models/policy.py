@@ -19,9 +19,9 @@ from agentrl.kernels import (
     top_divergence,
     trajectory_energies,
 )
-from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, part_of
-from agentrl.models.attention import use_reader
-from agentrl.models.model_parts import IDENTITY, LogitMap, split_model
+from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, rank_slice
+from agentrl.models.attention import use_attention_backend
+from agentrl.models.model_parts import IDENTITY_LOGIT_MAP, LogitMap, split_model
 from agentrl.models.routes import Routes, install_routes, routing
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ class FrozenHead:
     hidden: Tensor  # [N, E] hidden states of the frozen policy at the same tokens
     weight: Tensor  # [V, E]
     bias: Tensor | None  # [V]
-    logit_map: LogitMap = IDENTITY
+    logit_map: LogitMap = IDENTITY_LOGIT_MAP
     temperature: float | None = None  # None: the temperature of the trained policy
     beta: float = 1.0  # selects the divergence, see full_kl
 
@@ -58,11 +58,11 @@ class FrozenHead:
             head.weight,
             self.hidden,
             self.weight,
-            temperature=own.temperature(temperature),
+            temperature=own.head_temperature(temperature),
             bias=head.bias,
             cap=own.output_cap,
             reference_bias=self.bias,
-            reference_temperature=other.temperature(temperature if self.temperature is None else self.temperature),
+            reference_temperature=other.head_temperature(temperature if self.temperature is None else self.temperature),
             reference_cap=other.output_cap,
             support=support,
             beta=self.beta,
@@ -95,7 +95,7 @@ class TopTokens:
             log_probs,
             self.ids,
             self.log_probs,
-            temperature=head.logit_map.temperature(temperature),
+            temperature=head.logit_map.head_temperature(temperature),
             bias=head.bias,
             cap=head.logit_map.output_cap,
             beta=self.beta,
@@ -114,7 +114,9 @@ class FusedHead(nn.Linear):
     logit_map: LogitMap
 
     @classmethod
-    def from_linear(cls, head: nn.Linear, *, backend: Backend = "auto", logit_map: LogitMap = IDENTITY) -> FusedHead:
+    def from_linear(
+        cls, head: nn.Linear, *, backend: Backend = "auto", logit_map: LogitMap = IDENTITY_LOGIT_MAP
+    ) -> FusedHead:
         """Return a head that shares the parameters of ``head``."""
         fused = cls.__new__(cls)
         nn.Module.__init__(fused)
@@ -159,7 +161,7 @@ class FusedHead(nn.Linear):
             self.weight,
             targets,
             bias=self.bias,
-            temperature=own.temperature(temperature),
+            temperature=own.head_temperature(temperature),
             cap=own.output_cap,
             backend=self.backend,
             support=support,
@@ -197,7 +199,7 @@ class PolicyModel(nn.Module):
             _check_triton(reason_triton_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
         parts = split_model(causal_lm)
         install_routes(causal_lm)
-        use_reader(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
+        use_attention_backend(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
         if not isinstance(parts.head, FusedHead):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
             causal_lm.set_output_embeddings(head)
@@ -218,7 +220,7 @@ class PolicyModel(nn.Module):
         return self.causal_lm.get_decoder()
 
     @property
-    def row_multiple(self) -> int:
+    def row_length_multiple(self) -> int:
         """The number of ranks that share rows. The length of every row must be a multiple of this number."""
         return 1 if self.sequence is None else self.sequence.size
 
@@ -237,41 +239,41 @@ class PolicyModel(nn.Module):
 
         Token n is at index ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. With
         ``keep_hidden``, the second value contains the detached hidden states that predict these tokens, [N, D]. If
-        ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_tokens`), [n, D].
-        Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain the same tokens,
-        the statistics include the divergence from it. The routes of ``row`` are replayed, if it has any. ``support``:
-        the sets from which the N tokens were sampled.
+        ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_token_indices`), [n,
+        D]. Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain the same
+        tokens, the statistics include the divergence from it. The routes of ``row`` are replayed, if it has any.
+        ``support``: the sets from which the N tokens were sampled.
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
-        given = None if row.routes is None else row.routes[part_of(row, self.sequence)]
+        given = None if row.routes is None else row.routes[rank_slice(row, self.sequence)]
         self.routes = Routes(layers=layers, replayed=given) if self.records_routes or given is not None else None
         with routing(self.routes):
             states = packed_states(
                 row, self.backbone, layers=layers, backend=self.attention, sequence=self.sequence
             )  # [l, D]
-        indices, targets = row.predicting(rows, columns), row.tokens(rows, columns)
+        indices, targets = row.predicting_positions(rows, columns), row.response_token_ids(rows, columns)
         if self.sequence is None:
             selected = states[indices]  # [N, D]
             statistics = self.head(selected, targets, temperature, reference, teacher, support)
             return statistics, selected.detach() if keep_hidden else None
-        numbers = self.local_tokens(row, rows, columns)
+        numbers = self.local_token_indices(row, rows, columns)
         assert numbers is not None  # ranks share the row
         held = _at_least_one(numbers)
         # A rank without tokens computes one token and discards it, because the head is a collective under ZeRO-3.
-        own = (indices[held] - part_of(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
+        own = (indices[held] - rank_slice(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
         sets = None if support is None else support.select(held)
         statistics = self.head(selected, targets[held], temperature, reference, teacher, sets)
         return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
 
-    def local_tokens(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
+    def local_token_indices(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
         """Return the indices [n] of the tokens whose hidden states this rank computes, or None for all tokens.
 
         If the result is empty, :meth:`forward` still computes one state, so that all ranks run the same collectives.
         """
         if self.sequence is None:
             return None
-        part, indices = part_of(row, self.sequence), row.predicting(rows, columns)
+        part, indices = rank_slice(row, self.sequence), row.predicting_positions(rows, columns)
         return ((indices >= part.start) & (indices < part.stop)).nonzero().squeeze(-1)
 
     def trajectory_energies(
@@ -306,13 +308,13 @@ class PolicyModel(nn.Module):
             input_ids[own],
             token_mask[own],
             importance_weights=None if weights is None else weights[own],
-            temperature=self.head.logit_map.temperature(temperature),
+            temperature=self.head.logit_map.head_temperature(temperature),
             cap=self.head.logit_map.output_cap,
             packed=None if self.attention == "padded" else self.attention,
         )
         if self.sequence is None:
             return energies
-        return self.sequence.gather(energies[: len(numbers)], numbers, len(every))
+        return self.sequence.all_gather(energies[: len(numbers)], numbers, len(every))
 
 
 def _at_least_one(numbers: Tensor) -> Tensor:
@@ -323,7 +325,7 @@ def _at_least_one(numbers: Tensor) -> Tensor:
 def _gathered(own: TokenStatistics, numbers: Tensor, total: int, sequence: SequenceGroup) -> TokenStatistics:
     """Gather the statistics of all tokens to every rank. ``numbers`` are the indices of this rank's tokens."""
     given = {name: values for name, values in vars(own).items() if values is not None}
-    every = sequence.gather(torch.stack([*given.values()], dim=-1)[: len(numbers)], numbers, total).unbind(-1)
+    every = sequence.all_gather(torch.stack([*given.values()], dim=-1)[: len(numbers)], numbers, total).unbind(-1)
     learns = [values.requires_grad for values in given.values()]
     return TokenStatistics(
         **{name: item if learn else item.detach() for name, item, learn in zip(given, every, learns, strict=True)}
@@ -353,7 +355,7 @@ class ValueModel(nn.Module):
         Raises SettingsError if the model does not support packed rows.
         """
         super().__init__()
-        use_reader(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
+        use_attention_backend(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
         self._sequence = sequence
         self._attention: AttentionBackend = attention
         self._layers: int = causal_lm.config.get_text_config().num_hidden_layers
@@ -371,13 +373,13 @@ class ValueModel(nn.Module):
         states = packed_states(
             row, self.backbone, layers=self._layers, backend=self._attention, sequence=self._sequence
         )
-        rows = torch.arange(len(row.starts), device=states.device)
+        rows = torch.arange(len(row.response_starts), device=states.device)
         columns = torch.arange(steps + 1, device=states.device)
-        indices = row.predicting(rows[:, None], columns)  # [B, steps + 1]
+        indices = row.predicting_positions(rows[:, None], columns)  # [B, steps + 1]
         if self._sequence is None:
             values: Tensor = self.value_head(states[indices]).squeeze(-1)
         else:
             every = torch.arange(row.input_ids.shape[1], device=states.device)
             own = self.value_head(states).squeeze(-1)
-            values = self._sequence.gather(own, every[part_of(row, self._sequence)], len(every))[indices]
+            values = self._sequence.all_gather(own, every[rank_slice(row, self._sequence)], len(every))[indices]
         return values.float() if values.dtype in (torch.bfloat16, torch.float16) else values

@@ -150,7 +150,7 @@ def routes_obstacle(config: PreTrainedConfig) -> str | None:
     Compares a small random copy of the model with itself: it must record one route in every layer with experts, compute
     the same states with these routes, and other states with other routes.
     """
-    from agentrl.models.exactness import random_model, small_config, two_rows
+    from agentrl.models.exactness import random_model, small_config, two_test_sequences
 
     small = small_config(config)
     text = small.get_text_config()
@@ -162,7 +162,7 @@ def routes_obstacle(config: PreTrainedConfig) -> str | None:
     layers = install_routes(model)
     if not layers:
         return f"{name}: it has no layers with experts; set correction.route_replay=off"
-    ids = two_rows(text.vocab_size)[0][None]
+    ids = two_test_sequences(text.vocab_size)[0][None]
 
     def states(replayed: Tensor | None) -> tuple[Tensor, Routes]:
         routes = Routes(layers=text.num_hidden_layers, replayed=replayed)

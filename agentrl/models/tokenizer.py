@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl_envs.chat import Mark, MarkedText, Part, parts_of
+from agentrl_envs.chat import MarkedText, Part, TemplateMark, text_and_marks
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,14 +94,14 @@ class TextCodec:
         return tuple(
             token
             for part in parts
-            for token in (self._encode_mark(part.text) if isinstance(part, Mark) else self.encode(part))
+            for token in (self._encode_mark(part.text) if isinstance(part, TemplateMark) else self.encode(part))
         )
 
     def without_sampled_turn_end(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
         """Return the parts of an observation, without the end-of-turn marker if ``context`` already ends with it."""
-        parts = parts_of(text)
+        parts = text_and_marks(text)
         first = parts[0]
-        if isinstance(first, Mark) and first.ends_turn:
+        if isinstance(first, TemplateMark) and first.ends_turn:
             ids = self._encode_mark(first.text)
             if tuple(context[len(context) - len(ids) :]) == ids:
                 return parts[1:]

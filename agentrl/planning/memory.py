@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from agentrl.errors import SettingsError
-from agentrl.models.attention import packing_obstacle
+from agentrl.models.attention import reason_not_packable
 from agentrl.models.loading import read_config
 from agentrl.models.lora import target_layers
 from agentrl.models.settings import LoRASettings, ModelSettings
@@ -107,7 +107,7 @@ class TrainingSetup:
         """Tokens of a micro-batch on one rank."""
         return -(-self.tokens // self.sequence_parallel)
 
-    def sharded(self, elements: int, *, from_stage: int) -> int:
+    def elements_per_rank(self, elements: int, *, from_stage: int) -> int:
         """Return the elements per rank if ZeRO shards them from this stage on. The last shard is padded."""
         return -(-elements // self.ranks) if self.stage >= from_stage else elements
 
@@ -121,17 +121,17 @@ class RankMemory:
     host: int  # bytes in host memory, for all offloaded parts
 
     @property
-    def busiest(self) -> str:
+    def busiest_phase(self) -> str:
         """The phase with the largest memory."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return sum(self.static.values()) + sum(self.phases[self.busiest].values())
+        return sum(self.static.values()) + sum(self.phases[self.busiest_phase].values())
 
     def lines(self) -> Iterator[str]:
-        yield from memory_lines(self.static | self.phases[self.busiest], f"total, at the {self.busiest}")
+        yield from memory_lines(self.static | self.phases[self.busiest_phase], f"total, at the {self.busiest_phase}")
         if self.host:
             yield from memory_lines({"in host memory": self.host})
 
@@ -148,14 +148,14 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     adapters = setup.lora_rank * shape.adapted  # r (inputs + outputs) of each adapted layer (arXiv 2106.09685)
     trained = adapters or shape.parameters
     largest = 0 if adapters else shape.largest_parameter  # of the trained tensors; the tensors of adapters are small
-    part = setup.sharded(trained, from_stage=1)
+    part = setup.elements_per_rank(trained, from_stage=1)
     on_device = setup.offload == "none"
 
     # Weights take s P / n at stage 3, gradients 4 A / n from stage 2, AdamW's moments 8 A / n and the float32 master
     # copy 4 A / n from stage 1. ZeRO also copies float32 weights. With an offloaded optimizer, stage 3 keeps gradients
     # in host memory, but stages 1 and 2 still accumulate them on the device.
-    weights = setup.sharded(shape.parameters + adapters, from_stage=3) * setup.size * (setup.offload != "all")
-    gradients = 4 * setup.sharded(trained, from_stage=2) * (on_device or setup.stage < 3)
+    weights = setup.elements_per_rank(shape.parameters + adapters, from_stage=3) * setup.size * (setup.offload != "all")
+    gradients = 4 * setup.elements_per_rank(trained, from_stage=2) * (on_device or setup.stage < 3)
     moments = 8 * part * on_device
     master = 4 * part * (on_device and setup.stage >= 1)
     gathers = setup.stage == 3 and setup.ranks > 1
@@ -173,7 +173,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     copied = 4 * part if setup.stage == 3 or not setup.bfloat16 else 0
     step = max(8 * min(largest, part), copied) * (setup.stage > 0 and on_device)
 
-    kept, peak, moved = activations(shape, setup)
+    kept, peak, moved = activation_memory(shape, setup)
     saved = {"activations": kept}
     waiting = {"gradient bucket": bucket} if setup.stage == 2 else {}
     early = reduction if trained > REDUCE_BUCKET else {}  # the bucket fills while activations are still allocated
@@ -185,7 +185,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
     if not on_device:  # gradients, master copy, moments; below stage 3 a weight
         moved += (16 + (setup.size if setup.stage < 3 else 0)) * part
-        moved += setup.sharded(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
+        moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
     return RankMemory(
         static={
             "weights": weights,
@@ -195,7 +195,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
             "gradients": gradients,
             "gradient bucket": bucket if setup.stage in (1, 3) else 0,
             "reference": weights if setup.reference and not adapters else 0,
-            "teacher": setup.sharded(setup.teacher, from_stage=3) * setup.size * (setup.offload != "all"),
+            "teacher": setup.elements_per_rank(setup.teacher, from_stage=3) * setup.size * (setup.offload != "all"),
             "critic": weights + gradients + master + moments if setup.critic else 0,
             "KV cache": kv_tokens * kv_bytes(shape, setup.size),
             "context (assumed)": context,
@@ -205,7 +205,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     )
 
 
-def activations(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int, int]:
+def activation_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int, int]:
     """Estimate the bytes that autograd keeps for ``N`` tokens in a decoder with RMS norms, attention and a gated MLP.
 
     Returns the bytes after the forward, at the peak of forward and backward, and in host memory. A layer keeps, for
@@ -290,7 +290,7 @@ def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parall
     return {"weights": weights, "overhead (assumed)": SERVER_OVERHEAD, "KV cache": left}, tokens
 
 
-def usable(memory: int) -> int:
+def usable_bytes(memory: int) -> int:
     """Return how many of a GPU's ``memory`` bytes a plan may use."""
     return int(memory * (1 - SLACK))
 
@@ -300,14 +300,14 @@ def read_shape(model: ModelSettings) -> ModelShape:
 
     Also raises SettingsError if ``model.rows`` is packed and the model does not support packed rows.
     """
-    config = config_of(model)
-    obstacle = packing_obstacle(config) if model.rows == "packed" else None
+    config = load_config(model)
+    obstacle = reason_not_packable(config) if model.rows == "packed" else None
     if obstacle is not None:
         raise SettingsError(obstacle)
-    return shape_of(model.path or "the embedded tiny policy", config, model.lora)
+    return shape_from_config(model.path or "the embedded tiny policy", config, model.lora)
 
 
-def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = None) -> ModelShape:
+def shape_from_config(name: str, config: PreTrainedConfig, lora: LoRASettings | None = None) -> ModelShape:
     """Build a model on the meta device and measure its shape. ``lora`` selects the adapted layers.
 
     Raises SettingsError if the model cannot be trained or has no such layers.
@@ -347,7 +347,7 @@ def shape_of(name: str, config: PreTrainedConfig, lora: LoRASettings | None = No
     )
 
 
-def config_of(model: ModelSettings) -> PreTrainedConfig:
+def load_config(model: ModelSettings) -> PreTrainedConfig:
     """Return the configuration of ``model.path``, or of the embedded tiny policy.
 
     The shipped configurations serve plans without a network: they lack token ids and rotary settings. Raises

@@ -19,7 +19,7 @@ import yaml
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
-from agentrl.models.attention import length_obstacle, sharing_obstacle
+from agentrl.models.attention import reason_rows_not_shareable, reason_too_long_to_pack
 from agentrl.planning.memory import (
     CONTEXT,
     GB,
@@ -30,7 +30,7 @@ from agentrl.planning.memory import (
     rank_memory,
     read_shape,
     server_memory,
-    usable,
+    usable_bytes,
 )
 from agentrl.rollout.engines.base import engine_facts
 from agentrl.rollout.settings import longest_request
@@ -125,7 +125,7 @@ class Plan:
         static = self.rank.static
         kept = static["weights"] * (2 if static["critic"] else 1) + static["gathered weights"]
         kept += static["reference"] + static["teacher"]
-        share = min(_LARGEST_SHARE, (usable(self.memory) - kept - CONTEXT) / self.memory)
+        share = min(_LARGEST_SHARE, (usable_bytes(self.memory) - kept - CONTEXT) / self.memory)
         return max(0.0, math.floor(20 * share + 1e-9) / 20)
 
     @property
@@ -133,11 +133,11 @@ class Plan:
         """Tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
         sizes = range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP)
         plans = (replace(self, setup=replace(self.setup, tokens=tokens)) for tokens in sizes)
-        return next((plan.setup.tokens for plan in plans if plan.rank.total <= usable(self.memory)), 0)
+        return next((plan.setup.tokens for plan in plans if plan.rank.total <= usable_bytes(self.memory)), 0)
 
-    def obstacle(self, longest_request: int) -> str | None:
+    def reason_infeasible(self, longest_request: int) -> str | None:
         """Return what does not fit, or None."""
-        if self.rank.total > usable(self.memory):
+        if self.rank.total > usable_bytes(self.memory):
             return "the rank's peak"
         if self.colocated and self.share is not None and self.share > self.largest_share:
             return "the server beside the rank's weights"
@@ -171,7 +171,7 @@ def find_plan(shape: ModelShape, target: Target) -> Plan | None:
         for parallel in (target.tensor_parallel,) if target.tensor_parallel else (1, 2, 4, 8):
             plan = replace(plan, tensor_parallel=parallel, replicas=gpus // parallel)
             divides = gpus % parallel == 0 and shape.heads % parallel == 0
-            if divides and plan.obstacle(target.longest_request) is None:
+            if divides and plan.reason_infeasible(target.longest_request) is None:
                 return replace(plan, setup=replace(plan.setup, tokens=max(target.context, plan.largest_micro_batch)))
     return None
 
@@ -189,7 +189,7 @@ def _candidates(shape: ModelShape, target: Target) -> Iterator[tuple[tuple[bool,
         ranks = target.gpus if colocated else target.gpus - servers
         if not servers or (stage == 3 and (colocated or ranks == 1)) or (offload == "all" and stage < 3):
             continue
-        if ranks % shared or sharing_obstacle(shape.config, shared) is not None:
+        if ranks % shared or reason_rows_not_shareable(shape.config, shared) is not None:
             continue
         setup = TrainingSetup(
             ranks=ranks,
@@ -219,7 +219,7 @@ def _candidates(shape: ModelShape, target: Target) -> Iterator[tuple[tuple[bool,
         )
 
 
-def plan_for(shape: ModelShape, target: Target) -> Plan:
+def find_plan_or_raise(shape: ModelShape, target: Target) -> Plan:
     """Return the cheapest plan. Raises SettingsError, with other hardware or a shorter context that would fit."""
     found = find_plan(shape, target)
     if found is not None:
@@ -288,10 +288,10 @@ def plan_command(
             f"adapters require the package peft: run {install_extra('lora')}, or leave out --lora and set "
             "model.lora.rank=0"
         )
-    obstacle = length_obstacle(shape.config, target.longest_request)
+    obstacle = reason_too_long_to_pack(shape.config, target.longest_request)
     if obstacle is not None:
         raise SettingsError(obstacle)
-    plan = plan_for(shape, target)
+    plan = find_plan_or_raise(shape, target)
     nested: dict[str, object] = {}
     if base:
         nested["base"] = base[0] if len(base) == 1 else base
@@ -307,7 +307,7 @@ def plan_command(
     share = plan.values()["rollout.vllm.gpu_memory_utilization"]
     lines = [
         f"model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters, on {target.machine}",
-        f"one rank, estimated ({rank.total / GB:.1f} of {usable(size) / GB:.1f} usable GB):",
+        f"one rank, estimated ({rank.total / GB:.1f} of {usable_bytes(size) / GB:.1f} usable GB):",
         *rank.lines(),
         f"one GPU of a server, which holds {tokens:,} tokens, estimated:",
         *memory_lines(parts, f"total, {share:g} of the GPU"),
@@ -378,10 +378,10 @@ def dry_run_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Ite
 
 
 def _verdict(settings: Settings, plan: Plan, target: Target) -> str:
-    lack = plan.obstacle(target.longest_request)
+    lack = plan.reason_infeasible(target.longest_request)
     if lack is None:
         return (
-            f"fits, {plan.rank.total / GB:.1f} of {usable(plan.memory) / GB:.1f} GB; micro-batches of up to "
+            f"fits, {plan.rank.total / GB:.1f} of {usable_bytes(plan.memory) / GB:.1f} GB; micro-batches of up to "
             f"{plan.largest_micro_batch:,} tokens fit; a server holds {plan.server[1]:,} tokens"
         )
     found = find_plan(plan.shape, target)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
-from agentrl.problems.demonstrations import DemonstrationTurn, observation, program
+from agentrl.problems.demonstrations import DemonstrationTurn, format_observation, format_program
 from agentrl.problems.exercises import (
     SECRET_RANGE,
     ExerciseFamily,
@@ -37,9 +37,9 @@ def _plain(
 def _compute(rng: Random, expression: str, answer: int) -> tuple[DemonstrationTurn, ...]:
     """Return one turn that submits the answer (70 %), or two turns that print the answer and then state it."""
     if rng.random() < 0.7:
-        return (DemonstrationTurn(model=program(f"final_answer({expression})")),)
+        return (DemonstrationTurn(model=format_program(f"final_answer({expression})")),)
     return (
-        DemonstrationTurn(model=program(f"print({expression})"), observation=observation(str(answer))),
+        DemonstrationTurn(model=format_program(f"print({expression})"), observation=format_observation(str(answer))),
         DemonstrationTurn(model=_boxed(answer)),
     )
 
@@ -66,7 +66,7 @@ def _one_secret(
         a, b, secret = numbers["a"], numbers["b"], _secret(rng)
         turns = (
             call_turn(f"{function}({a})", secret),
-            DemonstrationTurn(model=program(f"final_answer({secret}{sign}{b})")),
+            DemonstrationTurn(model=format_program(f"final_answer({secret}{sign}{b})")),
         )
         return value(secret, b), turns, define_reveal(function, {a: secret})
 
@@ -78,7 +78,7 @@ def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[Demonstr
     turns = (
         call_turn(f"box({a})", first),
         call_turn(f"box({b})", second),
-        DemonstrationTurn(model=program(f"final_answer({first}+{second})")),
+        DemonstrationTurn(model=format_program(f"final_answer({first}+{second})")),
     )
     return first + second, turns, define_reveal("box", {a: first, b: second})
 

@@ -37,7 +37,7 @@ class Demonstration:
     """A problem and the turns of one good solution.
 
     >>> problem = Problem(id="toy-0", statement="What is 2 + 3?", answer="5", source="toy")
-    >>> shown = Demonstration(problem=problem, turns=(DemonstrationTurn(model=program("final_answer(2+3)")),))
+    >>> shown = Demonstration(problem=problem, turns=(DemonstrationTurn(model=format_program("final_answer(2+3)")),))
     >>> shown.text
     'What is 2 + 3?\\n```py\\nfinal_answer(2+3)\\n```'
     """
@@ -58,12 +58,12 @@ class Demonstration:
         return self.problem.statement + "\n" + "".join(turn.model + turn.observation for turn in self.turns)
 
 
-def program(code: str) -> str:
+def format_program(code: str) -> str:
     """Return a model turn that contains ``code`` in a closed fence."""
     return f"```py\n{code}\n```"
 
 
-def observation(output: str) -> str:
+def format_observation(output: str) -> str:
     """Format a program's output as an observation of the SimpleTIR protocol."""
     return f"\nCode execution result: {output}\n"
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import ClassVar, Literal
 
-from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, observation, program
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_observation, format_program
 from agentrl.problems.rows import EmptyProblemsError, ProblemError
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
@@ -59,7 +59,7 @@ class ExerciseFamily:
 
 def call_turn(call: str, output: object) -> DemonstrationTurn:
     """Return the turn that runs ``call``, with ``output`` as its observation."""
-    return DemonstrationTurn(model=program(call), observation=observation(str(output)))
+    return DemonstrationTurn(model=format_program(call), observation=format_observation(str(output)))
 
 
 def draw_descending_pair(rng: Random) -> Numbers:
@@ -141,7 +141,7 @@ class ExerciseSource:
         """Return demonstrations ``start`` to ``start + count - 1``."""
         return [self.demonstration(index) for index in range(start, start + count)]
 
-    def distinct(self, count: int) -> list[Problem]:
+    def distinct_problems(self, count: int) -> list[Problem]:
         """Return the first ``count`` problems with distinct statements, for a fixed evaluation set.
 
         Raises EmptyProblemsError if the chosen families have fewer distinct statements.
@@ -160,11 +160,11 @@ class ExerciseSource:
     def _draw(self, family: ExerciseFamily, rng: Random) -> Numbers:
         while True:
             numbers = family.draw(rng)
-            if split_for_numbers(family.name, numbers) == self.split:
+            if split_of_numbers(family.name, numbers) == self.split:
                 return numbers
 
 
-def split_for_numbers(family: str, numbers: Numbers) -> Split:
+def split_of_numbers(family: str, numbers: Numbers) -> Split:
     """Return the split of a problem from its family and the numbers in its statement. Does not depend on the seed."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()

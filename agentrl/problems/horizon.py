@@ -20,7 +20,7 @@ import re
 from collections.abc import Mapping
 from random import Random
 
-from agentrl.problems.demonstrations import DemonstrationTurn, program
+from agentrl.problems.demonstrations import DemonstrationTurn, format_program
 from agentrl.problems.exercises import (
     SECRET_RANGE,
     ExerciseFamily,
@@ -72,7 +72,7 @@ def _sum(turns: int) -> ExerciseFamily:
     def solve(rng: Random, numbers: Numbers) -> Solution:
         contents = _filled(rng, numbers["a"], count)
         shown = [call_turn(f"box({box})", held) for box, held in contents.items()]
-        last = DemonstrationTurn(model=program(f"final_answer({'+'.join(map(str, contents.values()))})"))
+        last = DemonstrationTurn(model=format_program(f"final_answer({'+'.join(map(str, contents.values()))})"))
         return sum(contents.values()), (*shown, last), define_reveal("box", contents)
 
     return ExerciseFamily(
@@ -162,13 +162,13 @@ def _define_texts(function: str, values: Mapping[int, str]) -> str:
 
 def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
     a, b = numbers["a"], numbers["b"]
-    return a + b, (DemonstrationTurn(model=program(f"final_answer({a}+{b})")),), ""
+    return a + b, (DemonstrationTurn(model=format_program(f"final_answer({a}+{b})")),), ""
 
 
 def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
-    turns = (call_turn("test(0)", shift), DemonstrationTurn(model=program(f"final_answer({shift}+{b})")))
+    turns = (call_turn("test(0)", shift), DemonstrationTurn(model=format_program(f"final_answer({shift}+{b})")))
     return shift + b, turns, _define_test(f"n + {shift}")
 
 
@@ -179,7 +179,7 @@ def _debug_square(rng: Random, numbers: Numbers) -> Solution:
     values = [p, p + q, p + 2 * q + r]
     shown = [call_turn(f"test({n})", value) for n, value in enumerate(values)]
     u, v, w = values
-    last = DemonstrationTurn(model=program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
+    last = DemonstrationTurn(model=format_program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
     return p + q * b + r * b * (b - 1) // 2, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2")
 
 

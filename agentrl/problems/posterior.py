@@ -17,7 +17,7 @@ class PosteriorState(TypedDict):
     known: dict[str, list[float]]
 
 
-def solved(reward: float) -> float:
+def success_of_reward(reward: float) -> float:
     """Return the reward limited to [0, 1], which counts as a fraction of a success."""
     return min(max(reward, 0.0), 1.0)
 
@@ -30,11 +30,11 @@ class Posteriors:
     expected squared gradient norm with respect to the logits (docs/reference/formulas.md 3).
 
     >>> posteriors = Posteriors(decay=0.5)
-    >>> posteriors.learn([("a", [1.0, 1.0, 0.0], [2.0, 2.0, 5.0])])
-    >>> posteriors.beta("a"), posteriors.success("a"), posteriors.energy("a")
+    >>> posteriors.update([("a", [1.0, 1.0, 0.0], [2.0, 2.0, 5.0])])
+    >>> posteriors.beta_parameters("a"), posteriors.expected_success("a"), posteriors.expected_energy("a")
     ((3.0, 2.0), 0.6, 3.0)
-    >>> posteriors.learn([])
-    >>> posteriors.beta("a"), posteriors.beta("b"), posteriors.energy("b")
+    >>> posteriors.update([])
+    >>> posteriors.beta_parameters("a"), posteriors.beta_parameters("b"), posteriors.expected_energy("b")
     ((2.0, 1.5), (1.0, 1.0), 3.0)
     """
 
@@ -43,7 +43,7 @@ class Posteriors:
         self._step = 0
         self._known: dict[str, list[float]] = {}
 
-    def learn(self, groups: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> None:
+    def update(self, groups: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> None:
         """Add the rollouts of one training step: key, rewards and energies of each group, one per rollout.
 
         A group without rollouts adds nothing: its key remains unknown.
@@ -52,23 +52,23 @@ class Posteriors:
         for key, rewards, energies in groups:
             if not rewards:
                 continue
-            successes = sum(map(solved, rewards))
+            successes = sum(map(success_of_reward, rewards))
             evidence = (successes, len(rewards) - successes, sum(energies))
             for name in (key, _ALL):
                 before = self._evidence(name)
                 self._known[name] = [*(old + new for old, new in zip(before, evidence, strict=True)), self._step]
 
-    def beta(self, key: str) -> tuple[float, float]:
+    def beta_parameters(self, key: str) -> tuple[float, float]:
         """Return the parameters of the Beta posterior of ``key``."""
         successes, failures, _ = self._evidence(key)
         return 1 + successes, 1 + failures
 
-    def success(self, key: str) -> float:
+    def expected_success(self, key: str) -> float:
         """Return the posterior mean of the success probability of ``key``."""
-        alpha, beta = self.beta(key)
+        alpha, beta = self.beta_parameters(key)
         return alpha / (alpha + beta)
 
-    def energy(self, key: str) -> float:
+    def expected_energy(self, key: str) -> float:
         """Return the mean energy of the rollouts of ``key``, or of all rollouts if ``key`` is unknown."""
         successes, failures, energy = self._evidence(key if key in self._known else _ALL)
         return energy / (successes + failures) if energy else 1.0

@@ -266,7 +266,7 @@ class ProblemSampler:
         random = Random(f"{self._seed}:{source.name}:curriculum:{position}")
         keys = {index: _key(source, index) for index in range(source.size or 0)}
         ranked = [
-            (priority(random, *self.posteriors.beta(key)), -index)
+            (priority(random, *self.posteriors.beta_parameters(key)), -index)
             for index, key in keys.items()
             if key not in self._left_out
         ]

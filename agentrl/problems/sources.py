@@ -228,7 +228,7 @@ def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
     """Return ``count`` fixed problems, evenly spaced if ``source`` is finite (all problems if it has fewer)."""
     if isinstance(source, ExerciseSource):
-        return source.distinct(count)
+        return source.distinct_problems(count)
     if source.size is None:
         return [source.problem(index) for index in range(count)]
     taken = min(count, source.size)

@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, program
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_program
 from agentrl.problems.rows import EmptyProblemsError, problem_from_row, read_jsonl
 from agentrl_envs.types import Problem
 
@@ -162,7 +162,7 @@ def number_mentions(text: str) -> tuple[NumberMention, ...]:
     """
     mentions = []
     for match in NUMBER.finditer(text):
-        value = _whole(match["digits"]) if match["digits"] else words_value(match["words"])
+        value = _whole(match["digits"]) if match["digits"] else number_from_words(match["words"])
         if value is not None and not _glued(text, match.start(), match.end()):
             mentions.append(NumberMention(start=match.start(), end=match.end(), value=value))
     return tuple(mentions)
@@ -183,11 +183,11 @@ def replace_mentions(text: str, mentions: Sequence[NumberMention], replaced: Map
     return "".join([*parts, text[position:]])
 
 
-def words_value(words: str) -> int | None:
+def number_from_words(words: str) -> int | None:
     """Return the value of a number in English words, or None if the words are several consecutive numbers.
 
-    >>> words_value("three hundred and forty-nine"), words_value("two thousand"), words_value("two three")
-    (349, 2000, None)
+    >>> [number_from_words(text) for text in ("three hundred and forty-nine", "two thousand", "two three")]
+    [349, 2000, None]
     """
     total = group = 0
     previous = SCALES["million"] * 10  # the next small number must be less than the previous one
@@ -222,7 +222,7 @@ def _glued(text: str, start: int, end: int) -> bool:
     return after == "-" and text[end + 1 : end + 2].isdigit()
 
 
-TRIES = 200  # attempts to sample numbers that keep every result a non-negative integer
+MAX_TRIES = 200  # attempts to sample numbers that keep every result a non-negative integer
 MAGNITUDES = ((2, 12), (13, 99), (100, 999), (1000, 9999), (10_000, 99_999))
 
 
@@ -327,7 +327,7 @@ def _renumber(solved: _Solved, rng: Random) -> tuple[Formula, str] | None:
     original = solved.formula.value()
     if not values:
         return None
-    for _ in range(TRIES):
+    for _ in range(MAX_TRIES):
         drawn = {value: rng.randint(*_magnitude(value)) for value in values}
         if len(set(drawn.values())) < len(values):
             continue
@@ -346,5 +346,5 @@ def _magnitude(value: int) -> tuple[int, int]:
 
 def _demonstration(problem: Problem, formula: Formula) -> Demonstration:
     return Demonstration(
-        problem=problem, turns=(DemonstrationTurn(model=program(f"final_answer({formula.python()})")),)
+        problem=problem, turns=(DemonstrationTurn(model=format_program(f"final_answer({formula.python()})")),)
     )

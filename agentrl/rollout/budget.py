@@ -12,27 +12,27 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from agentrl.problems.posterior import Posteriors, solved
+from agentrl.problems.posterior import Posteriors, success_of_reward
 from agentrl.rollout.settings import Budget
 from agentrl.trajectory import Trajectory
 
 # The smallest group with a baseline.
-LEAST: Final = 2
+MIN_GROUP_SIZE: Final = 2
 
 
-def allocate(scores: Sequence[float], total: int, *, most: int) -> list[int]:
+def allocate_group_sizes(scores: Sequence[float], total: int, *, most: int) -> list[int]:
     """Return the group sizes ``n`` that minimize ``sum(score**2 / n)``, with ``sum(n) = total`` and 2 <= n <= ``most``.
 
     Without the bounds and rounding, sizes are proportional to the scores. Sizes of equal scores differ by at most 1.
 
-    >>> allocate([1.0, 3.0, 0.0], 16, most=10)
+    >>> allocate_group_sizes([1.0, 3.0, 0.0], 16, most=10)
     [4, 10, 2]
     """
     # The sum is convex and separable, so giving each further rollout to the largest decrease is optimal.
-    sizes = [LEAST] * len(scores)
-    gains = [(-_gain(score, LEAST), LEAST, number) for number, score in enumerate(scores)]
+    sizes = [MIN_GROUP_SIZE] * len(scores)
+    gains = [(-_gain(score, MIN_GROUP_SIZE), MIN_GROUP_SIZE, number) for number, score in enumerate(scores)]
     heapq.heapify(gains)
-    for _ in range(total - LEAST * len(scores)):
+    for _ in range(total - MIN_GROUP_SIZE * len(scores)):
         _, size, number = heapq.heappop(gains)
         sizes[number] = size + 1
         if size + 1 < most:
@@ -50,7 +50,7 @@ def _neyman(posteriors: Posteriors, key: str) -> float:
 
 
 def _variance(posteriors: Posteriors, key: str) -> float:
-    success = posteriors.success(key)
+    success = posteriors.expected_success(key)
     return success * (1 - success)
 
 
@@ -63,8 +63,8 @@ SCORES: Final[dict[Budget, Callable[[Posteriors, str], float]]] = {
 
 def gradient_variance(posteriors: Posteriors, key: str) -> float:
     """Return the expected variance ``E[W] p (1 - p)`` of one rollout's gradient with respect to the logits."""
-    success = posteriors.success(key)
-    return posteriors.energy(key) * success * (1 - success)
+    success = posteriors.expected_success(key)
+    return posteriors.expected_energy(key) * success * (1 - success)
 
 
 def expected_energy(branches: Sequence[Trajectory]) -> float:
@@ -84,4 +84,4 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
 
 def success_fraction(branches: Sequence[Trajectory]) -> float:
     """Return a rollout's reward as a fraction of a success; of a forked rollout, the weighted mean of its paths."""
-    return math.fsum(item.path_fraction * solved(item.reward) for item in branches if item.is_last_branch)
+    return math.fsum(item.path_fraction * success_of_reward(item.reward) for item in branches if item.is_last_branch)

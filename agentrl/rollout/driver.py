@@ -28,7 +28,7 @@ import stamina
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Engine
-from agentrl.rollout.policy import FairYield, Rounds, TokenPolicy
+from agentrl.rollout.policy import LoopThrottle, TokenPolicy, TurnBarrier
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.rollout.work_queue import SkippedProblemError
 from agentrl.telemetry.trace import add_slice_since, reserve_lane, start_time
@@ -231,8 +231,8 @@ class _Running:
     """State shared by all trajectories of one call to :meth:`Driver.run` or :meth:`Driver.run_jobs`."""
 
     temperature: float
-    rounds: Rounds | None
-    fair_yield: FairYield
+    rounds: TurnBarrier | None
+    fair_yield: LoopThrottle
     measure: Measure
     branching: BranchingSettings
     admission: Admission
@@ -243,10 +243,10 @@ class _Running:
 class Driver:
     """Plays groups of trajectories, with one asyncio task per trajectory in flight and no barrier between turns.
 
-    ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.policy.Rounds`), for bitwise reproducible runs.
-    Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories of drivers
-    that share an engine. ``routed``: rollouts of `run_jobs` record their routes. ``rewards`` replace the environment's
-    rewards.
+    ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.policy.TurnBarrier`), for bitwise reproducible
+    runs. Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories of
+    drivers that share an engine. ``routed``: rollouts of `run_jobs` record their routes. ``rewards`` replace the
+    environment's rewards.
     """
 
     environment: Environment
@@ -283,7 +283,7 @@ class Driver:
         """Return metrics of the admission of `run_jobs` and of the environment since the last call."""
         return self._admissions[self.settings.branching.most_live].metrics() | self.environment.metrics()
 
-    def check_crashes(self, groups: Sequence[Group], what: str) -> None:
+    def raise_if_all_crashed(self, groups: Sequence[Group], what: str) -> None:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
         if len(self.environment.crashes) == 1 and all(item.is_excluded for group in groups for item in group.rollouts):
             (error,) = self.environment.crashes.values()
@@ -361,8 +361,8 @@ class Driver:
         players = concurrency if rollouts is None else min(concurrency, rollouts)
         running = _Running(
             temperature=temperature,
-            rounds=Rounds(players) if self.deterministic and rollouts is not None else None,
-            fair_yield=FairYield(),
+            rounds=TurnBarrier(players) if self.deterministic and rollouts is not None else None,
+            fair_yield=LoopThrottle(),
             measure=measure,
             branching=branching,
             admission=self._admissions[branching.most_live],
@@ -403,7 +403,7 @@ class Driver:
                         finished((group, branches))
         finally:
             if running.rounds is not None:
-                running.rounds.leave()
+                running.rounds.remove_participant()
 
     async def _measured(self, group: Group, sample: int, running: _Running) -> tuple[Group, tuple[Trajectory, ...]]:
         """Play one rollout, replacing skipped problems. Returns () if a skipped problem has no replacement."""
@@ -450,21 +450,21 @@ class Driver:
             # Zero-padded, so that names sort in the order of requests, samples and turns.
             name=f"{self.label}{group.step:08d}-{group.index:012d}-{sample:06d}",
             seed=self.seed,
-            began=asyncio.get_running_loop().time(),
+            start_time=asyncio.get_running_loop().time(),
             engine=self.engine,
             codec=self.codec,
             temperature=0.0 if greedy else running.temperature,
             trained=running.trained and not greedy,
             routed=self.routed and running.trained and not greedy,
             rewarded_later=self.rewards is not None,
-            rounds=running.rounds,
+            turn_barrier=running.rounds,
             measure=partial(running.measure, group),
             branching=running.branching,
             measured=group.widths,
             live=running.branching.live,
             leaves=1 if greedy else running.branching.most_leaves,
         )
-        branches = await policy.play(self.environment)
+        branches = await policy.roll_out(self.environment)
         self.last_failure = policy.failure or self.last_failure
         if branches[-1].path_weight is not None:  # forked, so the environment has rewarded every path
             return branches
@@ -505,15 +505,15 @@ def _failed(branches: Sequence[Trajectory]) -> bool:
 
 
 async def run_tasks(
-    players: int, player: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
+    count: int, worker: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
     """Run ``players`` tasks of ``player`` and yield their values. Raises the exception of a failed task."""
     handed: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(player(lambda value: handed.put_nowait(lambda: value))) for _ in range(players)]
+    tasks = [asyncio.create_task(worker(lambda value: handed.put_nowait(lambda: value))) for _ in range(count)]
     for task in tasks:
         # The task's result is None for a player that has ended. For a failed player, ``result`` raises its exception.
         task.add_done_callback(lambda task: handed.put_nowait(task.result))
-    running = players
+    running = count
     try:
         while running:
             value = (await handed.get())()

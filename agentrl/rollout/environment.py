@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec, read_generation_ends
-from agentrl.rollout.gateway.environment import AgentEnvironment, DeployedHistory, agent_renderer, load_program
+from agentrl.rollout.gateway.environment import (
+    AgentEnvironment,
+    RerenderedEnvironment,
+    build_agent_renderer,
+    program_for_environment,
+)
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import RolloutSettings, compares_answers
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Chat:
+class ChatSetup:
     """The policy's chat template.
 
     ``format``: the parts of the template that protocols use. ``renderer``: renders whole conversations, with ``tools``;
@@ -44,7 +49,7 @@ class Chat:
 def check_environment(settings: EnvironmentSections) -> None:
     """Import the environment selected by the settings. Raises PluginError if it or one of its tools is invalid."""
     if is_agent(settings.env):
-        load_program(settings.env, settings.environment.model_extra or {}, settings.gateway)
+        program_for_environment(settings.env, settings.environment.model_extra or {}, settings.gateway)
     else:
         _ = resolve_environment(settings.env).tools
 
@@ -54,20 +59,20 @@ def environment_tools(env: str) -> ToolSet | None:
     return None if is_agent(env) else resolve_environment(env).tools
 
 
-def build_environment(settings: EnvironmentSections, chat: Chat | None = None) -> Environment:
+def build_environment(settings: EnvironmentSections, chat: ChatSetup | None = None) -> Environment:
     """Build the environment of ``settings.env`` without opening it.
 
-    ``chat``: the policy's chat template, from :func:`chat_format`.
+    ``chat``: the policy's chat template, from :func:`build_chat_setup`.
     """
     if is_agent(settings.env):
-        program = load_program(settings.env, settings.environment.model_extra or {}, settings.gateway)
+        program = program_for_environment(settings.env, settings.environment.model_extra or {}, settings.gateway)
         return AgentEnvironment(program, settings.gateway, chat.renderer if chat else None)
     factory = resolve_environment(settings.env)
     section = factory.settings(settings.environment)
     environment = factory(section, settings.sandbox, settings.grader, chat=chat.format if chat else None)
     if chat is None or chat.renderer is None:
         return environment
-    return DeployedHistory(environment, chat.renderer, chat.tools)
+    return RerenderedEnvironment(environment, chat.renderer, chat.tools)
 
 
 def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
@@ -75,18 +80,18 @@ def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
     return factory.template(factory.settings(settings.environment))
 
 
-def needs_chat_format(settings: EnvironmentSections) -> bool:
+def uses_chat_template(settings: EnvironmentSections) -> bool:
     """Return True if conversations use the model's chat template, provided that the model has one."""
     return is_agent(settings.env) or _template_use(settings) is not None
 
 
-def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> Chat | None:
+def build_chat_setup(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> ChatSetup | None:
     """Return the chat template of the model ``name`` if the environment uses one, else None.
 
     Raises SettingsError if the environment needs a template and the model has no supported template.
     """
     if is_agent(settings.env):
-        return Chat(renderer=agent_renderer(tokenizer, name, settings.gateway))
+        return ChatSetup(renderer=build_agent_renderer(tokenizer, name, settings.gateway))
     use = _template_use(settings)
     if use is None:
         return None
@@ -113,7 +118,7 @@ def chat_format(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBas
             f"the chat template of {name} changes earlier messages when a second user message follows, which "
             f"{use.speaker} may send: set environment.chat=never or remove environment.system_prompt"
         )
-    chat = Chat(format=written)
+    chat = ChatSetup(format=written)
     if not use.rerendered:
         return chat
     codec = build_codec(tokenizer, name, chat)
@@ -148,7 +153,7 @@ def build_rewards(settings: RewardedSections) -> Rewards | None:
     return Rewards(reward.functions, deadline=reward.deadline, sandbox=settings.sandbox)
 
 
-def needs_answers(settings: RewardedSections) -> bool:
+def compares_with_references(settings: RewardedSections) -> bool:
     """Return True if rewards compare answers with reference answers."""
     return compares_answers(settings) and not settings.reward.functions
 
@@ -157,11 +162,11 @@ def environment_and_codec(
     settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> tuple[Environment, TextCodec]:
     """Build the environment, without opening it, and the codec for the model ``name``."""
-    chat = chat_format(settings, tokenizer, name)
+    chat = build_chat_setup(settings, tokenizer, name)
     return build_environment(settings, chat), build_codec(tokenizer, name, chat)
 
 
-def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: Chat | None) -> TextCodec:
+def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: ChatSetup | None) -> TextCodec:
     """Build the codec for conversations with the model ``name``, with or without a chat template."""
     if chat is not None and chat.renderer is not None:
         return chat.renderer.codec

@@ -9,18 +9,18 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentrl.errors import SettingsError
-from agentrl.trajectory import Group, Trajectory, weighed
+from agentrl.trajectory import Group, Trajectory, with_path_weights
 from agentrl_envs.types import Ended, Verdict
 
 # Rewards closer than this count as equal.
 _TOLERANCE = 1e-8
 
-COUNTS = (
+COUNTED_REASONS = (
     "excluded", "void", "truncated", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance",
 )  # fmt: skip
 """Reasons, counted in metrics, for not training rollouts (the first three) and groups."""
 
-Use = Literal["train", "mask", "exclude"]
+Treatment = Literal["train", "mask", "exclude"]
 """Use of a rollout, depending on how it ended. train: without restriction. mask: in the baseline but not in the loss.
 exclude: removed from the group, and therefore from the loss, the baseline and the filters."""
 
@@ -34,12 +34,12 @@ class FilterRules:
     drop groups with equal rewards.
     """
 
-    void_turns: Use
-    truncated: Use
+    void_turns: Treatment
+    truncated: Treatment
     accuracy_range: tuple[float, float] | None
     drop_zero_variance: bool
 
-    def use(self, ended: Ended) -> Use:
+    def treatment(self, ended: Ended) -> Treatment:
         """Return the use of a rollout that ended with ``ended``."""
         if ended is Ended.VOID_TURN:
             return self.void_turns
@@ -54,17 +54,17 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
     A failed greedy rollout removes its group. Otherwise its reward counts only in the group's variance.
     Raises SettingsError if ``accuracy_range`` is set but answers are not graded.
     """
-    counts = dict.fromkeys(COUNTS, 0)
+    counts = dict.fromkeys(COUNTED_REASONS, 0)
     kept: list[Group] = []
     for group in groups:
         data = [item for item in group.trajectories if not item.is_excluded]
         rollouts = [item for item in data if item.is_last_branch]
         counts["excluded"] += len(group.rollouts) - len(rollouts)
         for item in rollouts:
-            if rules.use(item.ended) != "train":
+            if rules.treatment(item.ended) != "train":
                 counts["void" if item.ended is Ended.VOID_TURN else "truncated"] += 1
-        data = _weighed([item for item in data if rules.use(item.ended) != "exclude"])
-        masked = frozenset((item.sample, item.branch) for item in data if rules.use(item.ended) == "mask")
+        data = _weighed([item for item in data if rules.treatment(item.ended) != "exclude"])
+        masked = frozenset((item.sample, item.branch) for item in data if rules.treatment(item.ended) == "mask")
         reason = _reason_to_drop(group, data, masked, rules)
         if reason is not None:
             counts[reason] += 1
@@ -78,7 +78,11 @@ def _weighed(data: list[Trajectory]) -> list[Trajectory]:
     kept: list[Trajectory] = []
     for _, items in itertools.groupby(data, key=lambda item: item.sample):
         branches = list(items)
-        kept += branches if branches[0].path_weight is None else [one for one in weighed(branches) if one.path_weight]
+        kept += (
+            branches
+            if branches[0].path_weight is None
+            else [one for one in with_path_weights(branches) if one.path_weight]
+        )
     return kept
 
 

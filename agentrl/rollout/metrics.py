@@ -155,11 +155,11 @@ class VersionClock:
         self._version = version
         self._steps_at[version] = self._trained + self._training
 
-    def record_collection(self) -> None:
+    def record_training_start(self) -> None:
         """Record that a batch is passed to the trainer."""
         self._training = True
 
-    def record_training(self) -> None:
+    def record_training_end(self) -> None:
         """Record that the batch has been trained. From now on, the engine's version counts as the newest."""
         self._trained += self._training
         self._training = False

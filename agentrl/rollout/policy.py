@@ -4,8 +4,8 @@
 engine sampled. An observation is encoded once, separately, as plain text except for marks set by the protocol. Text is
 never decoded and then encoded again.
 
-Rollouts wait at two gates: :class:`FairYield` keeps the event loop responsive, and :class:`Rounds` plays turns in
-rounds, for bitwise reproducible runs.
+Rollouts wait at two gates: :class:`LoopThrottle` keeps the event loop responsive, and :class:`TurnBarrier` plays turns
+in rounds, for bitwise reproducible runs.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampli
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.telemetry.trace import span
-from agentrl.trajectory import Segment, Trajectory, weighed
+from agentrl.trajectory import Segment, Trajectory, with_path_weights
 from agentrl_envs.chat import MarkedText
-from agentrl_envs.episode import Environment, Episode, NamesCalls, Played, Policy, UnavailableError
+from agentrl_envs.episode import Environment, Episode, Policy, ReportsRunningCall, RolloutResult, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _WIDTH = 16
 
 
-class FairYield:
+class LoopThrottle:
     """Admits at most 16 tasks per iteration of the event loop, first come, first served.
 
     Without it, all work that a batch of completions triggers (decoding, parsing, starting programs) would run in one
@@ -75,18 +75,18 @@ class FairYield:
             self._arm()
 
 
-class Rounds:
-    """A gate before every turn. It opens when all ``players`` wait, and releases them in the order of request ids.
+class TurnBarrier:
+    """A gate before every turn. It opens when all ``count`` wait, and releases them in the order of request ids.
 
-    A player takes part until it calls :meth:`leave`. Tools may return in any order. The requests of a round reach the
-    engine together and sorted, so a batch depends only on the trajectories.
+    A player takes part until it calls :meth:`remove_participant`. Tools may return in any order. The requests of a
+    round reach the engine together and sorted, so a batch depends only on the trajectories.
     """
 
     def __init__(self, players: int) -> None:
         self._players = players
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
-    async def wait(self, request_id: str) -> None:
+    async def wait_for_all(self, request_id: str) -> None:
         """Wait until every player waits for its next turn."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
@@ -98,11 +98,11 @@ class Rounds:
             if self._waiting.get(request_id) is future:
                 del self._waiting[request_id]
 
-    def enter(self, players: int) -> None:
+    def add_participants(self, count: int) -> None:
         """Add players."""
-        self._players += players
+        self._players += count
 
-    def leave(self) -> None:
+    def remove_participant(self) -> None:
         """Remove a player that samples no further turns."""
         self._players -= 1
         self._open_soon()
@@ -121,34 +121,34 @@ class Rounds:
 
 
 @dataclass(kw_only=True, eq=False)
-class TurnPolicy(ABC, Generic[Played]):
+class TurnPolicy(ABC, Generic[RolloutResult]):
     """Base class of policies that sample a rollout in turns, recorded as tokens or as text.
 
     ``calls``, ``verdict`` and ``answer`` are set by the episode. ``failure``: the reason for a failure of the engine or
-    the environment. ``cut``: the newest turn ended at a token limit. ``full``: the newest turn reached the limit of the
-    whole response without an end-of-sequence token.
+    the environment. ``turn_cut``: the newest turn ended at a token limit. ``context_full``: the newest turn reached the
+    limit of the whole response without an end-of-sequence token.
     """
 
     problem: Problem
     settings: RolloutSettings
-    fair_yield: FairYield = field(default_factory=FairYield)
+    fair_yield: LoopThrottle = field(default_factory=LoopThrottle)
     calls: list[ToolCall] = field(default_factory=list)
     verdict: Verdict | None = None
     answer: str | None = None
     failure: str | None = None
-    cut: bool = False
-    full: bool = False
+    turn_cut: bool = False
+    context_full: bool = False
     earlier_seconds: float = 0.0
     """Seconds of the programs before the fork from which this branch starts."""
 
-    async def play(self, environment: Environment) -> Played:
+    async def roll_out(self, environment: Environment) -> RolloutResult:
         """Play a rollout. Returns an excluded rollout if the engine fails or the environment is unavailable."""
-        return await self.guarded(environment.rollout(self.problem, self))
+        return await self.exclude_failures(environment.rollout(self.problem, self))
 
-    async def guarded(self, playing: Awaitable[Played]) -> Played:
-        """Return the result of ``playing``, or an excluded rollout after a failure outside the policy."""
+    async def exclude_failures(self, rollout: Awaitable[RolloutResult]) -> RolloutResult:
+        """Return the result of ``rollout``, or an excluded rollout after a failure outside the policy."""
         try:
-            return await playing
+            return await rollout
         except EngineError as error:
             self.failure = str(error)
         except UnavailableError as error:
@@ -166,16 +166,16 @@ class TurnPolicy(ABC, Generic[Played]):
         except TimeoutError:
             if not limit.expired():
                 raise  # a timeout raised by the environment
-            waited_for = (episode.calling if isinstance(episode, NamesCalls) else "") or "the environment"
+            waited_for = (episode.running_call if isinstance(episode, ReportsRunningCall) else "") or "the environment"
             message = f"{waited_for} did not respond within {seconds:g} s (rollout.environment_deadline)"
             raise UnavailableError(message) from None
 
     async def sample(self, episode: Episode) -> str | None:
-        room = self.settings.max_response_tokens - self.used
+        room = self.settings.max_response_tokens - self.response_tokens
         limit = min(self.settings.max_turn_tokens, room)
         with span("turn"):
             text = await self._sample(episode, limit)
-        self.full = self.full and limit == room
+        self.context_full = self.context_full and limit == room
         return text
 
     async def observe(self, step: Step) -> Ended | None:
@@ -186,11 +186,11 @@ class TurnPolicy(ABC, Generic[Played]):
         self._credit(0.0 if step.ended is not None and step.ended.is_excluded else step.reward)
         fits = self._append(step.observation, most)
         if step.ended is not None:
-            limited = (self.full and step.ended is Ended.VOID_TURN) or (
-                (self.full or self.cut) and step.ended is Ended.STOPPED
+            limited = (self.context_full and step.ended is Ended.VOID_TURN) or (
+                (self.context_full or self.turn_cut) and step.ended is Ended.STOPPED
             )
             return Ended.TOKEN_LIMIT if limited else step.ended
-        if not fits or self.used >= most:
+        if not fits or self.response_tokens >= most:
             return Ended.TOKEN_LIMIT
         allowed = self.settings.program_seconds
         return Ended.DEADLINE if allowed is not None and self.program_seconds > allowed else None
@@ -200,17 +200,17 @@ class TurnPolicy(ABC, Generic[Played]):
         """Seconds that programs and tools have run since the start of the rollout."""
         return self.earlier_seconds + sum(call.seconds for call in self.calls)
 
-    def fork(self) -> Sequence[TurnPolicy[Played]]:
+    def fork(self) -> Sequence[TurnPolicy[RolloutResult]]:
         """Return the branches in which the rollout continues after this turn, or () if it does not fork."""
         return ()
 
-    async def join(self, play: Callable[[Policy[Played]], Awaitable[Played]]) -> Played:
+    async def join(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
         """Play the branches of :meth:`fork`."""
         raise NotImplementedError("this policy does not fork")
 
     @property
     @abstractmethod
-    def used(self) -> int:
+    def response_tokens(self) -> int:
         """Tokens of the response so far, including observations."""
 
     @abstractmethod
@@ -218,7 +218,7 @@ class TurnPolicy(ABC, Generic[Played]):
 
     @abstractmethod
     async def _sample(self, episode: Episode, limit: int) -> str | None:
-        """Sample a turn of at most ``limit`` tokens; set ``cut`` and ``full``. Raises EngineError."""
+        """Sample a turn of at most ``limit`` tokens; set ``turn_cut`` and ``context_full``. Raises EngineError."""
 
     @abstractmethod
     def _credit(self, reward: float) -> None:
@@ -226,10 +226,10 @@ class TurnPolicy(ABC, Generic[Played]):
 
     @abstractmethod
     def _append(self, observation: str, most: int) -> bool:
-        """Append an observation. Returns False, without appending it, if ``used`` would exceed ``most``."""
+        """Append an observation. Returns False, without appending it, if ``response_tokens`` would exceed ``most``."""
 
     @abstractmethod
-    def end(self, ended: Ended) -> Played: ...
+    def end(self, ended: Ended) -> RolloutResult: ...
 
     def close(self) -> None:
         """Release the conversation's cache in the engine."""
@@ -248,7 +248,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ``name`` identifies the rollout in the engine. ``trained``: the engine returns the supports of restricted sampling.
     ``routed``: it returns routes. ``routed_tokens``: number of tokens of this branch whose routes are recorded.
     ``measure`` receives the prompt's length in tokens and may raise. ``rewarded_later``: the environment may omit the
-    reward. ``rounds``: the gate before each turn, if any.
+    reward. ``turn_barrier``: the gate before each turn, if any.
 
     ``branching``: where the rollout forks, with the ``measured`` widths. The prompt of a branch contains all tokens of
     its parent. ``path``: the number of the branch at each fork, which keys its randomness. ``leaves`` and ``live``:
@@ -261,7 +261,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     sample_index: int
     name: str
     seed: int
-    began: float  # by the event loop's clock
+    start_time: float  # by the event loop's clock
     engine: Engine
     codec: TextCodec
     temperature: float = 1.0
@@ -269,7 +269,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     routed: bool = False
     routed_tokens: int = 0
     rewarded_later: bool = False
-    rounds: Rounds | None = None
+    turn_barrier: TurnBarrier | None = None
     measure: Callable[[int], None] = _any_length
     prompt_ids: tuple[int, ...] = ()
     segments: list[Segment] = field(default_factory=list)
@@ -285,7 +285,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     children: list[TokenPolicy] = field(default_factory=list)
 
     @property
-    def used(self) -> int:
+    def response_tokens(self) -> int:
         return self.earlier_tokens + len(self.context) - len(self.prompt_ids)
 
     @property
@@ -321,8 +321,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             at_limit = len(merged.token_ids) >= limit
             if piece.finish_reason != "stop" or at_limit or episode.turn_complete(text):
                 self.turn = merged, text
-                self.cut = piece.finish_reason == "length"
-                self.full = at_limit and piece.finish_reason != "eos"
+                self.turn_cut = piece.finish_reason == "length"
+                self.context_full = at_limit and piece.finish_reason != "eos"
                 return text
 
     async def generate(
@@ -341,9 +341,9 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         If the policy is routed, the completion has the routes from index ``routes_from`` on. Raises EngineError.
         """
         request_id = f"{self.name}-{turn:04d}-{part:06d}"
-        if self.rounds is not None:
+        if self.turn_barrier is not None:
             with span("wait for the others"):
-                await self.rounds.wait(request_id)
+                await self.turn_barrier.wait_for_all(request_id)
         completion = await self.engine.generate(
             tuple(context),
             Sampling(
@@ -371,7 +371,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     def _append(self, observation: str, most: int) -> bool:
         parts = self.codec.without_sampled_turn_end(observation, self.context) if observation else ()
         token_ids = self.codec.encode_parts(parts)
-        fits = self.used + len(token_ids) <= most
+        fits = self.response_tokens + len(token_ids) <= most
         if token_ids and fits:
             self.segments.append(Segment(origin="observation", token_ids=token_ids, text=str(MarkedText(*parts))))
             self.context += token_ids
@@ -404,7 +404,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                     answer=None,
                     turn=None,
                     children=[],
-                    earlier_tokens=self.used,
+                    earlier_tokens=self.response_tokens,
                     earlier_turns=self.turns,
                     earlier_seconds=self.program_seconds,
                 )
@@ -421,17 +421,17 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         therefore does not depend on durations.
         """
         running = min(self.live, len(self.children))
-        if self.rounds is not None:
-            self.rounds.enter(running - 1)
+        if self.turn_barrier is not None:
+            self.turn_barrier.add_participants(running - 1)
 
         async def track(children: Sequence[TokenPolicy]) -> list[tuple[Trajectory, ...]]:
             nonlocal running
             try:
-                return [await child.guarded(play(child)) for child in children]
+                return [await child.exclude_failures(play(child)) for child in children]
             finally:
                 running -= 1
-                if running and self.rounds is not None:  # the last track continues as the rollout
-                    self.rounds.leave()
+                if running and self.turn_barrier is not None:  # the last track continues as the rollout
+                    self.turn_barrier.remove_participant()
 
         tasks = [asyncio.create_task(track(self.children[first::running])) for first in range(running)]
         try:
@@ -458,7 +458,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 )
                 for item in part
             ]
-        return weighed(edges)
+        return with_path_weights(edges)
 
     def end(self, ended: Ended) -> tuple[Trajectory, ...]:
         return (
@@ -469,7 +469,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 verdict=self.verdict,
                 answer=self.answer,
                 tool_calls=tuple(self.calls),
-                seconds=asyncio.get_running_loop().time() - self.began,
+                seconds=asyncio.get_running_loop().time() - self.start_time,
             ),
         )
 

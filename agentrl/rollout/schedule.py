@@ -18,13 +18,13 @@ condition, every choice does.
     >>> schedule = Schedule(groups=2, max_staleness=1)
     >>> [schedule.start(index) for index in range(schedule.groups_to_issue())]
     [None, None, None, None]
-    >>> schedule.finish(1), schedule.finish(2), schedule.take(2)  # 0 is overtaken, 3 too: both due in the next batch
+    >>> schedule.finish(1), schedule.finish(2), schedule.take_groups(2)  # 0 and 3 are due in the next batch
     (None, None, [1, 2])
-    >>> schedule.groups_to_issue(), schedule.train(), schedule.groups_to_issue()
+    >>> schedule.groups_to_issue(), schedule.record_trained(), schedule.groups_to_issue()
     (0, None, 2)
-    >>> schedule.start(4), schedule.finish(4), schedule.finish(3), schedule.take(2)  # 0 is due: wait for it
+    >>> schedule.start(4), schedule.finish(4), schedule.finish(3), schedule.take_groups(2)  # 0 is due: wait for it
     (None, None, None, None)
-    >>> schedule.finish(0), schedule.take(2)
+    >>> schedule.finish(0), schedule.take_groups(2)
     (None, [0, 3])
 """
 
@@ -78,7 +78,7 @@ class Schedule:
         self._trained = 0
 
     @property
-    def trained(self) -> int:
+    def trained_batches(self) -> int:
         """The number of batches trained so far."""
         return self._trained
 
@@ -88,7 +88,7 @@ class Schedule:
         return len(self._finished)
 
     @property
-    def running(self) -> int:
+    def running_groups(self) -> int:
         """The number of groups that are issued and not finished."""
         return len(self._issued) - len(self._finished)
 
@@ -112,12 +112,12 @@ class Schedule:
         self._finished.add(index)
         self._cohorts[self._issued[index][0]].finished += 1
 
-    def take(self, count: int, *, more: bool = False) -> list[int] | None:
+    def take_groups(self, count: int, *, refill: bool = False) -> list[int] | None:
         """Take the next ``count`` groups to train, in the order of issue. Returns None while the trainer has to wait.
 
         ``more``: the groups complete the previous batch, which was too small after filtering.
         """
-        if len(self._finished) < count or not self._leaves_time(count, self._taken - more):
+        if len(self._finished) < count or not self._leaves_time(count, self._taken - refill):
             return None
         chosen = sorted(self._finished, key=self._issued.__getitem__)[:count]
         for index in chosen:
@@ -129,7 +129,7 @@ class Schedule:
                 del self._cohorts[issued_at]
         self._finished.difference_update(chosen)
         self._in_training = True
-        self._taken += not more
+        self._taken += not refill
         return chosen
 
     def _leaves_time(self, count: int, batch: int) -> bool:
@@ -144,7 +144,7 @@ class Schedule:
                 return False
         return True
 
-    def train(self) -> None:
+    def record_trained(self) -> None:
         """Record that the last batch taken has been trained."""
         self._trained += 1
         self._in_training = False
@@ -164,17 +164,17 @@ class RolloutSource(ABC):
         self._idle = _Idle()
 
     @abstractmethod
-    async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
+    async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
         """Return ``count`` groups in the order of issue. ``more``: for a batch that was too small after filtering.
 
         Raises WorldError after ``deadline``, in seconds of the event loop's clock.
         """
 
-    def trained(self) -> None:
+    def record_trained(self) -> None:
         """Record that the batch has been trained."""
         return
 
-    async def drain(self, *, step: int, deadline: float) -> None:
+    async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:
         """Wait until the weights may change. Raises WorldError after ``deadline``."""
         return
 
@@ -202,19 +202,19 @@ class RolloutSource(ABC):
             else:
                 if not await self._admit():
                     return None
-                group = await self._queue.next()
+                group = await self._queue.next_request()
                 self._step = self._start(group)
                 self._left.extend(range(group.size + self._greedy))
             return replace(group, step=self._step), self._left.popleft()
 
 
 class OnDemandSource(RolloutSource):
-    """Samples groups only during a call to :meth:`take` (``rollout.schedule=synchronous``)."""
+    """Samples groups only during a call to :meth:`take_groups` (``rollout.schedule=synchronous``)."""
 
-    async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
+    async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
         played: list[Group] = []
-        if not more:
-            self._queue.requeue()
+        if not refill:
+            self._queue.requeue_untrained()
         self._left.clear()
         self._wanted, self._taking = count, step
         rollouts = sum(group.size + self._greedy for group in self._queue.upcoming(count))
@@ -246,7 +246,8 @@ class OnDemandSource(RolloutSource):
 class BackgroundSource(RolloutSource):
     """Plays groups in a background task, as far ahead as a :class:`Schedule` allows.
 
-    Used for ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task are raised by :meth:`take`.
+    Used for ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task are raised by
+    :meth:`take_groups`.
     """
 
     def __init__(
@@ -278,15 +279,15 @@ class BackgroundSource(RolloutSource):
     def _start(self, group: Group) -> int:
         self._schedule.start(group.index)
         self._idle.ends()
-        return self._first_step + self._schedule.trained
+        return self._first_step + self._schedule.trained_batches
 
-    async def take(self, count: int, *, step: int, deadline: float, more: bool = False) -> list[Group]:
-        self._extra = count if more else 0
+    async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
+        self._extra = count if refill else 0
         self._tell()
         chosen: list[int] | None = None
         try:
             async with asyncio.timeout_at(deadline):
-                while (chosen := self._schedule.take(count, more=more)) is None:
+                while (chosen := self._schedule.take_groups(count, refill=refill)) is None:
                     await self._wait()
         except TimeoutError as error:
             raise _too_late(step, self._schedule.finished_groups, count, self._settings) from error
@@ -295,17 +296,17 @@ class BackgroundSource(RolloutSource):
         self._tell()  # there is room again
         return [self._done.pop(index) for index in chosen]
 
-    def trained(self) -> None:
-        self._schedule.train()
+    def record_trained(self) -> None:
+        self._schedule.record_trained()
         self._tell()
 
-    async def drain(self, *, step: int, deadline: float) -> None:
+    async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:
         """Wait for the current batch if overlapped, because one version must sample it. Otherwise return at once."""
         if not self._overlapped:
             return
         try:
             async with asyncio.timeout_at(deadline):
-                while self._schedule.running or self._schedule.groups_to_issue():
+                while self._schedule.running_groups or self._schedule.groups_to_issue():
                     await self._wait()
         except TimeoutError as error:
             raise _too_late(step, self._schedule.finished_groups, self._schedule.groups, self._settings) from error
@@ -313,7 +314,7 @@ class BackgroundSource(RolloutSource):
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {
             "queue/finished_groups": self._schedule.finished_groups,
-            "queue/running_groups": self._schedule.running,
+            "queue/running_groups": self._schedule.running_groups,
         }
 
     async def close(self) -> None:
@@ -326,7 +327,7 @@ class BackgroundSource(RolloutSource):
             async for group in groups:
                 self._done[group.index] = group
                 self._schedule.finish(group.index)
-                if not self._schedule.running:
+                if not self._schedule.running_groups:
                     self._idle.begins()
                 self._tell()
 

@@ -15,7 +15,7 @@ from typing import Any, TypedDict
 from agentrl.errors import SettingsError
 from agentrl.problems.sampler import Draw, ProblemSampler, SamplerState
 from agentrl.rollout.branching import ForkStatistics
-from agentrl.rollout.budget import SCORES, allocate, expected_energy, gradient_variance, success_fraction
+from agentrl.rollout.budget import SCORES, allocate_group_sizes, expected_energy, gradient_variance, success_fraction
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Problem
@@ -87,7 +87,7 @@ class WorkQueue:
         self._skipped_in_a_row = 0
         self._logged = 0
 
-    async def next(self) -> Group:
+    async def next_request(self) -> Group:
         """Wait until the previous problem's prompt is measured, and issue the next problem."""
         await self._measured.wait()
         if self._again:
@@ -126,7 +126,7 @@ class WorkQueue:
         self._untrained[group.index] = group
         self._measured.set()
 
-    def requeue(self) -> None:
+    def requeue_untrained(self) -> None:
         """Issue untrained problems again, before new ones."""
         self._again = deque(self._all_untrained())
         self._untrained = {}
@@ -143,7 +143,7 @@ class WorkQueue:
         for group in groups:
             del self._untrained[group.index]
         if self._learns:
-            self._sampler.posteriors.learn(
+            self._sampler.posteriors.update(
                 (group.key, list(map(success_fraction, rollouts)), self._energies(rollouts))
                 for group, rollouts in zip(groups, map(_included, groups), strict=True)
             )
@@ -163,16 +163,16 @@ class WorkQueue:
             "budget/rollouts_max": max(sizes),
             "budget/variance_ratio": allocated / (math.fsum(variances) / fmean(sizes)),
             "posterior/known_share": fmean(posteriors.is_known(group.key) for group in groups),
-            "posterior/success": fmean(posteriors.success(group.key) for group in groups),
+            "posterior/success": fmean(posteriors.expected_success(group.key) for group in groups),
         }
         errors = [
-            abs(posteriors.success(group.key) - fmean(map(success_fraction, rollouts)))
+            abs(posteriors.expected_success(group.key) - fmean(map(success_fraction, rollouts)))
             for group in groups
             if (rollouts := _included(group))
         ]
         return metrics | ({"posterior/success_error": fmean(errors)} if errors else {})
 
-    def take_skipped(self) -> int:
+    def take_skipped_count(self) -> int:
         """Return the number of problems skipped since the last call."""
         skipped, self._skipped = self._skipped, 0
         return skipped
@@ -217,7 +217,7 @@ class WorkQueue:
         sizes = [settings.group_size] * len(draws)
         if settings.budget != "uniform":
             scores = [SCORES[settings.budget](self._sampler.posteriors, draw.key) for draw in draws]
-            sizes = allocate(scores, sum(sizes), most=settings.largest_group)
+            sizes = allocate_group_sizes(scores, sum(sizes), most=settings.largest_group)
         for draw, size in zip(draws, sizes, strict=True):
             group = Group(
                 index=-1,  # known when the prompts of earlier problems are measured

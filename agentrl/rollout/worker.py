@@ -71,8 +71,8 @@ class RolloutWorker:
         kept, counts = filter_groups(played, self.rules)
         rounds = 0
         while len(kept) < needed and rounds < self.settings.max_extra_rounds:
-            more = problems_for_next_round(first, needed, played=len(played), kept=len(kept))
-            played += await self._source.take(more, step=step, deadline=deadline, more=True)
+            more = problems_for_next_round(first, needed, collected=len(played), kept=len(kept))
+            played += await self._source.take(more, step=step, deadline=deadline, refill=True)
             kept, counts = filter_groups(played, self.rules)
             rounds += 1
         groups = kept[:needed]
@@ -85,14 +85,14 @@ class RolloutWorker:
             "groups/trained": len(groups),
             "groups/surplus": len(kept) - len(groups),
             "groups/extra_rounds": rounds,
-            "groups/skipped_long_prompt": self._queue.take_skipped(),
+            "groups/skipped_long_prompt": self._queue.take_skipped_count(),
             "time/rollout_s": loop.time() - began,
         }
         add_slice_since(collecting, "collect groups", step=step)
         data = [item for group in played for item in group.trajectories if not item.is_excluded]
         metrics |= user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))
-        self._clock.record_collection()
+        self._clock.record_training_start()
         self.version, self.sampled_groups, self.metrics = self._clock.version, tuple(played), metrics
         return groups
 
@@ -100,15 +100,15 @@ class RolloutWorker:
         """Remove the trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
         self._queue.remove_trained(self.sampled_groups)
         self.sampled_groups = ()
-        self._clock.record_training()
+        self._clock.record_training_end()
         if self._source is not None:
-            self._source.trained()
+            self._source.record_trained()
 
-    async def drain(self) -> None:
+    async def wait_until_weights_may_change(self) -> None:
         """Wait until the engine's weights may change. Raises WorldError after ``step_deadline``."""
         if self._source is not None:
             deadline = asyncio.get_running_loop().time() + self.settings.step_deadline
-            await self._source.drain(step=self.step, deadline=deadline)
+            await self._source.wait_until_weights_may_change(step=self.step, deadline=deadline)
 
     def record_install(self, version: int) -> None:
         """Record that ``version`` of the policy has been installed in the engine."""
@@ -141,7 +141,7 @@ class RolloutWorker:
 
         Raises WorldError after ``_FAILED_STEPS`` steps with only excluded rollouts.
         """
-        self.driver.check_crashes(played, f"step {step}")
+        self.driver.raise_if_all_crashed(played, f"step {step}")
         failed = all(item.is_excluded for group in played for item in group.rollouts)
         self._failed_steps = self._failed_steps + 1 if failed else 0
         if self._failed_steps == _FAILED_STEPS:
@@ -172,14 +172,14 @@ def subsample_groups(groups: tuple[Group, ...], count: int, *, step: int) -> tup
     return tuple(groups[number] for number in sorted(chosen))
 
 
-def problems_for_next_round(first: int, needed: int, *, played: int, kept: int) -> int:
+def problems_for_next_round(first: int, needed: int, *, collected: int, kept: int) -> int:
     """Return the number of problems for another round: enough to fill the batch at the fraction kept so far.
 
     The number never exceeds that of the first round, which is also used if no group was kept.
 
-    >>> problems_for_next_round(8, 8, played=8, kept=2)
+    >>> problems_for_next_round(8, 8, collected=8, kept=2)
     8
-    >>> problems_for_next_round(8, 8, played=16, kept=6)
+    >>> problems_for_next_round(8, 8, collected=16, kept=6)
     6
     """
-    return first if kept == 0 else min(first, math.ceil((needed - kept) * played / kept))
+    return first if kept == 0 else min(first, math.ceil((needed - kept) * collected / kept))

@@ -88,14 +88,14 @@ def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
 def alerts(rows: Sequence[Metrics]) -> list[Alert]:
     """Return the alerts that fire after the last of ``rows`` (:func:`training_rows`), causes before symptoms."""
     fired = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
-    return without_repeats(
+    return remove_repeated_alerts(
         Alert(step=int(rows[-1]["step"]), alert=rule.name, message=message, advice=rule.advice)
         for rule, message in fired
         if message is not None
     )
 
 
-def without_repeats(fired: Iterable[Alert]) -> list[Alert]:
+def remove_repeated_alerts(fired: Iterable[Alert]) -> list[Alert]:
     """Return the first alert of each rule, causes before symptoms. For a symptom, its cause replaces the advice."""
     first: dict[str, Alert] = {}
     for alert in fired:

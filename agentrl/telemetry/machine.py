@@ -31,7 +31,7 @@ class Machine:
     libraries: dict[str, str]
     compiler: str | None
 
-    def lines(self) -> list[str]:
+    def describe(self) -> list[str]:
         """Format the description as lines for the console."""
         memory = f"{self.memory_bytes / _GIB:.1f} GiB"
         return [

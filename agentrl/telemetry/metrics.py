@@ -400,10 +400,10 @@ METRICS: dict[str, Metric] = {metric.name: metric for section in SECTIONS.values
 _FAMILIES = tuple(metric for metric in METRICS.values() if "{" in metric.name)
 
 
-def metric_of(key: str) -> Metric | None:
+def find_metric(key: str) -> Metric | None:
     """Return the built-in or custom metric of a key in ``metrics.jsonl``, or None for an unknown key.
 
-    >>> metric_of("rollout/ended/answered").unit
+    >>> find_metric("rollout/ended/answered").unit
     'rollouts'
     """
     if key in METRICS:

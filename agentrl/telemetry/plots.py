@@ -86,16 +86,16 @@ def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
         figure = new_figure(6.4, 4.0)
         if _draw(panel, figure.add_subplot(), measured):
             drawn.append(panel)
-            caption(figure, title)
+            add_caption(figure, title)
             files += save_themes(figure, folder / panel.file)
     if drawn:
         overview = _overview(drawn, measured)
-        caption(overview, f"{title}; one run, bands and bars are 95 % intervals")
+        add_caption(overview, f"{title}; one run, bands and bars are 95 % intervals")
         files += save_themes(overview, folder / "overview.png")
     return files
 
 
-def series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
+def metric_series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
     """Return steps and values of ``key`` from the rows that have it."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
@@ -129,7 +129,7 @@ def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
     style_axes(axes, panel.title)
     axes.set_xlabel("optimizer step")
     axes.xaxis.set_major_locator(MaxNLocator(nbins=7, integer=True))
-    legend_below(axes)
+    add_legend_below(axes)
     return True
 
 
@@ -140,7 +140,7 @@ def new_figure(width: float, height: float) -> Figure:
     return Figure(figsize=(width, height), dpi=_DOTS_PER_INCH, layout="constrained")
 
 
-def caption(figure: Figure, text: str) -> None:
+def add_caption(figure: Figure, text: str) -> None:
     """Add a caption above a figure."""
     figure.suptitle(text, x=0.01, ha="left", fontsize=9)
 
@@ -154,7 +154,7 @@ def style_axes(axes: Axes, title: str) -> None:
     axes.spines[["left", "bottom"]].set_color(GREY)
 
 
-def legend_below(axes: Axes, columns: int = 2) -> None:
+def add_legend_below(axes: Axes, columns: int = 2) -> None:
     """Add a legend below the label of the x axis, where it does not cover lines."""
     from matplotlib.transforms import ScaledTranslation
 
@@ -218,7 +218,7 @@ def _darken(figure: Figure) -> None:
 
 def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
     """Draw the n-th line: the values in a pale colour with a bold running mean, or only the values if there are few."""
-    steps, values = series(rows, key)
+    steps, values = metric_series(rows, key)
     if not steps:
         return False
     smooth = len(steps) > 2 * _WINDOW
@@ -230,7 +230,7 @@ def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: i
 
 
 def _reward(axes: Axes, rows: Sequence[Row]) -> bool:
-    steps, means = series(rows, "reward/mean")
+    steps, means = metric_series(rows, "reward/mean")
     if not _line(axes, rows, "reward/mean", f"mean over {_WINDOW} steps" if len(steps) > 2 * _WINDOW else None):
         return False
     errors = {row["step"]: row["reward/stderr"] for row in rows if row.get("reward/stderr") is not None}
@@ -249,11 +249,11 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
         return False
     families = sorted({key for row in evaluations for key in row if key.startswith("eval/family/")})
     for index, key in enumerate(families, start=1):
-        steps, values = series(evaluations, key)
+        steps, values = metric_series(evaluations, key)
         name = key.removeprefix("eval/family/")
         axes.plot(steps, values, **line_options(index), linewidth=1.0, marker=".",
                   label=name if len(families) <= 7 else None)  # fmt: skip
-    steps, means = series(evaluations, "eval/avg_at_k")
+    steps, means = metric_series(evaluations, "eval/avg_at_k")
     # In rows of older versions, rounding may have moved a bound past its mean.
     below = [max(mean - row.get("eval/low", mean), 0.0) for mean, row in zip(means, evaluations, strict=True)]
     above = [max(row.get("eval/high", mean) - mean, 0.0) for mean, row in zip(means, evaluations, strict=True)]
@@ -272,7 +272,7 @@ def _lines(label: str, *names: str, logarithmic: bool = False) -> Draw:
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
         drawn = [key for index, key in enumerate(names) if _line(axes, rows, key, METRICS[key].label, index)]
-        if logarithmic and any(value > 0 for key in drawn for value in series(rows, key)[1]):
+        if logarithmic and any(value > 0 for key in drawn for value in metric_series(rows, key)[1]):
             axes.set_yscale("log", nonpositive="mask")
         axes.set_ylabel(label)
         return bool(drawn)

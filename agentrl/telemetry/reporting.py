@@ -176,7 +176,7 @@ class Trackers:
     def _send_table(self, tracker: Tracker, run: RunDirectory, step: int) -> None:
         if run.trajectory_file(step).exists():
             first = itertools.islice(run.read_trajectories(step), self._telemetry.tracker_rows)
-            tracker.trajectories(SampleTable(step=step, columns=COLUMNS, rows=[table_row(row) for row in first]))
+            tracker.trajectories(SampleTable(step=step, columns=COLUMNS, rows=[sample_table_row(row) for row in first]))
 
     def _open(
         self, name: str, run: RunDirectory, settings: Mapping[str, object], *, step: int, resumed: bool
@@ -212,7 +212,7 @@ def flatten_settings(settings: Mapping[str, object], path: str = "") -> Iterator
             yield f"{path}{key}", value
 
 
-def table_row(record: JsonRecord) -> tuple[Cell, ...]:
+def sample_table_row(record: JsonRecord) -> tuple[Cell, ...]:
     """Return the cells of a trajectory's record in the order of :data:`COLUMNS`."""
     segments = record["segments"]
     model = [segment for segment in segments if segment["origin"] == "model"]

@@ -116,7 +116,7 @@ class TrajectoryTokens:
         The sum over the step is the diagonal proxy of the gradient's variance (docs/reference/formulas.md 7), which
         omits the cross terms between tokens.
         """
-        return gradient_power(self.energy, self.loss_weight, self.advantages, self._kept)
+        return token_gradient_power(self.energy, self.loss_weight, self.advantages, self._kept)
 
     @property
     def _kept(self) -> np.ndarray:
@@ -130,7 +130,9 @@ def correction_weights(loss_mask: np.ndarray, weights: np.ndarray | None) -> np.
     return mask if weights is None else mask * weights
 
 
-def gradient_power(energy: np.ndarray, loss_weight: float, advantages: np.ndarray, kept: np.ndarray) -> np.ndarray:
+def token_gradient_power(
+    energy: np.ndarray, loss_weight: float, advantages: np.ndarray, kept: np.ndarray
+) -> np.ndarray:
     """Compute :attr:`TrajectoryTokens.gradient_power` [K] float64."""
     return energy * (loss_weight * advantages * kept) ** 2
 
@@ -244,7 +246,7 @@ class TokenFile:
                     yield row
 
     def gradient_powers(self) -> Iterator[tuple[RowKey, float]]:
-        """Yield the key and the total ``gradient_power`` of every trajectory. Reads only the required columns."""
+        """Yield the key and the total ``token_gradient_power`` of every trajectory. Reads only the required columns."""
         import pyarrow as pa
 
         names = [*_KEY, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
@@ -259,7 +261,7 @@ class TokenFile:
             for row in range(table.num_rows):
                 cells = {name: values[row] for name, values in (numbers | columns).items()}
                 kept = correction_weights(cells["loss_mask"], cells.get("weights"))
-                power = gradient_power(cells["energy"], cells["loss_weight"], cells["advantages"], kept)
+                power = token_gradient_power(cells["energy"], cells["loss_weight"], cells["advantages"], kept)
                 yield RowKey(*(cells[name] for name in _KEY)), float(power.sum())
 
     def _keys(self, block: int) -> list[RowKey]:

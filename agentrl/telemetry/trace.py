@@ -34,7 +34,7 @@ _HERE: ContextVar[Lane | None] = ContextVar("lane", default=None)
 
 
 class Trace:
-    """Trace writer of one process. ``main`` is the group name of the default lane."""
+    """Trace writer of one process. ``main_lane`` is the group name of the default lane."""
 
     def __init__(self, path: Path, main: str) -> None:
         with os_errors_as_world_errors(path, "write"):
@@ -48,7 +48,7 @@ class Trace:
         self._to_wall = time.time_ns() - time.monotonic_ns()
         self._free: dict[str, list[int]] = {}
         self._used: dict[str, int] = {}
-        self.main = self.reserve_lane(main)
+        self.main_lane = self.reserve_lane(main)
 
     def reserve_lane(self, group: str) -> Lane:
         """Reserve the lowest free lane of a group."""
@@ -133,7 +133,7 @@ def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
     if trace is None:
         yield facts
         return
-    began, lane = time.monotonic_ns(), _HERE.get() or trace.main
+    began, lane = time.monotonic_ns(), _HERE.get() or trace.main_lane
     try:
         yield facts
     finally:
@@ -157,7 +157,7 @@ def reserve_lane(group: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def service_span(group: str, name: str, **facts: Fact) -> Iterator[None]:
+def traced_service_call(group: str, name: str, **facts: Fact) -> Iterator[None]:
     """Trace the block on the task's lane, if any, and on a lane of the service ``group`` that executes the block."""
     task_span = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
     with task_span, reserve_lane(group), span(name, **facts):
@@ -172,7 +172,7 @@ def start_time() -> int:
 def add_slice_since(began: int, name: str, **facts: Fact) -> None:
     """Add a slice from ``began`` until now, for code without a ``with`` block."""
     if _current is not None:
-        _current.add_slice(name, _HERE.get() or _current.main, began, facts)
+        _current.add_slice(name, _HERE.get() or _current.main_lane, began, facts)
 
 
 def _begin_file(path: Path) -> None:

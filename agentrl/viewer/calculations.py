@@ -21,7 +21,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
 from agentrl.viewer.explain import explain
 from agentrl.viewer.run_files import json_numbers, load_run_plugins, plotted_indices, to_json
-from agentrl.viewer.what_if import WhatIf, all_options, estimator_forms, what_if
+from agentrl.viewer.what_if import WhatIf, estimator_forms, options_with_defaults, what_if
 from agentrl_envs.registry import PluginError, describe_error
 
 
@@ -32,7 +32,7 @@ class RequestHandlers:
         self._run = run
         self._problems = load_run_plugins(run)
 
-    def to(self, line: str) -> str:
+    def answer_line(self, line: str) -> str:
         """Answer one line in JSON. Exceptions, including exceptions of plug-ins, are returned as error messages."""
         try:
             return to_json({"answer": self._answer(json.loads(line))})
@@ -60,7 +60,7 @@ class RequestHandlers:
     ) -> object:
         """Compute the group of a trajectory under another estimator. ``fields`` contains the trajectory's columns."""
         stored, chosen = self._group_of(step, trajectory)
-        if estimator_needs(estimator, **all_options(stored, estimator, options)).step_wide:
+        if estimator_needs(estimator, **options_with_defaults(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
         result = what_if(stored, chosen, estimator=estimator, options=options, size=size)
         names = {f"what_if_{name}": name for name in ("advantages", "baselines", "returns")}
@@ -106,7 +106,7 @@ def main() -> None:
     os.dup2(2, 1)
     run = RequestHandlers(RunDirectory(Path(sys.argv[1])))
     for line in sys.stdin:
-        answers.write(f"{run.to(line)}\n")
+        answers.write(f"{run.answer_line(line)}\n")
         answers.flush()
 
 

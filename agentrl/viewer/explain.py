@@ -14,7 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFacts, TrajectoryTokens, read_step
 from agentrl.viewer.run_files import load_run_plugins, token_text
-from agentrl.viewer.what_if import recompute_advantages, require_facts, stored_inputs
+from agentrl.viewer.what_if import recompute_advantages, require_token_facts, stored_inputs
 from agentrl_envs.registry import UnknownNameError
 
 _AROUND = 40  # characters of the conversation to show before and after the token
@@ -41,7 +41,7 @@ class Explanation:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the explanation, from the reward to the gradient."""
-        facts = require_facts(self.step)
+        facts = require_token_facts(self.step)
         yield from self._header()
         yield from self._sampling()
         yield from self._credit(facts)
@@ -156,7 +156,7 @@ class Explanation:
 def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
     """Explain the token at position ``token`` of the response. Raises SettingsError if its gradient is not stored."""
     stored = read_step(run, step)
-    require_facts(stored)
+    require_token_facts(stored)
     if not 0 <= trajectory < len(stored.trajectories):
         raise SettingsError(f"step {step} has no trajectory {trajectory}; valid: 0 to {len(stored.trajectories) - 1}")
     chosen = stored.trajectories[trajectory]
@@ -178,7 +178,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
         trajectory=chosen,
         position=token,
         index=int(np.searchsorted(chosen.positions, token)),
-        pieces=[piece for segment in chosen.record["segments"] for piece in text.pieces(segment["token_ids"])],
+        pieces=[piece for segment in chosen.record["segments"] for piece in text.token_pieces(segment["token_ids"])],
     )
 
 
@@ -200,7 +200,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
     A rollout's weight is the baseline for a return of 1 of this rollout and 0 of all others. Returns an empty mapping
     if the estimator uses no group baseline, or if the baseline is not a weighted sum of the returns.
     """
-    facts, siblings = require_facts(step), step.siblings(trajectory)
+    facts, siblings = require_token_facts(step), step.siblings(trajectory)
     if not ESTIMATORS[facts.estimator].group_based:
         return {}
     names = ESTIMATORS.option_names(facts.estimator)
@@ -218,7 +218,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
         for sibling, value in returns.items():
             rewards[sibling, int(siblings[sibling].positions[-1])] = value
         probe = replace(inputs, rewards=rewards)
-        made = compute_advantages(facts.estimator, probe, calls=None, **(facts.estimator_options | neutral))
+        made = compute_advantages(facts.estimator, probe, communicator=None, **(facts.estimator_options | neutral))
         return float(made.baselines[row, int(trajectory.positions[index])])
 
     weights = {sibling: baseline({sibling: 1.0}) for sibling in last.values()}

@@ -123,7 +123,7 @@ class TokenText:
     def has_tokenizer(self) -> bool:
         return self._tokenizer is not None
 
-    def pieces(self, token_ids: Sequence[int]) -> list[str | None]:
+    def token_pieces(self, token_ids: Sequence[int]) -> list[str | None]:
         """Return the text of each token, which is "" if a later token completes its character."""
         if self._tokenizer is None:
             return [None] * len(token_ids)

@@ -276,7 +276,7 @@ def _segment(origin: str, token_ids: list[int], segment_text: str, text: TokenTe
         "origin": origin,
         "text": segment_text,
         "token_ids": token_ids,
-        "pieces": text.pieces(token_ids),
+        "pieces": text.token_pieces(token_ids),
         "special": text.special_token_indices(token_ids),
     }
 

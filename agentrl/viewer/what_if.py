@@ -27,7 +27,7 @@ def recompute_advantages(
     If the estimator spans the step, ``step`` must contain all trajectories. Raises SettingsError if the step lacks an
     input of the estimator, and the errors of ``compute_advantages``.
     """
-    facts = require_facts(step)
+    facts = require_token_facts(step)
     name = estimator or facts.estimator
     chosen_options = facts.estimator_options if estimator is None and options is None else options or {}
     wide = estimator_needs(name, **chosen_options).step_wide
@@ -35,11 +35,11 @@ def recompute_advantages(
     order = {key: index for index, key in enumerate(step.rows)}
     # In the order of training, because estimators sum over rows and the result should be bitwise equal.
     chosen.sort(key=lambda item: order[item.key])
-    made = compute_advantages(name, stored_inputs(chosen), calls=None, **chosen_options)
+    made = compute_advantages(name, stored_inputs(chosen), communicator=None, **chosen_options)
     return {item.key: _columns_of_row(made, row, item) for row, item in enumerate(chosen)}
 
 
-def require_facts(step: StoredStep) -> TokenFacts:
+def require_token_facts(step: StoredStep) -> TokenFacts:
     """Return the facts of a step's token statistics. Raises SettingsError if they are not stored."""
     if step.facts is None:
         reasons = "; ".join(step.problems) or "telemetry.tokens_every skips it, or it trained on no trajectory"
@@ -128,7 +128,7 @@ def what_if(
     ``size`` reduces the group to the rollout of ``trajectory`` and the first other rollouts. Raises SettingsError if
     the step lacks a required value, and the errors of ``compute_advantages``.
     """
-    resolved = all_options(step, estimator, options or {})
+    resolved = options_with_defaults(step, estimator, options or {})
     kept = _first_rollouts(step.siblings(trajectory), trajectory, size)
     left_out = {item.key for item in step.siblings(trajectory)} - {item.key for item in kept}
     smaller = replace(step, trajectories=tuple(item for item in step.trajectories if item.key not in left_out))
@@ -145,10 +145,10 @@ def what_if(
     )
 
 
-def all_options(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
+def options_with_defaults(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
     """Merge ``options`` with the run's options that ``estimator`` accepts, and with the defaults."""
     names = ESTIMATORS.option_names(estimator)
-    from_run = {name: value for name, value in require_facts(step).estimator_options.items() if name in names}
+    from_run = {name: value for name, value in require_token_facts(step).estimator_options.items() if name in names}
     defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
     return {**defaults, **from_run, **options}
 

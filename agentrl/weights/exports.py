@@ -19,43 +19,43 @@ from torch import Tensor, nn
 
 from agentrl.models.lora import (
     adapter_factor_names,
-    exported_name,
     is_adapter_factor,
     merge_adapter,
     name_without_adapter,
+    peft_parameter_name,
 )
 from agentrl.models.settings import LoRASettings
 from agentrl.weights.sources import ParameterShape, ParameterSource, full_parameters
-from agentrl.weights.verify import EMBEDDING, HEAD, Checksum, checksum, with_tied_head
+from agentrl.weights.verify import EMBEDDING_NAME, HEAD_NAME, Checksum, add_tied_head, checksum
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
 """Bytes of one file, and of memory needed for writing."""
 
 
-def with_untied_head(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
+def add_untied_head(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors and, if they include no head, the embedding again as the head's weight.
 
     >>> import torch
     >>> tied = {"model.embed_tokens.weight": torch.zeros(2, 1), "model.norm.weight": torch.ones(1)}
-    >>> [name for name, _ in with_untied_head(tied.items())]
+    >>> [name for name, _ in add_untied_head(tied.items())]
     ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
     """
     embedding: Tensor | None = None
     headed = False
     for name, tensor in tensors:
-        headed |= name == HEAD
-        if name == EMBEDDING:
-            embedding = host_copy(tensor)
+        headed |= name == HEAD_NAME
+        if name == EMBEDDING_NAME:
+            embedding = copy_to_host(tensor)
         yield name, tensor
     if not headed and embedding is not None:
-        yield HEAD, embedding
+        yield HEAD_NAME, embedding
 
 
 def write_untied_copy(model: Path, target: Path) -> Path:
     """Copy the policy in ``model`` to ``target`` with a separate head, and return ``target``."""
     shutil.rmtree(target, ignore_errors=True)
-    write_shards(target, with_untied_head(read_export(model)))
+    write_shards(target, add_untied_head(read_export(model)))
     for file in model.iterdir():
         if file.is_file() and not file.name.endswith((".safetensors", ".index.json", ".bin")):
             shutil.copy(file, target / file.name)
@@ -66,7 +66,7 @@ def write_untied_copy(model: Path, target: Path) -> Path:
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
     """Write one version's weights to a new directory. The previous version is kept: an engine may be reading it."""
-    return write_version(folder, version, lambda partial: write_shards(partial, with_untied_head(tensors)))
+    return write_version(folder, version, lambda partial: write_shards(partial, add_untied_head(tensors)))
 
 
 def write_version(folder: Path, version: int, write: Callable[[Path], None], *, older_versions: int = 1) -> Path:
@@ -82,8 +82,8 @@ def write_version(folder: Path, version: int, write: Callable[[Path], None], *, 
     return target
 
 
-def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: int = SHARD_BYTES) -> None:
-    """Write tensors to files of at most ``most`` bytes, which also bounds memory; a larger tensor has its own file."""
+def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int = SHARD_BYTES) -> None:
+    """Write tensors to files of at most ``max_bytes``, which also bounds memory. A larger tensor has its own file."""
     shard: dict[str, Tensor] = {}
     places: dict[str, str] = {}
     numbers = itertools.count(1)
@@ -95,9 +95,9 @@ def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, most: i
         shard.clear()
 
     for name, tensor in tensors:
-        if shard and sum(item.nbytes for item in shard.values()) + tensor.nbytes > most:
+        if shard and sum(item.nbytes for item in shard.values()) + tensor.nbytes > max_bytes:
             flush()
-        shard[name] = host_copy(tensor)
+        shard[name] = copy_to_host(tensor)
     if shard:
         flush()
     (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
@@ -110,14 +110,14 @@ def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
 
 
 def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors from :func:`host_copy` to ``path`` (safetensors): under a temporary name first, then renamed."""
+    """Write tensors from :func:`copy_to_host` to ``path`` (safetensors): under a temporary name first, then renamed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(".partial")
     save_file(tensors, partial)
     os.replace(partial, path)
 
 
-def host_copy(tensor: Tensor) -> Tensor:
+def copy_to_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory that shares no storage, as safetensors requires."""
     return tensor.detach().to("cpu", copy=True).contiguous()
 
@@ -150,7 +150,7 @@ def policy_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tup
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield exported name and complete value of every adapter parameter. Collective under ZeRO-3."""
     for name, value in full_parameters(module, wanted=is_adapter_factor):
-        yield exported_name(name), value
+        yield peft_parameter_name(name), value
 
 
 class MergedSource(ParameterSource):
@@ -180,7 +180,7 @@ class AdapterSource(ParameterSource):
 
     def shapes(self) -> list[ParameterShape]:
         return [
-            ParameterShape(name=exported_name(item.name), dtype=item.dtype, shape=item.shape)
+            ParameterShape(name=peft_parameter_name(item.name), dtype=item.dtype, shape=item.shape)
             for item in super().shapes()
             if is_adapter_factor(item.name)
         ]
@@ -191,7 +191,7 @@ class AdapterSource(ParameterSource):
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         if self._frozen is None:
             frozen = full_parameters(self._module, wanted=lambda name: not is_adapter_factor(name))
-            self._frozen = with_tied_head(
+            self._frozen = add_tied_head(
                 {name_without_adapter(name): checksum(value) for name, value in frozen if self._summed}
             )
         yield from super().__iter__()

@@ -102,7 +102,7 @@ def _in_thread(work: Callable[[], _Result]) -> Future[_Result]:
     return future
 
 
-def vllm_source(source: ParameterSource, sent: Callable[[], None] = lambda: None) -> Any:
+def make_vllm_source(source: ParameterSource, sent: Callable[[], None] = lambda: None) -> Any:
     """Convert ``source`` to vLLM's ``WeightSource``: shapes without communication, then values in the same order.
 
     ``sent`` is called whenever vLLM requests the next value.
@@ -133,14 +133,19 @@ class NativeTransfer:
     def __init__(
         self, init_info: Any, client: ServersClient, source: ParameterSource, *, deadline: float = _CALL
     ) -> None:
-        """``init_info`` is one of vLLM's trainer init infos and selects the backend. See :func:`open_native`."""
+        """``init_info`` is one of vLLM's trainer init infos and selects the backend.
+
+        See :func:`open_native_transfer`.
+        """
         factory, _ = _vllm()
         self._client = client
         self._deadline = deadline
         self._sender = init_info.is_sender
         self._moved = 0.0
         self._engine: Any = None
-        made = partial(factory.trainer_init, init_info=init_info, client=client, source=vllm_source(source, self._sent))
+        made = partial(
+            factory.trainer_init, init_info=init_info, client=client, source=make_vllm_source(source, self._sent)
+        )
         self._engine = self._within("could not be set up", made, max(deadline, _SETUP))
 
     def send(self) -> None:
@@ -178,7 +183,7 @@ class NativeTransfer:
             raise WorldError(f"vLLM's weight transfer {failed}: {error}") from error
 
 
-def open_native(target: TransferTarget, source: ParameterSource, *, rank: int, host: str) -> NativeTransfer:
+def open_native_transfer(target: TransferTarget, source: ParameterSource, *, rank: int, host: str) -> NativeTransfer:
     """Open the transfer to ``target``. Collective. ``host`` is the address at which the servers reach rank 0.
 
     Raises SettingsError if vLLM cannot be imported, WorldError if the servers do not join.

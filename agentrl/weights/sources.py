@@ -11,9 +11,9 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from agentrl.models.loading import empty_model, prepare_model, read_model
+from agentrl.models.loading import model_without_weights, prepare_model, read_model
 from agentrl.models.settings import ModelSettings
-from agentrl.weights.verify import Checksum, checksum, with_tied_head
+from agentrl.weights.verify import Checksum, add_tied_head, checksum
 
 GROUP_ELEMENTS = 64 * 1024 * 1024
 """The largest group of parameters gathered at once under ZeRO-3, in elements; a larger parameter is gathered alone."""
@@ -96,7 +96,7 @@ class ParameterSource:
             if self._summed:
                 found[name] = checksum(tensor)
             yield name, tensor
-        self.checksums = with_tied_head(found)
+        self.checksums = add_tied_head(found)
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
         return full_parameters(self._module, group_elements=self._group_elements)
@@ -164,7 +164,7 @@ def _grouped(parameters: list[tuple[str, Any]], most: int) -> Iterator[list[tupl
         yield group
 
 
-def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, Any]) -> Any:
+def load_sharded_model(path: str | Path, settings: ModelSettings, config: dict[str, Any]) -> Any:
     """Read a model with parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
 
     Only rank 0 reads the weights, into host memory; the other ranks hold at most a group and their shard.
@@ -174,7 +174,7 @@ def read_sharded(path: str | Path, settings: ModelSettings, config: dict[str, An
 
     # Disable DeepSpeed's linear function, because it would replace torch's permanently.
     with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
-        model = empty_model(path, settings)
+        model = model_without_weights(path, settings)
     model.tie_weights()
     whole = read_model(path, settings) if torch.distributed.get_rank() == 0 else None
     _fill(model, whole)

@@ -23,17 +23,17 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-FLOORS = {"float32": 1e-4, "bfloat16": 5e-3}
+NOISE_FLOORS = {"float32": 1e-4, "bfloat16": 5e-3}
 """The smallest bound by dtype (nats, mean absolute difference on the probe) for any measured difference."""
 
-LIMITS = {"float32": 1e-2, "bfloat16": 0.15}
+NOISE_LIMITS = {"float32": 1e-2, "bfloat16": 0.15}
 """The largest difference by dtype that counts as noise between two computations of one policy."""
 
 PROBE_TOKENS = 512
 _TIMES = 4.0  # ratio of the bound to the measured difference
 
-HEAD = "lm_head.weight"
-EMBEDDING = "model.embed_tokens.weight"
+HEAD_NAME = "lm_head.weight"
+EMBEDDING_NAME = "model.embed_tokens.weight"
 
 _MODULUS = 1 << 64
 # Elements processed at a time: mixing needs 24 bytes of memory for each.
@@ -103,10 +103,10 @@ def sum_checksums(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str,
     return dict(found)
 
 
-def with_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
+def add_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
     """Return the checksums, with the embedding's also as the head's if the two are tied."""
-    tied = EMBEDDING in found and HEAD not in found
-    return {**found, HEAD: found[EMBEDDING]} if tied else dict(found)
+    tied = EMBEDDING_NAME in found and HEAD_NAME not in found
+    return {**found, HEAD_NAME: found[EMBEDDING_NAME]} if tied else dict(found)
 
 
 def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
@@ -209,8 +209,8 @@ class Verifier:
 
     def __init__(self, dtype: str, *, bound: float | None = None) -> None:
         """``bound`` replaces the measured bound."""
-        self._limit = LIMITS[dtype] if bound is None else bound
-        self._floor = FLOORS[dtype] if bound is None else bound
+        self._limit = NOISE_LIMITS[dtype] if bound is None else bound
+        self._floor = NOISE_FLOORS[dtype] if bound is None else bound
         self._verified: dict[str, EngineVerification] = {}
 
     async def check(self, server: ScoringServer, probe: Probe) -> str | None:

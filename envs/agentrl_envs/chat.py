@@ -8,10 +8,11 @@ therefore never rendered again, and never lose text that the template would stri
 The result is a `MarkedText`, a ``str`` that also stores its parts. The tokenizer encodes marks with special tokens. It
 encodes all other text (statements, program output) as plain text.
 
->>> text = MarkedText(Mark("<|im_end|>", ends_turn=True), Mark("\\n<|im_start|>user\\n"), "<|im_end|> is text here")
+>>> end, start = TemplateMark("<|im_end|>", ends_turn=True), TemplateMark("\\n<|im_start|>user\\n")
+>>> text = MarkedText(end, start, "<|im_end|> is text here")
 >>> text == "<|im_end|>\\n<|im_start|>user\\n<|im_end|> is text here"
 True
->>> parts_of(text)[2], parts_of("plain <|im_end|>")
+>>> text_and_marks(text)[2], text_and_marks("plain <|im_end|>")
 ('<|im_end|> is text here', ('plain <|im_end|>',))
 """
 
@@ -24,12 +25,12 @@ from dataclasses import dataclass
 from functools import partial
 
 from agentrl_envs.episode import EpisodeUsageError
-from agentrl_envs.tool_call_formats import HERMES, CallForm
+from agentrl_envs.tool_call_formats import HERMES, ToolCallFormat
 from agentrl_envs.types import ChatMessage, Problem
 
 
 @dataclass(frozen=True, slots=True)
-class Mark:
+class TemplateMark:
     """Text of a chat template. Only protocols create marks, never a model, a data set or a program.
 
     ``ends_turn`` is true for the end-of-turn marker, which is omitted if the model has already sampled it.
@@ -39,7 +40,7 @@ class Mark:
     ends_turn: bool = False
 
 
-Part = str | Mark
+Part = str | TemplateMark
 
 
 class MarkedText(str):
@@ -52,15 +53,15 @@ class MarkedText(str):
     messages: tuple[ChatMessage, ...]
 
     def __new__(cls, *parts: Part, messages: Sequence[ChatMessage] = ()) -> MarkedText:
-        text = super().__new__(cls, "".join(part.text if isinstance(part, Mark) else part for part in parts))
+        text = super().__new__(cls, "".join(part.text if isinstance(part, TemplateMark) else part for part in parts))
         text.parts = parts
         text.messages = tuple(messages)
         return text
 
-    def map_plain(self, change: Callable[[str], str]) -> MarkedText:
+    def map_unmarked(self, change: Callable[[str], str]) -> MarkedText:
         """Return a copy with ``change`` applied to the parts that are not marks."""
         return MarkedText(
-            *(part if isinstance(part, Mark) else change(part) for part in self.parts),
+            *(part if isinstance(part, TemplateMark) else change(part) for part in self.parts),
             messages=[{"role": one["role"], "content": change(one["content"])} for one in self.messages],
         )
 
@@ -68,7 +69,7 @@ class MarkedText(str):
         return partial(MarkedText, messages=self.messages), self.parts
 
 
-def parts_of(text: str) -> tuple[Part, ...]:
+def text_and_marks(text: str) -> tuple[Part, ...]:
     """Return the parts of a text. Plain text is a single part."""
     return text.parts if isinstance(text, MarkedText) else (text,)
 
@@ -100,7 +101,7 @@ class ChatFormat:
 
     >>> chat = ChatFormat(before_problem="<u>", after_problem="<a>", turn_end="<e>", before_response=".<t>",
     ...                   between_responses="|", after_response="</t><a>", user=(".<u>", "<a>"))
-    >>> chat.responses(["4", "5"]), chat.reply("Go on.")
+    >>> chat.format_tool_responses(["4", "5"]), chat.format_user_reply("Go on.")
     ('<e>.<t>4|5</t><a>', '<e>.<u>Go on.<a>')
     """
 
@@ -112,28 +113,30 @@ class ChatFormat:
     after_response: str = ""
     user: tuple[str, str] | None = None
     opening: Callable[[tuple[str, ...]], MessageTexts] | None = None
-    calls: CallForm = HERMES
+    calls: ToolCallFormat = HERMES
     quoted: bool = False
     system: str = ""
 
-    def prompt(self, problem: Problem, write: Callable[[str], str] = str) -> MarkedText:
+    def prompt(self, problem: Problem, add_instruction: Callable[[str], str] = str) -> MarkedText:
         """Return the problem's messages up to the start of the model's reply.
 
-        ``write`` adds the instruction to the last user message, which poses the problem. A problem without messages
-        becomes one user message.
+        ``add_instruction`` adds the instruction to the last user message, which poses the problem. A problem without
+        messages becomes one user message.
         """
         if not problem.messages or self.opening is None:
-            posed = write(problem.statement)
+            posed = add_instruction(problem.statement)
             whole = self._with_system([{"role": "user", "content": posed}])
-            return MarkedText(Mark(self.before_problem), posed, Mark(self.after_problem), messages=whole)
+            return MarkedText(
+                TemplateMark(self.before_problem), posed, TemplateMark(self.after_problem), messages=whole
+            )
         roles = tuple(message["role"] for message in problem.messages)
         contents = [message["content"] for message in problem.messages]
         asked = max((index for index, role in enumerate(roles) if role == "user"), default=len(roles) - 1)
-        contents[asked] = write(contents[asked])
+        contents[asked] = add_instruction(contents[asked])
         around = self.opening(roles)
-        parts: list[Part] = [Mark(around.texts[0])]
+        parts: list[Part] = [TemplateMark(around.texts[0])]
         for index, text in zip(around.order, around.texts[1:], strict=True):
-            parts += [contents[index], Mark(text)]
+            parts += [contents[index], TemplateMark(text)]
         messages: list[ChatMessage] = [
             {"role": role, "content": one} for role, one in zip(roles, contents, strict=True)
         ]
@@ -144,11 +147,11 @@ class ChatFormat:
         return messages if own else [{"role": "system", "content": self.system}, *messages]
 
     @property
-    def opens_thoughts(self) -> bool:
+    def opens_reasoning(self) -> bool:
         """True if the template writes the opening ``<think>`` of the model's turn."""
         return self.after_problem.rstrip().endswith("<think>")
 
-    def responses(self, texts: Sequence[str], ids: Sequence[str] = ()) -> MarkedText:
+    def format_tool_responses(self, texts: Sequence[str], ids: Sequence[str] = ()) -> MarkedText:
         """Return the text between two model turns: the turn's end, tool responses, and the start of the next turn.
 
         ``ids`` are the call ids that the model wrote, if any.
@@ -159,25 +162,25 @@ class ChatFormat:
         for number, text in enumerate(texts):
             own = ids[number] if number < len(ids) and _ID.fullmatch(ids[number]) else _DEFAULT_ID
             mark = self.between_responses if number else self.before_response
-            parts.append(Mark(mark.replace(CALL_ID, own if leads else last)))
+            parts.append(TemplateMark(mark.replace(CALL_ID, own if leads else last)))
             parts.append(json.dumps(text, ensure_ascii=False)[1:-1] if self.quoted else text)
             last = own
         messages: list[ChatMessage] = [{"role": "tool", "content": text} for text in texts]
-        return MarkedText(*parts, Mark(self.after_response.replace(CALL_ID, last)), messages=messages)
+        return MarkedText(*parts, TemplateMark(self.after_response.replace(CALL_ID, last)), messages=messages)
 
-    def reply(self, text: str) -> MarkedText:
+    def format_user_reply(self, text: str) -> MarkedText:
         """Return the text between two model turns: the turn's end, a user message, and the start of the next turn."""
         if self.user is None:
             raise EpisodeUsageError("this chat format cannot write a user message after a model turn: set user=")
         before, after = self.user
         message: ChatMessage = {"role": "user", "content": text}
-        return MarkedText(*self._ending(), Mark(before), text, Mark(after), messages=[message])
+        return MarkedText(*self._ending(), TemplateMark(before), text, TemplateMark(after), messages=[message])
 
     def _ending(self) -> list[Part]:
-        return [Mark(self.turn_end, ends_turn=True)] if self.turn_end else []
+        return [TemplateMark(self.turn_end, ends_turn=True)] if self.turn_end else []
 
 
-def plain_format(tools: Sequence[Mapping[str, object]], *, system: str = "") -> ChatFormat:
+def plain_text_format(tools: Sequence[Mapping[str, object]], *, system: str = "") -> ChatFormat:
     """Return a format without a chat template: tools as lines of JSON, calls and responses in plain tags."""
     lines = "".join(f"{json.dumps(tool, ensure_ascii=False)}\n" for tool in tools)
     preamble = f"{system}\n\n" if system else ""

@@ -22,7 +22,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from agentrl_envs.types import Ended, Problem, Step
 
-Played = TypeVar("Played")
+RolloutResult = TypeVar("RolloutResult")
 
 
 class AgentRLEnvError(Exception):
@@ -83,16 +83,16 @@ class Episode(Protocol):
 
 
 @runtime_checkable
-class NamesCalls(Protocol):
+class ReportsRunningCall(Protocol):
     """An episode that reports the running method call of a custom class."""
 
     @property
-    def calling(self) -> str:
+    def running_call(self) -> str:
         """Name of the running or abandoned call, or "" if there is none."""
         ...
 
 
-class Policy(Protocol[Played]):
+class Policy(Protocol[RolloutResult]):
     """The model's side of one rollout: encodes the prompt, samples turns and records observations.
 
     `end` returns the rollout: trajectories with token ids if an engine samples, or a transcript if an API endpoint
@@ -118,18 +118,18 @@ class Policy(Protocol[Played]):
         """
         ...
 
-    def fork(self) -> Sequence[Policy[Played]]:
+    def fork(self) -> Sequence[Policy[RolloutResult]]:
         """Return the policies of the branches in which the rollout continues, or () if it does not fork here.
 
         Called after each turn that did not end the rollout. Must depend only on the rollout so far.
         """
         ...
 
-    async def join(self, play: Callable[[Policy[Played]], Awaitable[Played]]) -> Played:
+    async def join(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
         """Play each branch of `fork` with `play`, and return the rollout with all of them."""
         ...
 
-    def end(self, ended: Ended) -> Played:
+    def end(self, ended: Ended) -> RolloutResult:
         """Return the finished rollout."""
         ...
 
@@ -160,7 +160,7 @@ class Environment(ABC):
     def episode(self, problem: Problem) -> Episode:
         """Create an episode of ``problem``. Must be cheap, because it is called thousands of times."""
 
-    async def rollout(self, problem: Problem, policy: Policy[Played]) -> Played:
+    async def rollout(self, problem: Problem, policy: Policy[RolloutResult]) -> RolloutResult:
         """Play one problem to its end by alternating between the episode and the policy.
 
         Raises UnavailableError if the episode fails for reasons outside the policy.
@@ -175,11 +175,11 @@ class Environment(ABC):
             policy.close()
             await episode.close()
 
-    async def _take_turns(self, episode: Episode, policy: Policy[Played]) -> Played:
+    async def _take_turns(self, episode: Episode, policy: Policy[RolloutResult]) -> RolloutResult:
         """Play turns until the rollout ends or forks. After a fork, play its branches to their ends."""
         forking = asyncio.Lock()
 
-        async def branch(child: Policy[Played]) -> Played:
+        async def branch(child: Policy[RolloutResult]) -> RolloutResult:
             async with forking, child.waiting(episode, "fork"):
                 twin = await episode.fork()
             try:

@@ -56,7 +56,7 @@ class EpisodeSandbox:
         self._opening = asyncio.Lock()
 
     @property
-    def fresh(self) -> bool:
+    def is_stateless(self) -> bool:
         """True if the next program starts without state from earlier programs."""
         return self._session is None
 
@@ -160,7 +160,7 @@ class EpisodeSandbox:
             raise UnavailableError(f"the sandbox failed {settings.sandbox_attempts} times: {error}") from error
 
 
-def call_of(execution: Execution) -> ToolCall:
+def tool_call_of_execution(execution: Execution) -> ToolCall:
     """Return the telemetry of a program's execution."""
     return ToolCall(
         outcome=execution.outcome.value,
@@ -171,7 +171,7 @@ def call_of(execution: Execution) -> ToolCall:
     )
 
 
-def failed_call(seconds: float) -> ToolCall:
+def infrastructure_failure_call(seconds: float) -> ToolCall:
     """Return the telemetry of a call that failed for reasons outside the policy."""
     return ToolCall(outcome=Outcome.INFRASTRUCTURE_FAILURE.value, seconds=seconds)
 

@@ -13,7 +13,7 @@ from agentrl_envs.episode import Environment
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import ParsedTurn, last_boxed
-from agentrl_envs.protocols.factory import in_chat
+from agentrl_envs.protocols.factory import wrap_in_chat_template
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
 from agentrl_envs.types import Ended, Problem
@@ -86,7 +86,9 @@ class ReasoningEnvironment(Environment):
         """
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
-        self._protocol = in_chat(ReasoningProtocol(instruction=self.settings.preamble), self.settings, chat)
+        self._protocol = wrap_in_chat_template(
+            ReasoningProtocol(instruction=self.settings.preamble), self.settings, chat
+        )
         self._episode_settings = SimpleTIRSettings(max_turns=1)
 
     def episode(self, problem: Problem) -> SimpleTIREpisode:

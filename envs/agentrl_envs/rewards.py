@@ -130,7 +130,7 @@ class Reward:
         self._threads = BlockingCalls(_THREADS, name="reward")
 
     @property
-    def wants_sandbox(self) -> bool:
+    def needs_sandbox(self) -> bool:
         """True if the function has a parameter ``sandbox``."""
         return bool(self._injected)
 
@@ -196,7 +196,7 @@ class Rewards:
 
     async def open(self) -> None:
         """Open a sandbox if a function requires it. Raises `agentrl_sandbox.client.SandboxError`."""
-        if self._sandbox is None and any(function.wants_sandbox for function in self._functions):
+        if self._sandbox is None and any(function.needs_sandbox for function in self._functions):
             self._sandbox = await open_sandbox(self._settings)
 
     async def close(self) -> None:

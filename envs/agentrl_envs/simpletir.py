@@ -17,10 +17,10 @@ from pydantic import BaseModel
 
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
-from agentrl_envs.execution import EpisodeSandbox, call_of, failed_call
+from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call, tool_call_of_execution
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
-from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest, clip
+from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest, truncate_output
 from agentrl_envs.protocols.factory import TITLES, make_protocol
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.threads import BlockingCalls
@@ -103,7 +103,7 @@ class SimpleTIREpisode:
             step = await self._play(action)
         except UnavailableError as error:
             logger.warning("problem %s: %s", self.problem.id, error)
-            call = failed_call(error.seconds)
+            call = infrastructure_failure_call(error.seconds)
             step = Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=(call,))
         if step.ended is not None:
             self._state = "ended"
@@ -149,7 +149,7 @@ class SimpleTIREpisode:
     async def _run(self, program: str, action: str, text_answer: str | None) -> Step:
         """Execute the turn's program. A printed answer takes precedence over an answer in the model's text."""
         execution = await self._execute(program)
-        call = call_of(execution)
+        call = tool_call_of_execution(execution)
         observation = self._protocol.observation(action, [self._shown(execution)])
         answer = self._protocol.printed_answer(execution.stdout) or text_answer
         if answer is not None:
@@ -173,10 +173,10 @@ class SimpleTIREpisode:
             return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
         if request.name == PYTHON:
             execution = await self._execute(str(request.arguments["code"]))
-            return self._shown(execution), call_of(execution)
+            return self._shown(execution), tool_call_of_execution(execution)
         assert self._episode_tools is not None
         result, call = await self._episode_tools.call(request.name, request.arguments)
-        return clip(result, self._settings.observation_limit), call
+        return truncate_output(result, self._settings.observation_limit), call
 
     async def _execute(self, program: str) -> Execution:
         """Run a program after the problem's setup. Raises UnavailableError."""
@@ -186,7 +186,7 @@ class SimpleTIREpisode:
         if self._settings.interpreter == "session" and problem.setup:
             # Run the setup as a separate program, so that a syntax error in the first program does not discard it.
             async with self._setup:
-                if self._sandbox.fresh:
+                if self._sandbox.is_stateless:
                     await self._sandbox.execute(problem.setup)
             problem = replace(problem, setup="")
         return await self._sandbox.execute(self._protocol.runnable(problem, program))
@@ -301,7 +301,7 @@ class SimpleTIREnvironment(Environment):
 
     @property
     def _runs_programs(self) -> bool:
-        return self.settings.protocol != "hermes" or self._tools.runs_programs
+        return self.settings.protocol != "hermes" or self._tools.needs_sandbox
 
     def _opened(self) -> Sandbox:
         if self._sandbox is None:
@@ -332,7 +332,7 @@ class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
             return TemplateUse(
                 settings=settings,
                 setting="environment.protocol=hermes",
-                tools=[schema.as_function() for schema in _tools(settings).schemas],
+                tools=[schema.as_openai_function() for schema in _tools(settings).schemas],
                 rerendered=settings.history == "template",
             )
         if settings.chat != "always":

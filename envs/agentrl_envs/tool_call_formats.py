@@ -10,7 +10,7 @@ r"""Formats of tool calls, with one parser per format, for protocols and the gat
 A parser returns every attempted call in order. The caller checks names and arguments against its tools.
 
 >>> turn = '<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>'
->>> [(call.name, call.arguments) for call in CALL_FORMS["hermes"].find(turn)]
+>>> [(call.name, call.arguments) for call in TOOL_CALL_FORMATS["hermes"].find_calls(turn)]
 [('add', {'a': 1})]
 """
 
@@ -28,14 +28,14 @@ _CONSTANTS = {"True": True, "False": False, "None": None, "null": None}
 """Python constants, which templates of the Qwen3-Coder family write instead of JSON constants."""
 
 
-def parameter_value(text: str, name: str, parameters: Mapping[str, object] | None) -> object:
+def parse_parameter(text: str, name: str, parameters: Mapping[str, object] | None) -> object:
     """Convert unquoted text to the type of the parameter ``name`` in the JSON schema ``parameters``.
 
     Returns the text itself if the schema accepts it, otherwise the JSON value that the text represents. If the schema
     accepts neither, the text is returned unchanged.
 
     >>> schema = {"type": "object", "properties": {"n": {"type": "integer"}, "s": {"type": "string"}}}
-    >>> parameter_value("5", "n", schema), parameter_value("5", "s", schema), parameter_value("x", "n", schema)
+    >>> parse_parameter("5", "n", schema), parse_parameter("5", "s", schema), parse_parameter("x", "n", schema)
     (5, '5', 'x')
     """
     properties = (parameters or {}).get("properties")
@@ -94,7 +94,7 @@ def _unknown(name: str) -> None:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class CallForm:
+class ToolCallFormat:
     """A format of tool calls.
 
     ``key`` is the name of the arguments in messages. ``tokens`` are strings that may be special tokens.
@@ -105,7 +105,7 @@ class CallForm:
     key: str = "arguments"
     tokens: tuple[str, ...] = ()
 
-    def find(self, text: str, parameters: Parameters = _unknown) -> list[ParsedCall]:
+    def find_calls(self, text: str, parameters: Parameters = _unknown) -> list[ParsedCall]:
         """Return every attempted call.
 
         ``parameters`` returns the schemas for formats whose values have no explicit type.
@@ -113,7 +113,7 @@ class CallForm:
         return list(self.reader(text, parameters))
 
 
-def without_calls(text: str, calls: Sequence[ParsedCall]) -> str:
+def remove_calls(text: str, calls: Sequence[ParsedCall]) -> str:
     """Return the text outside the calls."""
     kept, position = [], 0
     for call in calls:
@@ -158,7 +158,7 @@ def _qwen_coder(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
             yield ParsedCall(start=start, end=position, error=error)
             continue
         schema = parameters(match["name"])
-        arguments = {name: parameter_value(value, name, schema) for name, value in written}
+        arguments = {name: parse_parameter(value, name, schema) for name, value in written}
         yield ParsedCall(start=start, end=position, name=match["name"], arguments=arguments)
 
 
@@ -234,16 +234,16 @@ def _read_json(text: str, start: int) -> tuple[object, int | None]:
         return None, None
 
 
-CALL_FORMS: Mapping[str, CallForm] = {
+TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     form.name: form
     for form in (
-        CallForm(name="hermes", reader=_hermes, tokens=(_OPEN, _CLOSE)),
-        CallForm(name="qwen_coder", reader=_qwen_coder, tokens=(_OPEN, _CLOSE)),
-        CallForm(name="mistral", reader=_mistral, tokens=(_LIST, "[CALL_ID]", "[ARGS]")),
-        CallForm(name="llama", reader=_llama, key="parameters", tokens=(_PYTHON_TAG,)),
+        ToolCallFormat(name="hermes", reader=_hermes, tokens=(_OPEN, _CLOSE)),
+        ToolCallFormat(name="qwen_coder", reader=_qwen_coder, tokens=(_OPEN, _CLOSE)),
+        ToolCallFormat(name="mistral", reader=_mistral, tokens=(_LIST, "[CALL_ID]", "[ARGS]")),
+        ToolCallFormat(name="llama", reader=_llama, key="parameters", tokens=(_PYTHON_TAG,)),
     )
 }
 """The formats by name."""
 
-HERMES = CALL_FORMS["hermes"]
+HERMES = TOOL_CALL_FORMATS["hermes"]
 """The format for models without a chat template."""

@@ -22,7 +22,7 @@ class _SharedRun:
     waiters: int = 0
 
 
-class Once:
+class SharedRuns:
     """Shares one run between calls with equal keys. Infrastructure failures are not cached, so that a retry can run.
 
     The latest results are cached, up to ``remembered_bytes`` of output and files.
@@ -58,7 +58,7 @@ class Once:
                 shared.task.cancel()
                 del self._running[key]
 
-    async def wait_finished(self) -> None:
+    async def wait_until_finished(self) -> None:
         if self._tasks:
             await asyncio.wait(self._tasks)
 
@@ -89,19 +89,19 @@ _REMEMBERED = 65_536  # limit of live sessions, whose end may have been missed, 
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class BookedSession(Generic[_Home, _Key]):
-    """An open session: its server or runner (``home``), and its identifier there (``number``)."""
+class OpenSession(Generic[_Home, _Key]):
+    """An open session: its server or runner (``owner``), and its identifier there (``identifier``)."""
 
-    home: _Home
-    number: _Key
+    owner: _Home
+    identifier: _Key
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class SessionBook(Generic[_Home, _Key]):
+class SessionRegistry(Generic[_Home, _Key]):
     """Open and ended sessions of one client, by name."""
 
     def __init__(self) -> None:
-        self._live: OrderedDict[str, BookedSession[_Home, _Key]] = OrderedDict()
+        self._live: OrderedDict[str, OpenSession[_Home, _Key]] = OrderedDict()
         self._ended: OrderedDict[str, str] = OrderedDict()  # name -> reason
 
     def __len__(self) -> int:
@@ -110,19 +110,19 @@ class SessionBook(Generic[_Home, _Key]):
     def add(self, home: _Home, number: _Key, name: str | None = None) -> str:
         """Add an open session and return its name, by default a new random name that cannot be guessed."""
         name = name or secrets.token_hex(16)
-        self._live[name] = BookedSession(home=home, number=number)
+        self._live[name] = OpenSession(owner=home, identifier=number)
         if len(self._live) > _REMEMBERED:
             self._live.popitem(last=False)
         return name
 
-    def homes(self) -> list[_Home]:
-        return [session.home for session in self._live.values()]
+    def owners(self) -> list[_Home]:
+        return [session.owner for session in self._live.values()]
 
-    def find(self, name: str) -> BookedSession[_Home, _Key]:
+    def find(self, name: str) -> OpenSession[_Home, _Key]:
         """Return the open session with this name. Raises UnknownSessionError if no session has it."""
         session = self._live.get(name)
         if session is None:
-            raise self.gone(name, "it was never opened")
+            raise self.end_with_error(name, "it was never opened")
         self._live.move_to_end(name)
         return session
 
@@ -130,12 +130,12 @@ class SessionBook(Generic[_Home, _Key]):
         return name in self._ended
 
     @asynccontextmanager
-    async def turn(self, name: str) -> AsyncIterator[BookedSession[_Home, _Key]]:
+    async def exclusive_use(self, name: str) -> AsyncIterator[OpenSession[_Home, _Key]]:
         """Wait for exclusive use of a session. Raises UnknownSessionError if it does not exist or ends meanwhile."""
         async with self.find(name).lock:
             yield self.find(name)  # it may have ended meanwhile
 
-    def end(self, name: str, why: str) -> None:
+    def record_end(self, name: str, why: str) -> None:
         """Record that a session has ended. Only the first reason is kept."""
         if self._live.pop(name, None) is None:
             return
@@ -143,13 +143,13 @@ class SessionBook(Generic[_Home, _Key]):
         if len(self._ended) > _REMEMBERED:
             self._ended.popitem(last=False)
 
-    def end_at(self, home: _Home, why: str, number: _Key | None = None) -> None:
+    def record_end_at_owner(self, home: _Home, why: str, number: _Key | None = None) -> None:
         """Record the end of the session ``number`` at ``home``, or of all sessions there if ``number`` is None."""
         for name, session in list(self._live.items()):
-            if session.home is home and number in (None, session.number):
-                self.end(name, why)
+            if session.owner is home and number in (None, session.identifier):
+                self.record_end(name, why)
 
-    def gone(self, name: str, why: str) -> UnknownSessionError:
+    def end_with_error(self, name: str, why: str) -> UnknownSessionError:
         """End a session and return the error to raise for it. Only the first reason is kept."""
-        self.end(name, why)
+        self.record_end(name, why)
         return UnknownSessionError(f"no session {name!r}: {self._ended.get(name, why)}")

@@ -3,13 +3,13 @@
 A frame consists of lengths, a JSON header, and binary blobs.
 
 >>> frames = FrameBuffer[dict[str, object]]()
->>> frames.feed(pack({"id": 1}, b"abc", b""))
+>>> frames.feed(pack_frame({"id": 1}, b"abc", b""))
 [({'id': 1}, [b'abc', b''])]
 
 Names of files in a scratch directory are relative paths inside it.
 
->>> check_names(["data/points.csv", "notes"])
->>> check_names(["../secret"])
+>>> check_file_names(["data/points.csv", "notes"])
+>>> check_file_names(["../secret"])
 Traceback (most recent call last):
 ValueError: invalid file name '../secret': a component is '..'; a name is a relative path such as 'data/points.csv'
 """
@@ -40,7 +40,7 @@ class FrameError(ValueError):
     """The received bytes are not valid frames."""
 
 
-def pack(header: Mapping[str, object], *blobs: bytes) -> bytes:
+def pack_frame(header: Mapping[str, object], *blobs: bytes) -> bytes:
     whole = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
     # Escapes could triple the size of file names, which the size limits of messages do not account for.
     text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
@@ -93,7 +93,7 @@ def _unpack(body: bytes, header_size: int) -> tuple[Any, list[bytes]]:
     return header, blobs
 
 
-def fail_all(futures: Iterable[asyncio.Future[Any]], error: Exception) -> None:
+def fail_futures(futures: Iterable[asyncio.Future[Any]], error: Exception) -> None:
     """Set an exception on all pending futures, without warnings if nothing awaits them."""
     for future in futures:
         if not future.done():
@@ -101,15 +101,15 @@ def fail_all(futures: Iterable[asyncio.Future[Any]], error: Exception) -> None:
             future.exception()
 
 
-MOST_FILES = 1024
+MAX_FILES = 1024
 _DEEPEST = 32
 _LONGEST = 255  # bytes of a component
-LONGEST_NAME = 4096
+MAX_NAME_LENGTH = 4096
 """Maximum length of a complete name in characters."""
 _PAGE = 4096
 
 
-def check_names(names: Iterable[str]) -> None:
+def check_file_names(names: Iterable[str]) -> None:
     """Raise ValueError if a name is not a relative path inside the directory, or if there are too many names."""
     count = 0
     for name in names:
@@ -117,21 +117,21 @@ def check_names(names: Iterable[str]) -> None:
         why = _fault(name)
         if why:
             raise ValueError(f"invalid file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
-    if count > MOST_FILES:
-        raise ValueError(f"{count} files; at most {MOST_FILES} are allowed")
+    if count > MAX_FILES:
+        raise ValueError(f"{count} files; at most {MAX_FILES} are allowed")
 
 
-def check_files(files: Mapping[str, bytes], room: int) -> None:
-    """Raise ValueError for invalid or conflicting names, or if the files exceed ``room`` bytes."""
-    check_names(files)
+def check_files(files: Mapping[str, bytes], max_bytes: int) -> None:
+    """Raise ValueError for invalid or conflicting names, or if the files exceed ``max_bytes`` bytes."""
+    check_file_names(files)
     for name in files:
         parts = name.split("/")
         for end in range(1, len(parts)):
             if "/".join(parts[:end]) in files:
                 raise ValueError(f"invalid file name {name!r}: {'/'.join(parts[:end])!r} is a file, not a directory")
     needed = sum(-(-len(content) // _PAGE) * _PAGE for content in files.values())
-    if needed > room:
-        raise ValueError(f"the files take {needed} bytes, but the scratch directory has {room}: raise scratch_mb")
+    if needed > max_bytes:
+        raise ValueError(f"the files take {needed} bytes, but the scratch directory has {max_bytes}: raise scratch_mb")
 
 
 def _fault(name: str) -> str:
@@ -141,8 +141,8 @@ def _fault(name: str) -> str:
         return "it contains a NUL"
     if name.startswith("/"):
         return "it is absolute"
-    if len(name) > LONGEST_NAME:
-        return f"it is longer than {LONGEST_NAME} characters"
+    if len(name) > MAX_NAME_LENGTH:
+        return f"it is longer than {MAX_NAME_LENGTH} characters"
     parts = name.split("/")
     if len(parts) > _DEEPEST:
         return f"it has more than {_DEEPEST} components"
@@ -158,7 +158,7 @@ def _fault(name: str) -> str:
     return ""
 
 
-class ImpossibleCallError(ValueError):
+class InvalidCallError(ValueError):
     """A call's arguments are invalid: the timeout, the path of a file, or the size."""
 
 
@@ -262,7 +262,7 @@ class CallSandbox(Sandbox, ABC):
         """Run one program. Equal calls with the same ``request_id`` share a run."""
 
 
-def checked_timeout(seconds: float) -> float:
+def validate_timeout(seconds: float) -> float:
     """Return ``seconds`` if it is a valid timeout. Raises ValueError otherwise."""
     if not 0 < seconds <= 3600:
         raise ValueError(f"timeout must be above 0 and at most 3600 seconds; got {seconds}")

@@ -77,9 +77,9 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
     if len(settings.addresses) > 1:
         from agentrl_sandbox.several import SeveralSandboxes
 
-        return await SeveralSandboxes(settings).opened()
+        return await SeveralSandboxes(settings).check_or_close()
     if settings.scheme in ("http", "https"):
         from agentrl_sandbox.http import HttpSandbox
 
-        return await HttpSandbox(settings).opened()
+        return await HttpSandbox(settings).check_or_close()
     return await open_local(settings)

@@ -18,11 +18,10 @@ from typing import Any, Generic, Self, TypeVar
 
 import httpx
 
-from agentrl_sandbox.call import Call, CallSandbox, checked_timeout, to_base64
+from agentrl_sandbox.call import Call, CallSandbox, to_base64, validate_timeout
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import (
     PROPERTIES,
-    AbsentError,
     BusyError,
     ClosedError,
     Execution,
@@ -35,6 +34,7 @@ from agentrl_sandbox.types import (
     StartError,
     UnisolatedError,
     UnknownSessionError,
+    UnreachableServiceError,
     failed_execution,
 )
 
@@ -74,14 +74,14 @@ class RetryTimer:
         self._pause = _FIRST_PAUSE
 
     @property
-    def left(self) -> float:
+    def seconds_left(self) -> float:
         """Seconds until the deadline, at least 0."""
         return max(0.0, self._deadline - time.monotonic())
 
     async def pause(self, busy: BusyError, late: str) -> None:
         """Sleep before the next attempt. Raises BusyError, prefixed with ``late``, if the deadline is too close."""
         seconds = max(self._pause, busy.retry_after) * random.uniform(0.5, 1.5)
-        if seconds > self.left:
+        if seconds > self.seconds_left:
             raise BusyError(f"{late}: {busy}") from busy
         await asyncio.sleep(seconds)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
@@ -94,7 +94,7 @@ class ServiceSandbox(CallSandbox, ABC):
         self._settings = settings
         self._closed = False
 
-    async def opened(self) -> Self:
+    async def check_or_close(self) -> Self:
         """Return this sandbox after ``check``, or close it. Raises the errors of ``check``."""
         try:
             await self.check()
@@ -166,9 +166,9 @@ class HttpSandbox(ServiceSandbox):
 
         Raises StartError, UnisolatedError or RefusedError.
         """
-        await self.verify(await self._ready())
+        await self.check_state(await self._ready())
 
-    async def verify(self, state: JsonObject) -> None:
+    async def check_state(self, state: JsonObject) -> None:
         """Check the isolation and limits reported by the service, and run a program. Raises the errors of ``check``."""
         self._isolation = _isolation(state)
         missing = self._isolation.missing
@@ -185,8 +185,11 @@ class HttpSandbox(ServiceSandbox):
         for connection in (*self._idle, *self._busy):
             await connection.aclose()
 
-    async def once(self, request: ServiceRequest[_T]) -> _T:
-        """Send a request without retries. Raises BusyError if a retry may help (AbsentError: no response)."""
+    async def send_once(self, request: ServiceRequest[_T]) -> _T:
+        """Send a request without retries.
+
+        Raises BusyError if a retry may help (UnreachableServiceError: no response).
+        """
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a sandbox belongs to the event loop that opened it: open another sandbox in this loop")
         async with self._room:
@@ -203,8 +206,8 @@ class HttpSandbox(ServiceSandbox):
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         while True:
             try:
-                return await self.once(request)
-            except AbsentError as error:
+                return await self.send_once(request)
+            except UnreachableServiceError as error:
                 self._warn_absent(error)
                 busy: BusyError = error
             except BusyError as error:
@@ -235,7 +238,7 @@ class HttpSandbox(ServiceSandbox):
                 await response.aclose()
         except httpx.TransportError as error:
             begun = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-            raise AbsentError(f"{type(error).__name__}: {error}", begun=begun) from error
+            raise UnreachableServiceError(f"{type(error).__name__}: {error}", begun=begun) from error
         finally:
             self._busy.discard(connection)
             self._idle.append(connection)
@@ -247,7 +250,7 @@ class HttpSandbox(ServiceSandbox):
         except ValueError as error:  # not text, or not JSON
             raise BusyError(f"{self._settings.url} sent a response that is not JSON: {error}") from error
 
-    def _warn_absent(self, error: AbsentError) -> None:
+    def _warn_absent(self, error: UnreachableServiceError) -> None:
         """Log one warning per outage. Calls that wait log nothing until their retry deadline."""
         if not self._absent and not self._closed:
             self._absent = True
@@ -312,7 +315,7 @@ class HttpSandbox(ServiceSandbox):
 
 def run_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
     """Build the request that runs a program. ``default``: timeout in s. Raises ValueError for an invalid timeout."""
-    seconds = checked_timeout(default if call.timeout is None else call.timeout)
+    seconds = validate_timeout(default if call.timeout is None else call.timeout)
     body = {
         "program": call.program,
         "timeout": seconds,

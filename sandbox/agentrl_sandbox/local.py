@@ -21,20 +21,20 @@ from pathlib import Path
 from typing import IO
 
 import agentrl_sandbox
-from agentrl_sandbox.bookkeeping import Once, SessionBook
+from agentrl_sandbox.bookkeeping import SessionRegistry, SharedRuns
 from agentrl_sandbox.call import (
     Call,
     CallSandbox,
     Frame,
     FrameBuffer,
+    check_file_names,
     check_files,
-    check_names,
-    checked_timeout,
-    fail_all,
-    pack,
+    fail_futures,
+    pack_frame,
     read_execution,
+    validate_timeout,
 )
-from agentrl_sandbox.probes import probe
+from agentrl_sandbox.probes import probe_isolation
 from agentrl_sandbox.runner.config import ENVIRONMENT, RunnerConfig, ServerReply, python_command
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import (
@@ -55,7 +55,7 @@ _START_SECONDS = 60.0  # for importing SymPy from a cold disk
 _END_SECONDS = 15.0  # for a server to exit; without namespaces, it first removes the files of programs
 
 
-class ServerGoneError(ConnectionError):
+class ServerExitedError(ConnectionError):
     """The server exited while programs waited for it."""
 
 
@@ -99,8 +99,8 @@ class ForkServerProcess(asyncio.Protocol):
         try:
             await asyncio.get_running_loop().create_connection(lambda: server, sock=ours)
             why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
-        except (ServerGoneError, TimeoutError) as error:
-            raise StartError(await server.fail(str(error))) from error
+        except (ServerExitedError, TimeoutError) as error:
+            raise StartError(await server.close_with_message(str(error))) from error
         except asyncio.CancelledError:
             if server._transport is None:
                 ours.close()
@@ -112,14 +112,14 @@ class ForkServerProcess(asyncio.Protocol):
             raise StartError(why)
         return server
 
-    async def warm(self) -> None:
+    async def wait_until_warm(self) -> None:
         """Wait until both interpreters are warm. Raises StartError if the server exits or takes too long."""
         try:
             await asyncio.wait_for(asyncio.shield(self.ready), _START_SECONDS)
-        except (ServerGoneError, TimeoutError) as error:
-            raise StartError(await self.fail(str(error))) from error
+        except (ServerExitedError, TimeoutError) as error:
+            raise StartError(await self.close_with_message(str(error))) from error
 
-    async def fail(self, what: str) -> str:
+    async def close_with_message(self, what: str) -> str:
         """Close the server. Returns an error message with the server's last line of output."""
         self._messages.seek(0)
         last = self._messages.read().decode("utf-8", "replace").strip().splitlines()[-1:]
@@ -129,7 +129,7 @@ class ForkServerProcess(asyncio.Protocol):
     async def run(self, call: Call, session: int | None) -> Execution:
         """Run one program and wait for its end.
 
-        Raises ServerGoneError, TimeoutError or, in a session, ServerRefusedError.
+        Raises ServerExitedError, TimeoutError or, in a session, ServerRefusedError.
         """
         header, blobs = call.frame()
         return read_execution(
@@ -137,13 +137,13 @@ class ForkServerProcess(asyncio.Protocol):
         )
 
     async def request(self, operation: str, session: int, **more: int) -> None:
-        """Open, fork or close a session. Raises ServerGoneError, TimeoutError or ServerRefusedError."""
+        """Open, fork or close a session. Raises ServerExitedError, TimeoutError or ServerRefusedError."""
         await self._request({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
         """End an abandoned session without waiting."""
         if self._transport is not None and not self.gone:
-            self._transport.write(pack({"op": "close", "id": 0, "number": session}))
+            self._transport.write(pack_frame({"op": "close", "id": 0, "number": session}))
 
     async def _request(self, header: Mapping[str, object], blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
         """Send one message and wait for the answer.
@@ -152,11 +152,11 @@ class ForkServerProcess(asyncio.Protocol):
         the socket are read before the server counts as hung.
         """
         if self._transport is None or self.gone:
-            raise ServerGoneError("the sandbox's server has exited")
+            raise ServerExitedError("the sandbox's server has exited")
         identifier = next(self._identifiers)
         future: asyncio.Future[Frame[ServerReply]] = asyncio.get_running_loop().create_future()
         self._waiting[identifier] = future
-        self._transport.write(pack({**header, "id": identifier}, *blobs))
+        self._transport.write(pack_frame({**header, "id": identifier}, *blobs))
         try:
             for seconds in (timeout, _GRACE_SECONDS):
                 done, _ = await asyncio.wait((future,), timeout=seconds)
@@ -168,7 +168,7 @@ class ForkServerProcess(asyncio.Protocol):
             raise TimeoutError(f"no answer {_GRACE_SECONDS:g} s after the deadline")
         finally:
             if self._waiting.pop(identifier, None) is not None and not self.gone:
-                self._transport.write(pack({"op": "cancel", "id": identifier}))
+                self._transport.write(pack_frame({"op": "cancel", "id": identifier}))
 
     async def close(self) -> None:
         if self._transport is not None:
@@ -198,7 +198,9 @@ class ForkServerProcess(asyncio.Protocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self.gone = True
-        fail_all((self.hello, self.ready, *self._waiting.values()), ServerGoneError("the sandbox's server exited"))
+        fail_futures(
+            (self.hello, self.ready, *self._waiting.values()), ServerExitedError("the sandbox's server exited")
+        )
         if not self._closed.done():
             self._closed.set_result(None)
         self.on_gone()
@@ -265,8 +267,8 @@ class LocalSandbox(CallSandbox):
         self._isolation = Isolation(layers={}, mode=config.isolate)
         self._numbers = itertools.count(1)  # of sessions
         self._room = asyncio.Semaphore(settings.concurrency)
-        self._once = Once()
-        self._sessions = SessionBook[ForkServerProcess, int]()
+        self._once = SharedRuns()
+        self._sessions = SessionRegistry[ForkServerProcess, int]()
         self._server = server
         self._restarting = asyncio.Lock()
         self._closed = False
@@ -283,9 +285,9 @@ class LocalSandbox(CallSandbox):
         another event loop.
         """
         self._check_open()
-        seconds = checked_timeout(self._settings.timeout if call.timeout is None else call.timeout)
+        seconds = validate_timeout(self._settings.timeout if call.timeout is None else call.timeout)
         check_files(call.files, self._settings.scratch_mb << 20)
-        check_names(call.fetch_files)
+        check_file_names(call.fetch_files)
         call = replace(call, timeout=seconds, fetch_files=tuple(dict.fromkeys(call.fetch_files)))
         if request_id is None:
             return await self._run(call)
@@ -297,34 +299,34 @@ class LocalSandbox(CallSandbox):
             server = await self._running_server()
             number = next(self._numbers)
             await self._request_session(server, number, "open", number)
-        except (ServerRefusedError, ServerGoneError, TimeoutError) as error:
+        except (ServerRefusedError, ServerExitedError, TimeoutError) as error:
             raise SandboxError(f"cannot open a session: {error}") from error
         return self._sessions.add(server, number)
 
     async def fork_session(self, session: str) -> str:
         """Fork a session after its program has ended; see ``Sandbox.fork_session``."""
         self._check_open()
-        async with self._sessions.turn(session) as origin:
+        async with self._sessions.exclusive_use(session) as origin:
             number = next(self._numbers)
             try:
-                await self._request_session(origin.home, number, "fork", origin.number, fork=number)
+                await self._request_session(origin.owner, number, "fork", origin.identifier, fork=number)
             except ServerRefusedError as refused:
                 if refused.kind == "fork":
                     raise SessionForkError(f"session {session!r} could not be forked: {refused.why}") from refused
-                raise self._sessions.gone(session, refused.why) from refused
-            except (ServerGoneError, TimeoutError) as error:
+                raise self._sessions.end_with_error(session, refused.why) from refused
+            except (ServerExitedError, TimeoutError) as error:
                 raise SandboxError(f"session {session!r} could not be forked: {error}") from error
-            return self._sessions.add(origin.home, number)
+            return self._sessions.add(origin.owner, number)
 
     async def close_session(self, session: str) -> None:
         self._check_open()
         if self._sessions.has_ended(session):
             return
         live = self._sessions.find(session)
-        self._sessions.end(session, "it was closed")
+        self._sessions.record_end(session, "it was closed")
         try:
-            await live.home.request("close", live.number)
-        except ServerGoneError:
+            await live.owner.request("close", live.identifier)
+        except ServerExitedError:
             return  # the session ended with its server
         except TimeoutError as error:
             raise SandboxError(f"session {session!r} did not end: {error}") from error
@@ -335,7 +337,7 @@ class LocalSandbox(CallSandbox):
         self._closed = True
         async with self._restarting:
             await self._server.close()
-        await self._once.wait_finished()
+        await self._once.wait_until_finished()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
         """Probe all properties. Raises UnisolatedError if a property is missing, unless the settings allow it.
@@ -343,7 +345,7 @@ class LocalSandbox(CallSandbox):
         ``reasons`` explain why stronger isolation modes are unavailable.
         """
         mode, layers = self._config.isolate, self._server.layers
-        self._isolation = await probe(self, mode=mode, layers=layers, settings=self._settings)
+        self._isolation = await probe_isolation(self, mode=mode, layers=layers, settings=self._settings)
         if self._isolation.missing and not self._settings.allow_unisolated:
             why = f"{'; '.join(('the attack of a probe succeeded', *reasons))}. Fix: {_FIX}"
             raise UnisolatedError("the sandbox cannot isolate programs on this machine", self._isolation.missing, why)
@@ -358,18 +360,18 @@ class LocalSandbox(CallSandbox):
         if call.session is None:
             async with self._room:
                 return await self._run_on(None, None, call)
-        async with self._sessions.turn(call.session) as live, self._room:
+        async with self._sessions.exclusive_use(call.session) as live, self._room:
             try:
-                return await self._run_on(live.home, live.number, call)
+                return await self._run_on(live.owner, live.identifier, call)
             except ServerRefusedError as refused:
-                raise self._sessions.gone(call.session, refused.why) from refused
+                raise self._sessions.end_with_error(call.session, refused.why) from refused
 
     async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
         started = time.monotonic()
         try:
             server = server or await self._running_server()
             return await server.run(call, session)
-        except (ServerGoneError, StartError) as error:
+        except (ServerExitedError, StartError) as error:
             return failed_execution(str(error), started)
         except TimeoutError:
             assert server is not None
@@ -389,21 +391,21 @@ class LocalSandbox(CallSandbox):
             raise
 
     async def _running_server(self) -> ForkServerProcess:
-        """Return the server, restarted if it exited. Raises StartError, and ServerGoneError after ``close``."""
+        """Return the server, restarted if it exited. Raises StartError, and ServerExitedError after ``close``."""
         async with self._restarting:
             if self._closed:
-                raise ServerGoneError("the sandbox was closed")
+                raise ServerExitedError("the sandbox was closed")
             if self._server.gone:
                 await self._server.close()  # before another server runs programs as the same users
-                config = replace(self._config, first_user=first_user(self._settings))
+                config = replace(self._config, first_user=choose_first_user(self._settings))
                 self._server = await ForkServerProcess.start(config)
                 self._follow(self._server)
-                await self._server.warm()
+                await self._server.wait_until_warm()
             return self._server
 
     def _follow(self, server: ForkServerProcess) -> None:
-        server.on_session_ended = lambda number, why: self._sessions.end_at(server, why, number)
-        server.on_gone = functools.partial(self._sessions.end_at, server, "the sandbox's server exited")
+        server.on_session_ended = lambda number, why: self._sessions.record_end_at_owner(server, why, number)
+        server.on_gone = functools.partial(self._sessions.record_end_at_owner, server, "the sandbox's server exited")
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
@@ -427,7 +429,7 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
         break
     sandbox = LocalSandbox(settings, config, server)
     try:
-        await asyncio.gather(server.warm(), sandbox.check(reasons))
+        await asyncio.gather(server.wait_until_warm(), sandbox.check(reasons))
     except BaseException:
         await sandbox.close()
         raise
@@ -450,11 +452,11 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
         package_path=str(package.parent),
         readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
         client_pid=os.getpid(),
-        first_user=first_user(settings),
+        first_user=choose_first_user(settings),
     )
 
 
-def first_user(settings: SandboxSettings) -> int:
+def choose_first_user(settings: SandboxSettings) -> int:
     """Return the first user id of a server's programs: the configured id, or a random id.
 
     Raises StartError if the user ids of this machine cannot be read.
@@ -462,12 +464,12 @@ def first_user(settings: SandboxSettings) -> int:
     if settings.first_user is not None:
         return settings.first_user
     try:
-        return free_users()
+        return draw_free_users()
     except OSError as error:
         raise StartError(f"cannot choose user ids for the sandbox's server: {error}") from error
 
 
-def free_users() -> int:
+def draw_free_users() -> int:
     """Draw the first of ``_STEP`` user ids that are most likely unused on this host."""
     numbers = _USERS if _is_mapped(_USERS.stop - 1) else _FEW_USERS
     return random.SystemRandom().randrange(numbers.start, numbers.stop - _STEP, _STEP)

@@ -26,13 +26,13 @@ from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, San
 # The layers that provide each property, by mode and kernel. The probes verify them.
 
 
-def layers_of(mode: str, found: Mapping[str, int]) -> dict[str, str]:
+def layers_by_property(mode: str, found: Mapping[str, int]) -> dict[str, str]:
     """Return the layers that provide each property on this machine, strongest first.
 
     >>> found = {"landlock": 4, "seccomp": 1, "separate_users": 0}
-    >>> layers_of("none", found)["no_network"]
+    >>> layers_by_property("none", found)["no_network"]
     'seccomp, Landlock'
-    >>> layers_of("none", found)["no_foreign_signals"]
+    >>> layers_by_property("none", found)["no_foreign_signals"]
     'nothing here'
     """
     spaces = mode != "none"
@@ -212,11 +212,13 @@ Look = Callable[[int], Awaitable[bool]]
 class InconclusiveProbeError(Exception):
     """A probe's program ended without a conclusive result."""
 
-    def __init__(self, ran: Execution) -> None:
-        super().__init__(" ".join([ran.outcome.value, *ran.stderr.strip().splitlines()[-1:]]))
+    def __init__(self, execution: Execution) -> None:
+        super().__init__(" ".join([execution.outcome.value, *execution.stderr.strip().splitlines()[-1:]]))
 
 
-async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], settings: SandboxSettings) -> Isolation:
+async def probe_isolation(
+    sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], settings: SandboxSettings
+) -> Isolation:
     """Run all probes and return the layer that provides each property, or None. Raises StartError.
 
     ``layers`` are the layers that the server reports, apart from namespaces.
@@ -260,7 +262,7 @@ async def probe(sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], setti
             held,
         )
         found["no_foreign_signals"] = await _repeat_until_conclusive("no_foreign_signals", signals)
-    names = layers_of(mode, layers)
+    names = layers_by_property(mode, layers)
     return Isolation(layers={name: names[name] if found[name] else None for name in PROPERTIES}, mode=mode)
 
 

@@ -14,11 +14,10 @@ import random
 import time
 from typing import TypeVar
 
-from agentrl_sandbox.bookkeeping import SessionBook
+from agentrl_sandbox.bookkeeping import SessionRegistry
 from agentrl_sandbox.http import START_SECONDS, HttpSandbox, RetryTimer, ServiceRequest, ServiceSandbox
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import (
-    AbsentError,
     BusyError,
     ClosedError,
     Isolation,
@@ -26,6 +25,7 @@ from agentrl_sandbox.types import (
     SessionLimitError,
     StartError,
     UnknownSessionError,
+    UnreachableServiceError,
 )
 
 _T = TypeVar("_T")
@@ -41,7 +41,9 @@ class _Service(HttpSandbox):
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
         self.address = settings.url
-        self.error: SandboxError | None = AbsentError("not checked yet", begun=False)  # why it receives no calls
+        self.error: SandboxError | None = UnreachableServiceError(
+            "not checked yet", begun=False
+        )  # why it receives no calls
         self.failing_since = math.inf  # finite from a failure until the service recovers or is lost
         self.workers = 1
         self.calls: set[asyncio.Timeout] = set()
@@ -52,10 +54,10 @@ class _Service(HttpSandbox):
         self.calls.add(limit)
         try:
             async with limit:
-                return await self.once(request)
+                return await self.send_once(request)
         except TimeoutError:
-            raise AbsentError(f"{self.address} was lost: {self.error}", begun=True) from None
-        except AbsentError as error:
+            raise UnreachableServiceError(f"{self.address} was lost: {self.error}", begun=True) from None
+        except UnreachableServiceError as error:
             self.fail(error)
             raise
         finally:
@@ -80,7 +82,7 @@ class SeveralSandboxes(ServiceSandbox):
         super().__init__(settings)
         self._services = [_Service(settings.model_copy(update={"url": address})) for address in settings.addresses]
         self._checks: list[asyncio.Task[None]] = []
-        self._book: SessionBook[_Service, str] = SessionBook()
+        self._book: SessionRegistry[_Service, str] = SessionRegistry()
 
     @property
     def isolation(self) -> Isolation:
@@ -108,7 +110,7 @@ class SeveralSandboxes(ServiceSandbox):
     async def close_session(self, session: str) -> None:
         with contextlib.suppress(UnknownSessionError):  # it has ended, possibly with its service
             await super().close_session(session)
-        self._book.end(session, "it was closed")
+        self._book.record_end(session, "it was closed")
 
     async def close(self) -> None:
         self._closed = True
@@ -122,12 +124,14 @@ class SeveralSandboxes(ServiceSandbox):
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         losses = 0
         while not self._closed:
-            busy: BusyError | SessionLimitError = AbsentError(f"no sandbox is usable: {self._outages}", begun=False)
-            homes = self._book.homes()
+            busy: BusyError | SessionLimitError = UnreachableServiceError(
+                f"no sandbox is usable: {self._outages}", begun=False
+            )
+            homes = self._book.owners()
             load = {one: (len(one.calls) + homes.count(one)) / one.workers for one in self._services}
             order = sorted(self._services, key=lambda one: (load[one], random.random()))
             usable = (one for one in order if one.error is None)  # when its turn comes
-            for service in usable if session is None else [self._book.find(session).home]:
+            for service in usable if session is None else [self._book.find(session).owner]:
                 try:
                     answer = await service.send(request)
                     if request.opens_session:
@@ -135,7 +139,7 @@ class SeveralSandboxes(ServiceSandbox):
                     return answer
                 except (BusyError, SessionLimitError) as error:
                     busy = error
-                losses += session is None and isinstance(busy, AbsentError) and busy.begun
+                losses += session is None and isinstance(busy, UnreachableServiceError) and busy.begun
                 # Without isolation, a program can end the service itself, so do not send it to another service.
                 if losses and (losses > _MOST_LOSSES or self.isolation.missing):
                     raise BusyError(f"gave up after {losses} services were lost while running the program: {busy}")
@@ -157,19 +161,19 @@ class SeveralSandboxes(ServiceSandbox):
                 state = await service.read_state()
             if service.error:
                 async with asyncio.timeout(deadline):
-                    await service.verify(state)
+                    await service.check_state(state)
                 if self._checks:
                     _log.warning("the sandbox at %s has recovered", service.address)
             service.workers = max(1, int(state.get("workers", 1)))
             service.error = None
         except TimeoutError:
-            service.fail(AbsentError("no answer", begun=False))
+            service.fail(UnreachableServiceError("no answer", begun=False))
         except SandboxError as error:
             service.fail(error)
         if service.error and time.monotonic() - service.failing_since >= deadline:
             _log.warning("the sandbox at %s and its sessions were lost: %s", service.address, service.error)
             service.failing_since = math.inf
-            self._book.end_at(service, f"its service, {service.address}, was lost: {service.error}")
+            self._book.record_end_at_owner(service, f"its service, {service.address}, was lost: {service.error}")
             for limit in service.calls:
                 limit.reschedule(asyncio.get_running_loop().time())
 

@@ -15,7 +15,7 @@ SandboxError
 ├── UnknownSessionError the session never existed, or has ended
 ├── BusyError           a service has no capacity; the call may succeed later
 │   ├── QueueFullError  the service's queue is full
-│   └── AbsentError     the service did not respond, or the connection broke
+│   └── UnreachableServiceError     the service did not respond, or the connection broke
 ├── RefusedError        a service rejected a call; a retry does not help
 └── settings.ServiceSettingsError  a command's settings are invalid
 """
@@ -205,7 +205,7 @@ class QueueFullError(BusyError):
     """The queue is full."""
 
 
-class AbsentError(BusyError):
+class UnreachableServiceError(BusyError):
     """A service did not respond. ``begun``: the service may have started the call."""
 
     def __init__(self, message: str, *, begun: bool) -> None:

@@ -10,12 +10,12 @@ from agentrl.algorithms import ESTIMATORS, AdvantageInputs, InvalidInputError, c
 from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.estimators import inputs as estimator_inputs
 from agentrl.algorithms.estimators.branches import reward_to_go
-from agentrl.algorithms.estimators.inputs import blocks_of_groups
+from agentrl.algorithms.estimators.inputs import blocks_of_equal_groups
 from agentrl.algorithms.records import Groups
 
 
 def test_rows_in_order_are_stacked_as_a_view():
-    groups = Groups.of(torch.tensor([1, 1, 5, 5]))
+    groups = Groups.from_ids(torch.tensor([1, 1, 5, 5]))
     values = torch.arange(8.0).view(4, 2)
     assert groups.stack(values).data_ptr() == values.data_ptr()
     assert groups.stack(values).tolist() == [[[0.0, 1.0], [2.0, 3.0]], [[4.0, 5.0], [6.0, 7.0]]]
@@ -23,7 +23,7 @@ def test_rows_in_order_are_stacked_as_a_view():
 
 @pytest.mark.parametrize("ids", [[1, 1, 5, 5], [5, 1, 5, 1], [2, 9, 2, 2, -1, 9]])
 def test_unstacking_gives_the_rows_back(ids):
-    groups = Groups.of(torch.tensor(ids))
+    groups = Groups.from_ids(torch.tensor(ids))
     values = torch.rand(len(ids), 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(groups.unstack(groups.stack(values)), values)
     assert groups.members.tolist() == [ids.count(i) for i in ids]
@@ -31,24 +31,24 @@ def test_unstacking_gives_the_rows_back(ids):
     for row, i in enumerate(ids):
         own = [float(values[j, 0]) for j, other in enumerate(ids) if other == i]
         assert float(sums[row]) == pytest.approx(sum(own))
-        assert float(groups.lowest(values[:, 0])[row]) == min(own)
+        assert float(groups.min(values[:, 0])[row]) == min(own)
 
 
 def test_the_mean_of_equal_values_is_exactly_that_value():
     values = torch.full((7,), 0.1, dtype=torch.float64)
-    assert torch.equal(Groups.of(torch.zeros(7, dtype=torch.int64)).mean(values), values)
+    assert torch.equal(Groups.from_ids(torch.zeros(7, dtype=torch.int64)).mean(values), values)
 
 
 def test_blocks_hold_whole_groups_of_one_size_and_every_row_once(monkeypatch):
     monkeypatch.setitem(estimator_inputs._BLOCK_ELEMENTS, "cpu", 24)
     ids = torch.tensor([3, 1, 3, 2, 1, 2, 2, 7, 8, 8, 4, 4])
-    blocks = list(blocks_of_groups(ids, 3))
+    blocks = list(blocks_of_equal_groups(ids, 3))
     assert sorted(torch.cat(blocks).tolist()) == list(range(12))
     members = [[ids[block].tolist().count(i) for i in ids[block].tolist()] for block in blocks]
     assert all(len(set(sizes)) == 1 for sizes in members)
     # eight rows fit: 1 of a group of one; 8 of groups of two; 3 of the group of three
     assert [len(block) for block in blocks] == [1, 8, 3]
-    assert all(Groups.of(ids[block]).in_order for block in blocks)
+    assert all(Groups.from_ids(ids[block]).in_order for block in blocks)
 
 
 def ragged() -> AdvantageInputs:
@@ -119,7 +119,7 @@ def test_a_float32_batch_is_whitened_in_float64():
 def test_moments_of_parts_are_those_of_the_whole():
     values = 1e6 + torch.rand(1, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = torch.ones(1, 30).bool()
-    cut = [Moments.of(part, mask[:, : part.shape[1]]) for part in values.split([1, 20, 9], dim=-1)]
+    cut = [Moments.of_advantages(part, mask[:, : part.shape[1]]) for part in values.split([1, 20, 9], dim=-1)]
     merged = cut[0].merge(cut[1]).merge(cut[2])
     assert float(merged.count) == 30
     assert float(merged.mean) == pytest.approx(float(values.mean()), abs=1e-9)

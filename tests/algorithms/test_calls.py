@@ -88,7 +88,7 @@ def test_several_calls_are_as_one(name: str, options: dict[str, object], order: 
 
     def compute(index: int) -> Advantages:
         try:
-            return compute_advantages(name, parts[index], calls=Call(meeting, index), **options)
+            return compute_advantages(name, parts[index], communicator=Call(meeting, index), **options)
         except BaseException:
             meeting.barrier.abort()
             raise

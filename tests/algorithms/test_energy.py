@@ -13,7 +13,7 @@ from agentrl.algorithms import (
     records,
 )
 from agentrl.algorithms.estimators import baselines, branches
-from agentrl.kernels.arithmetic import running_sum
+from agentrl.kernels.arithmetic import cumulative_sum
 
 
 def test_logit_proxy_is_the_squared_norm_of_the_logit_gradient():
@@ -38,7 +38,7 @@ def test_realized_energy_by_hand():
             token_energy=torch.tensor([[1.0, 2.0, torch.nan, 4.0]]),
             **given,
         )
-        return running_sum(baselines.weighted_energy(EstimatorInputs.of(inputs), "logit_proxy")).tolist()
+        return cumulative_sum(baselines.weighted_energy(EstimatorInputs.from_checked(inputs), "logit_proxy")).tolist()
 
     assert realized() == [[1.0, 3.0, 3.0, 7.0]]
     rho = torch.tensor([[2.0, 1.0, torch.inf, 0.5]])

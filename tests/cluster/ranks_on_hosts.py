@@ -12,7 +12,7 @@ from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import Bundle, ProcessSpec, Reservation
 from agentrl.cluster.ray_nodes import RayCluster
 from agentrl.cluster.settings import ClusterSettings
-from agentrl.training.run.launch import RankGroup
+from agentrl.training.run.launch import RankProcesses
 
 SLEEP = ("-c", "import time; time.sleep(3600)")
 PATIENCE = 600.0
@@ -22,14 +22,14 @@ def say(text: str) -> None:
     print(text, flush=True)
 
 
-def started(cluster: RayCluster, bundles: Sequence[Bundle]) -> tuple[list[Reservation], RankGroup]:
+def started(cluster: RayCluster, bundles: Sequence[Bundle]) -> tuple[list[Reservation], RankProcesses]:
     reservations = cluster.reserve(bundles, wait_seconds=PATIENCE)
     ranks = [
         cluster.start(ProcessSpec(role="rank", number=number, arguments=SLEEP), reservation)
         for number, reservation in enumerate(reservations)
     ]
     say(f"ranks on {' '.join(sorted(one.address for one in reservations))}")
-    return reservations, RankGroup(ranks)
+    return reservations, RankProcesses(ranks)
 
 
 def lose(cluster: RayCluster) -> None:

@@ -22,7 +22,7 @@ from agentrl.cluster.processes import Bundle, ClusterNode, NodeLostError, Proces
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer
-from agentrl.rollout.engines.replica import ServerNeeds
+from agentrl.rollout.engines.replica import ServerRequirements
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.engines.vllm.plan import plan_servers
@@ -154,7 +154,7 @@ async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[Ser
         NodeServer(plan, folder, number, cluster=nodes, bundle=bundle)
         for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
     ]
-    engine = vllm_engine(servers, ServerNeeds(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200), settings)
+    engine = vllm_engine(servers, ServerRequirements(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200), settings)
     try:
         await engine.open()
         yield engine
@@ -165,11 +165,11 @@ async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[Ser
 @pytest.mark.slow
 async def test_a_server_starts_elsewhere_when_its_node_is_lost(nodes: Nodes, tmp_path: Path) -> None:
     async with opened(nodes, tmp_path, 1) as engine:
-        (first,) = engine.targets()
+        (first,) = engine.transfer_addresses()
         assert (await ask(engine)).token_ids == (8, 9, 10, 11)
         nodes.lose("a")
         assert (await ask(engine)).token_ids == (8, 9, 10, 11)
-        (second,) = engine.targets()
+        (second,) = engine.transfer_addresses()
         assert first[0] != second[0]
     assert [one.reservation.node for one in nodes.running] == ["a", "b"]
     logs = {log.name: log.read_text() for log in (tmp_path / "logs").iterdir()}

@@ -13,8 +13,8 @@ from agentrl.cluster.plan import UnplaceableError, assign_nodes
 from agentrl.cluster.processes import Bundle, ClusterNode, ProcessHandle, ProcessSpec, Reservation
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.run.launch import CRASHED, RankEnd, RankReserver, rank_bundles
-from agentrl.training.worker.service import FOLLOWED
+from agentrl.training.run.launch import EXIT_CRASHED, RankExit, RankReserver, rank_bundles
+from agentrl.training.worker.service import EXIT_PEER_LOST
 
 RAY = ["cluster=ray", "cluster.nodes=3", "cluster.restarts=9", "training.num_processes=6", "cluster.elastic=true"]
 
@@ -110,13 +110,13 @@ def test_without_elastic_it_waits_for_its_size_alone(tmp_path: Path) -> None:
 def test_where_a_rank_fails_twice_between_checkpoints_is_given_up(tmp_path: Path) -> None:
     run, cluster = sizes(tmp_path, *RAY), Nodes(3)
     _, reservations = run.reserve(cluster, notify=str)
-    failed, other = (RankEnd(rank=Ended(number, reservations[number // 2]), code=CRASHED) for number in (5, 3))
+    failed, other = (RankExit(rank=Ended(number, reservations[number // 2]), code=EXIT_CRASHED) for number in (5, 3))
     run.record_failure(cluster, failed)
     (tmp_path / "step-000001").mkdir()
     run.record_failure(cluster, failed)  # it was of use in between
     run.record_failure(cluster, other)
     run.record_failure(cluster, replace(other, lost="the node is gone"))  # nothing to give up
-    follower = replace(other, code=FOLLOWED)
+    follower = replace(other, code=EXIT_PEER_LOST)
     run.record_failure(cluster, follower)
     run.record_failure(cluster, follower)  # nothing of its own
     assert cluster.given_up == []
@@ -130,13 +130,13 @@ def test_on_one_machine_the_gpu_is_given_up_or_else_a_rank(tmp_path: Path) -> No
     run, cluster = sizes(tmp_path, *local, gpus=5), LocalCluster(["a", "b", "c", "d", "e"])
     for left in (["a", "c", "d", "e"], ["a", "d"]):
         _, (reservation,) = run.reserve(cluster, notify=str)
-        end = RankEnd(rank=Ended(1, reservation), code=-9)
+        end = RankExit(rank=Ended(1, reservation), code=-9)
         run.record_failure(cluster, end)
         run.record_failure(cluster, end)
         assert list(run.reserve(cluster, notify=str)[1][0].gpus) == left
     run = sizes(tmp_path, *local)
     run.reserve(LocalCluster(None), notify=str)
-    end = RankEnd(rank=Ended(1, THIS_MACHINE), code=-9)
+    end = RankExit(rank=Ended(1, THIS_MACHINE), code=-9)
     run.record_failure(LocalCluster(None), end)
     run.record_failure(LocalCluster(None), end)
     assert run.reserve(LocalCluster(None), notify=str)[0].training.num_processes == 2

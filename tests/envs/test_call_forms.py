@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_envs.tool_call_formats import CALL_FORMS, parameter_value, without_calls
+from agentrl_envs.tool_call_formats import TOOL_CALL_FORMATS, parse_parameter, remove_calls
 
 SCHEMA = {
     "type": "object",
@@ -27,14 +27,14 @@ SCHEMA = {
 
 
 def read(form: str, text: str) -> list[tuple[str, Any]]:
-    found = CALL_FORMS[form].find(text, lambda _: SCHEMA)
+    found = TOOL_CALL_FORMATS[form].find_calls(text, lambda _: SCHEMA)
     assert all(not call.error for call in found), found
     assert all(0 <= call.start <= call.end <= len(text) for call in found)
     return [(call.name, call.arguments) for call in found]
 
 
 def errors(form: str, text: str) -> list[str]:
-    return [call.error for call in CALL_FORMS[form].find(text) if call.error]
+    return [call.error for call in TOOL_CALL_FORMATS[form].find_calls(text) if call.error]
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def errors(form: str, text: str) -> list[str]:
 )
 def test_two_calls_and_what_stands_around(form: str, text: str, around: str) -> None:
     assert read(form, text) == [("f", {"code": "</tool_call>"}), ("g", {})]
-    assert without_calls(text, CALL_FORMS[form].find(text)) == around
+    assert remove_calls(text, TOOL_CALL_FORMATS[form].find_calls(text)) == around
 
 
 def test_ids_are_those_that_the_model_writes() -> None:
     listed = '[TOOL_CALLS][{"name": "f", "arguments": {}, "id": "abc123xyz"}]'
     named = "[TOOL_CALLS]f[CALL_ID]abc123xyz[ARGS]{}"
     for text in (listed, named):
-        (found,) = CALL_FORMS["mistral"].find(text)
+        (found,) = TOOL_CALL_FORMATS["mistral"].find_calls(text)
         assert found.id == "abc123xyz"
 
 
@@ -108,10 +108,10 @@ def test_malformed_calls_are_named(form: str, text: str, error: str) -> None:
     assert error in said
 
 
-@pytest.mark.parametrize("form", list(CALL_FORMS))
+@pytest.mark.parametrize("form", list(TOOL_CALL_FORMATS))
 @pytest.mark.parametrize("text", ["", "It is 5.", "f(x) = {x : x > 1}", '{"answer": 5}', "a; b"])
 def test_text_without_a_call_has_none(form: str, text: str) -> None:
-    assert CALL_FORMS[form].find(text) == []
+    assert TOOL_CALL_FORMATS[form].find_calls(text) == []
 
 
 def test_bare_values_have_the_types_of_the_schema() -> None:
@@ -141,7 +141,7 @@ def test_bare_values_have_the_types_of_the_schema() -> None:
             },
         )
     ]
-    assert parameter_value("many", "count", SCHEMA) == "many"  # the check of the arguments says what is wrong
+    assert parse_parameter("many", "count", SCHEMA) == "many"  # the check of the arguments says what is wrong
 
 
 TEXTS = st.text(alphabet="ab<>/[]{}\"';|\\ \n\u00e9", max_size=20)
@@ -181,8 +181,8 @@ def test_json_calls_are_read_as_they_were_written(calls: list[tuple[str, dict[st
         max_size=10,
     ).map("".join)
 )
-@pytest.mark.parametrize("form", list(CALL_FORMS))
+@pytest.mark.parametrize("form", list(TOOL_CALL_FORMATS))
 def test_any_text_can_be_read(form: str, text: str) -> None:
-    found = CALL_FORMS[form].find(text, lambda _: SCHEMA)
+    found = TOOL_CALL_FORMATS[form].find_calls(text, lambda _: SCHEMA)
     assert [call.start for call in found] == sorted(call.start for call in found)
-    without_calls(text, found)
+    remove_calls(text, found)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_envs.adapters.falsified import FalsifiedObservations, falsify
-from agentrl_envs.chat import Mark, MarkedText
+from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import Episode
 from agentrl_envs.types import Ended, Step
 from agentrl_sandbox.client import Execution
@@ -57,9 +57,11 @@ async def test_the_marks_of_a_template_are_not_falsified() -> None:
 
         async def step(self, action: str) -> Step:
             return Step(
-                observation=MarkedText(Mark("<|1|>", ends_turn=True), "12", Mark("<2>")), reward=0.0, ended=None
+                observation=MarkedText(TemplateMark("<|1|>", ends_turn=True), "12", TemplateMark("<2>")),
+                reward=0.0,
+                ended=None,
             )
 
     shown = (await FalsifiedObservations(Marked(), seed=1).step("x")).observation  # type: ignore[arg-type]
     assert isinstance(shown, MarkedText)
-    assert shown.parts == (Mark("<|1|>", ends_turn=True), falsify("12", 1), Mark("<2>"))
+    assert shown.parts == (TemplateMark("<|1|>", ends_turn=True), falsify("12", 1), TemplateMark("<2>"))

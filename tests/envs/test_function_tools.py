@@ -237,7 +237,7 @@ async def said(made: SimpleTIREpisode, *calls: str) -> list[str]:
 
 def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
     (one, two) = load_tools((f"{HERE}:add", f"{HERE}:later")).schemas
-    assert one.as_function()["function"] == {
+    assert one.as_openai_function()["function"] == {
         "name": "add",
         "description": "Adds.",
         "parameters": {
@@ -250,8 +250,8 @@ def test_the_schema_comes_from_the_signature_and_the_docstring() -> None:
         },
     }
     assert list(two.parameters["properties"]) == ["unit"]  # type: ignore[call-overload]  # the episode gives the problem
-    assert two.refusal({"unit": "h"}) == "argument unit of later: 'h' is not one of ['s', 'ms']"
-    assert one.refusal({"a": 1, "c": 2}) == (
+    assert two.find_argument_error({"unit": "h"}) == "argument unit of later: 'h' is not one of ['s', 'ms']"
+    assert one.find_argument_error({"a": 1, "c": 2}) == (
         "arguments of add: Additional properties are not allowed ('c' was unexpected)"
     )
 
@@ -318,7 +318,7 @@ def of_many_types(
 @pytest.mark.parametrize("function", [add, meet, of_many_types])
 def test_schemas_are_those_of_transformers(function: Callable[..., object]) -> None:
     theirs = get_json_schema(function)["function"]
-    ours = function_schema(function, "f").as_function()["function"]
+    ours = function_schema(function, "f").as_openai_function()["function"]
     assert ours["description"] == theirs["description"]  # type: ignore[index]
     properties = ours["parameters"]["properties"]  # type: ignore[index]
     for name, expected in theirs["parameters"]["properties"].items():

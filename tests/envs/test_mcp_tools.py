@@ -20,7 +20,7 @@ from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.tools import load_tools
-from agentrl_envs.tools.mcp_tools import server_tools
+from agentrl_envs.tools.mcp_tools import list_server_tools
 from agentrl_envs.types import Ended, Problem
 
 needed("mcp", "mcp")
@@ -94,8 +94,8 @@ def test_the_tools_are_those_that_the_server_lists(command: str) -> None:
     assert [schema.name for schema in tools.schemas] == ["sell", "wait", "table", "leave"]
     sell = tools.schemas[0]
     assert (sell.description, sell.parameters["required"]) == ("Sells an item.", ["item"])
-    assert not tools.runs_programs
-    assert sell.refusal({"item": 3}) is not None
+    assert not tools.needs_sandbox
+    assert sell.find_argument_error({"item": 3}) is not None
 
 
 async def test_each_trajectory_has_a_server_of_its_own(command: str) -> None:
@@ -139,7 +139,7 @@ async def test_errors_results_and_refused_arguments_are_observations(command: st
         )
         assert "not in stock" in error
         assert table == "1\n2"
-        assert refused.startswith("CallError: argument count of sell: 'two' is not of type 'integer'")
+        assert refused.startswith("ToolCallError: argument count of sell: 'two' is not of type 'integer'")
         assert [call.outcome for call in step.tool_calls] == ["error", "ok", "malformed"]
         await episode.close()
 
@@ -201,7 +201,7 @@ async def test_a_server_over_http(command: str) -> None:
         if process.returncode is None:
             process.kill()
             await process.wait()
-        server_tools.cache_clear()
+        list_server_tools.cache_clear()
 
 
 @pytest.mark.parametrize("target", ["no-such-command", f"{sys.executable} -c pass", "http://127.0.0.1:9/mcp", ""])

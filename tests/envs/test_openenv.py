@@ -17,7 +17,7 @@ from envs.openenv_server import SCHEMAS, GuessServer, guess_server
 from shared import python_with
 
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.adapters.openenv import OpenEnvEnvironment, find_fields
+from agentrl_envs.adapters.openenv import OpenEnvEnvironment, choose_text_fields
 from agentrl_envs.episode import EnvironmentContractError, UnavailableError
 from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import EnvironmentOptions, OpenEnvSettings
@@ -185,14 +185,14 @@ TOOL = {"tool_name": "run", "arguments": {"code": "{text}"}}
 )
 def test_a_field_that_must_be_named(schemas: dict[str, Any], settings: dict[str, Any], said: str) -> None:
     with pytest.raises(PluginError, match=said):
-        find_fields(schemas, OpenEnvSettings(**settings), "http://there")
+        choose_text_fields(schemas, OpenEnvSettings(**settings), "http://there")
 
 
 def test_fields_that_are_named() -> None:
     settings = OpenEnvSettings(action=TOOL, observation="result.text")
-    fields = find_fields({"action": TWO, "observation": TWO}, settings, "http://there")
-    assert fields.acted('print("{}")') == {"tool_name": "run", "arguments": {"code": 'print("{}")'}}
-    assert (fields.first, fields.later) == ("result.text", "result.text")
+    fields = choose_text_fields({"action": TWO, "observation": TWO}, settings, "http://there")
+    assert fields.action_for_text('print("{}")') == {"tool_name": "run", "arguments": {"code": 'print("{}")'}}
+    assert (fields.first_observation, fields.later_observation) == ("result.text", "result.text")
 
 
 def test_a_setting_that_is_none_is_named() -> None:

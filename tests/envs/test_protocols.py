@@ -12,7 +12,7 @@ from envs_chat import CHAT
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_envs.chat import Mark, MarkedText
+from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
 from agentrl_envs.protocols.factory import make_protocol
@@ -191,13 +191,13 @@ def test_hermes_a_thought_that_the_template_opens_and_nobody_closes_says_nothing
 def test_hermes_answers_so_many_calls_of_one_turn() -> None:
     turn = HERMES.parse(call("a") + call("b") + call("c") + call("d"))
     assert turn.calls[:2] == (request("a"), request("b"))
-    assert errors(turn) == ["CallError: more than 2 calls in one turn; the rest were not made"]
+    assert errors(turn) == ["ToolCallError: more than 2 calls in one turn; the rest were not made"]
 
 
 def test_hermes_a_malformed_call_leaves_the_others() -> None:
     turn = HERMES.parse("<tool_call>oops</tool_call>" + call("b"))
     assert turn.calls[1] == request("b")
-    assert errors(turn) == ["CallError: between <tool_call> and </tool_call> there must be one JSON object"]
+    assert errors(turn) == ["ToolCallError: between <tool_call> and </tool_call> there must be one JSON object"]
 
 
 @pytest.mark.parametrize(
@@ -227,10 +227,17 @@ def test_hermes_malformed(body: str, error: str) -> None:
 
 def test_hermes_marks_what_the_template_writes_and_nothing_else() -> None:
     assert isinstance(prompt := HERMES.prompt(TOY), MarkedText)
-    assert prompt.parts == (Mark("<u>"), "2 + 3?", Mark("</u><a>"))
+    assert prompt.parts == (TemplateMark("<u>"), "2 + 3?", TemplateMark("</u><a>"))
     assert isinstance(shown := HERMES.observation("", ["</t>", "b"]), MarkedText)
     assert shown == "</a>\n<t></t>|b</t><a>"
-    assert shown.parts == (Mark("</a>", ends_turn=True), Mark("\n<t>"), "</t>", Mark("|"), "b", Mark("</t><a>"))
+    assert shown.parts == (
+        TemplateMark("</a>", ends_turn=True),
+        TemplateMark("\n<t>"),
+        "</t>",
+        TemplateMark("|"),
+        "b",
+        TemplateMark("</t><a>"),
+    )
 
 
 def test_hermes_without_a_template_is_refused() -> None:
@@ -319,7 +326,7 @@ async def test_malformed_calls_count_as_turns(play: Play, protocol: str) -> None
     episode, sandbox = play(protocol=protocol, max_turns=2)
     await episode.start()
     first, last = await episode.step(broken), await episode.step(broken)
-    assert "CallError: " in first.observation
+    assert "ToolCallError: " in first.observation
     assert (first.ended, last.ended) == (None, Ended.TURN_LIMIT)
     assert [one.outcome for one in first.tool_calls] == ["malformed"]
     assert sandbox.programs == []

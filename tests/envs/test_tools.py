@@ -76,7 +76,7 @@ def test_tools_are_found_by_name() -> None:
     tools = load_tools(("python", f"{HERE}:Lookup"))
     assert [schema.name for schema in tools.schemas] == ["python", "lookup"]
     assert [schema.name for schema in load_tools((f"{HERE}:instance",)).schemas] == ["lookup"]
-    assert tools.schemas[1].as_function() == {
+    assert tools.schemas[1].as_openai_function() == {
         "type": "function",
         "function": {"name": "lookup", "description": Lookup.description, "parameters": Lookup.parameters},
     }
@@ -115,7 +115,7 @@ def test_what_is_no_tool_is_said(names: tuple[str, ...], message: str) -> None:
 )
 def test_arguments_are_checked_before_the_call(arguments: dict[str, Any], refusal: str | None) -> None:
     schema = ToolSchema(name="lookup", description="", parameters=Lookup.parameters)
-    assert schema.refusal(arguments) == refusal
+    assert schema.find_argument_error(arguments) == refusal
 
 
 @asynccontextmanager

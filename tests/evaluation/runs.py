@@ -10,7 +10,7 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode
 
 from agentrl.config import Settings, load_settings
 from agentrl.evaluation.benchmarks import ProblemSet
-from agentrl.evaluation.run import Evaluation, finish
+from agentrl.evaluation.run import Evaluation, write_results
 from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.telemetry.console import Console
@@ -92,10 +92,10 @@ class WrittenEngine:
     def sampler(self) -> Mapping[str, Any]:
         return {"name": "written"}
 
-    def player(self, environment: Any) -> WrittenEngine:
+    def rollout_runner(self, environment: Any) -> WrittenEngine:
         return self
 
-    async def play(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+    async def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
         for sample in samples:
             self.asked.append(sample)
             yield self._write(sample)
@@ -113,7 +113,7 @@ async def play(engine: WrittenEngine, output: Path, sets: Sequence[ProblemSet], 
     chosen = settings(*overrides)
     console = Console(chosen.telemetry)
     evaluation = Evaluation(chosen, sets, EvaluationRequest(), output, console, engine=engine, environment=environment)
-    await evaluation.play()
+    await evaluation.run_rollouts()
 
 
 def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request: Any) -> dict[str, Any]:
@@ -122,4 +122,6 @@ def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request
 
     chosen = settings(*overrides)
     directory = EvaluationDirectory.open_existing(output)
-    return finish(directory, chosen, sets, EvaluationRequest(**request), Console(chosen.telemetry), export_evaluation)
+    return write_results(
+        directory, chosen, sets, EvaluationRequest(**request), Console(chosen.telemetry), export_evaluation
+    )

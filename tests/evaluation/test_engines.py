@@ -12,7 +12,7 @@ from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.engines import OpenedModel, TokenPlayer, build_evaluation_environment, open_engine
+from agentrl.evaluation.engines import OpenedModel, TokenRolloutRunner, build_evaluation_environment, open_engine
 from agentrl.evaluation.provenance import build_provenance
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
@@ -71,7 +71,7 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         assert isinstance(opened, OpenedModel)
         assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
         assert opened.concurrency == 3
-        assert isinstance(opened.player(None), TokenPlayer)  # type: ignore[arg-type]
+        assert isinstance(opened.rollout_runner(None), TokenRolloutRunner)  # type: ignore[arg-type]
         said = r"^problem 0 of toy: .* exceeds the number of positions of the model \(1024\); valid: .* at most 1019$"
         with pytest.raises(SettingsError, match=said):
             opened.prompts_too_long(prompts("short", "p" * 10))

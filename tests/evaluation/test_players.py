@@ -12,7 +12,7 @@ import pytest
 from rollout.fakes import ScriptedEngine, ScriptedEnvironment, ScriptedEpisode, byte_codec, completion, ends, goes_on
 
 from agentrl.evaluation.endpoint import ContextFullError, TextCompletion, TextSampling
-from agentrl.evaluation.engines import TextPlayer, TokenPlayer
+from agentrl.evaluation.engines import TextRolloutRunner, TokenRolloutRunner
 from agentrl.evaluation.transcripts import Sample, Transcript
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.settings import RolloutSettings
@@ -58,9 +58,9 @@ def text(words: str, tokens: int = 4, reason: str = "stop") -> TextCompletion:
     return TextCompletion(text=words, tokens=tokens, prompt_tokens=3, finish_reason=reason)  # type: ignore[arg-type]
 
 
-def text_player(engine: ScriptedText, environment: ScriptedEnvironment, **changes: Any) -> TextPlayer:
+def text_player(engine: ScriptedText, environment: ScriptedEnvironment, **changes: Any) -> TextRolloutRunner:
     settings = SETTINGS.model_copy(update={"top_p": 0.9, **changes})
-    return TextPlayer(
+    return TextRolloutRunner(
         environment=environment,
         engine=engine,  # type: ignore[arg-type]
         settings=settings,
@@ -69,8 +69,8 @@ def text_player(engine: ScriptedText, environment: ScriptedEnvironment, **change
     )
 
 
-async def played(player: TextPlayer | TokenPlayer, *samples: Sample) -> list[Transcript]:
-    return [transcript async for transcript in player.play(samples)]
+async def played(player: TextRolloutRunner | TokenRolloutRunner, *samples: Sample) -> list[Transcript]:
+    return [transcript async for transcript in player.run(samples)]
 
 
 async def test_a_conversation_with_an_endpoint() -> None:
@@ -169,9 +169,9 @@ async def test_a_bug_in_an_episode_is_raised() -> None:
 
 def token_player(
     script: Callable[[str, int], Any], steps: Callable[[], list[Any]]
-) -> tuple[TokenPlayer, ScriptedEngine]:
+) -> tuple[TokenRolloutRunner, ScriptedEngine]:
     engine = ScriptedEngine(script)
-    player = TokenPlayer(
+    player = TokenRolloutRunner(
         environment=ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps())),
         engine=engine,  # type: ignore[arg-type]
         codec=byte_codec(),

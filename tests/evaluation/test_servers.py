@@ -69,7 +69,7 @@ async def play(chosen: Settings, output: Path, sets: list[ProblemSet]) -> Evalua
         )
     )
     console = Console(chosen.telemetry)
-    return await Evaluation(chosen, sets, EvaluationRequest(), output, console, environment=environment).play()
+    return await Evaluation(chosen, sets, EvaluationRequest(), output, console, environment=environment).run_rollouts()
 
 
 async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:
@@ -118,7 +118,7 @@ async def test_weights_of_an_earlier_run_are_taken_where_they_are_the_models(
     assert isinstance(opened, OpenedModel)
     assert isinstance(opened.engine, ServerEngine)
     assert [one.version for one in servers] == ["0", "0"]
-    assert opened.engine.untouched
+    assert opened.engine.has_initial_weights
     assert not [call for one in servers for call in one.controls_called() if call.startswith(("/pause", "/collective"))]
     await opened.close()
 

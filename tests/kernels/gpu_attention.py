@@ -22,7 +22,9 @@ def stand_in(patch: pytest.MonkeyPatch, *, torch_kernel: bool = False) -> None:
     flex = importlib.import_module("torch.nn.attention.flex_attention")
     patch.setattr(flex, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
     patch.setattr(flex, "_validate_device", lambda *_: None)
-    patch.setattr(backends, "varlen_kernel", lambda: backends.torch_varlen if torch_kernel else varlen)
+    patch.setattr(
+        backends, "varlen_attention_function", lambda: backends.torch_varlen_attention if torch_kernel else varlen
+    )
     patch.setattr(torch_module, "varlen_attn", torch_varlen_attn)
 
 

@@ -55,7 +55,7 @@ def indices_of(row: PackedRow, prompts: list[int], lengths: list[int]) -> list[l
 
 
 def distinct_tokens(ids: Tensor, prompts: list[int], lengths: list[int]) -> int:
-    """Tokens of a row, if each prompt shares its longest prefix with the documents that have a shorter one."""
+    """Tokens of a row, if each prompt shares its longest_document prefix with the documents that have a shorter one."""
     total = 0
     before: list[list[int]] = []
     for number in sorted(range(len(prompts)), key=prompts.__getitem__):
@@ -76,9 +76,9 @@ def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, sh
         assert row.position_ids[0, places].tolist() == list(range(lengths[document]))
     assert row.input_ids.shape[1] == (distinct_tokens(ids, prompts, lengths) if share else sum(lengths))
     assert row.lengths.sum() == row.input_ids.shape[1]
-    assert row.longest == max(lengths)
+    assert row.longest_document == max(lengths)
     every = torch.arange(row.input_ids.shape[1])
-    calls, places = row.calls
+    calls, places = row.attention_batches
     assert torch.equal(torch.cat([queries.flatten() for queries, _, _ in calls])[places], every)
     tables, places = row.documents
     assert torch.equal(torch.cat([table.flatten() for table in tables])[places], every)
@@ -91,13 +91,13 @@ def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, sh
 def test_segments_name_the_prompt_that_they_follow() -> None:
     documents = torch.tensor([[7, 8, 1], [7, 8, 2], [5, 6, 0]]), [2, 2, 1], [3, 3, 2]
     row = packed(documents)
-    assert (row.lengths.tolist(), row.continued.tolist()) == ([2, 1, 1, 2], [0, 0, 0, 3])
-    bounds = row.bounds
+    assert (row.lengths.tolist(), row.continued_segments.tolist()) == ([2, 1, 1, 2], [0, 0, 0, 3])
+    bounds = row.varlen_bounds
     assert bounds.indices is not None
     assert bounds.indices.tolist() == [0, 1, 0, 1, 2, 0, 1, 3, 4, 5]
     assert (bounds.queries.tolist(), bounds.keys.tolist()) == ([0, 2, 3, 4, 6], [0, 2, 5, 8, 10])
-    assert (bounds.most_queries, bounds.most_keys) == (2, 3)
-    assert packed(documents, share_prefixes=False).bounds.indices is None
+    assert (bounds.max_queries, bounds.max_keys) == (2, 3)
+    assert packed(documents, share_prefixes=False).varlen_bounds.indices is None
 
 
 def one_at_a_time(
@@ -149,7 +149,7 @@ def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:
     now = AttentionPass(row=row, backend="sdpa")
     query, key, value = torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind()
     before = attend(now, query, key, value)
-    own = int(row.before.argmax())  # the end of the longest path
+    own = int(row.prefix_lengths.argmax())  # the end of the longest_document path
     changed = slice(int(row.segment_starts[own]), int(row.segment_starts[own] + row.lengths[own]))
     for states in (query, key, value):
         states[:, :, changed] = torch.nan
@@ -167,7 +167,7 @@ def test_a_layer_is_one_call_that_copies_nothing_to_the_device(monkeypatch: pyte
         calls.append(given)
         return query
 
-    monkeypatch.setattr(backends, "varlen_kernel", lambda: counting)
+    monkeypatch.setattr(backends, "varlen_attention_function", lambda: counting)
     for seed in range(3):
         row = packed(documents(random.Random(seed), 9))
         now = AttentionPass(row=row, backend="flash")

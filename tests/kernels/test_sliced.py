@@ -302,7 +302,7 @@ def test_half_precision_gradients_are_those_of_the_exact_function_rounded_once(m
 @pytest.mark.parametrize("size", [1.0, 1e-9, 1e7])
 def test_gradients_rounded_for_the_products_keep_half_precision_at_any_size(monkeypatch, epilogue, half, size):
     # On GPUs the gradient of the logits is rounded to the inputs' half precision; here told to.
-    monkeypatch.setattr(sliced, "factor_dtype", lambda hidden, weight, dtype: half)
+    monkeypatch.setattr(sliced, "logit_gradient_dtype", lambda hidden, weight, dtype: half)
     cut(monkeypatch, width=16, elements=64)
     hidden, weight, targets = problem(6, 16, 40, dtype=torch.float32)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
@@ -319,7 +319,7 @@ def gradients_of(statistics: TokenStatistics, inputs: tuple[Tensor, ...], size: 
 @pytest.mark.parametrize("epilogue", EPILOGUES)
 @pytest.mark.parametrize("factor", [torch.float64, torch.float16])
 def test_no_token_gives_empty_results_and_zero_gradients(monkeypatch, epilogue, factor):
-    monkeypatch.setattr(sliced, "factor_dtype", lambda hidden, weight, dtype: factor)
+    monkeypatch.setattr(sliced, "logit_gradient_dtype", lambda hidden, weight, dtype: factor)
     hidden, weight, targets = problem(0, 3, 7)
     inputs = (hidden.requires_grad_(), weight.requires_grad_())
     left, right = gradients(statistics_of(*inputs, targets, epilogue=epilogue), inputs)
@@ -377,13 +377,13 @@ def test_the_epilogues_agree_on_a_slice_wherever_the_target_is(width, start, see
     before[0] = torch.tensor([-torch.inf, 0, 0, 0, 0, 0])
     heat = torch.tensor(0.7, dtype=torch.float64)
     one, other = before.clone(), before.clone()
-    torch_epilogue.add_sums(logits.clone(), bias, targets, one, heat, start=start)
-    triton_epilogue.add_sums(logits.clone(), bias, targets, other, heat, start=start)
+    torch_epilogue.accumulate_sums(logits.clone(), bias, targets, one, heat, start=start)
+    triton_epilogue.accumulate_sums(logits.clone(), bias, targets, other, heat, start=start)
     torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-12)
     rest = (bias, targets, normal(4, 2) + 3, normal(4, 3), heat)
     left, right = torch.empty_like(logits), torch.empty_like(logits)
-    torch_epilogue.to_gradient(logits.clone(), *rest, left, start=start)
-    triton_epilogue.to_gradient(logits.clone(), *rest, right, start=start)
+    torch_epilogue.write_logit_gradient(logits.clone(), *rest, left, start=start)
+    triton_epilogue.write_logit_gradient(logits.clone(), *rest, right, start=start)
     torch.testing.assert_close(left, right, rtol=1e-12, atol=1e-12)
 
 
@@ -418,10 +418,10 @@ class LiveBytes(TorchDispatchMode):
 class NoEpilogue:
     """Computes nothing."""
 
-    def add_sums(self, *arguments: Any, **options: Any) -> None:
+    def accumulate_sums(self, *arguments: Any, **options: Any) -> None:
         pass
 
-    def to_gradient(self, *arguments: Any, **options: Any) -> None:
+    def write_logit_gradient(self, *arguments: Any, **options: Any) -> None:
         pass
 
 
@@ -429,10 +429,10 @@ def test_extra_memory_on_a_gpu_is_under_300_mb_by_the_shapes_of_all_tensors(monk
     # Tensors without data, told to be treated as a GPU's.
     monkeypatch.setitem(sliced._TILE_ELEMENTS, "cpu", sliced._TILE_ELEMENTS["cuda"])
     for module in (sliced, arithmetic):
-        monkeypatch.setattr(module, "factor_dtype", lambda hidden, weight, dtype: torch.bfloat16)
+        monkeypatch.setattr(module, "logit_gradient_dtype", lambda hidden, weight, dtype: torch.bfloat16)
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())
     # torch has no shape function for addmm with another output dtype; it makes no tensor.
-    monkeypatch.setattr(sliced, "add_product", lambda left, right, out, *, accumulate: None)
+    monkeypatch.setattr(sliced, "matmul_into", lambda left, right, out, *, accumulate: None)
     hidden = torch.empty(8192, 3584, dtype=torch.bfloat16, device="meta", requires_grad=True)
     weight = torch.empty(151_936, 3584, dtype=torch.bfloat16, device="meta", requires_grad=True)
     targets = torch.zeros(8192, dtype=torch.int64, device="meta")
@@ -458,9 +458,9 @@ def test_the_compiler_takes_the_kernels_for_gpus():
 def test_auto_is_triton_on_a_gpu_where_it_is_installed(monkeypatch):
     devices = [torch.device(name) for name in ("cuda", "cpu")]
     monkeypatch.setattr(triton_backend, "triton_installed", lambda: True)
-    assert [triton_backend.automatic_backend(device) for device in devices] == ["triton", "chunked"]
+    assert [triton_backend.default_backend(device) for device in devices] == ["triton", "chunked"]
     monkeypatch.setattr(triton_backend, "triton_installed", lambda: False)
-    assert [triton_backend.automatic_backend(device) for device in devices] == ["chunked", "chunked"]
+    assert [triton_backend.default_backend(device) for device in devices] == ["chunked", "chunked"]
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):

@@ -177,7 +177,7 @@ def test_values_and_gradients_agree_with_the_reference_for_every_block_size(monk
 @pytest.mark.parametrize("cap", [None, 1.5])
 def test_a_weight_gradient_of_bfloat16_factors_keeps_bfloat16(monkeypatch, cap):
     # On GPUs the gradient of the logits is rounded to bfloat16 for the product with the hidden states; here told to.
-    monkeypatch.setattr(head_gradients, "factor_dtype", lambda hidden, weight, dtype: torch.bfloat16)
+    monkeypatch.setattr(head_gradients, "logit_gradient_dtype", lambda hidden, weight, dtype: torch.bfloat16)
     limit_memory(monkeypatch, block=33, keep=0, piece=22)
     hidden, weight, targets = problem(10, 4, 11, dtype=torch.bfloat16)
     _, found = gradients("chunked", hidden, weight, targets, "le", 0.7, cap)

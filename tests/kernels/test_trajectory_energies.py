@@ -11,7 +11,7 @@ from kernels.cases import seeded
 from torch import Tensor, nn
 
 from agentrl.kernels import KernelInputError, exact_energies, layer_energies, trajectory_energies
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
 
 pytestmark = pytest.mark.on_device
@@ -230,7 +230,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
     rows = make_rows()
     model = make_model(kind)
     wanted = one_by_one(model, rows)
-    checkpoint_layers(model)
+    enable_gradient_checkpointing(model)
     model.train()
     assert_equal(energies(model, rows), wanted)
     assert_equal(energies(model, rows, side="left"), wanted)
@@ -243,7 +243,7 @@ def test_gradient_checkpointing_changes_nothing(kind: str) -> None:
 
 def test_checkpointed_inputs_are_not_kept_over_the_forward() -> None:
     model = make_model("qwen2").train()
-    checkpoint_layers(model)
+    enable_gradient_checkpointing(model)
     held: list[list[str]] = []
     sites = layer_energies.LayerEnergies.begin_backward
 

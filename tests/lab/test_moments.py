@@ -13,9 +13,16 @@ from torch import Tensor
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
-from agentrl.lab.measure import GradientMoments, Gradients, GroupProducts, TrueGradient, covariance_product, measure
+from agentrl.lab.measure import (
+    GradientMoments,
+    Gradients,
+    GroupProducts,
+    TrueGradient,
+    covariance_product,
+    measure_problems,
+)
 from agentrl.lab.sample import ProblemSample, advantage_inputs, reason_unusable, row_blocks, score_group
-from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_groups, read_choices
+from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_groups, parse_estimator_choices
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -104,7 +111,7 @@ def slow_gradient(policy: PolicyModel, sample: ProblemSample, rows: list[int], a
 def test_micro_batches_count_no_padding() -> None:
     """Rows of 3, 3, 31, 3 and 3 tokens, padded to 31."""
     rows = [make_trajectory(place, ((0,) * (count - 1),), 0.0) for place, count in enumerate((2, 2, 30, 2, 2))]
-    batch = Batch.of(MicroBatch.of(make_group(rows).trajectories))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(make_group(rows).trajectories))
     assert (batch.prompt_lengths + batch.response_lengths).tolist() == [3, 3, 31, 3, 3]
     for budget, blocks in ((43, [(0, 5)]), (37, [(0, 3), (3, 5)]), (8, [(0, 2), (2, 3), (3, 5)]), (1, 5)):
         found = [(block.start, block.stop) for block in row_blocks(batch, budget)]
@@ -122,10 +129,10 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     rows = [make_trajectory(place, ((arm,),), float(arm == 0)) for place, arm in enumerate(arms)]
     sample = score_group(policy, make_group(rows), temperature=1.0, budget=64, greedy_return=0.0)
     groups = torch.arange(18).reshape(9, 2)
-    (choice,) = read_choices([estimator])
+    (choice,) = parse_estimator_choices([estimator])
     (advantages,) = compute_problem_advantages([sample], [groups], choice, drop_zero_variance=False)
     gradients = Gradients(policy, sample, temperature=1.0, memory=KEEP)
-    (found,) = gradients.products(groups, [advantages])
+    (found,) = gradients.group_products(groups, [advantages])
 
     expected = []
     for first, second in itertools.product(range(3), repeat=2):
@@ -162,7 +169,7 @@ def test_products_are_those_of_gradients_of_single_tokens(weighted: bool) -> Non
     scores = torch.stack([slow_gradient(policy, sample, [row], factors[[row]]) for row in range(8)])
     torch.testing.assert_close(gradients.gram, scores @ scores.T, rtol=1e-9, atol=1e-12)
     given = [by_token, by_row, mixed, torch.zeros(shape), by_token.clone()]
-    for values, found in zip(given, gradients.products(rows, given), strict=True):
+    for values, found in zip(given, gradients.group_products(rows, given), strict=True):
         vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one * factors[chosen])
                                for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
         torch.testing.assert_close(found.with_scores, vectors @ scores.T, rtol=1e-5, atol=1e-5)
@@ -215,7 +222,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
     given = [torch.randn(2, 4, sample.batch.response_mask.shape[1], generator=torch.Generator().manual_seed(1))]
     found, wanted = (Gradients(policy, item, temperature=0.8, memory=KEEP) for item in (sample, everyone))
     torch.testing.assert_close(found.gram, wanted.gram, rtol=1e-5, atol=1e-5)
-    for own, whole in zip(found.products(groups, given), wanted.products(groups, given), strict=True):
+    for own, whole in zip(found.group_products(groups, given), wanted.group_products(groups, given), strict=True):
         torch.testing.assert_close(vars(own), vars(whole), rtol=1e-5, atol=1e-5)
     for row, trajectory in enumerate(rows):
         alone = look(make_group([trajectory]))
@@ -225,7 +232,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
             torch.testing.assert_close(getattr(sample, name)[row, :width], getattr(alone, name)[0])
     passes: list[int] = []
     policy.register_forward_pre_hook(lambda _, given: passes.append(len(given[0].starts)))
-    Gradients(policy, sample, temperature=0.8, memory=KEEP).products(groups, given)
+    Gradients(policy, sample, temperature=0.8, memory=KEEP).group_products(groups, given)
     assert passes == [1] * (5 if weighted else 4) + [3, 2]
 
 
@@ -255,7 +262,7 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
     rows = torch.tensor([[0, 1], [2, 7]])
     vectors = torch.randn(1, 2, 3, generator=draw).double()
     truth = TrueGradient(returns, scores @ scores.T)
-    along, paired = truth.project(rows, vectors @ scores.T)
+    along, paired = truth.project_groups(rows, vectors @ scores.T)
     wanted, same = [], []
     for group, vector in zip(rows.tolist(), vectors[0], strict=True):
         reference = loo_of(scores, returns, [row for row in range(8) if row not in group])
@@ -344,7 +351,7 @@ def test_advantages_are_those_of_single_steps(label: str) -> None:
     policy = make_policy(vocabulary=7)
     samples = [make_sample(policy, group=group) for group in range(2)]
     rows = [torch.tensor([[0, 3, 2, 1], [4, 5, 6, 7]]), torch.tensor([[7, 5, 0, 4], [1, 2, 3, 6]])]
-    (choice,) = read_choices([label])
+    (choice,) = parse_estimator_choices([label])
     found = compute_problem_advantages(samples, rows, choice, drop_zero_variance=False)
     for group in range(2):
         inputs = advantage_inputs(samples, [own[group : group + 1] for own in rows])
@@ -358,7 +365,7 @@ def test_otb_cross_weights_each_token_with_its_cross_energy_as_it_is() -> None:
     sample = make_sample(policy, size=2)
     mask = sample.batch.response_mask
     sample = replace(sample, cross_energy=mask * torch.tensor([[1.0], [3.0]]), importance_weights=mask * 0.5)
-    (choice,) = read_choices(["otb_cross:tail=self"])
+    (choice,) = parse_estimator_choices(["otb_cross:tail=self"])
     (found,) = compute_problem_advantages([sample], [torch.tensor([[0, 1]])], choice, drop_zero_variance=False)
     returns = sample.returns.double()
     baseline = (returns[0] + 3 * returns[1]) / 4
@@ -374,7 +381,7 @@ def test_groups_of_equal_rewards_leave_the_step_as_in_training(label: str) -> No
     samples = [make_sample(policy, group=group) for group in range(3)]  # rows 0, 3 and 6 are right
     rows = [torch.tensor([[0, 1, 2, 4], [3, 5, 6, 7]]), torch.tensor([[1, 2, 4, 5], [0, 3, 6, 7]]),
             torch.tensor([[5, 0, 2, 7], [1, 3, 4, 6]])]  # fmt: skip
-    (choice,) = read_choices([label])
+    (choice,) = parse_estimator_choices([label])
     found = compute_problem_advantages(samples, rows, choice, drop_zero_variance=True)
     kept = [0, 2] if label not in ("ogb_pooled", "remax") else [0, 1, 2]  # in the first step
     inputs = advantage_inputs([samples[index] for index in kept], [rows[index][:1] for index in kept])
@@ -389,10 +396,10 @@ def test_groups_of_equal_rewards_leave_the_step_as_in_training(label: str) -> No
 def test_everything_the_measurement_says_is_that_of_loops() -> None:
     policy = make_policy(vocabulary=7).double()
     samples = [make_sample(policy, group=group, size=10) for group in range(2)]
-    choices = read_choices(["rloo", "tir_otb"])
+    choices = parse_estimator_choices(["rloo", "tir_otb"])
     lab = LabSettings(samples=10, group_sizes=(2, 3), groups=3, partitions=2, head=True)
-    both = list(measure(policy, samples, [4, 9], choices, lab, temperature=0.8, seed=5))
-    assert list(measure(policy, samples, [4, 9], choices, lab, temperature=0.8, seed=5, skip={4})) == both[1:]
+    both = list(measure_problems(policy, samples, [4, 9], choices, lab, temperature=0.8, seed=5))
+    assert list(measure_problems(policy, samples, [4, 9], choices, lab, temperature=0.8, seed=5, skip={4})) == both[1:]
     for number, sample, (index, moments) in zip((4, 9), samples, both, strict=True):
         assert samples[index] is sample
         every = torch.stack([slow_gradient(policy, sample, [row], torch.ones(1, 99)) for row in range(10)])
@@ -406,7 +413,7 @@ def test_everything_the_measurement_says_is_that_of_loops() -> None:
                 head = vectors[:, -policy.head.weight.numel() :]  # untied: the last parameter
                 truth = TrueGradient(sample.returns, every @ every.T)
                 products = (vectors @ every.T)[None]
-                along, paired = truth.project(rows, products)
+                along, paired = truth.project_groups(rows, products)
                 directional = truth.projection_moments(rows, products)
                 assert directional is not None
                 pairs = [float(a @ b) for a, b in itertools.permutations(vectors, 2)]

@@ -11,7 +11,7 @@ import pytest
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.lab.play import lab_problems, play_until_usable
+from agentrl.lab.play import lab_problems, sample_until_usable
 from agentrl.lab.results import MeasurementFiles
 from agentrl.lab.settings import LabRequest, lab_settings
 from agentrl.trajectory import Group, Segment, Trajectory
@@ -57,7 +57,7 @@ def test_a_problem_is_played_until_enough_is_data(
         Group(index=index, problem=Problem(id=name, statement="?", answer="1", source="test"))
         for index, name in ((3, "a"), (4, "b"))
     ]
-    groups = asyncio.run(play_until_usable(driver, requests, samples=5))  # type: ignore[arg-type]
+    groups = asyncio.run(sample_until_usable(driver, requests, samples=5))  # type: ignore[arg-type]
     assert driver.played == [(step, numbers, 6) for step, numbers in enumerate(rounds)]
     assert {index: len(group.trajectories) for index, group in groups.items()} == dict(zip((3, 4), found, strict=True))
     for index, group in groups.items():

@@ -9,8 +9,8 @@ import pytest
 
 from agentrl.errors import SettingsError
 from agentrl.lab.measure import GradientMoments
-from agentrl.lab.settings import LabRequest, check_lab, lab_settings, measurable_estimators, read_choices
-from agentrl.lab.summary import EstimatorResult, IntervalEstimate, as_records, summarise, verdicts
+from agentrl.lab.settings import LabRequest, check_lab, lab_settings, measurable_estimators, parse_estimator_choices
+from agentrl.lab.summary import EstimatorResult, IntervalEstimate, as_records, describe_findings, summarize_estimators
 
 
 def make_moments(**changed: float) -> GradientMoments:
@@ -34,7 +34,7 @@ def test_summary_by_hand() -> None:
         {2: {"a": make_moments(), "b": make_moments(variance=8.0)}},
         {2: {"a": make_moments(variance=2.0, along_variance=1.0), "b": make_moments(variance=8.0)}},
     ]
-    best, other = summarise(problems, resamples=100, seed=0, baseline="b")
+    best, other = summarize_estimators(problems, resamples=100, seed=0, baseline="b")
     assert (best.estimator, best.variance.value, best.scale.value, best.cosine.value) == ("a", 4.0, 2.0, 1.0)
     assert best.noise.value == pytest.approx((6 + 2) / (4 * 2))
     assert best.directional.value == pytest.approx((3 + 1) / (4 + 4))
@@ -46,7 +46,7 @@ def test_summary_by_hand() -> None:
     assert best.directional_to_baseline is not None
     assert best.to_baseline.value == pytest.approx(0.5)
     assert best.directional_to_baseline.value == pytest.approx(4 / 6)
-    assert summarise(problems, resamples=100, seed=0)[0].to_baseline is None
+    assert summarize_estimators(problems, resamples=100, seed=0)[0].to_baseline is None
 
 
 def test_the_error_of_drawing_groups_is_taken_out_of_the_scale() -> None:
@@ -58,10 +58,10 @@ def test_the_error_of_drawing_groups_is_taken_out_of_the_scale() -> None:
              "without": make_moments(reference_squared=true, reference_along=seen, along=0.7 * true)}}
         for true, seen in draws
     ]  # fmt: skip
-    scales = {line.estimator: line.scale for line in summarise(problems, resamples=100, seed=0)}
+    scales = {line.estimator: line.scale for line in summarize_estimators(problems, resamples=100, seed=0)}
     for label, wanted in (("whole", 1.0), ("half", 0.5), ("without", 0.7)):
         assert (scales[label].value, scales[label].low, scales[label].high) == pytest.approx((wanted,) * 3)
-    few = {line.estimator: line.scale for line in summarise(problems[:2], resamples=100, seed=0)}
+    few = {line.estimator: line.scale for line in summarize_estimators(problems[:2], resamples=100, seed=0)}
     assert few["without"].value == pytest.approx(0.7)
     assert few["whole"].low < 1.0 < few["whole"].high  # two problems say nothing about the error
 
@@ -72,7 +72,7 @@ def test_an_interval_reaches_to_infinity_where_the_signal_may_be_none() -> None:
         {2: {"rloo": make_moments(), "lost": make_moments(along=2.0)}},
         {2: {"rloo": make_moments(), "lost": make_moments(along=-1.0)}},
     ]
-    lines = {line.estimator: line for line in summarise(problems, resamples=200, seed=0, baseline="rloo")}
+    lines = {line.estimator: line for line in summarize_estimators(problems, resamples=200, seed=0, baseline="rloo")}
     assert lines["lost"].noise.value == pytest.approx(6 * 2 * 2 / 1)
     assert lines["lost"].noise.low == pytest.approx(6 / 4)
     assert lines["lost"].noise.high == math.inf
@@ -82,7 +82,7 @@ def test_an_interval_reaches_to_infinity_where_the_signal_may_be_none() -> None:
 
 def test_a_gradient_against_the_true_one_is_no_signal() -> None:
     problems = [{2: {"rloo": make_moments(), "against": make_moments(along=-4.0)}}] * 2
-    best, against = summarise(problems, resamples=100, seed=0)
+    best, against = summarize_estimators(problems, resamples=100, seed=0)
     assert (best.estimator, against.estimator) == ("rloo", "against")
     assert against.scale.value == -4.0
     assert (against.noise.value, against.noise.low) == (math.inf, math.inf)
@@ -90,8 +90,10 @@ def test_a_gradient_against_the_true_one_is_no_signal() -> None:
 
 def test_a_gradient_lost_in_noise_is_said_to_be(recwarn: pytest.WarningsRecorder) -> None:
     lost = {2: {name: make_moments(reference_squared=-1.0, along_squared=-1.0) for name in ("rloo", "grpo")}}
-    lines = summarise([lost, lost], resamples=100, seed=0, baseline="rloo")
-    assert verdicts(lines) == ["N=2: no gradient can be distinguished from noise; use more problems or samples"]
+    lines = summarize_estimators([lost, lost], resamples=100, seed=0, baseline="rloo")
+    assert describe_findings(lines) == [
+        "N=2: no gradient can be distinguished from noise; use more problems or samples"
+    ]
     assert as_records(lines)[0]["noise"] == {"value": None, "low": None, "high": None}
     assert not recwarn.list
 
@@ -105,11 +107,11 @@ def make_line(name: str, ratio: float, low: float) -> EstimatorResult:
 
 
 def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
-    (won,) = verdicts([make_line("tir_otb", 1.0, 1.0), make_line("rloo", 1.5, 1.2)])
+    (won,) = describe_findings([make_line("tir_otb", 1.0, 1.0), make_line("rloo", 1.5, 1.2)])
     assert won.endswith("The token baseline tir_otb is the best")
-    (lost,) = verdicts([make_line("rloo", 1.0, 1.0), make_line("tir_otb:tail=carry", 1.5, 1.2)])
+    (lost,) = describe_findings([make_line("rloo", 1.0, 1.0), make_line("tir_otb:tail=carry", 1.5, 1.2)])
     assert lost.endswith("tir_otb:tail=carry, with 1.5 [1.2, 1.5] times that noise, outside the interval")
-    (close,) = verdicts([make_line("rloo", 1.0, 1.0), make_line("otb", 1.1, 0.9)])
+    (close,) = describe_findings([make_line("rloo", 1.0, 1.0), make_line("otb", 1.1, 0.9)])
     assert "the differences from otb are within the interval" in close
     assert close.endswith("times that noise, within the interval")
 
@@ -140,5 +142,8 @@ def test_bad_input_is_named(texts: dict[str, Any], message: str) -> None:
 def test_without_names_all_are_measured_that_can_be() -> None:
     from agentrl.algorithms import ESTIMATORS
 
-    assert {choice.label for choice in read_choices([])} == {"otb_cross", *ESTIMATORS.names()} - {"gae", "none"}
+    assert {choice.label for choice in parse_estimator_choices([])} == {"otb_cross", *ESTIMATORS.names()} - {
+        "gae",
+        "none",
+    }
     assert "gae" not in measurable_estimators()

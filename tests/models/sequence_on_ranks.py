@@ -22,7 +22,7 @@ from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.batch import Batch, MicroBatch
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceGroup
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.lora import add_adapters, is_adapter_factor
 from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
@@ -80,7 +80,7 @@ def batch_of(case: Case, *, ranks: int) -> Batch:
             segments.append(segment(tokens(response - response // 2 - 2)))
         ids = shared if prompt == 3 else (*shared, *rows[0].response_ids[:5]) if prompt == 8 else tokens(prompt)
         rows.append(played(prompt_ids=ids, segments=tuple(segments)))
-    return Batch.of(MicroBatch.of(rows), multiple=ranks)
+    return Batch.from_micro_batch(MicroBatch.from_trajectories(rows), multiple=ranks)
 
 
 def model_of(case: Case, *, seed: int = 0) -> Any:
@@ -92,7 +92,7 @@ def model_of(case: Case, *, seed: int = 0) -> Any:
                 torch.nn.init.normal_(item, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     model = model.double().train()
     if case.checkpointing:
-        checkpoint_layers(model)
+        enable_gradient_checkpointing(model)
     return model
 
 
@@ -124,10 +124,10 @@ def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
     counted = torch.arange(values.shape[1]) <= batch.response_lengths[:, None]
     torch.where(counted, values.square(), 0.0).sum().backward()
     found: dict[str, Any] = {name: value.detach() for name, value in vars(statistics).items()}
-    held = policy.local_tokens(*inputs)
+    held = policy.local_token_indices(*inputs)
     own = hidden if held is None else hidden[: len(held)]
     if sequence is not None:
-        hidden = sequence.gather(own, held, len(statistics.log_probs))
+        hidden = sequence.all_gather(own, held, len(statistics.log_probs))
     found |= {"hidden": hidden, "values": torch.where(counted, values.detach(), 0.0)}
     found |= head_variance(policy, batch, own, held)
     found |= {"learns": [name for name, value in vars(statistics).items() if value.requires_grad]}
@@ -153,8 +153,8 @@ def head_variance(policy: PolicyModel, batch: Batch, hidden: Tensor, held: Tenso
         advantages=torch.linspace(-1, 2, len(rows), dtype=torch.float64),
         rows=rows,
         groups=torch.arange(len(batch.input_ids)) % 2,
-        held=held,
-        over_ranks=None if policy.sequence is None else policy.sequence.total,
+        token_indices=held,
+        over_ranks=None if policy.sequence is None else policy.sequence.all_reduce,
     )
     found = accumulator.result()
     return {"power": torch.tensor(found.power), "signal": torch.tensor(found.signal)}

@@ -11,11 +11,11 @@ from rollout.templates import QWEN, chat_tokenizer
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl_envs.chat import ChatFormat, Mark
+from agentrl_envs.chat import ChatFormat, TemplateMark
 from agentrl_envs.tools import PYTHON_SCHEMA
 from agentrl_envs.types import Problem
 
-TOOLS: list[Any] = [PYTHON_SCHEMA.as_function()]
+TOOLS: list[Any] = [PYTHON_SCHEMA.as_openai_function()]
 CALL: Any = {
     "role": "assistant",
     "content": "",
@@ -52,10 +52,10 @@ def test_a_call_and_its_response_are_what_the_template_writes(family: str) -> No
     )
     before = tokenizer.apply_chat_template([asked], tools=TOOLS, tokenize=False, add_generation_prompt=True)
     assert chat.prompt(problem()) == before
-    behind = chat.responses([RESPONSE["content"]], ["abc123xyz"])
+    behind = chat.format_tool_responses([RESPONSE["content"]], ["abc123xyz"])
     turn = whole.removeprefix(before).removesuffix(behind)  # what the model samples, but for the end of its turn
     assert before + turn + behind == whole
-    (found,) = chat.calls.find(turn, lambda _: PYTHON_SCHEMA.parameters)
+    (found,) = chat.calls.find_calls(turn, lambda _: PYTHON_SCHEMA.parameters)
     assert (found.name, found.arguments) == ("python", {"code": "print(7)"})
     assert (chat.calls.name, chat.turn_end, chat.quoted) == (family, ENDS[family], family == "llama")
     codec = TextCodec(tokenizer, turn_end=chat.turn_end, shown_special_tokens=chat.calls.tokens)
@@ -68,12 +68,14 @@ def test_a_call_and_its_response_are_what_the_template_writes(family: str) -> No
 
 def test_two_responses_carry_the_ids_of_their_calls() -> None:
     chat = read(MISTRAL)
-    shown = chat.responses(["a", "b"], ["abc123xyz", "[TOOL_CALLS]"])  # an id that would be a token is not taken over
+    shown = chat.format_tool_responses(
+        ["a", "b"], ["abc123xyz", "[TOOL_CALLS]"]
+    )  # an id that would be a token is not taken over
     assert shown == (
         '</s>[TOOL_RESULTS] {"content": a, "call_id": "abc123xyz"}[/TOOL_RESULTS]'
         '[TOOL_RESULTS] {"content": b, "call_id": "call00000"}[/TOOL_RESULTS]'
     )
-    assert shown.parts[0] == Mark("</s>", ends_turn=True)
+    assert shown.parts[0] == TemplateMark("</s>", ends_turn=True)
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -89,7 +91,7 @@ def test_a_problems_messages_keep_their_roles(family: str, roles: tuple[str, ...
     prompt = chat.prompt(problem(*messages), lambda text: f"Solve: {text}")
     told[-1]["content"] = f"Solve: {told[-1]['content']}"
     assert prompt == tokenizer.apply_chat_template(told, tokenize=False, add_generation_prompt=True)
-    marked = [part for part in prompt.parts if isinstance(part, Mark)]
+    marked = [part for part in prompt.parts if isinstance(part, TemplateMark)]
     assert len(marked) == len(roles) + 1  # contents are plain text, whatever they spell
 
 
@@ -113,7 +115,7 @@ def test_a_reply_of_the_environment_is_a_users_message() -> None:
         {"role": "user", "content": "No."},
     ]
     whole = tokenizer.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=True)
-    assert chat.prompt(problem()) + "6" + chat.reply("No.") == whole
+    assert chat.prompt(problem()) + "6" + chat.format_user_reply("No.") == whole
 
 
 def test_a_template_that_moves_its_tools_has_no_place_for_a_second_user() -> None:

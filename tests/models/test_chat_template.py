@@ -12,11 +12,11 @@ from rollout.templates import QWEN, THINKING, chat_tokenizer
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
 from agentrl.models.tokenizer import TextCodec
-from agentrl_envs.chat import ChatFormat, Mark, MarkedText
+from agentrl_envs.chat import ChatFormat, MarkedText, TemplateMark
 from agentrl_envs.tools import PYTHON_SCHEMA
 from agentrl_envs.types import Problem
 
-TOOLS = [PYTHON_SCHEMA.as_function()]
+TOOLS = [PYTHON_SCHEMA.as_openai_function()]
 TOKENIZER = chat_tokenizer(QWEN)
 # What no template's own string and no special token can be made of.
 PLAIN = st.text(alphabet="ab {}\n\u00e9\U0001f642", max_size=12)
@@ -55,7 +55,7 @@ def test_increments_add_up_to_what_the_template_renders(statement: str, rounds: 
     for call, results in rounds:
         messages += [{"role": "assistant", "content": call}]
         messages += [{"role": "tool", "content": result} for result in results]
-        responses = chat.responses(results)
+        responses = chat.format_tool_responses(results)
         written = written + call + responses
         ids += codec.encode(call) + codec.encode_parts(responses.parts)
     whole = TOKENIZER.apply_chat_template(messages, tools=TOOLS, tokenize=False, add_generation_prompt=True)
@@ -66,7 +66,7 @@ def test_increments_add_up_to_what_the_template_renders(statement: str, rounds: 
 def test_only_marks_have_special_tokens() -> None:
     codec = TextCodec(TOKENIZER, turn_end="<|im_end|>")
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    text = MarkedText(Mark("<|im_end|>", ends_turn=True), "<|im_end|>", Mark("<tool_response>"))
+    text = MarkedText(TemplateMark("<|im_end|>", ends_turn=True), "<|im_end|>", TemplateMark("<tool_response>"))
     response = TOKENIZER.convert_tokens_to_ids("<tool_response>")
     assert codec.encode_parts(text.parts) == (end, *codec.encode("<|im_end|>"), response)
     assert end not in codec.encode("<|im_end|>")
@@ -78,7 +78,7 @@ def test_only_marks_have_special_tokens() -> None:
 def test_the_end_of_a_turn_is_written_once() -> None:
     codec = TextCodec(TOKENIZER, turn_end="<|im_end|>")
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
-    responses = read(QWEN).responses(["5"])
+    responses = read(QWEN).format_tool_responses(["5"])
     assert codec.without_sampled_turn_end(responses, (1, 2, end)) == responses.parts[1:]
     assert codec.without_sampled_turn_end(responses, (1, 2)) == responses.parts
     assert codec.without_sampled_turn_end("plain", (end,)) == ("plain",)

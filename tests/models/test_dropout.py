@@ -9,7 +9,7 @@ import torch
 from models.architectures import write_tiny
 from transformers import AutoConfig
 
-from agentrl.models.loading import read_model, switch_off_dropout
+from agentrl.models.loading import disable_dropout, read_model
 from agentrl.models.settings import ModelSettings
 
 IDS = torch.tensor([[5, 9, 2, 77, 31, 8]])
@@ -56,5 +56,5 @@ def test_probabilities_in_parts_of_a_configuration_are_cleared_too() -> None:
             self.router_jitter_noise = 0.01
 
     whole = Whole()
-    switch_off_dropout(whole)
+    disable_dropout(whole)
     assert (config.text_config.attention_dropout, whole.noise.p, whole.router_jitter_noise) == (0.0, 0.0, 0.0)

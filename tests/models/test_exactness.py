@@ -17,14 +17,14 @@ from agentrl.kernels.attention import pack_padded
 from agentrl.models.attention import register_attention
 from agentrl.models.exactness import (
     check_architecture,
-    check_policy,
-    choose_reader,
-    parameters,
+    check_packed_forward,
+    choose_attention_backend,
+    count_parameters,
     random_model,
     small_config,
-    two_rows,
+    two_test_sequences,
 )
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 
@@ -48,8 +48,8 @@ def compare_with_own_gradients(config: Any, mode: str) -> None:
     """Log-probabilities and gradients of two rows against one unpadded eager row at a time."""
     own = random_model(config, attention="eager")
     attention, backend = (None, "padded") if mode == "padded" else (register_attention(), "sdpa")
-    policy = PolicyModel(random_model(config, attention=attention, like=own), attention=backend)
-    rows = two_rows(config.get_text_config().vocab_size)
+    policy = PolicyModel(random_model(config, attention=attention, weights_from=own), attention=backend)
+    rows = two_test_sequences(config.get_text_config().vocab_size)
     prompt, lengths = 5, [len(row) for row in rows]
     parts = []
     for row in rows:
@@ -88,7 +88,7 @@ def test_every_class_is_exact_or_refused_by_name() -> None:
             continue
         try:
             small = small_config(config_for(kind))
-            assert parameters(small) < 50_000_000, "not small: nothing was compared"
+            assert count_parameters(small) < 50_000_000, "not small: nothing was compared"
             compare_with_own_gradients(small, decisions[kind].mode)
         except Exception as error:  # noqa: BLE001 - listed with its cause
             wrong[kind] = f"{type(error).__name__}: {error}"
@@ -102,14 +102,14 @@ def test_every_class_is_exact_or_refused_by_name() -> None:
 def test_layers_that_drop_keyword_arguments_train_when_they_are_recomputed(kind: str) -> None:
     config = small_config(config_for(kind))
     own = random_model(config, attention=register_attention())
-    batch = two_rows(config.vocab_size)
+    batch = two_test_sequences(config.vocab_size)
     ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
     mask = torch.arange(5, ids.shape[1]) < torch.tensor([len(row) for row in batch])[:, None]
     found = []
     for checkpointed in (False, True):
-        model = random_model(config, attention=register_attention(), like=own).train()
+        model = random_model(config, attention=register_attention(), weights_from=own).train()
         if checkpointed:
-            checkpoint_layers(model)
+            enable_gradient_checkpointing(model)
         PolicyModel(model)(*pack_padded(ids, torch.tensor([5, 5]), mask))[0].log_probs.square().sum().backward()
         found.append(gradients_of(model))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
@@ -126,7 +126,7 @@ def test_ignored_position_ids_are_named_with_the_difference() -> None:
 def test_loaded_weights_are_compared_and_left_as_they_were() -> None:
     for dtype in (torch.bfloat16, torch.float32):
         policy = PolicyModel(build_tiny("qwen3").to(dtype))
-        check_policy("some/model", policy)
+        check_packed_forward("some/model", policy)
         assert policy.causal_lm.config._attn_implementation == register_attention()
     inner = policy.causal_lm.model.rotary_emb.forward
     # Positions by index in the row, as in a model that ignores position_ids.
@@ -134,7 +134,7 @@ def test_loaded_weights_are_compared_and_left_as_they_were() -> None:
         states, torch.arange(states.shape[1])[None]
     )
     with pytest.raises(SettingsError, match=r"model\.path='some/model': Qwen3ForCausalLM .* differ"):
-        check_policy("some/model", policy)
+        check_packed_forward("some/model", policy)
 
 
 @pytest.mark.parametrize(("rows", "kind", "reader"), [
@@ -144,7 +144,7 @@ def test_loaded_weights_are_compared_and_left_as_they_were() -> None:
     ("packed", "qwen3_next", "sdpa"),
 ])  # fmt: skip
 def test_rows_are_packed_if_the_small_copy_is_exact(rows: Any, kind: str, reader: str) -> None:
-    assert choose_reader(ModelSettings(rows=rows), config_for(kind)) == reader
+    assert choose_attention_backend(ModelSettings(rows=rows), config_for(kind)) == reader
 
 
 def test_padded_rows_of_different_lengths_and_a_shared_prompt_are_exact() -> None:

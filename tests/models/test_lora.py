@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.lora import add_adapters, disabled_adapters, is_adapter_factor, write_adapter
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
@@ -147,7 +147,7 @@ def test_sources_say_what_they_yield() -> None:
 def test_exact_energies_are_those_of_the_adapters(kind: str, checkpointed: bool) -> None:
     model = adapted(kind)
     if checkpointed:
-        checkpoint_layers(model)
+        enable_gradient_checkpointing(model)
         model.train()
     policy = PolicyModel(model)
     ids, lengths, mask = batch()

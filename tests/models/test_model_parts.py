@@ -31,7 +31,7 @@ def batch() -> Batch:
         )
 
     rows = [played(prompt_ids=prompt, segments=(segment(response),)) for prompt, response in ROWS]
-    return Batch.of(MicroBatch.of(rows))
+    return Batch.from_micro_batch(MicroBatch.from_trajectories(rows))
 
 
 def forward_inputs() -> tuple[torch.Tensor, ...]:
@@ -96,7 +96,9 @@ def test_head_exact_energy_is_the_squared_gradient_norm_of_the_heads_weight(kind
     ]
     statistics, _ = PolicyModel(model)(*forward_inputs(), temperature=TEMPERATURE)
     found = (
-        statistics.energy * statistics.hidden_norm_squared / split_model(model).logit_map.temperature(TEMPERATURE) ** 2
+        statistics.energy
+        * statistics.hidden_norm_squared
+        / split_model(model).logit_map.head_temperature(TEMPERATURE) ** 2
     )
     torch.testing.assert_close(found, torch.tensor(wanted), rtol=2e-4, atol=1e-6)
 
@@ -108,7 +110,7 @@ def test_the_head_exact_monitor_measures_the_gradient_of_the_models_own_head(kin
     statistics, hidden = policy(*forward_inputs(), temperature=TEMPERATURE, keep_hidden=True)
     done = policy.head.logit_map
     monitor = HeadVarianceAccumulator(
-        policy.head.weight, temperature=done.temperature(TEMPERATURE), cap=done.output_cap
+        policy.head.weight, temperature=done.head_temperature(TEMPERATURE), cap=done.output_cap
     )
     mask = batch().response_mask
     rows = mask.nonzero()[:, 0]
@@ -201,7 +203,7 @@ def test_a_critic_stands_on_any_of_them(kind: str) -> None:
 def test_a_map_is_a_temperature_and_a_cap_of_the_heads_output() -> None:
     done = LogitMap(scale=0.25, cap=3.0)
     output = torch.tensor([-40.0, -3.0, 0.1, 12.0])
-    by_parts = done.output_cap * torch.tanh(output / done.output_cap) / done.temperature(0.7)
+    by_parts = done.output_cap * torch.tanh(output / done.output_cap) / done.head_temperature(0.7)
     torch.testing.assert_close(done(output) / 0.7, by_parts)
     assert LogitMap()(output) is output
 

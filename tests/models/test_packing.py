@@ -17,10 +17,15 @@ from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import pack_padded
-from agentrl.kernels.attention.backends import torch_varlen
+from agentrl.kernels.attention.backends import torch_varlen_attention
 from agentrl.models import attention as attention_module
-from agentrl.models.attention import attention_length, choose_attention, length_obstacle, register_attention
-from agentrl.models.loading import checkpoint_layers, read_config, read_model
+from agentrl.models.attention import (
+    break_even_length,
+    choose_packed_attention,
+    reason_too_long_to_pack,
+    register_attention,
+)
+from agentrl.models.loading import enable_gradient_checkpointing, read_config, read_model
 from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import ModelSettings
 from agentrl.trajectory import Segment
@@ -63,7 +68,7 @@ def conversations(seed: int, rows: int = 7) -> Batch:
             prompt = (*earlier.prompt_ids, *earlier.response_ids[: draw.randint(1, len(earlier.response_ids))], 1, 2)
         made.append(conversation(draw, prompt))
     draw.shuffle(made)
-    return Batch.of(MicroBatch.of(made))
+    return Batch.from_micro_batch(MicroBatch.from_trajectories(made))
 
 
 def plain_states(model: Any, batch: Batch, rows: slice) -> Tensor:
@@ -89,7 +94,7 @@ def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -
     model, plain = (build_tiny(kind, **MODELS[kind]).double().train() for _ in range(2))
     policy = PolicyModel(model)
     if checkpointing:
-        checkpoint_layers(model)
+        enable_gradient_checkpointing(model)
     inputs = (batch.row, batch.rows, batch.columns)
     statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True)
     found = gradients(model, statistics.log_probs, statistics.entropy)
@@ -228,23 +233,23 @@ def test_positions_that_change_with_the_longest_sequence_pack_up_to_where_they_c
     with pytest.raises(SettingsError, match=message):
         critic(pack_padded(torch.ones(1, 13, dtype=torch.int64), torch.tensor([2]), torch.ones(1, 11).bool())[0], 11)
     # What the refusal is for: without it a longer neighbour changes this one's numbers.
-    monkeypatch.setattr(attention_module, "length_obstacle", lambda config, longest: None)
+    monkeypatch.setattr(attention_module, "reason_too_long_to_pack", lambda config, longest: None)
     assert not torch.allclose(statistics_of(policy, [12, 14])[:10], alone, rtol=1e-2)
 
 
 def test_the_refusal_names_what_would_work() -> None:
     dynamic, longrope = (with_positions(kind).config for kind in ("dynamic", "longrope"))
-    assert length_obstacle(dynamic, 12) is length_obstacle(longrope, 12) is None
+    assert reason_too_long_to_pack(dynamic, 12) is reason_too_long_to_pack(longrope, 12) is None
     valid = "lower the sum of rollout.max_prompt_tokens and rollout.max_response_tokens to 12"
-    assert str(length_obstacle(dynamic, 40)).endswith(valid)
+    assert str(reason_too_long_to_pack(dynamic, 40)).endswith(valid)
     other = ", or use a copy of the model whose config.json sets short_factor to long_factor"
-    assert str(length_obstacle(longrope, 40)).endswith(valid + other)
+    assert str(reason_too_long_to_pack(longrope, 40)).endswith(valid + other)
     longrope.rope_parameters["short_factor"] = longrope.rope_parameters["long_factor"]
-    assert length_obstacle(longrope, 40) is None
+    assert reason_too_long_to_pack(longrope, 40) is None
     layers = build_tiny("gemma3_text").config
     layers.rope_parameters = {"full_attention": dynamic.rope_parameters, "sliding_attention": {}}
-    assert length_obstacle(layers, 256) is None
-    assert "beyond 256 tokens, the model's rotary embeddings (dynamic)" in str(length_obstacle(layers, 257))
+    assert reason_too_long_to_pack(layers, 256) is None
+    assert "beyond 256 tokens, the model's rotary embeddings (dynamic)" in str(reason_too_long_to_pack(layers, 257))
 
 
 @pytest.mark.on_device
@@ -277,7 +282,7 @@ def test_a_layer_that_is_recomputed_without_its_row_raises() -> None:
     policy = PolicyModel(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     statistics, _ = policy(batch.row, batch.rows, batch.columns)
-    with pytest.raises(KernelInputError, match="checkpoint_layers"):
+    with pytest.raises(KernelInputError, match="enable_gradient_checkpointing"):
         statistics.log_probs.sum().backward()
 
 
@@ -314,7 +319,7 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
     capped = build_tiny("gemma2", attn_logit_softcapping=2.0).config
 
     def chosen(wanted: Any, config: Any = plain, dtype: str = "bfloat16") -> str:
-        return choose_attention(wanted, config, dtype=dtype)
+        return choose_packed_attention(wanted, config, dtype=dtype)
 
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     assert (chosen("auto"), chosen("auto", windows), chosen("sdpa")) == ("sdpa", "sdpa", "sdpa")
@@ -322,7 +327,7 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
         with pytest.raises(SettingsError, match=f"model.attention={wanted} needs a GPU; otherwise set model.attention"):
             chosen(wanted)
     monkeypatch.setattr("torch.cuda.is_available", lambda: True)
-    monkeypatch.setattr("agentrl.models.attention.varlen_kernel", lambda: torch_varlen)
+    monkeypatch.setattr("agentrl.models.attention.varlen_attention_function", lambda: torch_varlen_attention)
     monkeypatch.setattr("torch.cuda.get_device_capability", lambda: (7, 5))
     assert (chosen("auto"), chosen("auto", windows), chosen("flex")) == ("sdpa", "flex", "flex")
     with pytest.raises(SettingsError, match=r"needs a GPU of compute capability 8\.0"):
@@ -331,7 +336,9 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
     assert (chosen("auto"), chosen("auto", windows), chosen("auto", capped)) == ("flash", "flash", "flex")
     with pytest.raises(SettingsError, match=r"needs the package flash-attn .*, because the model caps its scores"):
         chosen("flash", capped)
-    monkeypatch.setattr("agentrl.models.attention.varlen_kernel", lambda: lambda *given: None)  # flash-attn's
+    monkeypatch.setattr(
+        "agentrl.models.attention.varlen_attention_function", lambda: lambda *given: None
+    )  # flash-attn's
     assert (chosen("auto"), chosen("auto", dtype="float32"), chosen("flash")) == ("flash", "sdpa", "flash")
     with pytest.raises(SettingsError, match=r"needs model\.dtype=bfloat16"):
         chosen("flash", dtype="float32")
@@ -344,4 +351,4 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
 def test_attention_of_a_long_document_costs_as_much_as_everything_else() -> None:
     config = read_config(ModelSettings())
     # Four projections of 96 x 96 and three of 96 x 256 weights, attention over 96 dimensions.
-    assert attention_length(config) == (4 * 96 * 96 + 3 * 96 * 256) / 96
+    assert break_even_length(config) == (4 * 96 * 96 + 3 * 96 * 256) / 96

@@ -35,7 +35,7 @@ def batch() -> Batch:
     seen = Segment(origin="observation", token_ids=(40, 41), text="")
     first = played(prompt_ids=(1, 2, 3), segments=(segment(4, 5), seen, segment(6)))
     second = played(prompt_ids=(7,), segments=(segment(8),))
-    return Batch.of(MicroBatch.of([first, second]))
+    return Batch.from_micro_batch(MicroBatch.from_trajectories([first, second]))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
@@ -94,7 +94,7 @@ def conversations(draw: random.Random, rows: int) -> Batch:
         )
 
     made = [played(prompt_ids=draw.choice(prompts), segments=(response(),)) for _ in range(rows)]
-    return Batch.of(MicroBatch.of(made))
+    return Batch.from_micro_batch(MicroBatch.from_trajectories(made))
 
 
 def test_shared_prompts_go_through_the_model_once() -> None:

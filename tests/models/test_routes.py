@@ -23,8 +23,8 @@ from transformers import (
 )
 
 from agentrl.batch import Batch, MicroBatch
-from agentrl.models.attention import use_attention
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.attention import use_agentrl_attention
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
 from agentrl.models.routes import Routes, install_routes, routes_obstacle, routing
 from agentrl.rollout.engines.base import Completion, Sampling
@@ -145,7 +145,7 @@ def with_fixed_routes(model: Any, routes: Callable[[], Tensor]) -> None:
 @pytest.mark.parametrize("checkpointed", [False, True])
 async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model: Any, checkpointed: bool) -> None:
     items = await played(model)
-    micro = MicroBatch.of(items)
+    micro = MicroBatch.from_trajectories(items)
     assert micro.routes is not None
     known = micro.routes[:, :1] >= 0
     random = np.random.default_rng(0).permuted(np.arange(EXPERTS)[None].repeat(len(known), 0), axis=1)[:, :TOP]
@@ -153,10 +153,10 @@ async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model
     copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
     if checkpointed:
-        checkpoint_layers(model)
+        enable_gradient_checkpointing(model)
         model.train()
     policy = PolicyModel(model, backend="chunked")
-    batch = Batch.of(micro)
+    batch = Batch.from_micro_batch(micro)
     statistics, _ = policy(batch.row, batch.rows, batch.columns)
     statistics.log_probs.sum().backward()
     total = torch.zeros(())
@@ -181,7 +181,7 @@ async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model
 async def test_replay_hides_a_router_that_chooses_differently(model: Any) -> None:
     """With noise in the trainer's scores, replay reproduces the engine's experts, and the difference is counted."""
     items = await played(model)
-    batch = Batch.of(MicroBatch.of(items))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(items))
     policy = PolicyModel(model, backend="chunked")
     with torch.no_grad():
         policy(batch.row, batch.rows, batch.columns)
@@ -196,7 +196,7 @@ async def test_replay_hides_a_router_that_chooses_differently(model: Any) -> Non
         assert 0 < int(other) < total
         policy.records_routes = True
         replayed = batch.row.routes
-        row = batch.row.padded(1)
+        row = batch.row.pad_to_multiple(1)
         object.__setattr__(row, "routes", None)
         policy(row, batch.rows, batch.columns)
         own = policy.routes.recorded()
@@ -205,7 +205,7 @@ async def test_replay_hides_a_router_that_chooses_differently(model: Any) -> Non
 
 
 def test_hooks_are_installed_once(model: Any) -> None:
-    use_attention(model)
+    use_agentrl_attention(model)
     blocks = [block for block in model.modules() if hasattr(block, "experts")]
     assert install_routes(model) == install_routes(model) == len(blocks)
     assert all(len(block._forward_hooks) == 1 for block in blocks)
@@ -242,7 +242,7 @@ async def test_a_branch_keeps_the_routes_of_the_edge_that_sampled_its_prompt(mod
     async with serving(model) as engine:
         second = replace(await conversation(engine, "1", start=prompt, turns=1), prompt_ids=prompt)
     other = replace(second.segments[0], routes=(~np.frombuffer(second.segments[0].routes, dtype=np.int16)).tobytes())
-    micro = MicroBatch.of([first, replace(second, segments=(other, *second.segments[1:]))])
+    micro = MicroBatch.from_trajectories([first, replace(second, segments=(other, *second.segments[1:]))])
     assert micro.routes is not None
     routes = torch.from_numpy(micro.routes[: len(prompt)])
     assert torch.equal(routes[:-1], routes_of(first))

@@ -14,7 +14,7 @@ from models.sequence_on_ranks import CASES, found_by
 from ranks import finish, start_ranks
 
 from agentrl.errors import SettingsError
-from agentrl.models.attention import sharing_obstacle, use_reader
+from agentrl.models.attention import reason_rows_not_shareable, use_attention_backend
 
 SCRIPT = Path(__file__).with_name("sequence_on_ranks.py")
 RANKS = 4
@@ -64,10 +64,10 @@ def test_every_rank_has_the_same_numbers(results: list[dict[int, dict[str, Any]]
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
     model = build_tiny("qwen2", num_attention_heads=6, num_key_value_heads=2, hidden_size=48)
     with pytest.raises(SettingsError) as failure:
-        use_reader(model, "sdpa", ranks=4)
+        use_attention_backend(model, "sdpa", ranks=4)
     assert str(failure.value) == (
         "training.sequence_parallel=4 does not divide the model's 6 query heads; valid: 1, 2, 3, 6"
     )
     with pytest.raises(SettingsError, match=r"training\.sequence_parallel needs packed trajectories"):
-        use_reader(model, "padded", ranks=2)
-    assert [ranks for ranks in range(1, 9) if sharing_obstacle(model.config, ranks) is None] == [1, 2, 3, 6]
+        use_attention_backend(model, "padded", ranks=2)
+    assert [ranks for ranks in range(1, 9) if reason_rows_not_shareable(model.config, ranks) is None] == [1, 2, 3, 6]

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from agentrl.planning.memory import ModelShape, TrainingSetup, shape_of
+from agentrl.planning.memory import ModelShape, TrainingSetup, shape_from_config
 from agentrl.planning.plan import Target
 
 _TINY = {
@@ -21,7 +21,7 @@ _TINY = {
 
 
 def tiny_shape(kind: str = "qwen2", **more: Any) -> ModelShape:
-    return shape_of(kind, AutoConfig.for_model(kind, **(_TINY | more)))
+    return shape_from_config(kind, AutoConfig.for_model(kind, **(_TINY | more)))
 
 
 def setup(**more: Any) -> TrainingSetup:

@@ -11,7 +11,7 @@ from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import (
     ModelShape,
     TrainingSetup,
-    activations,
+    activation_memory,
     kv_bytes,
     rank_memory,
     read_shape,
@@ -138,4 +138,4 @@ def bucket(shape: ModelShape, how: TrainingSetup) -> int:
 
 
 def kept(shape: ModelShape, how: TrainingSetup) -> int:
-    return activations(shape, how)[0]
+    return activation_memory(shape, how)[0]

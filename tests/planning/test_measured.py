@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from agentrl.kernels.attention import pack_padded
 from agentrl.models import loading
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
 from agentrl.planning.memory import ModelShape, TrainingSetup, rank_memory
 
@@ -31,7 +31,7 @@ def measured_peak(live_bytes: ModuleType, shape: ModelShape, how: TrainingSetup)
     with live_bytes.LiveBytes() as counted:
         model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.float32, attn_implementation="sdpa")
         if how.checkpointing:
-            checkpoint_layers(model)
+            enable_gradient_checkpointing(model)
         policy = PolicyModel(model, backend="chunked").train()
         adamw = torch.optim.AdamW(policy.parameters(), fused=True)
         for _ in range(2):
@@ -78,8 +78,8 @@ def test_what_waits_in_the_hosts_memory_is_what_a_real_forward_moves(monkeypatch
     monkeypatch.setattr(loading, "save_on_cpu", watched)
     shape = tiny_shape()
     model = AutoModelForCausalLM.from_config(shape.config, dtype=torch.float32)
-    checkpoint_layers(model)
-    loading.keep_checkpoints_on_host(model.get_decoder())
+    enable_gradient_checkpointing(model)
+    loading.offload_checkpoints_to_host(model.get_decoder())
     model.train().get_decoder()(input_ids=torch.zeros(1, 1024, dtype=torch.int64), use_cache=False)
     how = setup(ranks=1, stage=0, bfloat16=False, checkpointing=True, checkpoint_offload=True)
     assert rank_memory(shape, how).host == pytest.approx(sum(moved), rel=0.01)

@@ -17,8 +17,8 @@ from agentrl.planning.memory import ModelShape, read_shape
 from agentrl.planning.plan import (
     dry_run_lines,
     find_plan,
+    find_plan_or_raise,
     plan_command,
-    plan_for,
 )
 from agentrl.training.run.preflight import dry_run
 
@@ -67,7 +67,7 @@ def test_ranks_share_rows_where_a_context_does_not_fit_one(seven: ModelShape) ->
 
 def test_a_plan_that_cannot_fit_says_what_would(seven: ModelShape) -> None:
     with pytest.raises(SettingsError) as failure:
-        plan_for(seven, target(1, 40, 8192))
+        find_plan_or_raise(seven, target(1, 40, 8192))
     said = str(failure.value)
     assert "no settings train Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
     assert "would fit: 4 GPUs with this memory, or 80 GB per GPU" in said

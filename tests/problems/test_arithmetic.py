@@ -102,10 +102,10 @@ def test_what_reveals_prints_and_returns_nothing():
 
 
 def test_distinct_gives_different_statements_and_says_when_there_are_not_enough():
-    problems = ArithmeticSource(split="heldout", seed=0).distinct(256)
+    problems = ArithmeticSource(split="heldout", seed=0).distinct_problems(256)
     assert len({problem.statement for problem in problems}) == 256
     with pytest.raises(EmptyProblemsError, match=r"only \d+ of the requested 500 heldout statements are distinct"):
-        ArithmeticSource(split="heldout", seed=0, families=["note"]).distinct(500)
+        ArithmeticSource(split="heldout", seed=0, families=["note"]).distinct_problems(500)
 
 
 def test_unknown_names_are_refused_with_the_nearest():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from agentrl.problems.demonstrations import program
+from agentrl.problems.demonstrations import format_program
 from agentrl.problems.horizon import HORIZON_FAMILIES, HorizonSource, lookup_rewards
 from agentrl_envs.rewards import Conversation, Message
 from agentrl_envs.types import Ended, Problem, Verdict
@@ -30,14 +30,14 @@ def test_the_shown_solution_earns_a_share_in_every_turn_but_the_last(family: str
 def test_only_new_answered_looks_count_and_never_more_than_the_task_has() -> None:
     problem = Problem(id="0", statement="", answer="1", source="horizon", family="chain_4")
     played = conversation(
-        (program("box(11)"), "\nCode execution result: 12\n"),
-        (program("box( 11 )"), "\nCode execution result: 12\n"),
-        (program("box(13)"), "\nCode execution result: empty\n"),
-        (program("box(x)"), "\nNameError: name 'x' is not defined, line 1\n"),
-        (program("print(12)"), "\nCode execution result: 12\n"),
-        (program("box(12)"), "\nCode execution result: 14\n"),
-        (program("box(14)"), "\nCode execution result: 15\n"),
-        (program("box(15)"), "\nCode execution result: end 15\n"),
+        (format_program("box(11)"), "\nCode execution result: 12\n"),
+        (format_program("box( 11 )"), "\nCode execution result: 12\n"),
+        (format_program("box(13)"), "\nCode execution result: empty\n"),
+        (format_program("box(x)"), "\nNameError: name 'x' is not defined, line 1\n"),
+        (format_program("print(12)"), "\nCode execution result: 12\n"),
+        (format_program("box(12)"), "\nCode execution result: 14\n"),
+        (format_program("box(14)"), "\nCode execution result: 15\n"),
+        (format_program("box(15)"), "\nCode execution result: end 15\n"),
         ("\\boxed{15}", ""),
     )
     third = 1 / 3
@@ -55,17 +55,17 @@ def test_only_new_answered_looks_count_and_never_more_than_the_task_has() -> Non
 )
 def test_what_only_looks_like_a_look_earns_nothing(family: str, programs: list[str]) -> None:
     problem = Problem(id="0", statement="A key between 50 and 58.", answer="1", source="horizon", family=family)
-    played = conversation(*((program(text), "\nCode execution result: less 54\n") for text in programs))
+    played = conversation(*((format_program(text), "\nCode execution result: less 54\n") for text in programs))
     assert lookup_rewards(problem, played, None) == [0.0] * len(programs)
 
 
 def test_one_number_in_several_spellings_is_one_look() -> None:
     problem = Problem(id="0", statement="A key between 50 and 58.", answer="1", source="horizon", family="search_4")
     texts = ("key(54)", "key(54+0)", "key((50+58)//2)", "key(27*2)", "key(60-5)")
-    played = conversation(*((program(text), "\nCode execution result: less 54\n") for text in texts))
+    played = conversation(*((format_program(text), "\nCode execution result: less 54\n") for text in texts))
     assert lookup_rewards(problem, played, None) == [1 / 3, 0.0, 0.0, 0.0, 1 / 3]
 
 
 def test_a_task_of_one_turn_has_nothing_to_look_at() -> None:
     problem = Problem(id="0", statement="", answer="1", source="horizon", family="debug_1")
-    assert lookup_rewards(problem, conversation((program("final_answer(1)"), "")), None) == [0.0]
+    assert lookup_rewards(problem, conversation((format_program("final_answer(1)"), "")), None) == [0.0]

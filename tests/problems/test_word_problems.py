@@ -10,7 +10,13 @@ from hypothesis import strategies as st
 
 from agentrl.problems.rows import EmptyProblemsError
 from agentrl.problems.sources import masked_statement, split_by_masked_statement
-from agentrl.problems.word_problems import Formula, FormulaError, formula_demonstrations, number_mentions, words_value
+from agentrl.problems.word_problems import (
+    Formula,
+    FormulaError,
+    formula_demonstrations,
+    number_from_words,
+    number_mentions,
+)
 from agentrl_envs.types import Problem
 
 PROGRAM = re.compile(r"\A```py\nfinal_answer\(([\d+*/()-]+)\)\n```\Z")
@@ -80,13 +86,13 @@ def test_written_programs_mean_the_formula(text: str):
 def test_numbers_in_texts():
     text = "Twenty-six pens cost $1,250.50; 3 boxes of 12, a 2nd and ten A4 sheets, one hundred and five at 1/2."
     assert [mention.value for mention in number_mentions(text)] == [26, 3, 12, 10, 105]
-    assert words_value("two million three hundred thousand and one") == 2_300_001
-    assert words_value("twenty thirty") is None
+    assert number_from_words("two million three hundred thousand and one") == 2_300_001
+    assert number_from_words("twenty thirty") is None
 
 
 @given(st.integers(0, 999_999))
 def test_words_of_a_number_say_it(value: int):
-    assert words_value(words(value)) == value
+    assert number_from_words(words(value)) == value
 
 
 def words(value: int) -> str:

@@ -63,7 +63,7 @@ class Played:
             self.chat = read_chat_format(
                 self.tokenizer,
                 name="m",
-                tools=[schema.as_function() for schema in schemas],
+                tools=[schema.as_openai_function() for schema in schemas],
                 options=self.settings.template_options,
                 system=self.settings.system_prompt,
             )

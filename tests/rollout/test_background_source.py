@@ -73,7 +73,7 @@ def indices(groups: Sequence[Group]) -> list[int]:
 
 async def train(worker: RolloutWorker, policy: Policy) -> None:
     """What the session does after an update."""
-    await worker.drain()
+    await worker.wait_until_weights_may_change()
     policy.version += 1
     worker.record_install(policy.version)
     worker.confirm()

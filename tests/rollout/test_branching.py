@@ -14,7 +14,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.branching import ForkStatistics
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.rollout.work_queue import WorkQueue
-from agentrl.trajectory import Group, Segment, Trajectory, weighed
+from agentrl.trajectory import Group, Segment, Trajectory, with_path_weights
 from agentrl_envs.types import Ended
 
 
@@ -33,7 +33,7 @@ def tree(*rewards: float, before: int = 1, after: int = 1, sample: int = 0) -> t
         )  # fmt: skip
 
     leaves = [edge(number, after, reward, Ended.STOPPED) for number, reward in enumerate(rewards, 1)]
-    return weighed([edge(0, before, 0.0, Ended.FORKED), *leaves])
+    return with_path_weights([edge(0, before, 0.0, Ended.FORKED), *leaves])
 
 
 def learned(*group: tuple[Trajectory, ...], times: int = 8) -> ForkStatistics:
@@ -95,7 +95,7 @@ async def test_requests_keep_the_widths_of_their_time_in_a_checkpoint() -> None:
         return WorkQueue(ProblemSampler(ArithmeticSource(seed=1), seed=5), settings)
 
     async def issue(one: WorkQueue) -> Group:
-        request = await one.next()
+        request = await one.next_request()
         one.record_prompt_length(request, 1)
         return request
 
@@ -109,6 +109,6 @@ async def test_requests_keep_the_widths_of_their_time_in_a_checkpoint() -> None:
     assert after.widths == (1,)
     resumed = queue()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert [await resumed.next(), (await issue(resumed)).widths] == [after, (1,)]
+    assert [await resumed.next_request(), (await issue(resumed)).widths] == [after, (1,)]
     assert branching.width_after(1, leaves=8, measured=after.widths) == 1
     assert branching.width_after(2, leaves=8, measured=after.widths) == 2  # not measured yet

@@ -17,7 +17,7 @@ from torch import Tensor
 from agentrl.algorithms import AGGREGATIONS, AdvantageInputs, aggregate, compute_advantages, token_factors
 from agentrl.problems.posterior import Posteriors
 from agentrl.problems.sampler import FiniteSource, ProblemSampler
-from agentrl.rollout.budget import SCORES, allocate, expected_energy
+from agentrl.rollout.budget import SCORES, allocate_group_sizes, expected_energy
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.settings import RolloutSettings
@@ -41,21 +41,21 @@ def test_sizes_are_optimal_by_brute_force(scores: list[float], extra: int, most:
 
     every = itertools.product(range(2, most + 1), repeat=len(scores))
     best = min(variance(sizes) for sizes in every if sum(sizes) == total)
-    sizes = allocate(scores, total, most=most)
+    sizes = allocate_group_sizes(scores, total, most=most)
     assert sum(sizes) == total
     assert all(2 <= size <= most for size in sizes)
     assert variance(tuple(sizes)) == pytest.approx(best, abs=1e-12)
 
 
 def test_equal_scores_have_equal_sizes() -> None:
-    assert allocate([0.3] * 5, 40, most=32) == [8] * 5
-    assert allocate([0.0] * 5, 40, most=32) == [8] * 5
+    assert allocate_group_sizes([0.3] * 5, 40, most=32) == [8] * 5
+    assert allocate_group_sizes([0.0] * 5, 40, most=32) == [8] * 5
 
 
 def test_scores_follow_the_formulas() -> None:
     posteriors = Posteriors(decay=1.0)
-    posteriors.learn([("a", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [8.0] * 6), ("b", [1.0] * 6, [2.0] * 6)])
-    assert posteriors.beta("a") == (2, 6)
+    posteriors.update([("a", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [8.0] * 6), ("b", [1.0] * 6, [2.0] * 6)])
+    assert posteriors.beta_parameters("a") == (2, 6)
     assert SCORES["variance"](posteriors, "a") == pytest.approx(0.25 * 0.75)
     assert SCORES["neyman"](posteriors, "a") == pytest.approx(math.sqrt(8 * 0.25 * 0.75))
     assert SCORES["neyman"](posteriors, "new") == pytest.approx(math.sqrt(5 * 0.25))  # the mean energy of all rollouts
@@ -63,11 +63,15 @@ def test_scores_follow_the_formulas() -> None:
 
 def test_a_problem_whose_rollouts_were_all_excluded_stays_unknown() -> None:
     posteriors = Posteriors(decay=0.5)
-    posteriors.learn([("a", [1.0], [5.0]), ("b", [], [])])
+    posteriors.update([("a", [1.0], [5.0]), ("b", [], [])])
     assert not posteriors.is_known("b")
-    assert posteriors.energy("b") == 5.0  # the mean energy of all rollouts
-    posteriors.learn([("a", [], [])])
-    assert (posteriors.is_known("a"), posteriors.beta("a"), posteriors.energy("a")) == (True, (1.5, 1.0), 5.0)
+    assert posteriors.expected_energy("b") == 5.0  # the mean energy of all rollouts
+    posteriors.update([("a", [], [])])
+    assert (posteriors.is_known("a"), posteriors.beta_parameters("a"), posteriors.expected_energy("a")) == (
+        True,
+        (1.5, 1.0),
+        5.0,
+    )
 
 
 def test_the_energy_of_sampled_tokens_is_right_on_average() -> None:

@@ -12,8 +12,8 @@ from rollout.templates import QWEN, chat_tokenizer
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout import environment as rooms
-from agentrl.rollout.environment import build_codec, build_environment, chat_format, needs_chat_format
-from agentrl.rollout.gateway.environment import DeployedHistory
+from agentrl.rollout.environment import build_chat_setup, build_codec, build_environment, uses_chat_template
+from agentrl.rollout.gateway.environment import RerenderedEnvironment
 from agentrl_envs.types import Problem
 
 CLASSES = '''
@@ -85,8 +85,8 @@ def settings(env: str = "simpletir", *overrides: str) -> Any:
 )
 def test_protocols(env: str, overrides: list[str], templated: bool) -> None:
     made = settings(env, *overrides)
-    chat = chat_format(made, chat_tokenizer(QWEN), "m")
-    assert needs_chat_format(made) is templated
+    chat = build_chat_setup(made, chat_tokenizer(QWEN), "m")
+    assert uses_chat_template(made) is templated
     assert (chat is not None) is templated
     assert build_environment(made, chat).describe is not None
 
@@ -102,8 +102,8 @@ def test_protocols(env: str, overrides: list[str], templated: bool) -> None:
 )
 async def test_environments_that_are_classes(classes: str, name: str, overrides: list[str], templated: bool) -> None:
     made = settings(f"{classes}:{name}", *overrides)
-    chat = chat_format(made, chat_tokenizer(QWEN), "m")
-    assert needs_chat_format(made) is templated
+    chat = build_chat_setup(made, chat_tokenizer(QWEN), "m")
+    assert uses_chat_template(made) is templated
     assert (chat is not None) is templated
     environment = build_environment(made, chat)
     await environment.open()
@@ -114,31 +114,31 @@ async def test_environments_that_are_classes(classes: str, name: str, overrides:
     assert ("b\n\nIn kg." in prompt) is (name == "Shop")
     await episode.close()
     await environment.close()
-    assert chat_format(settings(f"{classes}:{name}"), chat_tokenizer(None), "m") is None
+    assert build_chat_setup(settings(f"{classes}:{name}"), chat_tokenizer(None), "m") is None
 
 
 async def test_tools_that_are_known_are_not_listed(classes: str) -> None:
     made = settings(f"{classes}:Shop", "environment.list_tools=false")
-    environment = build_environment(made, chat_format(made, chat_tokenizer(None), "m"))
+    environment = build_environment(made, build_chat_setup(made, chat_tokenizer(None), "m"))
     await environment.open()
     episode = environment.episode(PROBLEM)
     assert await episode.start() == "a\n\nb\n\nIn kg.\n"
     await episode.close()
     await environment.close()
     with pytest.raises(SettingsError, match=r"list_tools=false, but the chat template of m lists the tools"):
-        chat_format(made, chat_tokenizer(QWEN), "m")
+        build_chat_setup(made, chat_tokenizer(QWEN), "m")
 
 
 def test_a_history_of_the_template_needs_a_template(classes: str) -> None:
     made = settings(f"{classes}:Shop", "environment.history=template")
-    chat = chat_format(made, chat_tokenizer(QWEN), "m")
+    chat = build_chat_setup(made, chat_tokenizer(QWEN), "m")
     assert chat is not None
     assert chat.renderer is not None
     assert [tool["function"]["name"] for tool in chat.tools] == ["query"]  # type: ignore[index]
-    assert isinstance(build_environment(made, chat), DeployedHistory)
+    assert isinstance(build_environment(made, chat), RerenderedEnvironment)
     assert build_codec(chat_tokenizer(QWEN), "m", chat) is chat.renderer.codec
     with pytest.raises(SettingsError, match=r"environment.history=template .* uses m in plain text"):
-        chat_format(made, chat_tokenizer(None), "m")
+        build_chat_setup(made, chat_tokenizer(None), "m")
 
 
 @pytest.mark.parametrize(
@@ -159,13 +159,13 @@ def test_models_that_cannot(classes: str, env: str, overrides: list[str], templa
     made = settings(env if env == "simpletir" else f"{classes}:{env}", *overrides)
     tokenizer = chat_tokenizer(None) if template is None else family_tokenizer(template)
     with pytest.raises(SettingsError, match=message):
-        chat_format(made, tokenizer, "m")
+        build_chat_setup(made, tokenizer, "m")
 
 
 def test_the_codec_shows_the_tokens_of_calls(classes: str) -> None:
     made = settings(f"{classes}:Shop")
     tokenizer = family_tokenizer(LLAMA)
-    chat = chat_format(made, tokenizer, "m")
+    chat = build_chat_setup(made, tokenizer, "m")
     codec = build_codec(tokenizer, "m", chat)
     tag, end = (tokenizer.convert_tokens_to_ids(token) for token in ("<|python_tag|>", "<|eot|>"))
     assert codec.decode([tag]) == "<|python_tag|>"

@@ -57,7 +57,7 @@ async def test_an_error_behind_a_message_that_has_ended_is_a_users_message(
     error = trajectory.segments[1].text
     closed = "" if reason == "eos" else END  # sampled, or written for the model
     assert error.startswith(f"{closed}\n{START}user\n")
-    assert "CallError: " in error
+    assert "ToolCallError: " in error
     assert error.endswith(f"{END}\n{START}assistant\n")
     assert (trajectory.ended, trajectory.reward, trajectory.turns) == (Ended.ANSWERED, 1.0, 2)
 

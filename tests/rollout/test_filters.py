@@ -9,7 +9,7 @@ import pytest
 from rollout.fakes import played, problem
 
 from agentrl.errors import SettingsError
-from agentrl.rollout.filters import COUNTS, FilterRules, filter_groups
+from agentrl.rollout.filters import COUNTED_REASONS, FilterRules, filter_groups
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Ended, Verdict
 
@@ -19,7 +19,7 @@ KEEP_ALL: dict[str, Any] = {
     "accuracy_range": None,
     "drop_zero_variance": False,
 }
-NOTHING = dict.fromkeys(COUNTS, 0)
+NOTHING = dict.fromkeys(COUNTED_REASONS, 0)
 
 
 def group(*trajectories: Trajectory, index: int = 0) -> Group:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentrl.rollout.policy import FairYield, Rounds
+from agentrl.rollout.policy import LoopThrottle, TurnBarrier
 
 
 async def drain() -> None:
@@ -15,10 +15,10 @@ async def drain() -> None:
 
 
 async def test_the_gate_opens_when_all_wait_in_the_order_of_their_names() -> None:
-    rounds, passed = Rounds(3), []
+    rounds, passed = TurnBarrier(3), []
 
     async def player(name: str) -> None:
-        await rounds.wait(name)
+        await rounds.wait_for_all(name)
         passed.append(name)
 
     tasks = [asyncio.create_task(player(name)) for name in ("c", "a")]
@@ -30,29 +30,29 @@ async def test_the_gate_opens_when_all_wait_in_the_order_of_their_names() -> Non
 
 
 async def test_who_leaves_is_not_waited_for() -> None:
-    rounds = Rounds(2)
-    task = asyncio.create_task(rounds.wait("a"))
+    rounds = TurnBarrier(2)
+    task = asyncio.create_task(rounds.wait_for_all("a"))
     await drain()
     assert not task.done()
-    rounds.leave()
+    rounds.remove_participant()
     await task
 
 
 async def test_who_is_cancelled_at_the_gate_does_not_count_as_waiting() -> None:
-    rounds = Rounds(2)
-    gone = asyncio.create_task(rounds.wait("a"))
+    rounds = TurnBarrier(2)
+    gone = asyncio.create_task(rounds.wait_for_all("a"))
     await drain()
     gone.cancel()
     await asyncio.gather(gone, return_exceptions=True)
-    stays = asyncio.create_task(rounds.wait("b"))
+    stays = asyncio.create_task(rounds.wait_for_all("b"))
     await drain()
     assert not stays.done()
-    again = asyncio.create_task(rounds.wait("a"))
+    again = asyncio.create_task(rounds.wait_for_all("a"))
     await asyncio.gather(stays, again)
 
 
 async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
-    fair_yield, passed, iterations = FairYield(), [], []
+    fair_yield, passed, iterations = LoopThrottle(), [], []
     iteration = 0
 
     async def player(number: int) -> None:
@@ -69,13 +69,13 @@ async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
 
 
 async def test_a_free_gate_does_not_suspend() -> None:
-    fair_yield = FairYield()
+    fair_yield = LoopThrottle()
     with pytest.raises(StopIteration):
         fair_yield.wait().send(None)
 
 
 async def test_who_is_cancelled_at_the_gate_holds_nobody_up() -> None:
-    fair_yield = FairYield()
+    fair_yield = LoopThrottle()
     tasks = [asyncio.create_task(fair_yield.wait()) for _ in range(60)]
     await asyncio.sleep(0)
     for task in tasks[16:40]:

@@ -74,15 +74,15 @@ def test_rows_hold_what_was_stored_through_growth_moves_swaps_and_forgetting(see
         elif action < 0.85:
             source, target = draw.choice(known), draw.randrange(16)
             length = len(table.rows[source][0])
-            table.cache.move(torch.tensor([source]), torch.tensor([target]), length)
+            table.cache.copy_rows(torch.tensor([source]), torch.tensor([target]), length)
             table.rows[target] = [list(layer) for layer in table.rows[source]]
         elif action < 0.97 and len(known) > 1:
             one, two = draw.sample(known, 2)
             length = max(len(table.rows[one][0]), len(table.rows[two][0]))
-            table.cache.swap(torch.tensor([one]), torch.tensor([two]), length)
+            table.cache.swap_rows(torch.tensor([one]), torch.tensor([two]), length)
             table.rows[one], table.rows[two] = table.rows[two], table.rows[one]
         else:
-            table.cache.forget()
+            table.cache.clear()
             table.rows = {}
 
 
@@ -93,7 +93,7 @@ def test_the_cache_is_hardly_longer_than_its_longest_row() -> None:
         table.feed([0, 1], [1, 1], first=True)
         longest = len(table.rows[1][0])
         assert longest <= table.cache.length <= longest * 9 / 8 + 16
-    table.cache.forget()
+    table.cache.clear()
     assert table.cache.length == 0
 
 

@@ -58,7 +58,7 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
             trained += await worker.next_batch(step)
             played.append(list(worker.sampled_groups))
             await asyncio.sleep(50.0)
-            await worker.drain()
+            await worker.wait_until_weights_may_change()
             engine.pause()
             engine.resume(step + 1)
             worker.record_install(step + 1)

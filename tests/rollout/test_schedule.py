@@ -44,7 +44,7 @@ def test_every_group_is_trained_in_time_whatever_finishes_first(
             new = range(before, next_index)
             running += new
             issued_at |= dict.fromkeys(new, batch)
-            chosen = schedule.take(wanted, more=rounds > 0)
+            chosen = schedule.take_groups(wanted, refill=rounds > 0)
             if chosen is None:
                 assert running, "waits for ever"
                 done = running.pop(chance.randrange(len(running)))
@@ -54,9 +54,9 @@ def test_every_group_is_trained_in_time_whatever_finishes_first(
             trained_in |= dict.fromkeys(chosen, batch)
             taken += len(chosen)
             rounds += 1
-            assert schedule.finished_groups + schedule.running <= staleness * groups
+            assert schedule.finished_groups + schedule.running_groups <= staleness * groups
             wanted = chance.randint(1, groups) if rounds < 3 and chance.random() > keep else 0
-        schedule.train()
+        schedule.record_trained()
     assert all(trained_in[index] - issued_at[index] <= staleness for index in trained_in)
     assert set(issued_at) == set(trained_in), "issued and never trained"
 
@@ -71,34 +71,36 @@ def test_admission_is_the_published_bound(staleness: int) -> None:
         assert issued == (trained + staleness + 1) * 3
         for index in range(trained * 3, trained * 3 + 3):
             schedule.finish(index)
-        assert schedule.take(3) == [trained * 3, trained * 3 + 1, trained * 3 + 2]
+        assert schedule.take_groups(3) == [trained * 3, trained * 3 + 1, trained * 3 + 2]
         assert schedule.groups_to_issue() == 0  # not before the batch is trained
-        schedule.train()
+        schedule.record_trained()
 
 
 def test_without_staleness_the_order_is_that_of_issue() -> None:
     schedule = Schedule(groups=2, max_staleness=0)
     assert start(schedule, 0) == 2
     schedule.finish(1)
-    assert schedule.take(1) is None  # 0 would be late
+    assert schedule.take_groups(1) is None  # 0 would be late
     schedule.finish(0)
-    assert schedule.take(2) == [0, 1]
+    assert schedule.take_groups(2) == [0, 1]
 
 
 def test_an_overtaker_waits_if_those_behind_would_not_all_fit() -> None:
     schedule = Schedule(groups=1, max_staleness=2)
     assert start(schedule, 0) == 3
     schedule.finish(2)
-    assert schedule.take(1) == [2]  # 0 and 1 have two batches left
-    schedule.train()
+    assert schedule.take_groups(1) == [2]  # 0 and 1 have two batches left
+    schedule.record_trained()
     assert start(schedule, 3) == 4
     schedule.finish(3)
-    assert schedule.take(1) is None  # 0 and 1 are both due within two batches, and one of them would be this one's
+    assert (
+        schedule.take_groups(1) is None
+    )  # 0 and 1 are both due within two batches, and one of them would be this one's
     schedule.finish(1)
-    assert schedule.take(1) == [1]
-    schedule.train()
+    assert schedule.take_groups(1) == [1]
+    schedule.record_trained()
     schedule.finish(0)
-    assert schedule.take(1) == [0]
+    assert schedule.take_groups(1) == [0]
 
 
 def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
@@ -107,13 +109,13 @@ def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
     schedule.finish(0)
     schedule.finish(1)
     assert schedule.groups_to_issue() == 0
-    assert schedule.take(2) == [0, 1]
+    assert schedule.take_groups(2) == [0, 1]
     assert start(schedule, 2) == 4  # while it trains
-    schedule.train()
+    schedule.record_trained()
     assert schedule.groups_to_issue() == 0
     schedule.finish(2)
     schedule.finish(3)
-    assert schedule.take(2) == [2, 3]
+    assert schedule.take_groups(2) == [2, 3]
     assert schedule.groups_to_issue() == 0  # the last batch
 
 
@@ -122,10 +124,10 @@ def test_the_last_batches_leave_nothing_over() -> None:
     assert start(schedule, 0) == 8
     for index in range(8):
         schedule.finish(index)
-    assert schedule.take(4) == [0, 1, 2, 3]
-    schedule.train()
+    assert schedule.take_groups(4) == [0, 1, 2, 3]
+    schedule.record_trained()
     assert schedule.groups_to_issue() == 0
-    assert schedule.take(4) == [4, 5, 6, 7]
+    assert schedule.take_groups(4) == [4, 5, 6, 7]
 
 
 class Counted(int):
@@ -149,7 +151,7 @@ def test_work_grows_with_the_number_of_groups_and_not_with_its_square(staleness:
         schedule.start(number)
     for number in reversed(numbers):  # the oldest last: the batch has to be waited for all the time
         schedule.finish(number)
-        schedule.take(groups)
+        schedule.take_groups(groups)
     assert schedule.finished_groups <= staleness * groups
     assert Counted.looked_up <= 10 * len(numbers)
 
@@ -184,11 +186,11 @@ def test_a_batch_is_taken_exactly_if_those_behind_it_can_be_in_time(
             behind = [at for index, at in issued.items() if index not in chosen]
             late = any(place >= (at + staleness - taken) * groups for place, at in enumerate(behind))
             expected = None if len(chosen) < groups or late else chosen
-            assert schedule.take(groups) == expected
+            assert schedule.take_groups(groups) == expected
             if expected is not None:
                 taken += 1
                 issued = {index: at for index, at in issued.items() if index not in expected}
                 done -= set(expected)
         elif move == 3 and taken > trained:
-            schedule.train()
+            schedule.record_trained()
             trained += 1

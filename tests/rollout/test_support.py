@@ -93,7 +93,7 @@ async def test_training_renormalizes_over_the_tokens_that_the_engine_sampled_fro
     policy = PolicyModel(tiny_model(), backend="chunked")
     policy.causal_lm.load_state_dict(model.state_dict())
     items = [trajectory(number, *pair) for number, pair in enumerate(zip(asked, found, strict=True))]
-    batch = Batch.of(MicroBatch.of(items))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(items))
     statistics, _ = policy(batch.row, batch.rows, batch.columns, TEMPERATURE, support=batch.support)
     engine = batch.rollout_log_probs[batch.response_mask]
     torch.testing.assert_close(statistics.log_probs.detach(), engine, rtol=0, atol=2e-5)

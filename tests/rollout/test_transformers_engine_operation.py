@@ -214,7 +214,7 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
         for done in batcher.run_forward_pass() if batcher.busy else ():
             if not done.cancelled:
                 assert under_way.pop(done.trajectory_id) is done
-                done.close_span(0)
+                done.record_version_span(0)
                 assert_exact(model, done.token_ids, done.completion())
                 ended += 1
                 longer = (*done.context, *range(chance.randrange(5)))

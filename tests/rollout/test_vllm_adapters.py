@@ -38,7 +38,7 @@ async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[ServerEn
 async def install(engine: ServerEngine, version: int) -> None:
     await engine.pause()
     await engine.install(Path(f"/adapters/{version}"), version)
-    assert await engine.problems(passes) == []
+    assert await engine.find_problems(passes) == []
     engine.resume(passes)
 
 
@@ -104,7 +104,7 @@ async def test_a_server_that_was_started_again_is_given_the_adapter_again() -> N
             await server.die()
             server.adapters, server.version = {}, "default"
             task = asyncio.create_task(ask(engine))
-            await eventually(lambda: not engine._balancer.loads[0].up)
+            await eventually(lambda: not engine._balancer.loads[0].is_up)
             await server.start()
             assert (await task).version_spans == ((1, 4),)
             assert versions(server) == ["1"]

@@ -17,7 +17,7 @@ from transformers import Qwen2Config
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.engines.replica import ServerNeeds
+from agentrl.rollout.engines.replica import ServerRequirements
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 
 # -- what is said ---------------------------------------------------------------------------------------------------
@@ -128,7 +128,7 @@ async def test_the_dtype_of_each_servers_logits_is_reported(device: str, overrid
 
 async def test_the_models_own_config_may_name_the_dtype_of_logits(tmp_path: Path) -> None:
     Qwen2Config(vocab_size=VOCABULARY, head_dtype="float32").save_pretrained(tmp_path)
-    needs = ServerNeeds.of(str(tmp_path), CODEC, max_tokens=200)
+    needs = ServerRequirements.from_policy(str(tmp_path), CODEC, max_tokens=200)
     async with fakes(CODEC) as (server,):
         server.dtype = "torch.bfloat16"
         async with opened([server], needs=needs) as engine:

@@ -256,8 +256,8 @@ def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
     plan = Failing(model="m", tokenizer="m", host="127.0.0.1", port=1, dtype="float32", max_tokens=10)
     server = ServerProcess(plan, tmp_path)
     assert server.log_excerpt() == "(the log is empty)"
-    server.start()
-    wait_for(lambda: server.ended)
+    server.launch()
+    wait_for(lambda: server.has_exited)
     assert server.log_excerpt() == "ValueError: no such model"
     server.stop()
 
@@ -288,11 +288,11 @@ def test_a_full_server_and_one_that_is_down_get_nothing() -> None:
     balancer = Balancer(3)
     balancer.loads[0].limit = 1
     balancer.add_request(0, "a", context=1, reserved=1)
-    balancer.loads[1].up = False
+    balancer.loads[1].is_up = False
     for number in range(5):
         balancer.add_request(2, f"b{number}", context=100, reserved=100)
     assert balancer.choose_server("new", context=1) == 2
-    balancer.loads[2].up = False
+    balancer.loads[2].is_up = False
     assert balancer.choose_server("new", context=1) is None
     balancer.remove_request(0, "a", context=1, reserved=1)
     assert balancer.choose_server("new", context=1) == 0
@@ -302,5 +302,5 @@ def test_a_server_that_failed_a_request_is_asked_again_only_if_no_other_is_up() 
     balancer = Balancer(2)
     balancer.add_request(1, "busy", context=1000, reserved=1000)
     assert balancer.choose_server("t", context=1, failed_servers=frozenset({0})) == 1
-    balancer.loads[1].up = False
+    balancer.loads[1].is_up = False
     assert balancer.choose_server("t", context=1, failed_servers=frozenset({0})) == 0

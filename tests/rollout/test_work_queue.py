@@ -14,7 +14,7 @@ from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import FiniteSource, ProblemSampler
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import SkippedProblemError, WorkQueue
-from agentrl.trajectory import Group, Trajectory, weighed
+from agentrl.trajectory import Group, Trajectory, with_path_weights
 from agentrl_envs.types import Ended, Verdict
 
 PROBLEMS = ProblemSampler(ArithmeticSource(seed=1), seed=5).next(8)
@@ -29,7 +29,7 @@ def queue() -> WorkQueue:
 
 async def measured(one: WorkQueue) -> Group:
     """The next request whose prompt fits; every second problem is too long."""
-    request = await one.next()
+    request = await one.next_request()
     while True:
         try:
             one.record_prompt_length(request, 100 if request.problem.id in LONG else 1)
@@ -42,11 +42,11 @@ async def measured(one: WorkQueue) -> Group:
 async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
     first = queue()
     await measured(first)
-    second = await first.next()
+    second = await first.next_request()
     with pytest.raises(SkippedProblemError) as skipped:
         first.record_prompt_length(second, 100)
     third = skipped.value.replacement
-    waiting = asyncio.ensure_future(first.next())
+    waiting = asyncio.ensure_future(first.next_request())
     await asyncio.sleep(0)
     assert not waiting.done()  # the third problem's prompt is being measured
     saved = json.loads(json.dumps(first.state_dict()))
@@ -58,7 +58,7 @@ async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
 
     first.record_prompt_length(third, None)  # its environment did not start: it counts as one that fits
     assert [(one.index, one.problem.id) for one in (third, await waiting)] == [wanted[1], (2, PROBLEMS[3].id)]
-    assert first.take_skipped() == 1
+    assert first.take_skipped_count() == 1
 
 
 async def test_a_problem_that_repeats_is_measured_in_each_of_its_groups() -> None:
@@ -66,9 +66,9 @@ async def test_a_problem_that_repeats_is_measured_in_each_of_its_groups() -> Non
         ProblemSampler(FiniteSource("one", PROBLEMS[:1]), seed=5),
         RolloutSettings(max_prompt_tokens=10, problems_per_step=1),
     )
-    first = await one.next()
+    first = await one.next_request()
     one.record_prompt_length(first, 1)
-    second = await one.next()
+    second = await one.next_request()
     one.record_prompt_length(first, 1)  # another rollout of the first group
     assert [request["index"] for request in one.state_dict()["queue"]] == [0]
     one.record_prompt_length(second, 1)
@@ -77,12 +77,12 @@ async def test_a_problem_that_repeats_is_measured_in_each_of_its_groups() -> Non
 
 async def test_what_is_issued_again_was_measured() -> None:
     one = queue()
-    first, second = await measured(one), await one.next()  # the second one is cancelled before it has a prompt
-    one.requeue()
-    again = await one.next()
+    first, second = await measured(one), await one.next_request()  # the second one is cancelled before it has a prompt
+    one.requeue_untrained()
+    again = await one.next_request()
     one.record_prompt_length(again, 100)
     assert (again, await one.wait_for_newest()) == (first, first)
-    assert (await one.next()) == second
+    assert (await one.next_request()) == second
 
 
 def tree(sample: int, *rewards: float, verdict: Verdict | None = None) -> tuple[Trajectory, ...]:
@@ -93,14 +93,14 @@ def tree(sample: int, *rewards: float, verdict: Verdict | None = None) -> tuple[
         played(reward, sample=sample, verdict=verdict, branch=n, branches=count, parent=0, fork=2, path_weight=1.0)
         for n, reward in enumerate(rewards, 1)
     ]
-    return weighed([root, *leaves])
+    return with_path_weights([root, *leaves])
 
 
 async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:
     sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
     settings = RolloutSettings(problems_per_step=1, group_size=3, budget="neyman")
     one = WorkQueue(sampler, settings, learns=True)
-    request = await one.next()
+    request = await one.next_request()
     one.record_prompt_length(request, 1)
     # One success of two leaves, a plain success, and a tree whose leaves were all excluded.
     trajectories = (*tree(0, 1.0, 0.0), played(1.0, sample=1), *tree(2, 1.0, 1.0, verdict=Verdict.GRADER_TIMEOUT))
@@ -108,6 +108,6 @@ async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:
     assert one.budget_metrics([group])["posterior/success_error"] == pytest.approx(0.75 - 0.5)
     one.remove_trained([group])
     posteriors = sampler.posteriors
-    assert posteriors.beta(request.key) == (1 + 1.5, 1 + 0.5)
+    assert posteriors.beta_parameters(request.key) == (1 + 1.5, 1 + 0.5)
     # Both paths of the tree have four tokens, the plain rollout has two.
-    assert posteriors.energy(request.key) == pytest.approx((4 + 2) / 2 * (1 - math.exp(-0.5)))
+    assert posteriors.expected_energy(request.key) == pytest.approx((4 + 2) / 2 * (1 - math.exp(-0.5)))

@@ -11,7 +11,7 @@ from rollout.fake_vllm import FakeVLLM
 from rollout.fakes import byte_codec
 
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.engines.replica import ServerNeeds
+from agentrl.rollout.engines.replica import ServerRequirements
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.settings import RolloutSettings
@@ -19,7 +19,7 @@ from agentrl.rollout.settings import RolloutSettings
 CODEC = byte_codec()
 VOCABULARY = 257
 PROMPT = (1, 2, 3)
-NEEDS = ServerNeeds(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200)
+NEEDS = ServerRequirements(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200)
 
 
 def rollout(servers: list[FakeVLLM] | list[str], *, kv: Any = "recomputed", **changes: Any) -> RolloutSettings:
@@ -31,7 +31,9 @@ def rollout(servers: list[FakeVLLM] | list[str], *, kv: Any = "recomputed", **ch
 
 
 @asynccontextmanager
-async def opened(servers: list[FakeVLLM], *, needs: ServerNeeds = NEEDS, **changes: Any) -> AsyncIterator[ServerEngine]:
+async def opened(
+    servers: list[FakeVLLM], *, needs: ServerRequirements = NEEDS, **changes: Any
+) -> AsyncIterator[ServerEngine]:
     settings = rollout(servers, **changes)
     engine = vllm_engine(settings.vllm.addresses, needs, settings)
     try:
@@ -65,4 +67,4 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def is_up(engine: ServerEngine, place: int) -> bool:
-    return engine._balancer.loads[place].up
+    return engine._balancer.loads[place].is_up

@@ -9,7 +9,7 @@ import sys
 import pytest
 
 from agentrl_sandbox.check.case import Case
-from agentrl_sandbox.check.suite import CASES, line, run_case, run_suite, summary
+from agentrl_sandbox.check.suite import CASES, format_result, format_summary, run_case, run_suite
 from agentrl_sandbox.client import Execution, Outcome, SandboxSettings
 
 pytestmark = pytest.mark.slow
@@ -30,13 +30,13 @@ async def test_this_sandbox_holds(sandbox, case: Case) -> None:
         pytest.importorskip("pandas", reason="pandas is not installed")
         pytest.importorskip("networkx", reason="networkx is not installed")
     finding = await run_case(sandbox, case)
-    assert finding.held, finding.why
+    assert finding.passed, finding.why
 
 
 @pytest.mark.asyncio(loop_scope="module")
 async def test_what_takes_several_programs_holds(sandbox) -> None:
     findings = [finding async for finding in run_suite(sandbox, cases=())]
-    assert [finding.why for finding in findings if not finding.held] == []
+    assert [finding.why for finding in findings if not finding.passed] == []
     assert len(findings) == 3
 
 
@@ -79,8 +79,8 @@ async def test_a_careless_sandbox_is_found_out(tmp_path, monkeypatch) -> None:
     chosen = [case for case in CASES if case.name in HARMLESS]
     assert len(chosen) == len(HARMLESS)
     findings = {case.name: await run_case(Careless(), case) for case in chosen}
-    assert {name for name, finding in findings.items() if finding.held} == {"prints", "runs as __main__"}
+    assert {name for name, finding in findings.items() if finding.passed} == {"prints", "runs as __main__"}
     assert findings["removes files between programs"].why == "afterwards: ok: dirty"
-    assert line(findings["prints"]).startswith("ok")
-    assert "reached" in line(findings["secrets of the host"])
-    assert "conformance       2 of 3 held" in summary(list(findings.values()))
+    assert format_result(findings["prints"]).startswith("ok")
+    assert "reached" in format_result(findings["secrets of the host"])
+    assert "conformance       2 of 3 held" in format_summary(list(findings.values()))

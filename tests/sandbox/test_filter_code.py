@@ -14,8 +14,8 @@ from agentrl_sandbox.runner.seccomp import (
     LAST_KNOWN,
     MACHINES,
     MISSING,
-    build,
-    number,
+    build_filter,
+    system_call_number,
 )
 
 ARCHITECTURES = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
@@ -28,7 +28,7 @@ class Filter:
 
     def __init__(self, machine: str, *, separate_user: bool = True) -> None:
         self.architecture = ARCHITECTURES[machine]
-        self.code = list(struct.iter_unpack("=HBBI", build(machine, separate_user=separate_user)))
+        self.code = list(struct.iter_unpack("=HBBI", build_filter(machine, separate_user=separate_user)))
 
     def __call__(self, call: int, *arguments: int, architecture: int | None = None) -> int:
         padded = (*arguments, *(0,) * (6 - len(arguments)))
@@ -56,8 +56,8 @@ def test_what_is_listed_is_refused_and_nothing_else(machine, separate_user):
     verdict = Filter(machine, separate_user=separate_user)
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     names = [name for group in groups.values() for name in group]
-    refused = {number(name, machine): PERMISSION for name in (*names, *REFUSED_WITHOUT_ARGUMENTS)}
-    refused |= {number(name, machine): UNKNOWN for name in MISSING}
+    refused = {system_call_number(name, machine): PERMISSION for name in (*names, *REFUSED_WITHOUT_ARGUMENTS)}
+    refused |= {system_call_number(name, machine): UNKNOWN for name in MISSING}
     verdicts = {call: verdict(call) for call in range(LAST_KNOWN + 1)}
     assert verdicts == {call: refused.get(call, seccomp.ALLOW) for call in range(LAST_KNOWN + 1)}
     assert verdict(LAST_KNOWN + 1) == UNKNOWN
@@ -120,4 +120,4 @@ def test_calls_with_the_bit_of_x32_end_the_process():
     ],
 )
 def test_arguments_decide(machine, name, arguments, expected):
-    assert Filter(machine)(number(name, machine), *arguments) == expected
+    assert Filter(machine)(system_call_number(name, machine), *arguments) == expected

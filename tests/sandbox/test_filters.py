@@ -11,7 +11,14 @@ import platform
 import pytest
 
 from agentrl_sandbox.client import Outcome
-from agentrl_sandbox.runner.seccomp import DENIED, DENIED_WITHOUT_SEPARATE_USER, LAST_KNOWN, MACHINES, MISSING, number
+from agentrl_sandbox.runner.seccomp import (
+    DENIED,
+    DENIED_WITHOUT_SEPARATE_USER,
+    LAST_KNOWN,
+    MACHINES,
+    MISSING,
+    system_call_number,
+)
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 MACHINE = platform.machine()
@@ -42,7 +49,7 @@ async def errors(run, requests: dict[str, tuple[int, ...]]) -> dict[str, int]:
 
 
 def known(names: tuple[str, ...]) -> dict[str, tuple[int, ...]]:
-    return {name: (found,) + (0,) * 6 for name in names if (found := number(name, MACHINE)) is not None}
+    return {name: (found,) + (0,) * 6 for name in names if (found := system_call_number(name, MACHINE)) is not None}
 
 
 @NEEDS_MACHINE
@@ -86,7 +93,7 @@ CLONE_FLAGS = {
 
 @NEEDS_MACHINE
 async def test_no_clone_makes_a_namespace_or_a_sibling(run):
-    clone = number("clone", MACHINE)
+    clone = system_call_number("clone", MACHINE)
     requests = {name: (clone, flag | 17, 0, 0, 0, 0) for name, flag in CLONE_FLAGS.items()}
     assert await errors(run, requests) == dict.fromkeys(requests, errno.EPERM)
 
@@ -94,7 +101,7 @@ async def test_no_clone_makes_a_namespace_or_a_sibling(run):
 @NEEDS_MACHINE
 async def test_arguments_that_reach_others_are_not_permitted(run):
     def at(name: str, *arguments: int) -> tuple[int, ...]:
-        return (number(name, MACHINE), *arguments, *(0,) * (6 - len(arguments)))
+        return (system_call_number(name, MACHINE), *arguments, *(0,) * (6 - len(arguments)))
 
     parent = os.getpid()
     requests = {

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from agentrl_sandbox.call import FrameBuffer, FrameError, pack
+from agentrl_sandbox.call import FrameBuffer, FrameError, pack_frame
 from agentrl_sandbox.client import SandboxSettings
 from agentrl_sandbox.runner.config import needs_science
-from agentrl_sandbox.runner.program import Capture
+from agentrl_sandbox.runner.program import OutputCapture
 from agentrl_sandbox.runner.usage import KernelMemory
 from agentrl_sandbox.types import PROPERTIES, Isolation
 
@@ -24,7 +24,7 @@ from agentrl_sandbox.types import PROPERTIES, Isolation
     cut=st.integers(1, 7),
 )
 def test_frames_survive_any_cutting(frames, cut):
-    stream = b"".join(pack(header, *blobs) for header, blobs in frames)
+    stream = b"".join(pack_frame(header, *blobs) for header, blobs in frames)
     buffer = FrameBuffer()
     seen = [frame for i in range(0, len(stream), cut) for frame in buffer.feed(stream[i : i + cut])]
     assert seen == frames
@@ -39,7 +39,7 @@ def test_a_frame_that_cannot_be_is_refused():
 def test_a_capture_keeps_head_and_tail(pieces, half):
     read, write = os.pipe()
     os.set_blocking(read, False)
-    capture = Capture(read, 2 * half)
+    capture = OutputCapture(read, 2 * half)
     for piece in pieces:
         os.write(write, piece)
         assert capture.drain(1000)
@@ -111,10 +111,10 @@ def test_mapped_ranges_count_where_several_processes_can_hold_them():
         command = [sys.executable, "-c", program, *arguments]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
             held.stdout.readline()
-            counted = KernelMemory(room=1 << 30, socket_bytes=0)
+            counted = KernelMemory(limit=1 << 30, socket_bytes=0)
             counted.add([held.pid] * processes)
             held.stdin.close()
-        return (1 << 30) - counted.room
+        return (1 << 30) - counted.limit
 
     few, many = bytes_counted(processes=2), bytes_counted("split", processes=2)
     assert abs(many - few - 2 * 256 * ranges) <= 2 * 256 * 20  # the loader's own mappings may vary

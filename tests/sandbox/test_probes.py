@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxSettings, open_sandbox
-from agentrl_sandbox.probes import probe
+from agentrl_sandbox.probes import probe_isolation
 from agentrl_sandbox.types import StartError
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -90,7 +90,7 @@ def vars_of(ran: Execution) -> dict[str, Any]:
 
 
 async def missing(runner: Any, settings: SandboxSettings) -> tuple[str, ...]:
-    return (await probe(runner, mode="root", layers=NOTHING, settings=settings)).missing
+    return (await probe_isolation(runner, mode="root", layers=NOTHING, settings=settings)).missing
 
 
 async def test_what_was_cut_short_is_tried_again_with_more_time(sandbox, settings):

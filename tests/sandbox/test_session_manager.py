@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.interpreter import Order
+from agentrl_sandbox.runner.interpreter import RunOrder
 from agentrl_sandbox.runner.sessions import SessionManager
 
 CONFIG = RunnerConfig(
@@ -39,16 +39,16 @@ class Server:
         self.handlers: dict[int, Callable[[], None]] = {}
         self.replies, self.programs = [], []
 
-    def listen(self, descriptor, handler):
+    def add_reader(self, descriptor, handler):
         self.handlers[descriptor] = handler
 
     def reply(self, header, *blobs):
         self.replies.append(header)
 
-    def add(self, program):
+    def watch_program(self, program):
         self.programs.append(program)
 
-    def zygote(self, kind):
+    def zygote_of_kind(self, kind):
         return self.zygotes
 
 
@@ -61,10 +61,10 @@ def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid()
     for handler in list(server.handlers.values()):
         handler()
     assert server.replies == [{"op": "opened", "id": 1}]
-    manager.run(Order(identifier=2, session=7, timeout=5.0, call=Call(program="1")))
+    manager.run(RunOrder(identifier=2, session=7, timeout=5.0, call=Call(program="1")))
     (program,) = server.programs
     assert program.pid == 0
-    manager.on_zygote({"op": "located", "id": -1, "pid": 4321})
+    manager.handle_zygote_report({"op": "located", "id": -1, "pid": 4321})
     assert program.pid == 4321
     program.close()
     for end in (init, control):

@@ -79,7 +79,7 @@ def enter(world: str, needed: list[str]) -> None:
     reach(needed)
     place, _, version = world.partition("-abi")
     if place in ("unprivileged", "user"):
-        kernel.become(USER)
+        kernel.switch_user(USER)
         kernel.set_dumpable()
     else:
         keep_only(KEPT if place == "container" else ())
@@ -96,8 +96,10 @@ def age_landlock(version: int) -> None:
     filtered = threading.Event()
     threading.Thread(target=answer_for_landlock, args=(version, told, filtered), daemon=True).start()
     kernel.no_new_privileges()
-    code = seccomp.only_if_one_of(2, (ASKS_FOR_VERSION,), [(0x06, 0, 0, TELL_THE_LISTENER)], seccomp.allow())
-    program = seccomp.decide(ARCHITECTURES[platform.machine()], {LANDLOCK_CREATE_RULESET: code}, 444, seccomp.allow())
+    code = seccomp.only_if_one_of(2, (ASKS_FOR_VERSION,), [(0x06, 0, 0, TELL_THE_LISTENER)], seccomp.allow_call())
+    program = seccomp.assemble_filter(
+        ARCHITECTURES[platform.machine()], {LANDLOCK_CREATE_RULESET: code}, 444, seccomp.allow_call()
+    )
     told.append(install_with_listener(program))
     filtered.set()
 
@@ -106,7 +108,7 @@ def install_with_listener(code: bytes) -> int:
     """A filter on this thread and all it makes; the descriptor of its listener."""
     head = struct.pack("HxxxxxxP", len(code) // 8, ctypes.cast(code, ctypes.c_void_p).value)
     call = ctypes.c_long({"x86_64": 317, "aarch64": 277}[platform.machine()])
-    return kernel.checked_call("seccomp", call.value, ctypes.c_uint(1), ctypes.c_uint(NEW_LISTENER), head)
+    return kernel.system_call_or_raise("seccomp", call.value, ctypes.c_uint(1), ctypes.c_uint(NEW_LISTENER), head)
 
 
 def answer_for_landlock(version: int, told: list[int], filtered: threading.Event) -> None:

@@ -11,9 +11,9 @@ from agentrl.telemetry.alerts import (
     alerts,
     held_out_change,
     is_worse,
+    remove_repeated_alerts,
     reward_change,
     training_rows,
-    without_repeats,
 )
 from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import Metrics
@@ -224,11 +224,11 @@ def test_alerts_of_a_whole_run_begin_with_the_cause() -> None:
     early = Alert(step=5, alert="void_share", message="m", advice="raise rollout.max_turn_tokens")
     again = Alert(step=8, alert="void_share", message="n", advice="a")
     cause = Alert(step=7, alert="reward_collapse", message="fell", advice="lower it")
-    assert without_repeats([early, cause, again]) == [
+    assert remove_repeated_alerts([early, cause, again]) == [
         cause,
         Alert(step=5, alert="void_share", message="m (follows from reward_collapse)", advice=""),
     ]
-    assert without_repeats([early]) == [early]
+    assert remove_repeated_alerts([early]) == [early]
 
 
 def test_a_collapsed_entropy_is_seen_in_steps_that_train_on_nothing() -> None:

@@ -23,7 +23,7 @@ def test_what_is_found_here_is_said() -> None:
     assert machine.cores >= 1
     assert machine.libraries["torch"].startswith("2.")
     assert machine.python == sys.version.split()[0]
-    assert machine.lines()[0].startswith(f"machine: {machine.cores} cores")
+    assert machine.describe()[0].startswith(f"machine: {machine.cores} cores")
 
 
 def test_what_is_free_is_a_part_of_what_there_is(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_lines() -> None:
         libraries={"torch": "2.13.0"},
         compiler=None,
     )
-    assert machine.lines() == [
+    assert machine.describe() == [
         "machine: 2 cores, 3.0 GiB memory, GPU: H (8 GiB)",
         "system: Linux, Python 3.11.7",
         "libraries: torch 2.13.0",

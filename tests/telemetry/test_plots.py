@@ -11,13 +11,13 @@ from matplotlib.text import Text
 from agentrl.telemetry.plots import (
     DARK,
     PANELS,
+    add_legend_below,
     draw_plots,
-    legend_below,
     line_options,
+    metric_series,
     new_figure,
     running_mean,
     save_themes,
-    series,
 )
 
 
@@ -84,7 +84,7 @@ def test_lines_of_a_panel_differ_in_colour_and_dashes_and_the_legend_covers_none
     figure = new_figure(6.4, 4.0)
     axes = figure.add_subplot()
     assert variance.draw(axes, steps(3))
-    legend_below(axes)
+    add_legend_below(axes)
     lines = axes.get_lines()
     assert len({line.get_color() for line in lines}) == len(lines) == 6
     assert [line.get_linestyle() for line in lines] == ["-", "--", "--", "--", "-", "--"]  # "--": any dashes
@@ -137,7 +137,7 @@ def test_every_part_of_an_error_bar_has_its_colour_on_dark_pages(tmp_path: Path)
 
 def test_series_and_running_mean() -> None:
     rows = [{"step": 1, "a": 2.0}, {"step": 2}, {"step": 3, "a": None}, {"step": 4, "a": 0.0}]
-    assert series(rows, "a") == ([1, 4], [2.0, 0.0])
+    assert metric_series(rows, "a") == ([1, 4], [2.0, 0.0])
     assert running_mean([1.0, 3.0, 8.0, 1.0], window=3) == [2.0, 4.0, 4.0, 4.5]
     assert running_mean([], window=3) == []
 

@@ -64,7 +64,7 @@ def run(stage: int, folder: Path) -> dict[str, Any]:
     scores = []
     for number in range(STEPS):
         if number == STEPS // 2:
-            engine.part().write(folder / f"part-{engine.rank:05d}.safetensors")
+            engine.copy_rank_state().write(folder / f"part-{engine.rank:05d}.safetensors")
             gather_from_ranks(None)  # when every rank has written
         scores.append(step(engine))
     resumed = start(stage)

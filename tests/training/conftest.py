@@ -15,7 +15,7 @@ import pytest
 from shared import made_once
 from warm import WarmPopen
 
-from agentrl.telemetry.metrics import metric_of
+from agentrl.telemetry.metrics import find_metric
 
 collect_ignore = [
     "dying_rank.py",
@@ -115,7 +115,7 @@ class CommandLine:
         if not path.exists():
             return []
         rows = [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("\n")]
-        assert {key for row in rows for key in row if metric_of(key) is None} == set(), (
+        assert {key for row in rows for key in row if find_metric(key) is None} == set(), (
             "not in the catalogue of metrics"
         )
         return rows

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from agentrl.kernels.attention import pack_padded
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -67,7 +67,7 @@ def run(*, zero_stage: int, tied: bool = True, kind: str = "qwen3", checkpointed
     for asked in (True, False):
         model = make_model(tied=tied, kind=kind)
         if checkpointed:
-            checkpoint_layers(model)
+            enable_gradient_checkpointing(model)
             model.train()
         policy = PolicyModel(model)
         engine = TrainingEngine(

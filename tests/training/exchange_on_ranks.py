@@ -13,7 +13,7 @@ import torch
 import torch.distributed
 from torch import Tensor
 
-from agentrl.training.engine.collectives import Exchange
+from agentrl.training.engine.collectives import RowExchange
 
 LENGTHS = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8)
 """Tokens of each row; three rows a group, dealt out to the ranks one by one."""
@@ -48,7 +48,7 @@ def main() -> None:
     result: dict[str, Any] = {}
     for name, home in (("groups", lambda group: group % ranks), ("one rank", lambda group: ranks - 1)):
         homes = torch.tensor([home(row // 3) for row in rows])
-        exchange = Exchange([part.mask for part in parts], homes)
+        exchange = RowExchange([part.mask for part in parts], homes)
         held = exchange.send(parts)
         back = exchange.send_back(2 * held.tokens)
         result[name] = {

@@ -13,11 +13,16 @@ from typing import Any
 import torch
 
 from agentrl.kernels.attention import PackedRow, pack_padded
-from agentrl.models.exactness import check_policy
+from agentrl.models.exactness import check_packed_forward
 from agentrl.models.loading import read_model
 from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import ModelSettings
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, start_distributed
+from agentrl.training.engine.deepspeed_engine import (
+    TrainingEngine,
+    frozen_forward,
+    read_for_training,
+    start_distributed,
+)
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.training.step.reference_and_critic import FrozenPolicy
 from agentrl.weights.sources import full_parameters
@@ -42,7 +47,7 @@ def train(model: Any) -> dict[str, Any]:
     """Log-probabilities and all parameters after one update of a policy and of a critic."""
     policy = PolicyModel(model)
     engine = TrainingEngine(policy, optimizer=OPTIMIZER, training=TRAINING, bfloat16=False, updates=3)
-    check_policy("policy", policy)  # gathers every parameter, and leaves training as it was
+    check_packed_forward("policy", policy)  # gathers every parameter, and leaves training as it was
     statistics, _ = engine(*inputs())
     engine.backward(-statistics.log_probs.mean())
     engine.step()
@@ -60,7 +65,7 @@ def criticise(model: Any) -> dict[str, torch.Tensor]:
 
 
 def refer(model: Any) -> torch.Tensor:
-    freeze = lambda module: frozen(module, TRAINING, bfloat16=False)  # noqa: E731
+    freeze = lambda module: frozen_forward(module, TRAINING, bfloat16=False)  # noqa: E731
     return FrozenPolicy(PolicyModel(model), freeze, temperature=1.0, over_vocabulary=True)._weight
 
 

@@ -66,13 +66,13 @@ def train(engine: TrainingEngine[Small], first: int) -> list[float]:
 def state(engine: TrainingEngine[Small]) -> dict[str, Tensor]:
     """Weights of the module, and all that checkpoints hold, put together again."""
     whole = {name: value.clone() for name, value in full_parameters(engine.module)}
-    shapes = engine.part().facts.shapes
-    for part in gather_from_ranks(engine.part()):
+    shapes = engine.copy_rank_state().metadata.shapes
+    for part in gather_from_ranks(engine.copy_rank_state()):
         for key, value in part.tensors.items():
             kind, name = key.split("/")
             if kind != "random":
                 flat = whole.setdefault(key, torch.full(shapes[name], torch.nan)).view(-1)
-                start = part.facts.starts[name]
+                start = part.metadata.starts[name]
                 flat[start : start + len(value)] = value
     return whole
 
@@ -86,7 +86,7 @@ def save(folder: Path, kind: str) -> Results:
     engine = make(kind)
     torch.manual_seed(7 + engine.rank)
     train(engine, 0)
-    engine.part().write(folder / f"{engine.world_size} {kind}" / f"part-{engine.rank:05d}.safetensors")
+    engine.copy_rank_state().write(folder / f"{engine.world_size} {kind}" / f"part-{engine.rank:05d}.safetensors")
     return result(engine, folder)
 
 

@@ -43,7 +43,7 @@ def rows_of(
         path_weights=torch.ones(len(log_probs)),
         truncated=none.bool(),
         versions=zeros.int(),
-        homes=none,
+        home_ranks=none,
         greedy_returns=None,
         support=None,
         counted=True,

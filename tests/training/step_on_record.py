@@ -15,14 +15,14 @@ import torch
 
 from agentrl.kernels import Backend, reason_triton_unavailable
 from agentrl.kernels.attention import SequenceGroup
-from agentrl.models.loading import checkpoint_layers
+from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.rollout.settings import RewardSettings
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import write_tokens
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, start_distributed
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen_forward, start_distributed
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.run.outputs import token_facts
+from agentrl.training.run.outputs import token_file_metadata
 from agentrl.training.settings import (
     AlgorithmSettings,
     CorrectionSettings,
@@ -330,7 +330,7 @@ def tiny_model(*, tied: bool = True, gradient_checkpointing: bool = False, dtype
         )
     ).to(dtype)
     if gradient_checkpointing:
-        checkpoint_layers(model)
+        enable_gradient_checkpointing(model)
     return model
 
 
@@ -354,7 +354,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
     )
     plans = plan_step(record, settings, step=1, version=0, budget=case.budget, ranks=engine.groups.replicas)
     if case.statistics_pass:
-        plans = [replace(plan, reasons=("asked for",)) for plan in plans]
+        plans = [replace(plan, statistics_pass_reasons=("asked for",)) for plan in plans]
     critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
     trainer = trainer_of(case, engine, settings, critic)
     if case.zero_stage == 3:
@@ -363,10 +363,10 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
     recorder = TokenRecorder()
     plan = plans[engine.groups.replica]
     metrics = trainer.train(plan, recorder=recorder)
-    if folder is not None and engine.groups.first:
+    if folder is not None and engine.groups.is_first_in_group:
         run = RunDirectory(folder)
         run.tokens.mkdir(parents=True, exist_ok=True)
-        facts = token_facts(settings, plan, engine.groups)
+        facts = token_file_metadata(settings, plan, engine.groups)
         write_tokens(run.token_file(1, facts.rank), facts, recorder.rows)
         if engine.rank == 0:
             run.trajectories.mkdir()
@@ -377,7 +377,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         "state": trainer.state_dict(),
         "metrics": metrics,
         "micro_batches": [sum(map(len, update)) for update in plans[0].updates],
-        "one_forward": not plans[0].reasons,
+        "one_forward": not plans[0].statistics_pass_reasons,
     }
 
 
@@ -415,7 +415,7 @@ def frozen_policy(case: Case, *, scale: float = 1.5, temperature: float = 0.8, *
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(scale)
     policy = PolicyModel(model, sequence=case.sequence())
-    freeze = lambda module: frozen(module, case.training(), bfloat16=False)  # noqa: E731
+    freeze = lambda module: frozen_forward(module, case.training(), bfloat16=False)  # noqa: E731
     return FrozenPolicy(policy, freeze, temperature=temperature, **options)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
-from agentrl.training.engine.checkpoint import adapter_record, check_adapter, policy_optimizer
+from agentrl.training.engine.checkpoint import adapter_record, check_adapter_matches, policy_optimizer_settings
 from agentrl.training.settings import OptimizerSettings
 
 WRITTEN = adapter_record(LoRASettings(rank=8, targets=["v_proj", "q_proj"]), base="base")
@@ -30,17 +30,17 @@ WRITTEN = adapter_record(LoRASettings(rank=8, targets=["v_proj", "q_proj"]), bas
 )
 def test_a_checkpoint_of_another_run_is_refused(written: object, now: object, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
-        check_adapter(Path("step-1"), written, now)  # type: ignore[arg-type]
+        check_adapter_matches(Path("step-1"), written, now)  # type: ignore[arg-type]
 
 
 def test_the_same_adapters_are_taken() -> None:
-    check_adapter(
+    check_adapter_matches(
         Path("step-1"), WRITTEN, adapter_record(LoRASettings(rank=8, targets=["q_proj", "v_proj"]), base="base")
     )
-    check_adapter(Path("step-1"), None, adapter_record(LoRASettings(), base="base"))
+    check_adapter_matches(Path("step-1"), None, adapter_record(LoRASettings(), base="base"))
 
 
 def test_adapters_learn_at_their_own_rate() -> None:
     settings = OptimizerSettings(learning_rate=1e-6)
-    assert policy_optimizer(settings, LoRASettings()) is settings
-    assert policy_optimizer(settings, LoRASettings(rank=8)).learning_rate == pytest.approx(1e-5)
+    assert policy_optimizer_settings(settings, LoRASettings()) is settings
+    assert policy_optimizer_settings(settings, LoRASettings(rank=8)).learning_rate == pytest.approx(1e-5)

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from warm import run_warm
 
-from agentrl.telemetry.metrics import EVERY_STEP, METRICS, SECTIONS, metric_of
+from agentrl.telemetry.metrics import EVERY_STEP, METRICS, SECTIONS, find_metric
 from agentrl.telemetry.run_directory import RunDirectory
 
 pytestmark = pytest.mark.slow
@@ -92,11 +92,11 @@ def weights(run: Path) -> dict[str, torch.Tensor]:
 
 def test_every_metric_is_in_the_catalogue_and_every_unconditional_one_in_every_step(runs: Path) -> None:
     trained = [set(row) for name in NAMES for row in steps(runs / name)]
-    assert {key for row in trained for key in row if metric_of(key) is None} == set()
+    assert {key for row in trained for key in row if find_metric(key) is None} == set()
     always = {metric.name for metric in METRICS.values() if metric.when == EVERY_STEP}
     assert set.intersection(*trained) >= always
     every = {key for name in NAMES for row in RunDirectory(runs / name).metrics() for key in row}
-    assert {key for key in every if metric_of(key) is None} == set()
+    assert {key for key in every if find_metric(key) is None} == set()
     complete = ("Reward", "Groups", "Rollout correction", "Critic", "Reference policy", "Teacher", "Time")
     listed = {metric.name for section in complete for metric in SECTIONS[section]}
     assert listed - every == {"rewards/{function}"}

@@ -20,7 +20,7 @@ from agentrl.training.step.batching import (
     pack_units,
     packed_tokens,
     split_group,
-    split_updates,
+    split_into_updates,
     statistics_pass_reasons,
 )
 from agentrl.training.step.objective_settings import ObjectiveSettings
@@ -90,7 +90,7 @@ def test_the_tokens_before_a_fork_count_once() -> None:
     root = replace(row(5), branches=3)
     rows = [root, branch(1, root, 7, 7, 7), branch(2, root, 8)]
     for order in (rows, rows[::-1]):  # the root's 5 tokens, the observation's 2, then 3 and 1
-        assert packed_tokens(order) == MicroBatch.of(order).tokens == 5 + 2 + 3 + 1
+        assert packed_tokens(order) == MicroBatch.from_trajectories(order).tokens == 5 + 2 + 3 + 1
     other = replace(row(9, sample=1))
     # The longest rollout comes first: 7 + 3 tokens of a path are more than 9. The budget has room for two of its edges.
     pieces = [[(item.sample, item.branch) for item in piece] for piece in split_group([other, *rows], 10)]
@@ -164,27 +164,29 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
     assert [(plan.tokens, plan.sequences) for plan in plans] == [(9, 3), (9, 3)]
     # 5 + 4 + 3 + 7 tokens with prompts; each rank computes one prompt token for its group of two.
     assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5, "policy/prefix_sharing": 19 / 17}, {}]
-    assert not any(plan.reasons for plan in plans)
+    assert not any(plan.statistics_pass_reasons for plan in plans)
 
 
 def test_a_group_over_the_budget_stays_on_one_rank_without_the_head_exact_diagnostic() -> None:
     settings = objective(estimator="grpo", head_exact_every=1)
     fits, split = (plan_step([group(0, 5, 5)], settings, budget=size, ranks=1)[0] for size in (9, 8))
-    assert (fits.reasons, fits.head_exact, counted(fits)) == ((), True, [(9, True)])
-    assert (split.reasons, split.head_exact, counted(split)) == ((), False, [(5, True), (5, True)])
+    assert (fits.statistics_pass_reasons, fits.head_exact, counted(fits)) == ((), True, [(9, True)])
+    assert (split.statistics_pass_reasons, split.head_exact, counted(split)) == ((), False, [(5, True), (5, True)])
 
 
 def units_of(plan: RankPlan) -> tuple[list[list[int]], list[int]]:
     """Tokens of the micro-batches of each unit, and of those that are scored first."""
     (update,) = plan.updates
-    return [[micro.tokens for micro in unit] for unit in update], [micro.tokens for micro in plan.scored_first]
+    return [[micro.tokens for micro in unit] for unit in update], [
+        micro.tokens for micro in plan.statistics_pass_batches
+    ]
 
 
 def test_a_group_over_the_budget_is_scored_first_but_for_its_last_micro_batch() -> None:
     made = [group(0, 9, 7, 6), group(1, 8), group(2, 4), group(3, 8)]
     energies, rewards = (plan_step(made, objective(estimator=name), budget=9, ranks=2) for name in ("ogb", "grpo"))
     # The shortest trajectory, which weighs nothing, makes the numbers of passes equal.
-    assert [plan.reasons for plan in energies] == [(), ()]
+    assert [plan.statistics_pass_reasons for plan in energies] == [(), ()]
     first, second = map(units_of, energies)
     assert first == ([[9, 7, 6]], [9, 7])
     assert second == ([[8], [8], [4]], [4, 4])
@@ -194,7 +196,7 @@ def test_a_group_over_the_budget_is_scored_first_but_for_its_last_micro_batch() 
 
 def test_a_statistics_pass_where_the_other_ranks_would_wait_for_that_of_a_large_group() -> None:
     plans = plan_step([group(0, 9, 7, 6), group(1, 4)], objective(estimator="ogb"), budget=9, ranks=2)
-    (reason,) = {reason for plan in plans for reason in plan.reasons}
+    (reason,) = {reason for plan in plans for reason in plan.statistics_pass_reasons}
     assert reason == (
         "a group of 20 tokens does not fit one micro-batch (training.micro_batch_tokens=9), and the other ranks would "
         "wait for its rank"
@@ -205,7 +207,9 @@ def test_a_statistics_pass_where_the_other_ranks_would_wait_for_that_of_a_large_
 def homes_of(plan: RankPlan) -> list[tuple[int, int]]:
     """(group, home) of each trajectory that is counted."""
     micro_batches = [micro for unit in plan.updates[0] for micro in unit if micro.counted]
-    return [pair for micro in micro_batches for pair in zip(micro.groups.tolist(), micro.homes.tolist(), strict=True)]
+    return [
+        pair for micro in micro_batches for pair in zip(micro.groups.tolist(), micro.home_ranks.tolist(), strict=True)
+    ]
 
 
 def test_a_group_is_at_home_where_most_of_it_is_trained() -> None:
@@ -227,7 +231,7 @@ def test_no_groups_make_no_updates() -> None:
 )
 def test_updates_share_the_groups(groups: int, updates: int, sizes: list[int]) -> None:
     made = [group(index, 3) for index in range(groups)]
-    parts = split_updates(made, updates)
+    parts = split_into_updates(made, updates)
     assert [len(part) for part in parts] == sizes
     assert [item for part in parts for item in part] == made
 

@@ -18,8 +18,8 @@ from training.conftest import CommandLine
 from agentrl.errors import WorldError
 from agentrl.telemetry.files import checksum, find_damaged_files
 from agentrl.training.engine import checkpoint
-from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, open_newest
-from agentrl.training.engine.parts import Part, PartMetadata
+from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, open_newest_checkpoint
+from agentrl.training.engine.parts import RankState, RankStateMetadata
 from agentrl.training.settings import CheckpointSettings
 
 MODEL, CRITIC = (f"{folder}/part-00000.safetensors" for folder in ("engine", "critic"))
@@ -31,9 +31,11 @@ class FakeEngine(SimpleNamespace):
     rank = 0
     world_size = 1
 
-    def part(self) -> Part:
-        facts = PartMetadata(starts={"a": 0}, shapes={"a": [1000]}, adam_steps=None, updates=0)
-        return Part(facts=facts, tensors={"weight/a": torch.arange(1000.0), "random/cpu": torch.get_rng_state()})
+    def copy_rank_state(self) -> RankState:
+        facts = RankStateMetadata(starts={"a": 0}, shapes={"a": [1000]}, adam_steps=None, updates=0)
+        return RankState(
+            metadata=facts, tensors={"weight/a": torch.arange(1000.0), "random/cpu": torch.get_rng_state()}
+        )
 
 
 def save_checkpoint(root: Path, engine: Any, state: RunState, *, keep: int) -> None:
@@ -63,7 +65,7 @@ def root(tmp_path: Path, alone: Any) -> Path:
 
 def opened(root: Path, engine: Any, *, keep: int = 3) -> tuple[str, int, list[str]]:
     said: list[str] = []
-    found = open_newest(root, engine, keep=keep, warn=said.append)
+    found = open_newest_checkpoint(root, engine, keep=keep, warn=said.append)
     assert found is not None
     return found[0].name, found[1].step, said
 
@@ -84,7 +86,7 @@ def cut(path: Path) -> None:
 
 def test_the_newest_whole_checkpoint_is_opened(root: Path, alone: Any) -> None:
     assert opened(root, alone) == ("step-000003", 3, [])
-    assert open_newest(root / "none", alone, keep=1, warn=pytest.fail) is None
+    assert open_newest_checkpoint(root / "none", alone, keep=1, warn=pytest.fail) is None
 
 
 @pytest.mark.parametrize("file", [MODEL, CRITIC, "state.json"])
@@ -108,7 +110,7 @@ def test_where_none_is_whole_nothing_is_touched(root: Path, alone: Any) -> None:
     for step in (1, 2, 3):
         flip(root / f"step-00000{step}" / MODEL)
     with pytest.raises(WorldError, match=r"every checkpoint .* is damaged \(step-000003: engine/part-00000.*copy"):
-        open_newest(root, alone, keep=1, warn=pytest.fail)
+        open_newest_checkpoint(root, alone, keep=1, warn=pytest.fail)
     assert names(root) == ["step-000001", "step-000002", "step-000003"]
 
 
@@ -133,7 +135,7 @@ class HeldUp(FakeEngine):
         super().__init__()
         self.go, self.error = Event(), error
 
-    def part(self) -> Part:
+    def copy_rank_state(self) -> RankState:
         part = super().part()
 
         def write(path: Path) -> None:
@@ -142,7 +144,7 @@ class HeldUp(FakeEngine):
                 raise self.error
             part.write(path)
 
-        return cast(Part, SimpleNamespace(write=write))
+        return cast(RankState, SimpleNamespace(write=write))
 
 
 def beside_training(
@@ -169,7 +171,7 @@ def test_a_large_checkpoint_is_written_beside_training(root: Path, alone: Any, m
     writer, published = beside_training(root, alone, asynchronous=None)
     writer.save({"engine": alone}, state(4))
     assert published == [4]
-    monkeypatch.setattr(checkpoint, "_LARGE", alone.part().size - 1)
+    monkeypatch.setattr(checkpoint, "_LARGE", alone.copy_rank_state().size - 1)
     writer.save({"engine": alone}, state(5))
     assert published == [4]
     writer.finish()

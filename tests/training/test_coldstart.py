@@ -14,18 +14,18 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.scores import avg_at_k
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
-from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, program
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_program
 from agentrl.telemetry.console import Console
-from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_template, with_observations
+from agentrl.training.coldstart.demonstrations import EncodedDemonstration, add_observations, check_template
 from agentrl.training.coldstart.policy import StartScore, starting_policy
 from agentrl.training.coldstart.train import (
-    batches,
     cached_policy,
     encode_demonstration,
     pack_demonstrations,
-    read_cold_demonstrations,
-    reserved,
-    with_direct_answers,
+    read_coldstart_demonstrations,
+    reserved_directory,
+    shorten_to_direct_answers,
+    shuffled_batches,
 )
 from agentrl.training.settings import ColdstartSettings
 from agentrl_envs.episode import Environment
@@ -75,7 +75,7 @@ class PromptEnvironment(Environment):
 
 async def test_masks_are_true_on_turns_and_false_on_observations() -> None:
     codec = TextCodec(TOKENIZER)
-    code, seen, boxed = program("print(5)"), "\nCode execution result: 5\n", "\\boxed{5}"
+    code, seen, boxed = format_program("print(5)"), "\nCode execution result: 5\n", "\\boxed{5}"
     shown = Demonstration(
         problem=PROBLEM, turns=(DemonstrationTurn(model=code, observation=seen), DemonstrationTurn(model=boxed))
     )
@@ -101,17 +101,17 @@ class EchoEnvironment(PromptEnvironment):
 
 async def test_observations_that_are_missing_are_played() -> None:
     turns = tuple(DemonstrationTurn(model=text) for text in ("a", "b", "c"))
-    played = await with_observations(Demonstration(problem=PROBLEM, turns=turns), EchoEnvironment())
+    played = await add_observations(Demonstration(problem=PROBLEM, turns=turns), EchoEnvironment())
     assert [(turn.model, turn.observation) for turn in played.turns] == [("a", "[a]"), ("b", "[b]"), ("c", "")]
     written = Demonstration(
         problem=PROBLEM, turns=(DemonstrationTurn(model="a", observation="x"), DemonstrationTurn(model="b"))
     )
-    assert await with_observations(written, PromptEnvironment()) is written
+    assert await add_observations(written, PromptEnvironment()) is written
     early = Demonstration(problem=PROBLEM, turns=(DemonstrationTurn(model="over"), DemonstrationTurn(model="b")))
     with pytest.raises(
         SettingsError, match=r"turn 1 of 2 of demonstration 'a' ends the episode \(answered\), .*: 'over'"
     ):
-        await with_observations(early, EchoEnvironment())
+        await add_observations(early, EchoEnvironment())
 
 
 def test_generated_demonstrations_do_not_show_the_tools_of_a_class(
@@ -122,7 +122,7 @@ def test_generated_demonstrations_do_not_show_the_tools_of_a_class(
     settings = load_settings("one_room:A")
     message = r"coldstart\.demonstrations=builtin:horizon contains no calls to the tools of env=one_room:A: set a JSONL"
     with pytest.raises(SettingsError, match=message):
-        read_cold_demonstrations(settings)
+        read_coldstart_demonstrations(settings)
     with pytest.raises(SettingsError, match=r"is plain text, but env=one_room:A uses the chat template"):
         check_template(settings, "{{ messages }}")
     check_template(settings, None)
@@ -141,12 +141,12 @@ def test_a_demonstration_calls_only_the_tools_of_its_class(monkeypatch: pytest.M
     settings = load_settings("called:Keeper", overrides=["coldstart.demonstrations=shown.jsonl"])
     good = {"id": "one", "problem": "?", "turns": [{"model": call("look")}, {"model": "5"}]}
     Path("shown.jsonl").write_text(json.dumps(good))
-    assert len(read_cold_demonstrations(settings).demonstrations) == 1
+    assert len(read_coldstart_demonstrations(settings).demonstrations) == 1
     bad = {"problem": "?", "turns": [{"model": call("look")}, {"model": call("lok")}, {"model": "5"}]}
     Path("shown.jsonl").write_text(json.dumps(good) + "\n" + json.dumps(bad))
     message = r"shown\.jsonl:2: turn 2 calls 'lok', which is not a tool of env=called:Keeper; did you mean 'look'\?"
     with pytest.raises(SettingsError, match=message):
-        read_cold_demonstrations(settings)
+        read_coldstart_demonstrations(settings)
 
 
 def test_a_demonstration_of_other_columns_or_arguments_is_named(
@@ -160,7 +160,7 @@ def test_a_demonstration_of_other_columns_or_arguments_is_named(
     call = '<tool_call>\n{"name": "look", "arguments": {"far": 1}}\n</tool_call>'
     row = {"question": "?", "box": 1, "turns": [{"model": call}, {"model": "5"}]}
     Path("shown.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
-    (first, *_) = read_cold_demonstrations(settings).demonstrations
+    (first, *_) = read_coldstart_demonstrations(settings).demonstrations
     assert (first.problem.statement, first.problem.info) == ("?", {"box": 1})
     (said,) = caplog.messages
     assert "shown.jsonl:1: turn 1: arguments of look: Additional properties are not allowed ('far' was" in said
@@ -168,7 +168,7 @@ def test_a_demonstration_of_other_columns_or_arguments_is_named(
     Path("shown.jsonl").write_text(json.dumps({"problem": "?", "bax": 1, "turns": [{"model": "5"}]}))
     message = r"shown\.jsonl:1: reset\(\) of environment 'columns:Keeper' requires the column 'box'; columns of"
     with pytest.raises(SettingsError, match=message):
-        read_cold_demonstrations(settings)
+        read_coldstart_demonstrations(settings)
 
 
 def test_the_cache_knows_the_class_and_its_columns(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -182,7 +182,7 @@ def test_the_cache_knows_the_class_and_its_columns(monkeypatch: pytest.MonkeyPat
 
     def place(env: str, file: str = "one.jsonl") -> str:
         settings = load_settings(env, overrides=[f"coldstart.demonstrations={file}"])
-        shown = read_cold_demonstrations(settings).demonstrations
+        shown = read_coldstart_demonstrations(settings).demonstrations
         settings = settings.model_copy(update={"coldstart": ColdstartSettings(demonstrations="same")})
         return cached_policy(settings, shown).name
 
@@ -201,42 +201,44 @@ def test_demonstrations_are_packed_with_the_tokens_of_the_model() -> None:
     assert row.input_ids.tolist() == [[1, 2, 3, 4, 5, 6, 7]]
     assert row.position_ids.tolist() == [[0, 1, 2, 3, 4, 0, 1]]
     assert [part.tolist() for part in tokens] == [[0, 0, 1], [0, 2, 0]]
-    assert row.tokens(*tokens).tolist() == [3, 5, 7]
-    assert row.predicting(*tokens).tolist() == [1, 3, 5]
+    assert row.response_token_ids(*tokens).tolist() == [3, 5, 7]
+    assert row.predicting_positions(*tokens).tolist() == [1, 3, 5]
 
 
 def test_every_demonstration_comes_once_an_epoch() -> None:
-    drawn = list(itertools.islice(batches(5, 2, seed=1), 5))
+    drawn = list(itertools.islice(shuffled_batches(5, 2, seed=1), 5))
     flat = [index for batch in drawn for index in batch]
     assert sorted(flat[:5]) == sorted(flat[5:]) == [0, 1, 2, 3, 4]
-    assert drawn == list(itertools.islice(batches(5, 2, seed=1), 5))
-    assert drawn != list(itertools.islice(batches(5, 2, seed=2), 5))
+    assert drawn == list(itertools.islice(shuffled_batches(5, 2, seed=1), 5))
+    assert drawn != list(itertools.islice(shuffled_batches(5, 2, seed=2), 5))
 
 
 def test_direct_answers_replace_a_share() -> None:
-    shown = [Demonstration(problem=PROBLEM, turns=(DemonstrationTurn(model=program("x")),))] * 400
-    direct = [item for item in with_direct_answers(shown, share=0.25, seed=0) if item.turns[0].model == "\\boxed{5}"]
+    shown = [Demonstration(problem=PROBLEM, turns=(DemonstrationTurn(model=format_program("x")),))] * 400
+    direct = [
+        item for item in shorten_to_direct_answers(shown, share=0.25, seed=0) if item.turns[0].model == "\\boxed{5}"
+    ]
     assert 70 < len(direct) < 130
-    assert with_direct_answers(shown, share=0.0, seed=0) == tuple(shown)
+    assert shorten_to_direct_answers(shown, share=0.0, seed=0) == tuple(shown)
 
 
 def test_direct_answers_in_any_turn_keep_what_was_seen_before() -> None:
-    looks = tuple(DemonstrationTurn(model=program(f"box({n})"), observation=f"\n{n}\n") for n in range(3))
+    looks = tuple(DemonstrationTurn(model=format_program(f"box({n})"), observation=f"\n{n}\n") for n in range(3))
     shown = [Demonstration(problem=PROBLEM, turns=(*looks, DemonstrationTurn(model="\\boxed{5}")))] * 400
-    mixed = with_direct_answers(shown, share=1.0, seed=0, turn="any")
+    mixed = shorten_to_direct_answers(shown, share=1.0, seed=0, turn="any")
     early = [
         sum(item.turns == (*looks[:kept], DemonstrationTurn(model="\\boxed{5}")) for item in mixed) for kept in range(3)
     ]
     assert sum(early) == 400  # never behind the look that tells the answer
     assert min(early) > 90
-    (single,) = with_direct_answers([replace(shown[0], turns=looks[:1])], share=1.0, seed=0, turn="any")
+    (single,) = shorten_to_direct_answers([replace(shown[0], turns=looks[:1])], share=1.0, seed=0, turn="any")
     assert single.turns == (DemonstrationTurn(model="\\boxed{5}"),)
 
 
 def test_direct_answers_in_the_words_of_the_author() -> None:
-    turns = (DemonstrationTurn(model=program("x"), observation="\n5\n"), DemonstrationTurn(model="Answer: five"))
+    turns = (DemonstrationTurn(model=format_program("x"), observation="\n5\n"), DemonstrationTurn(model="Answer: five"))
     shown = [Demonstration(problem=replace(PROBLEM, answer=None), turns=turns)]
-    (direct,) = with_direct_answers(shown, share=1.0, seed=0, boxed=False)
+    (direct,) = shorten_to_direct_answers(shown, share=1.0, seed=0, boxed=False)
     assert direct.turns == turns[1:]
 
 
@@ -246,7 +248,7 @@ def test_the_cache_knows_what_makes_another_policy(monkeypatch: pytest.MonkeyPat
 
     def place(*overrides: str) -> Path:
         settings = load_settings(overrides=["coldstart.count=16", *overrides])
-        return cached_policy(settings, read_cold_demonstrations(settings).demonstrations)
+        return cached_policy(settings, read_coldstart_demonstrations(settings).demonstrations)
 
     here = place()
     assert here.is_relative_to(tmp_path / "agentrl" / "coldstart")
@@ -261,7 +263,7 @@ def test_without_a_model_and_demonstrations_there_is_no_policy(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     settings = load_settings(overrides=["coldstart.demonstrations=null"])
     with pytest.raises(SettingsError, match=r"neither model\.path nor coldstart\.demonstrations is set"):
-        read_cold_demonstrations(settings)
+        read_coldstart_demonstrations(settings)
 
 
 @pytest.mark.slow
@@ -307,7 +309,7 @@ def test_what_a_policy_solves_is_stored_beside_it(cold_policy: Path) -> None:
 def test_a_cached_policy_shows_the_stored_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = load_settings(overrides=["coldstart.count=16"])
-    path = cached_policy(settings, read_cold_demonstrations(settings).demonstrations)
+    path = cached_policy(settings, read_coldstart_demonstrations(settings).demonstrations)
     path.mkdir(parents=True)
 
     def shown(**changes: Any) -> list[str]:
@@ -347,10 +349,10 @@ def test_what_a_killed_cold_start_left_is_removed_by_the_next(tmp_path: Path) ->
     left = tmp_path / ".policy.1.partial"
     left.mkdir()
     (left / "model.safetensors").touch()
-    with reserved(tmp_path / "policy") as folder:
+    with reserved_directory(tmp_path / "policy") as folder:
         assert [path.name for path in tmp_path.iterdir()] == [folder.name]
         held = tmp_path / ".policy.2.partial"
         folder.rename(held)  # as if another process were at work there
-        with reserved(tmp_path / "policy") as other:
+        with reserved_directory(tmp_path / "policy") as other:
             assert sorted(tmp_path.iterdir()) == sorted([held, other])
     assert [path.name for path in tmp_path.iterdir()] == [held.name]

@@ -10,8 +10,8 @@ import pytest
 
 from agentrl.config import Settings, load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_limits, problems_to_measure
-from agentrl.training.coldstart.train import cold_start, measure
+from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_limits, problems_for_length_check
+from agentrl.training.coldstart.train import check_token_limits, cold_start
 from agentrl.training.run.preflight import dry_run
 
 KEEPER = """
@@ -49,20 +49,22 @@ def test_a_run_none_of_whose_prompts_fit_is_refused_before_the_cold_start(given:
         r"rollout\.max_prompt_tokens=16, but each of the 4 prompts of data\.train is longer, up to (\d+) tokens: set"
     )
     with pytest.raises(SettingsError, match=message) as measured:
-        asyncio.run(measure(settings, problems_to_measure(settings)))
+        asyncio.run(check_token_limits(settings, problems_for_length_check(settings)))
     steps: list[int] = []
     policy = tmp_path / "policy"
     with pytest.raises(SettingsError, match=message):
-        asyncio.run(cold_start(settings, policy, lambda step, _: steps.append(step), problems_to_measure(settings)))
+        asyncio.run(
+            cold_start(settings, policy, lambda step, _: steps.append(step), problems_for_length_check(settings))
+        )
     assert not steps
     assert not policy.exists()
     enough = limited(given, f"rollout.max_prompt_tokens={str(measured.value).split()[-1]}")
-    asyncio.run(measure(enough, problems_to_measure(enough)))
+    asyncio.run(check_token_limits(enough, problems_for_length_check(enough)))
 
 
 def test_a_limit_that_cuts_demonstrations_off_is_named(given: list[str], caplog: pytest.LogCaptureFixture) -> None:
     settings = limited(given, "rollout.max_response_tokens=3", "rollout.max_turn_tokens=2")
-    asyncio.run(measure(settings, problems_to_measure(settings)))
+    asyncio.run(check_token_limits(settings, problems_for_length_check(settings)))
     response, turn = caplog.messages
     assert (
         "rollout.max_response_tokens=3: 4 of 4 demonstrations have longer responses; set rollout.max_resp" in response

@@ -12,7 +12,7 @@ from training.rows import rows_of
 from agentrl.batch import Batch
 from agentrl.training.engine.collectives import Meter
 from agentrl.training.settings import CorrectionSettings
-from agentrl.training.step.loss_rows import Corrector, effective_sample_size
+from agentrl.training.step.loss_rows import RolloutCorrector, effective_sample_size_metrics
 
 
 def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> Batch:  # type: ignore[assignment]
@@ -27,7 +27,7 @@ def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> Batch
 
 def correct(rows: Batch, meter: Meter | None = None, **settings: Any) -> Any:
     meter = meter or Meter(torch.device("cpu"))
-    return Corrector(CorrectionSettings(**settings)).correct(rows, meter=meter)
+    return RolloutCorrector(CorrectionSettings(**settings)).correct(rows, meter=meter)
 
 
 def test_nothing_is_weighted_unless_asked() -> None:
@@ -51,9 +51,9 @@ def test_a_mask_takes_from_the_loss_mask() -> None:
 
 
 def test_weights_are_normalised_by_the_sums_of_an_update() -> None:
-    corrector = Corrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
+    corrector = RolloutCorrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
     parts = [made([[1.0, 3.0]]), made([[1.0, 1.0]], out=[(0, 0)])]
-    total = torch.stack([corrector.sums(part) for part in parts]).sum(0)
+    total = torch.stack([corrector.normalizer_sums(part) for part in parts]).sum(0)
     meter = Meter(torch.device("cpu"))
     found = [corrector.correct(part, meter=meter, normalizer=total).weights for part in parts]
     mean = 5 / 3  # of the weights left to the loss: 1, 3 and 1
@@ -63,7 +63,7 @@ def test_weights_are_normalised_by_the_sums_of_an_update() -> None:
 def test_exact_energies_do_not_depend_on_what_shares_a_micro_batch() -> None:
     """Their weights come micro-batch by micro-batch, and one group's rows may lie in several."""
     rows = [[1.0, 3.0], [0.5, 0.5]]
-    corrector = Corrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
+    corrector = RolloutCorrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
     together = corrector.energy_weights(made(rows))
     apart = torch.cat([corrector.energy_weights(made([row])) for row in rows])
     assert (together / together[0, 0]).tolist() == [pytest.approx([1.0, 3.0]), pytest.approx([0.5, 0.5])]
@@ -78,5 +78,5 @@ def test_effective_sample_size_from_the_means() -> None:
         "correction/kl_k3": sum(value - math.log(value) - 1 for value in rho) / 3,
     }
     exact = sum(rho) ** 2 / (3 * sum(value**2 for value in rho))
-    assert effective_sample_size(metrics) == {"correction/ess": pytest.approx(exact)}
-    assert effective_sample_size({}) == {}
+    assert effective_sample_size_metrics(metrics) == {"correction/ess": pytest.approx(exact)}
+    assert effective_sample_size_metrics({}) == {}

@@ -7,7 +7,7 @@ from functools import partial
 import torch
 from torch._dynamo.callback import callback_handler
 
-from agentrl.training.engine.heartbeat import Beat, Heartbeat, HeartbeatMonitor
+from agentrl.training.engine.heartbeat import Heartbeat, HeartbeatMonitor, HeartbeatState
 
 
 class Clock:
@@ -17,13 +17,18 @@ class Clock:
         return self.now
 
 
-def beat(*place: int, allowed: float = 60.0, marks: int = 0, waits: bool = False) -> Beat:
-    return Beat(
-        node="n1", position=(place[0], place[1]), doing="work", allowed=allowed, marks=marks, waits_for_worker=waits
+def beat(*place: int, allowed: float = 60.0, marks: int = 0, waits: bool = False) -> HeartbeatState:
+    return HeartbeatState(
+        node="n1",
+        position=(place[0], place[1]),
+        activity="work",
+        allowed_seconds=allowed,
+        progress_count=marks,
+        waits_for_worker=waits,
     )
 
 
-def watched(*beats: Beat, now: float = 0.0) -> HeartbeatMonitor:
+def watched(*beats: HeartbeatState, now: float = 0.0) -> HeartbeatMonitor:
     watch = HeartbeatMonitor(len(beats), deadline=60.0)
     for rank, own in enumerate(beats):
         watch.record(rank, own, now)
@@ -31,7 +36,7 @@ def watched(*beats: Beat, now: float = 0.0) -> HeartbeatMonitor:
     return watch
 
 
-def heard(watch: HeartbeatMonitor, ranks: dict[int, Beat], *, until: int) -> None:
+def heard(watch: HeartbeatMonitor, ranks: dict[int, HeartbeatState], *, until: int) -> None:
     """Each second the ranks send the same beat again, and the worker looks."""
     for second in range(until + 1):
         for rank, own in ranks.items():
@@ -46,14 +51,14 @@ def test_the_first_step_compiles_and_is_not_measured() -> None:
     heartbeat.start_step(0)  # no group to train
     for step, seconds in ((1, 500.0), (2, 2.0), (3, 9.0), (4, 1.0)):
         heartbeat.start_waiting(f"the plan of step {step}")
-        allowed.append(heartbeat.beat.allowed)
+        allowed.append(heartbeat.beat.allowed_seconds)
         heartbeat.start_step(step)
         for _ in range(2):  # passes
             heartbeat.start_pass()
-            allowed.append(heartbeat.beat.allowed)
+            allowed.append(heartbeat.beat.allowed_seconds)
             clock.now += seconds
         heartbeat.finish_passes()
-        allowed.append(heartbeat.beat.allowed)
+        allowed.append(heartbeat.beat.allowed_seconds)
         clock.now += 1000.0  # an update, a checkpoint: not a pass
     first, second = [60.0, 1800.0, 1800.0, 1800.0], [60.0, 1800.0, 60.0, 1800.0]
     assert allowed == [*first, *second, 60.0, 60.0, 90.0, 1800.0, 60.0, 90.0, 90.0, 1800.0]
@@ -73,10 +78,10 @@ def test_a_pass_in_which_torch_compiles_has_more_time_and_is_not_measured() -> N
         torch.compile(lambda values: values + 1, backend="eager")(torch.zeros(2))
     finally:
         callback_handler.remove_start_callback(heartbeat.allow_compilation)
-    assert (heartbeat.beat.allowed, heartbeat.beat.position) == (1800.0, position)
+    assert (heartbeat.beat.allowed_seconds, heartbeat.beat.position) == (1800.0, position)
     clock.now += 500.0
     heartbeat.start_pass()
-    assert heartbeat.beat.allowed == 70.0
+    assert heartbeat.beat.allowed_seconds == 70.0
 
 
 def test_every_mark_is_at_a_later_place_and_a_wait_repeats_its_own() -> None:
@@ -87,17 +92,17 @@ def test_every_mark_is_at_a_later_place_and_a_wait_repeats_its_own() -> None:
         mark()
         beats.append(heartbeat.beat)
     assert [one.position for one in beats] == [(0, 0), (0, 1), (0, 2), (0, 3), (1, 0)]
-    heartbeat.repeat()
-    assert (heartbeat.beat.position, heartbeat.beat.marks) == ((1, 0), beats[-1].marks + 1)
-    assert {one.allowed for one in beats} == {60.0}  # never less than cluster.deadline
+    heartbeat.refresh()
+    assert (heartbeat.beat.position, heartbeat.beat.progress_count) == ((1, 0), beats[-1].progress_count + 1)
+    assert {one.allowed_seconds for one in beats} == {60.0}  # never less than cluster.deadline
 
 
 def test_a_shorter_allowance_is_reported_at_once() -> None:
     heartbeat, reported = Heartbeat(deadline=60.0, slow=1800.0), list[float]()
-    heartbeat.shortened = lambda: reported.append(heartbeat.beat.allowed)
+    heartbeat.shortened = lambda: reported.append(heartbeat.beat.allowed_seconds)
     heartbeat.start_waiting("the plan")
     for mark in (
-        heartbeat.repeat,
+        heartbeat.refresh,
         partial(heartbeat.start_waiting, "more"),
         partial(heartbeat.start_step, 1),
         heartbeat.start_pass,

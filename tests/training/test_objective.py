@@ -54,7 +54,7 @@ def expected_gradient(
         own = replace(scored, correction=correction, estimate=estimate)
         statistics = replace(own.statistics, log_probs=column[rows], entropy=entropy[rows], full_kl=full[rows])
         statistics = replace(statistics, teacher_divergence=full[rows])
-        value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, teacher_coefficient=0.5, fresh=fresh)
+        value, _ = made.loss(statistics, own, normalizer=None, beta=1.0, teacher_coefficient=0.5, ratio_is_one=fresh)
         total = total + probability * value
     return torch.autograd.grad(total, logits)[0]
 

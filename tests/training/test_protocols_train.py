@@ -11,9 +11,9 @@ from rollout.fakes import tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.config import load_settings
-from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, observation, program
+from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_observation, format_program
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.demonstrations import in_protocol_format
+from agentrl.training.coldstart.demonstrations import read_in_protocol_format
 from agentrl_envs.protocols.factory import make_protocol
 from agentrl_envs.types import Problem
 
@@ -23,8 +23,8 @@ PROBLEM = Problem(id="toy", statement="What is 2 + 3?", answer="5", source="toy"
 SHOWN = Demonstration(
     problem=PROBLEM,
     turns=(
-        DemonstrationTurn(model=program("look(1)"), observation=observation("2")),
-        DemonstrationTurn(model=program("final_answer(2+3)")),
+        DemonstrationTurn(model=format_program("look(1)"), observation=format_observation("2")),
+        DemonstrationTurn(model=format_program("final_answer(2+3)")),
     ),
 )
 REWARDS = """
@@ -68,7 +68,7 @@ def bug(problem, conversation, verdict):
 )
 def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tuple[DemonstrationTurn, ...]) -> None:
     settings = load_settings(overrides=[f"environment.protocol={protocol}"])
-    (shown,) = in_protocol_format([SHOWN], settings)
+    (shown,) = read_in_protocol_format([SHOWN], settings)
     assert (shown.problem, shown.turns) == (PROBLEM, turns)
     # And each turn means what it is meant to.
     parsed = [make_protocol(settings.environment).parse(turn.model) for turn in shown.turns]  # type: ignore[arg-type]
@@ -76,10 +76,10 @@ def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tupl
 
 
 def test_without_tools_only_the_answer_is_shown_and_files_are_taken_as_they_are() -> None:
-    (shown,) = in_protocol_format([SHOWN], load_settings("reasoning"))
+    (shown,) = read_in_protocol_format([SHOWN], load_settings("reasoning"))
     assert shown.turns == (DemonstrationTurn(model="\\boxed{5}"),)
     own = load_settings("reasoning", overrides=["coldstart.demonstrations=mine.jsonl"])
-    assert in_protocol_format([SHOWN], own) == (SHOWN,)
+    assert read_in_protocol_format([SHOWN], own) == (SHOWN,)
 
 
 SHORT = [

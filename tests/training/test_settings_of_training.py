@@ -12,12 +12,17 @@ from agentrl.algorithms import ESTIMATORS, LOSSES, register_loss
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.settings import RolloutSettings, longest_request
-from agentrl.training.engine.groups import grouping_obstacle
-from agentrl.training.run.launch import launch
+from agentrl.training.engine.groups import reason_ranks_not_groupable
+from agentrl.training.run.launch import launch_ranks
 from agentrl.training.run.preflight import dry_run
 from agentrl.training.run.start import train
 from agentrl.training.settings import AlgorithmSettings
-from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, loss_options, needs
+from agentrl.training.step.objective_settings import (
+    ObjectiveSettings,
+    estimator_options,
+    estimator_requirements,
+    loss_options,
+)
 
 
 def objective(**algorithm: Any) -> ObjectiveSettings:
@@ -42,12 +47,12 @@ def test_groups_of_equal_rewards_are_dropped_where_they_have_no_gradient() -> No
 @pytest.mark.parametrize("name", ESTIMATORS.names())
 def test_every_estimator_has_its_defaults(name: str) -> None:
     provided = {"token_energy", "values", "greedy_returns", "trajectory_energy"}
-    assert needs(objective(estimator=name)).inputs <= provided
+    assert estimator_requirements(objective(estimator=name)).inputs <= provided
 
 
 def test_an_estimator_of_the_laboratory_does_not_train() -> None:
     with pytest.raises(SettingsError, match=r"algorithm\.estimator=otb_cross: removed from training; .* variance"):
-        needs(objective(estimator="otb_cross"))
+        estimator_requirements(objective(estimator="otb_cross"))
 
 
 @pytest.mark.parametrize(
@@ -194,15 +199,15 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(
         SettingsError, match=r"training\.num_processes=2 requires one GPU per rank, but only 1 GPUs are visible"
     ):
-        launch(settings, tmp_path, resume=False)
+        launch_ranks(settings, tmp_path, resume=False)
 
 
 def test_ranks_that_the_groups_do_not_divide_are_refused() -> None:
-    assert [size for size in range(1, 8) if grouping_obstacle(size, ranks=6) is None] == [1, 2, 3, 6]
-    assert grouping_obstacle(4, ranks=1) == (
+    assert [size for size in range(1, 8) if reason_ranks_not_groupable(size, ranks=6) is None] == [1, 2, 3, 6]
+    assert reason_ranks_not_groupable(4, ranks=1) == (
         "training.sequence_parallel=4 does not divide the 1 training rank; valid: 1, or training.num_processes=4"
     )
-    assert grouping_obstacle(4, ranks=6) == (
+    assert reason_ranks_not_groupable(4, ranks=6) == (
         "training.sequence_parallel=4 does not divide the 6 training ranks; valid: 1, 2, 3, 6, or "
         "training.num_processes=4 or 8"
     )

@@ -26,7 +26,7 @@ from ranks import free_port
 from warm import WarmPopen
 
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.worker.service import FOLLOWED, WorkerLostError, receive
+from agentrl.training.worker.service import EXIT_PEER_LOST, WorkerLostError, receive_message
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_ranks import assert_all_end, family
@@ -168,7 +168,7 @@ def test_a_rank_that_fails_alone_ends_the_others(tmp_path: Path, random_policy: 
     ranks = Ranks(tmp_path, random_policy, runs={"failed": [failing]}, count=2)
     codes = ranks.end()
     said = ranks.said()
-    assert codes == [FOLLOWED, 1], said
+    assert codes == [EXIT_PEER_LOST, 1], said
     assert "this rank fails alone" in said, said
     assert "rank 0: the rollout worker or another rank has exited" in said, said
 
@@ -232,6 +232,9 @@ def test_a_worker_that_does_not_answer_is_not_waited_for_once_the_run_is_to_stop
     asked = threading.Event()
     asked.set()
     with pytest.raises(WorkerLostError, match=r"of waiting for the plan \(0\.1 s of them after a request to stop\)"):
-        receive(here, seconds=3600.0, waiting_for="the plan", stops=asked, stop_timeout=0.1)
+        receive_message(here, seconds=3600.0, waiting_for="the plan", stop_requested=asked, stop_timeout=0.1)
     there.send("the plan")  # asked or not: what comes in time is taken
-    assert receive(here, seconds=3600.0, waiting_for="the plan", stops=asked, stop_timeout=60.0) == "the plan"
+    assert (
+        receive_message(here, seconds=3600.0, waiting_for="the plan", stop_requested=asked, stop_timeout=60.0)
+        == "the plan"
+    )

@@ -19,5 +19,5 @@ def test_seconds_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         raise ValueError("lost")
     with watch.section("forward"):
         pass
-    assert watch.take() == {"forward": 6.0, "backward": 0.5}
-    assert watch.take() == {}
+    assert watch.take_seconds() == {"forward": 6.0, "backward": 0.5}
+    assert watch.take_seconds() == {}

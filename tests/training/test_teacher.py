@@ -40,7 +40,7 @@ def with_hint(item: Trajectory) -> tuple[int, ...]:
 
 
 def test_only_the_teacher_reads_the_hint() -> None:
-    batch = Batch.of(MicroBatch.of(ROWS, teacher_prompt=with_hint))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS, teacher_prompt=with_hint))
     assert 90 not in batch.row.token_ids
     model = tiny_model()
     wanted = torch.zeros(batch.response_mask.shape)
@@ -49,7 +49,7 @@ def test_only_the_teacher_reads_the_hint() -> None:
         log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
         wanted[row, : len(item.response_ids)] = log_p[len(with_hint(item)) - 1 :].detach()
     for hinted in (True, False):
-        found, _ = FrozenPolicy(PolicyModel(model), frozen, temperature=1.0, hinted=hinted).read(batch)
+        found, _ = FrozenPolicy(PolicyModel(model), frozen, temperature=1.0, hinted=hinted).score_batch(batch)
         same = torch.allclose(found, torch.where(batch.response_mask, wanted, 0.0), atol=1e-5)
         assert same == hinted
 
@@ -97,7 +97,7 @@ def served(server: ThreadingHTTPServer, **settings: Any) -> ServedTeacher:
 
 @pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd"])
 def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPServer, objective: Any) -> None:
-    batch = Batch.of(MicroBatch.of(ROWS))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     settings = TeacherSettings(objective=objective)
     local = FrozenPolicy(
         PolicyModel(tiny_model()), frozen, temperature=1.0, over_vocabulary=True, beta=settings.resolved_beta
@@ -105,7 +105,7 @@ def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPS
     policy = PolicyModel(tiny_model(seed=1))
     found = []
     for teacher in (local, served(server, objective=objective, top_tokens=264), served(server, objective=objective)):
-        log_probs, head = teacher.read(batch)
+        log_probs, head = teacher.score_batch(batch)
         statistics, _ = policy(batch.row, batch.rows, batch.columns, teacher=head)
         (gradient,) = torch.autograd.grad(statistics.teacher_divergence.sum(), policy.head.weight)
         found.append((log_probs, statistics.teacher_divergence.detach(), gradient))
@@ -116,18 +116,20 @@ def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPS
 
 
 def test_one_log_probability_suffices_for_the_sampled_form(server: ThreadingHTTPServer) -> None:
-    batch = Batch.of(MicroBatch.of(ROWS))
-    here, _ = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0).read(batch)
-    there, head = served(server, objective="sampled").read(batch)
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
+    here, _ = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0).score_batch(batch)
+    there, head = served(server, objective="sampled").score_batch(batch)
     torch.testing.assert_close(there, here, rtol=0, atol=1e-5)
     assert head is None
     assert {request["prompt_logprobs"] for request in server.requests} == {0}
 
 
 def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: ThreadingHTTPServer) -> None:
-    batch = Batch.of(MicroBatch.of(ROWS))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     with pytest.raises(WorldError, match=r"the teacher t at http://127.0.0.1:9/v1 does not score trajectories"):
-        ServedTeacher(TeacherSettings(url="http://127.0.0.1:9/v1", path="t"), refused_ids={}, deadline=0.1).read(batch)
+        ServedTeacher(TeacherSettings(url="http://127.0.0.1:9/v1", path="t"), refused_ids={}, deadline=0.1).score_batch(
+            batch
+        )
     with pytest.raises(InvalidResponseError, match="expected 3 log-probabilities at each of 2 tokens"):
         read_scores({"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}]}, [4, 5], 3)
     with pytest.raises(InvalidResponseError, match=r"expected choices\.0\.prompt_logprobs; got \{\}"):
@@ -135,14 +137,14 @@ def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: Threadin
 
 
 def test_an_id_that_means_something_else_to_the_teacher_is_refused_when_it_occurs() -> None:
-    batch = Batch.of(MicroBatch.of(ROWS))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     for refused, occurs in ((41, True), (99, False)):
         teacher = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={refused: "id differs"})
         if occurs:
             with pytest.raises(SettingsError, match="id differs"):
-                teacher.read(batch)
+                teacher.score_batch(batch)
         else:
-            teacher.read(batch)
+            teacher.score_batch(batch)
 
 
 def test_hints_that_cannot_be_read() -> None:

@@ -181,7 +181,7 @@ def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Pat
     @register_estimator("best", options=ScalarOptions, group_based=True)
     def best(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
         totals = inputs.totals.unsqueeze(-1)
-        most = -inputs.groups.lowest(-inputs.totals).unsqueeze(-1)
+        most = -inputs.groups.min(-inputs.totals).unsqueeze(-1)
         return Advantages(advantages=totals - most, returns=totals, baselines=most)
 
     made = make_run(tmp_path / "best", "best")

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from agentrl.rollout.engines.vllm.plan import WORKER_EXTENSION
 from agentrl.rollout.engines.vllm.worker_extension import WorkerExtension
 from agentrl.weights.sources import ParameterSource
-from agentrl.weights.verify import Checksum, checksum, checksums, describe_differing, sum_checksums, with_tied_head
+from agentrl.weights.verify import Checksum, add_tied_head, checksum, checksums, describe_differing, sum_checksums
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
@@ -199,4 +199,4 @@ def test_servers_are_told_where_the_extension_lies() -> None:
 
 def test_a_head_of_its_own_keeps_its_checksum() -> None:
     one, other = Checksum(values=1, total=1), Checksum(values=1, total=2)
-    assert with_tied_head({"model.embed_tokens.weight": one, "lm_head.weight": other})["lm_head.weight"] == other
+    assert add_tied_head({"model.embed_tokens.weight": one, "lm_head.weight": other})["lm_head.weight"] == other

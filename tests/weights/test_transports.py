@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from agentrl.weights.exports import host_copy, read_weights, write_weights
+from agentrl.weights.exports import copy_to_host, read_weights, write_weights
 from agentrl.weights.sources import full_parameters, gathered_linear
 
 
@@ -42,7 +42,7 @@ def test_a_head_gives_weight_and_bias() -> None:
 def test_a_file_brings_back_every_bit(tmp_path: Path, dtype: torch.dtype) -> None:
     path = tmp_path / "new" / "policy.safetensors"
     sent = {"a": torch.randn(3, 4).to(dtype), "b": torch.randn(4, 3).to(dtype).t()}
-    write_weights(path, {name: host_copy(tensor) for name, tensor in sent.items()})
+    write_weights(path, {name: copy_to_host(tensor) for name, tensor in sent.items()})
     read = dict(read_weights(path))
     assert read.keys() == sent.keys()
     assert all(torch.equal(read[name], sent[name]) for name in sent)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from agentrl.weights.verify import FLOORS, LIMITS, PROBE_TOKENS, Checksum, Probe, Verifier, probe_tokens
+from agentrl.weights.verify import NOISE_FLOORS, NOISE_LIMITS, PROBE_TOKENS, Checksum, Probe, Verifier, probe_tokens
 
 TOKENS = tuple(range(513))
 NOISE = 0.01
@@ -66,12 +66,12 @@ def test_the_bound_is_measured_with_the_start_policy() -> None:
     assert one.noise == pytest.approx(0.0226, rel=0.1)  # the mean absolute value of a difference of two normals
     assert one.bound == 4 * one.noise
     (exact,) = started(Policy(drift=0.0, noise=1e-5)).verified()
-    assert exact.bound == FLOORS["bfloat16"]
+    assert exact.bound == NOISE_FLOORS["bfloat16"]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_too_large_a_difference_at_the_start_is_another_policy(dtype: str) -> None:
-    limit = LIMITS[dtype]
+    limit = NOISE_LIMITS[dtype]
     probe = Probe(token_ids=(1, 2), log_probs=(-1.0,))
     said = judged(Verifier(dtype), probe, (-1.0 - 1.1 * limit,))
     assert said is not None

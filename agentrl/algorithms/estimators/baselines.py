@@ -70,14 +70,14 @@ def _read(inputs: EstimatorInputs, name: str, energy: str, *, negative: bool = T
             f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); energy='length' "
             "needs no input"
         )
-    return inputs.read(name, negative=negative)
+    return inputs.read(name, allow_negative=negative)
 
 
 TAILS = ("zero", "carry", "self")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Columns:
+class BaselineColumns:
     """J groups of N rows, laid out so that the entries of a group in one column share a baseline.
 
     `valid` marks existing entries. For these, `returns` is G and `weights` is W + eps.
@@ -89,7 +89,7 @@ class Columns:
     sizes: Tensor  # [J] number of rows of the group, at most N
 
 
-def column_baselines(columns: Columns, *, tail: str, leave_one_out: bool) -> Tensor:
+def column_baselines(columns: BaselineColumns, *, tail: str, leave_one_out: bool) -> Tensor:
     """Compute b = sum W G / sum W over the group's entries of a column: [J, N, C], or [J, 1, C] if all rows share it.
 
     With `leave_one_out`, every entry is excluded from its own sums. If an entry is alone in its column, `tail`
@@ -113,7 +113,7 @@ class _Sums:
     valid: Tensor  # [J, N, C]
 
     @classmethod
-    def of(cls, columns: Columns) -> _Sums:
+    def of(cls, columns: BaselineColumns) -> _Sums:
         invalid = ~columns.valid
         lowest = columns.returns.masked_fill(invalid, torch.inf).amin(1, keepdim=True)
         lowest = lowest.masked_fill_(lowest == torch.inf, 0.0)
@@ -149,7 +149,7 @@ class _Sums:
         return (terms.sum(1, keepdim=True) - terms).scatter_(1, heaviest, rest)
 
 
-def _with_tail(columns: Columns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
+def _with_tail(columns: BaselineColumns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
     alone = count == 1
     if tail == "zero":
         return shared.masked_fill(alone, 0.0)

@@ -4,8 +4,8 @@ A rollout is one episode, independent of the contexts of its turns. Its row cont
 one after the other, so sums and means over a group count every rollout once, and a return is the return of the rollout.
 No token occurs in two sequences. The rows of groups without branches are not changed.
 
-:class:`RolloutRows` merges and splits rows. :class:`Compact`, :class:`BranchPaths` and :class:`LeafPaths` index tokens
-within a row or along a branch, without loops over rows; :func:`reward_to_go` sums rewards along them.
+:class:`RolloutRowMapping` merges and splits rows. :class:`CompactLayout`, :class:`TokenTrees` and :class:`LeafPaths`
+index tokens within a row or along a branch, without loops over rows; :func:`reward_to_go` sums rewards along them.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.records import AdvantageInputs, Advantages
-from agentrl.kernels.arithmetic import running_sum
+from agentrl.kernels.arithmetic import cumulative_sum
 
 _SCAN_WIDTH = 32
 
 
 @dataclass(frozen=True, kw_only=True)
-class Compact:
+class CompactLayout:
     """Layout with each row's model tokens left-aligned, in order: [B, K], where K is their largest number in a row.
 
-    >>> layout = Compact.of(torch.tensor([[True, False, True], [False, True, False]]))
+    >>> layout = CompactLayout.from_mask(torch.tensor([[True, False, True], [False, True, False]]))
     >>> layout.gather(torch.tensor([[1., 2., 3.], [4., 5., 6.]])).tolist()
     [[1.0, 3.0], [5.0, 0.0]]
     >>> layout.scatter(torch.tensor([[1., 3.], [5., 9.]])).tolist()
@@ -39,7 +39,7 @@ class Compact:
     valid: Tensor  # [B, K] bool: True for entries that exist
 
     @classmethod
-    def of(cls, mask: Tensor) -> Compact:
+    def from_mask(cls, mask: Tensor) -> CompactLayout:
         """Create the compact layout of a boolean mask [B, T]."""
         rows, width = mask.shape
         count = mask.sum(-1)
@@ -56,7 +56,7 @@ class Compact:
         """Move [B, T] to [B, K]; entries that do not exist are 0."""
         return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
-    def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_returns_and_weights(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (returns, weights, valid) at every compact index, each [B, K], from values [B, T]."""
         return self.gather(returns), self.gather(weights), self.valid
 
@@ -68,14 +68,14 @@ class Compact:
 
 
 @dataclass(frozen=True)
-class BranchPaths:
+class TokenTrees:
     """Paths from the root of the conversation to each token, in R rollouts. A rollout is one row [W] of model tokens.
 
     The sequences of a rollout form trees: a branch begins after a token of another branch. The row contains tokens that
     several paths share once.
 
     >>> mask = torch.tensor([[True, True, True]])
-    >>> paths = BranchPaths(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first
+    >>> paths = TokenTrees(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first
     >>> paths.sum_along_paths(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 3.0, 5.0]]
     >>> paths.index.tolist()
@@ -83,14 +83,14 @@ class BranchPaths:
     """
 
     mask: Tensor  # [R, W] bool: model tokens
-    previous: Tensor  # [R, W] int64: index of the previous token on the path; -1: none
+    previous_token: Tensor  # [R, W] int64: index of the previous token on the path; -1: none
 
     def sum_along_paths(self, values: Tensor) -> Tensor:
         """Sum values [R, W], 0 off the mask, over the tokens on the path from the root to each token, inclusive.
 
         Each round doubles the number of tokens that every token has summed.
         """
-        back = self.previous.masked_fill(~self.mask, -1)
+        back = self.previous_token.masked_fill(~self.mask, -1)
         sums = values.clone()
         while bool((back >= 0).any()):
             position = back.clamp(min=0)
@@ -106,9 +106,9 @@ class BranchPaths:
     @cached_property
     def leaf_paths(self) -> LeafPaths:
         """All root-to-leaf paths."""
-        return LeafPaths.of(self)
+        return LeafPaths.from_trees(self)
 
-    def columns(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def gather_returns_and_weights(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (returns, weights, valid) of a rollout at every path index, each [R, C], from values [R, W].
 
         Several tokens with the same index count as one, with the mean of their weights and the weighted mean of their
@@ -136,7 +136,7 @@ class BranchPaths:
 class LeafPaths:
     """The L root-to-leaf paths of R rollouts, one row per path: [L, D], where D is the length of the longest path.
 
-    >>> ways = BranchPaths(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).leaf_paths
+    >>> ways = TokenTrees(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).leaf_paths
     >>> ways.gather(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 2.0], [1.0, 4.0]]
     >>> ways.scatter(torch.tensor([[1., 2.], [3., 4.]])).tolist()
@@ -149,9 +149,9 @@ class LeafPaths:
     valid: Tensor  # [L, D] bool: entries that exist, left-aligned
 
     @classmethod
-    def of(cls, paths: BranchPaths) -> LeafPaths:
+    def from_trees(cls, paths: TokenTrees) -> LeafPaths:
         """Create the paths in the order of their leaves, by binary lifting: round i moves back 2^i tokens or none."""
-        back = paths.previous.masked_fill(~paths.mask, -1)
+        back = paths.previous_token.masked_fill(~paths.mask, -1)
         rows, tokens = (back >= 0).nonzero(as_tuple=True)
         leaves = paths.mask.clone()
         leaves[rows, back[rows, tokens]] = False
@@ -187,7 +187,7 @@ def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
     overflows nor needs a loop over its tokens.
     """
     if gamma == 1.0:
-        return running_sum(rewards.flip(-1)).flip(-1)
+        return cumulative_sum(rewards.flip(-1)).flip(-1)
     if gamma == 0.0:
         return rewards.clone()
     rows, width = rewards.shape
@@ -207,7 +207,7 @@ def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class MergedInputs(AdvantageInputs):
+class RolloutInputs(AdvantageInputs):
     """Inputs with one row [W] for each of R rollouts."""
 
     branched: Tensor  # [R] bool: a rollout of its group has branches
@@ -215,7 +215,7 @@ class MergedInputs(AdvantageInputs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutRows:
+class RolloutRowMapping:
     """Mapping of the tokens of B rows to R merged rows of width W, one per rollout."""
 
     mask: Tensor  # [B, T] the model tokens
@@ -227,7 +227,7 @@ class RolloutRows:
     branched: Tensor  # [R] bool: a rollout of its group has branches
 
     @classmethod
-    def of(cls, inputs: AdvantageInputs) -> RolloutRows | None:
+    def from_inputs(cls, inputs: AdvantageInputs) -> RolloutRowMapping | None:
         """Create the mapping for inputs with boolean masks. Returns None if every rollout is a single row."""
         samples, branches, mask = inputs.samples, inputs.branches, inputs.response_mask
         if samples is None or branches is None or not bool((branches > 0).any()):
@@ -245,7 +245,7 @@ class RolloutRows:
         rollout, start = torch.empty_like(order), torch.empty_like(order)
         rollout[order], start[order] = number, before - before[begins][number]
         branched = torch.isin(inputs.groups, inputs.groups[branches > 0])
-        layout = Compact.of(mask)
+        layout = CompactLayout.from_mask(mask)
         columns = torch.arange(mask.shape[1], device=mask.device)
         positions = torch.where(branched.unsqueeze(-1), start.unsqueeze(-1) + layout.index, columns)
         return cls(
@@ -258,14 +258,14 @@ class RolloutRows:
             branched=branched[order[begins]],
         )
 
-    def merge(self, inputs: AdvantageInputs) -> MergedInputs:
+    def merge_rows(self, inputs: AdvantageInputs) -> RolloutInputs:
         """Return the inputs with one row per rollout."""
         given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         tokens = {
             name: self._joined(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
         }
         ungrouped = dict.fromkeys(("samples", "branches", "parents", "forks"))
-        merged = MergedInputs(
+        merged = RolloutInputs(
             **{**given, **tokens, **ungrouped, "groups": inputs.groups[self.first]},
             branched=self.branched,
             previous=self._joined(self.previous),
@@ -316,7 +316,7 @@ def parent_rows(inputs: AdvantageInputs) -> Tensor:
     return torch.where(forked, order[found], -1)
 
 
-def _previous(inputs: AdvantageInputs, layout: Compact, positions: Tensor, parents: Tensor) -> Tensor:
+def _previous(inputs: AdvantageInputs, layout: CompactLayout, positions: Tensor, parents: Tensor) -> Tensor:
     """Return the index of each model token's predecessor, [B, T].
 
     The predecessor of a row's first token is the token of the parent row after which the row forks.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.baselines import Columns, column_baselines
+from agentrl.algorithms.estimators.baselines import BaselineColumns, column_baselines
 from agentrl.algorithms.estimators.branches import LeafPaths, reward_to_go
 from agentrl.algorithms.estimators.forks import sibling_baselines
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
@@ -28,7 +28,7 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
     A group of one: mean 0 and std 1, so A = R.
     """
-    return scalar_estimate(inputs.totals, group_means(inputs), _standardized(inputs.totals, inputs.groups))
+    return advantages_from_baselines(inputs.totals, group_means(inputs), _standardized(inputs.totals, inputs.groups))
 
 
 @register_estimator("tree_grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
@@ -40,9 +40,9 @@ def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     totals, forest = inputs.totals, inputs.forest
     advantages = _standardized(totals, inputs.groups)
     if forest is not None:
-        trees = Groups.of(forest.edges[:, 0], forest.weights)
+        trees = Groups.from_ids(forest.edges[:, 0], forest.weights)
         advantages = advantages + torch.where(trees.members == 1, 0.0, _standardized(totals, trees))
-    return scalar_estimate(totals, group_means(inputs), advantages)
+    return advantages_from_baselines(totals, group_means(inputs), advantages)
 
 
 @register_estimator("treerl", options=ScalarOptions, group_based=True, per_token=True)
@@ -55,29 +55,31 @@ def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """
     totals, forest, root = inputs.totals, inputs.forest, group_means(inputs)
     if forest is None:
-        return scalar_estimate(totals, root, torch.where(inputs.members == 1, 1.0, 2.0) * (totals - root))
+        return advantages_from_baselines(totals, root, torch.where(inputs.members == 1, 1.0, 2.0) * (totals - root))
     columns = torch.stack([forest.weights, forest.weights * totals, torch.ones_like(totals)], 1)
-    below = torch.stack([level.of_leaves(level.sums(columns)) for level in forest.forks], 1)  # [L, H, 3]
-    weight, moment, leaves = (forest.at_tokens(part) for part in below.unbind(-1))
+    below = torch.stack(
+        [level.spread_to_leaves(level.sum_over_leaves(columns)) for level in forest.siblings_by_level], 1
+    )  # [L, H, 3]
+    weight, moment, leaves = (forest.edges_to_tokens(part) for part in below.unbind(-1))
     values = below[..., 1] / below[..., 0].clamp(min=torch.finfo(totals.dtype).tiny)
-    above = forest.at_tokens(torch.cat([root.unsqueeze(-1), values[:, :-1]], 1))
+    above = forest.edges_to_tokens(torch.cat([root.unsqueeze(-1), values[:, :-1]], 1))
     baselines = (root.unsqueeze(-1) + above) / 2
     advantages = 2 * (moment / weight - baselines) / leaves.sqrt()
-    return scalar_estimate(totals, baselines, advantages)
+    return advantages_from_baselines(totals, baselines, advantages)
 
 
 def _standardized(totals: Tensor, groups: Groups) -> Tensor:
     """Compute (R - mean) / (std + 1e-6) over each row's group [B], std unbiased; R for a group of one."""
     alone = groups.members == 1
     centred = totals - torch.where(alone, 0.0, groups.mean(totals))
-    spread = (groups.sum(centred.square()) / torch.where(alone, 1.0, groups.freedom)).sqrt() + 1e-6
+    spread = (groups.sum(centred.square()) / torch.where(alone, 1.0, groups.degrees_of_freedom)).sqrt() + 1e-6
     return centred / torch.where(alone, 1.0, spread)
 
 
 @register_estimator("dr_grpo", options=ScalarOptions, aggregation="seq_mean_token_sum_norm", group_based=True)
 def dr_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute A = R - mean of the group (Liu et al., arXiv 2503.20783). A group of one: A = R."""
-    return scalar_estimate(inputs.totals, group_means(inputs))
+    return advantages_from_baselines(inputs.totals, group_means(inputs))
 
 
 @register_estimator("rloo", options=ScalarOptions, group_based=True)
@@ -89,14 +91,16 @@ def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     totals, members, forest = inputs.totals, inputs.members.double(), inputs.forest
     if forest is not None:
         sums = torch.stack([forest.weights, forest.weights * totals], 1)
-        edges = torch.stack([level.of_leaves(level.sums(sums)) for level in forest.forks], 1)  # [L, H, 2]
-        groups = torch.stack([inputs.groups.total, inputs.groups.sum(totals)], 1)
-        total, moment = (forest.at_tokens(part) for part in (groups.unsqueeze(1) - edges).unbind(-1))
+        edges = torch.stack(
+            [level.spread_to_leaves(level.sum_over_leaves(sums)) for level in forest.siblings_by_level], 1
+        )  # [L, H, 2]
+        groups = torch.stack([inputs.groups.total_weight, inputs.groups.sum(totals)], 1)
+        total, moment = (forest.edges_to_tokens(part) for part in (groups.unsqueeze(1) - edges).unbind(-1))
         alone = total < _EQUAL
         baselines = torch.where(alone, 0.0, moment / torch.where(alone, 1.0, total))
-        return scalar_estimate(totals, baselines, totals.unsqueeze(-1) - baselines)
+        return advantages_from_baselines(totals, baselines, totals.unsqueeze(-1) - baselines)
     advantages = members / (members - 1).clamp(min=1) * (totals - group_means(inputs))
-    return scalar_estimate(totals, totals - advantages, advantages)
+    return advantages_from_baselines(totals, totals - advantages, advantages)
 
 
 @register_estimator("reinforce_pp_baseline", options=WhitenedOptions, group_based=True)
@@ -105,13 +109,13 @@ def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> 
 
     A group of one: A = R before whitening.
     """
-    return scalar_estimate(inputs.totals, group_means(inputs))
+    return advantages_from_baselines(inputs.totals, group_means(inputs))
 
 
 @register_estimator("remax", options=ScalarOptions, requires=("greedy_returns",))
 def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute A = R - R_greedy; R_greedy is the return of one greedy rollout (Li et al., arXiv 2310.10505)."""
-    return scalar_estimate(inputs.totals, inputs.read_trajectories("greedy_returns"))
+    return advantages_from_baselines(inputs.totals, inputs.read_trajectories("greedy_returns"))
 
 
 @register_estimator("gpg", options=ScalarOptions, span="ranks", group_based=True)
@@ -121,14 +125,14 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     B counts the trajectories of the step. A group of one: A = c R; its rewards are equal.
     """
     totals = inputs.totals
-    lowest, highest = inputs.groups.lowest(totals), -inputs.groups.lowest(-totals)
+    lowest, highest = inputs.groups.min(totals), -inputs.groups.min(-totals)
     here = highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
     weights = torch.ones_like(totals) if inputs.forest is None else inputs.forest.weights
     counts = torch.stack([weights[here].sum(), weights.sum()])
-    differing, trajectories = inputs.calls.all_gather(counts).sum(0).unbind()
+    differing, trajectories = inputs.communicator.all_gather(counts).sum(0).unbind()
     scale = torch.where(differing > 0, trajectories / differing.clamp(min=1), 1.0)
     means = group_means(inputs)
-    return scalar_estimate(totals, means, scale * (totals - means))
+    return advantages_from_baselines(totals, means, scale * (totals - means))
 
 
 @register_estimator("opo", options=WeightedOptions, group_based=True)
@@ -139,13 +143,15 @@ def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
     form. A group of one: A = R.
     """
     weights = inputs.lengths.double() + options.epsilon
-    return scalar_estimate(inputs.totals, weighted_means(inputs, weights, leave_one_out=options.leave_one_out))
+    return advantages_from_baselines(
+        inputs.totals, weighted_group_means(inputs, weights, leave_one_out=options.leave_one_out)
+    )
 
 
 @register_estimator("none", options=ScalarOptions, equal_groups=True)
 def none(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute A = 0: rewards are measured, but do not train. For distillation from a teacher."""
-    return scalar_estimate(inputs.totals, inputs.totals)
+    return advantages_from_baselines(inputs.totals, inputs.totals)
 
 
 def group_means(inputs: EstimatorInputs) -> Tensor:
@@ -153,7 +159,7 @@ def group_means(inputs: EstimatorInputs) -> Tensor:
     return torch.where(inputs.members == 1, 0.0, inputs.groups.mean(inputs.totals))
 
 
-def weighted_means(
+def weighted_group_means(
     inputs: EstimatorInputs, weights: Tensor, *, leave_one_out: bool, siblings: str = "none", pool: float = 0.0
 ) -> Tensor:
     """Compute sum W R / sum W over the row's group for positive weights [B]; 0 for a group of one.
@@ -170,7 +176,7 @@ def weighted_means(
         )
     if forest is not None:
         weights = weights * forest.weights
-    columns = Columns(
+    columns = BaselineColumns(
         returns=groups.stack(inputs.totals.unsqueeze(-1)),
         weights=groups.stack(weights.unsqueeze(-1)),
         valid=groups.present.unsqueeze(-1),
@@ -180,7 +186,7 @@ def weighted_means(
     return groups.unstack(column_baselines(columns, tail="zero", leave_one_out=leave_one_out)).squeeze(-1)
 
 
-def scalar_estimate(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:
+def advantages_from_baselines(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:
     """Return Advantages from totals [B] and values [B] or [B, T]; advantages default to totals - baselines."""
     totals = totals.unsqueeze(-1)
     baselines = baselines.unsqueeze(-1) if baselines.dim() == 1 else baselines
@@ -209,7 +215,7 @@ def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     In branched rollouts, every path from the root to a leaf is such a row, with the rollout's `bootstrap_values` at its
     end. A token on several paths has the mean of its advantages.
     """
-    layout, rewards = inputs.sequences
+    layout, rewards = inputs.layout_and_rewards
     values = layout.gather(inputs.read("values"))  # [B, K]
     following = torch.zeros_like(values)
     following[:, :-1] = values[:, 1:]

@@ -8,7 +8,7 @@ weight of an edge is the sum of the weights of its leaves (docs/reference/formul
 Estimators receive one row per leaf, with its weight. Therefore a mean over rows estimates the mean over rollouts for
 trees of any shape. A token of an edge receives the weighted mean of its advantages over the leaves below it.
 
-:class:`LeafRows` maps edges to leaves and back. :class:`Forest` computes sums over the siblings of a branch.
+:class:`LeafRowMapping` maps edges to leaves and back. :class:`Forest` computes sums over the siblings of a branch.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.branches import Compact, parent_rows
+from agentrl.algorithms.estimators.branches import CompactLayout, parent_rows
 from agentrl.algorithms.records import AdvantageInputs, Advantages, Groups
-from agentrl.kernels.arithmetic import running_sum
+from agentrl.kernels.arithmetic import cumulative_sum
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class LeafInputs(AdvantageInputs):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeafRows:
+class LeafRowMapping:
     """Mapping of the tokens of B rows (edges) to L rows (leaves).
 
     A tree with a root of one token and a fork into branches of one and two tokens:
@@ -58,12 +58,12 @@ class LeafRows:
     ...     forks=torch.tensor([0, 1, 1]),
     ...     path_weights=torch.tensor([1., .5, .5]),
     ... )
-    >>> rows = LeafRows.of(inputs)
-    >>> rows.merge(inputs).rewards.tolist(), rows.merge(inputs).levels.tolist()
+    >>> rows = LeafRowMapping.from_inputs(inputs)
+    >>> rows.merge_rows(inputs).rewards.tolist(), rows.merge_rows(inputs).levels.tolist()
     ([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], [[0, 1, -1], [0, 1, 1]])
     """
 
-    layout: Compact  # of the B rows; K is its width
+    layout: CompactLayout  # of the B rows; K is its width
     tokens: Tensor  # [L, D] row * K + compact index of each token of a leaf's path
     valid: Tensor  # [L, D] bool, entries that exist
     leaf: Tensor  # [L] row of each leaf
@@ -73,7 +73,7 @@ class LeafRows:
     levels: Tensor  # [L, D] as in `LeafInputs`
 
     @classmethod
-    def of(cls, inputs: AdvantageInputs) -> LeafRows | None:
+    def from_inputs(cls, inputs: AdvantageInputs) -> LeafRowMapping | None:
         """Create the mapping for inputs with boolean masks. Returns None if no rollout is forked."""
         weights = inputs.path_weights
         if weights is None or not bool((weights < 1).any()):
@@ -86,7 +86,7 @@ class LeafRows:
             upward.append(parents[upward[-1]].masked_fill(upward[-1] < 0, -1))
         ancestors = torch.stack(upward[-2::-1], 1)  # root first, right-aligned; the next line left-aligns
         ancestors = ancestors.gather(1, (ancestors < 0).to(torch.int8).argsort(dim=1, stable=True))
-        layout = Compact.of(inputs.response_mask)
+        layout = CompactLayout.from_mask(inputs.response_mask)
         width = layout.valid.shape[1]
         counts = layout.valid.sum(-1)[ancestors].masked_fill(ancestors < 0, 0)  # [L, A]
         begins = counts.cumsum(1) - counts
@@ -116,7 +116,7 @@ class LeafRows:
             levels=levels[:, :longest].masked_fill(~valid, -1),
         )
 
-    def merge(self, inputs: AdvantageInputs) -> LeafInputs:
+    def merge_rows(self, inputs: AdvantageInputs) -> LeafInputs:
         """Return the inputs with one row per leaf."""
         given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         rows = {name: tensor[self.leaf] for name, tensor in given.items() if tensor is not None and tensor.dim() == 1}
@@ -136,9 +136,9 @@ class LeafRows:
         energy = inputs.trajectory_energy[self.ancestors].masked_fill(self.ancestors < 0, 0.0).sum(1)
         return replace(leaves, trajectory_energy=energy)
 
-    def split_by_row(self, made: Advantages) -> Advantages:
+    def split_by_row(self, advantages: Advantages) -> Advantages:
         """Convert results for leaves [L, D] to results for edges [B, T]: the weighted mean of each token's leaves."""
-        return Advantages(**{name: self._mean(values) for name, values in vars(made).items()})
+        return Advantages(**{name: self._mean(values) for name, values in vars(advantages).items()})
 
     def _along(self, tensor: Tensor) -> Tensor:
         return self.layout.gather(tensor).flatten()[self.tokens].masked_fill_(~self.valid, 0)
@@ -162,12 +162,12 @@ class Forest:
     groups: Tensor  # [L] int64, the group of each leaf
 
     @cached_property
-    def forks(self) -> list[Siblings]:
+    def siblings_by_level(self) -> list[Siblings]:
         """The siblings at each level; at level 0, the trees of each group."""
         above = [self.groups, *self.edges.unbind(1)]
-        return [Siblings.of(edge, parent) for edge, parent in zip(above[1:], above, strict=False)]
+        return [Siblings.group_by_parent(edge, parent) for edge, parent in zip(above[1:], above, strict=False)]
 
-    def at_tokens(self, values: Tensor) -> Tensor:
+    def edges_to_tokens(self, values: Tensor) -> Tensor:
         """Move values [L, H] of the edges of each path to the tokens of these edges, [L, D]."""
         return values.gather(1, self.levels.clamp(min=0))
 
@@ -182,24 +182,24 @@ class Siblings:
     leaves: int  # L
 
     @classmethod
-    def of(cls, edges: Tensor, parents: Tensor) -> Siblings:
+    def group_by_parent(cls, edges: Tensor, parents: Tensor) -> Siblings:
         """Group edges [L] by parents [L]. Leaves with edge -1 have no edge at this level."""
         (rows,) = (edges >= 0).nonzero(as_tuple=True)
         names, edge = torch.unique(edges[rows], return_inverse=True)
         forks = names.new_empty(len(names)).scatter_(0, edge, parents[rows])
-        return cls(rows, edge, Groups.of(forks), len(edges))
+        return cls(rows, edge, Groups.from_ids(forks), len(edges))
 
-    def sums(self, values: Tensor) -> Tensor:
+    def sum_over_leaves(self, values: Tensor) -> Tensor:
         """Sum values [L, C] over the leaves of each edge, [E, C]."""
         return values.new_zeros(len(self.groups.labels), values.shape[1]).index_add_(0, self.edge, values[self.rows])
 
-    def others(self, sums: Tensor) -> Tensor:
+    def sum_over_siblings(self, sums: Tensor) -> Tensor:
         """Sum values [E, C] over the siblings of the edge of each leaf, [L, C]; 0 for leaves without an edge here."""
         stacked = self.groups.stack(sums).masked_fill(~self.groups.present.unsqueeze(-1), 0.0)
-        siblings = self.groups.unstack(sum_of_others(stacked.transpose(1, 2)).transpose(1, 2))
-        return self.of_leaves(siblings)
+        siblings = self.groups.unstack(sum_excluding_self(stacked.transpose(1, 2)).transpose(1, 2))
+        return self.spread_to_leaves(siblings)
 
-    def of_leaves(self, values: Tensor) -> Tensor:
+    def spread_to_leaves(self, values: Tensor) -> Tensor:
         """Copy values [E, C] of edges to their leaves, [L, C]."""
         return values.new_zeros(self.leaves, values.shape[1]).index_copy_(0, self.rows, values[self.edge])
 
@@ -226,22 +226,22 @@ def sibling_baselines(
         index = torch.minimum(torch.arange(valid.shape[1], device=valid.device).expand_as(valid), last)
         returns, weights, valid = returns.gather(1, index), weights.gather(1, index), torch.ones_like(valid)
     # Relative to the lowest return, so that the mean of equal returns is exact.
-    lowest = Groups.of(forest.groups).lowest(returns.masked_fill(~valid, torch.inf).amin(1)).unsqueeze(1)
+    lowest = Groups.from_ids(forest.groups).min(returns.masked_fill(~valid, torch.inf).amin(1)).unsqueeze(1)
     weights = (weights * forest.weights.unsqueeze(1)).masked_fill(~valid, 0.0)
     moments = weights * (returns - lowest).masked_fill(~valid, 0.0)
 
     def at(level: Siblings) -> tuple[Tensor, Tensor]:
         """Return the baselines of a level's tokens and the number of siblings that contribute to each."""
-        totals = level.sums(weights)
-        total, number = level.others(totals), level.others((totals > 0).double())
-        mean = lowest + level.others(level.sums(moments)) / torch.where(number > 0, total, 1.0)
+        totals = level.sum_over_leaves(weights)
+        total, number = level.sum_over_siblings(totals), level.sum_over_siblings((totals > 0).double())
+        mean = lowest + level.sum_over_siblings(level.sum_over_leaves(moments)) / torch.where(number > 0, total, 1.0)
         return torch.where(number > 0, mean, own if tail == "self" else 0.0), number
 
-    trees, others = at(forest.forks[0])
+    trees, others = at(forest.siblings_by_level[0])
     baselines = trees.expand(forest.levels.shape)
     if siblings == "none":
         return baselines
-    for number, level in enumerate(forest.forks[1:], 1):
+    for number, level in enumerate(forest.siblings_by_level[1:], 1):
         mean, count = at(level)
         if siblings == "pooled":
             prior = torch.where(others > 0, pool, 0.0)
@@ -251,12 +251,12 @@ def sibling_baselines(
     return baselines
 
 
-def sum_of_others(terms: Tensor) -> Tensor:
+def sum_excluding_self(terms: Tensor) -> Tensor:
     """Sum all other entries along the last dimension. Subtraction from a total would lose small entries."""
     return _before(terms) + _before(terms.flip(-1)).flip(-1)
 
 
 def _before(terms: Tensor) -> Tensor:
     sums = torch.zeros_like(terms)
-    sums[..., 1:] = running_sum(terms[..., :-1])
+    sums[..., 1:] = cumulative_sum(terms[..., :-1])
     return sums

@@ -7,11 +7,18 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.branches import BranchPaths, Compact, LeafPaths, MergedInputs, reward_to_go
+from agentrl.algorithms.estimators.branches import CompactLayout, LeafPaths, RolloutInputs, TokenTrees, reward_to_go
 from agentrl.algorithms.estimators.forks import Forest, LeafInputs
 from agentrl.algorithms.options import InvalidInputError, MissingInputError, check_finite, check_not_negative
-from agentrl.algorithms.records import ONE_CALL, AdvantageInputs, Calls, Groups, check_rewards_placed, check_rows
-from agentrl.kernels.arithmetic import running_sum
+from agentrl.algorithms.records import (
+    LOCAL_COMMUNICATOR,
+    AdvantageInputs,
+    Communicator,
+    Groups,
+    check_rewards_on_mask,
+    check_rows_have_tokens,
+)
+from agentrl.kernels.arithmetic import cumulative_sum
 
 # Maximum float64 elements of a block [b, T]: on CPUs, to fit into the cache; on other devices, to limit memory.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
@@ -25,25 +32,31 @@ class EstimatorInputs:
     source: AdvantageInputs  # unchecked
     groups: Groups
     rows: Tensor  # [B] row indices for messages
-    calls: Calls = ONE_CALL  # access to the step's other groups
+    communicator: Communicator = LOCAL_COMMUNICATOR  # access to the step's other groups
     weighted: bool = True  # False: the estimator does not depend on `loss_ratio`, which may be unknown yet
 
     @classmethod
-    def of(
+    def from_checked(
         cls,
         inputs: AdvantageInputs,
-        rows: Tensor | None = None,
-        calls: Calls = ONE_CALL,
+        row_numbers: Tensor | None = None,
+        communicator: Communicator = LOCAL_COMMUNICATOR,
         *,
         weighted: bool = True,
     ) -> "EstimatorInputs":
         """Wrap inputs with boolean masks that passed `check_shapes`. Raises InvalidInputError for invalid values."""
-        if rows is None:
-            rows = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
-        check_rows(inputs.response_mask, rows)
-        check_rewards_placed(inputs.rewards, inputs.response_mask, rows)
+        if row_numbers is None:
+            row_numbers = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
+        check_rows_have_tokens(inputs.response_mask, row_numbers)
+        check_rewards_on_mask(inputs.rewards, inputs.response_mask, row_numbers)
         weights = inputs.leaf_weights if isinstance(inputs, LeafInputs) and inputs.is_forked else None
-        return cls(source=inputs, groups=Groups.of(inputs.groups, weights), rows=rows, calls=calls, weighted=weighted)
+        return cls(
+            source=inputs,
+            groups=Groups.from_ids(inputs.groups, weights),
+            rows=row_numbers,
+            communicator=communicator,
+            weighted=weighted,
+        )
 
     @property
     def mask(self) -> Tensor:
@@ -71,20 +84,20 @@ class EstimatorInputs:
         rows, width = self.mask.shape
         step = max(1, _block_elements(self.mask.device) // max(1, width))
         parts = [slice(start, start + step) for start in range(0, max(1, rows), step)]
-        return torch.cat([running_sum(self._read("rewards", part))[:, -1] for part in parts])
+        return torch.cat([cumulative_sum(self._read("rewards", part))[:, -1] for part in parts])
 
     @cached_property
-    def layout(self) -> Compact:
+    def layout(self) -> CompactLayout:
         """Positions of the model tokens."""
-        return Compact.of(self.mask)
+        return CompactLayout.from_mask(self.mask)
 
     @cached_property
-    def paths(self) -> BranchPaths | None:
+    def paths(self) -> TokenTrees | None:
         """The paths from the roots of branched rollouts to their tokens; None if no rollout has branches."""
         source = self.source
-        if not isinstance(source, MergedInputs) or not bool(source.branched.any()):
+        if not isinstance(source, RolloutInputs) or not bool(source.branched.any()):
             return None
-        return BranchPaths(self.mask, source.previous)
+        return TokenTrees(self.mask, source.previous)
 
     @cached_property
     def forest(self) -> Forest | None:
@@ -99,10 +112,10 @@ class EstimatorInputs:
         """Model tokens of each row, [B]; in forked rollouts, the weighted mean over the leaves of the row's tree."""
         if self.forest is None:
             return self.lengths
-        tree = self.forest.forks[0]
+        tree = self.forest.siblings_by_level[0]
         weights = self.forest.weights.unsqueeze(-1)
-        total, moment = tree.sums(weights), tree.sums(weights * self.lengths.unsqueeze(-1))
-        return tree.of_leaves(moment / total).squeeze(-1)
+        total, moment = tree.sum_over_leaves(weights), tree.sum_over_leaves(weights * self.lengths.unsqueeze(-1))
+        return tree.spread_to_leaves(moment / total).squeeze(-1)
 
     @property
     def loss_ratio(self) -> Tensor | None:
@@ -119,7 +132,7 @@ class EstimatorInputs:
     def _loss_ratio(self) -> Tensor | None:
         ratio = None
         if self.source.importance_weights is not None:
-            ratio = self.read("importance_weights", negative=False)
+            ratio = self.read("importance_weights", allow_negative=False)
         if self.source.loss_mask is None:
             return ratio
         counted = self.mask & self.source.loss_mask
@@ -128,19 +141,20 @@ class EstimatorInputs:
     def returns(self, gamma: float) -> Tensor:
         """Compute G on every model token, [B, T]: the reward-to-go, discounted by model tokens.
 
-        In branched rollouts, it is computed on every path from the root to a leaf, as laid out by `sequences`. A token
-        on several paths has their mean. Without a discount, this equals all rewards except those before the token.
+        In branched rollouts, it is computed on every path from the root to a leaf, as laid out by `layout_and_rewards`.
+        A token on several paths has their mean. Without a discount, this equals all rewards except those before the
+        token.
         """
         if gamma == 1.0 and self.paths is not None:
             before = self.paths.sum_along_paths(self.rewards) - self.rewards
             return (self.totals.unsqueeze(-1) - before).masked_fill_(~self.mask, 0.0)
         if gamma == 1.0:
             return reward_to_go(self.rewards, 1.0).masked_fill_(~self.mask, 0.0)
-        layout, rewards = self.sequences
+        layout, rewards = self.layout_and_rewards
         return layout.scatter(reward_to_go(rewards, gamma))
 
     @cached_property
-    def sequences(self) -> tuple[Compact | LeafPaths, Tensor]:
+    def layout_and_rewards(self) -> tuple[CompactLayout | LeafPaths, Tensor]:
         """Layout of the model tokens as sequences, and their rewards: [B, K], or [L, D] with branches.
 
         A row is a trajectory. In branched rollouts, it is a path from the root to a leaf, whose last reward includes
@@ -153,13 +167,13 @@ class EstimatorInputs:
         elsewhere = self.totals[ways.rollout] - rewards.sum(-1)
         return ways, rewards.scatter_add_(-1, ways.valid.sum(-1, keepdim=True) - 1, elsewhere.unsqueeze(-1))
 
-    def read(self, name: str, *, negative: bool = True) -> Tensor:
+    def read(self, name: str, *, allow_negative: bool = True) -> Tensor:
         """Return the input field `name` [B, T] in float64, 0 off the mask.
 
-        Raises InvalidInputError for a non-finite value at a model token, or a negative one unless ``negative``.
+        Raises InvalidInputError for a non-finite value at a model token, or a negative one unless ``allow_negative``.
         """
         values = self._read(name, slice(None))
-        if not negative and values.numel() and float(values.min()) < 0:
+        if not allow_negative and values.numel() and float(values.min()) < 0:
             check_not_negative(name, values, self.mask, self.rows)
         return values
 
@@ -170,16 +184,16 @@ class EstimatorInputs:
             check_finite(name, tensor, mask, self.rows[rows])
         return values
 
-    def read_trajectories(self, name: str, *, negative: bool = True) -> Tensor:
+    def read_trajectories(self, name: str, *, allow_negative: bool = True) -> Tensor:
         """Return the input field `name` [B] in float64.
 
-        Raises InvalidInputError for a non-finite value, or a negative one unless ``negative``.
+        Raises InvalidInputError for a non-finite value, or a negative one unless ``allow_negative``.
         """
         values = self._required(name).detach().double()
-        bad = ~torch.isfinite(values) if negative else ~(torch.isfinite(values) & (values >= 0))
+        bad = ~torch.isfinite(values) if allow_negative else ~(torch.isfinite(values) & (values >= 0))
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
-            reason = "it must be finite" if negative else "it must be finite and not negative"
+            reason = "it must be finite" if allow_negative else "it must be finite and not negative"
             raise InvalidInputError(f"{name} is {float(values[row])} in row {int(self.rows[row])}; {reason}")
         return values
 
@@ -190,42 +204,42 @@ class EstimatorInputs:
         return tensor
 
 
-def take_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
+def select_rows(inputs: AdvantageInputs, rows: Tensor) -> AdvantageInputs:
     """Return the inputs restricted to `rows`."""
     given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
     return replace(inputs, **{name: tensor[rows] for name, tensor in given.items() if tensor is not None})
 
 
-def blocks_of_rows(inputs: AdvantageInputs) -> Iterator[Tensor]:
+def blocks_of_whole_groups(inputs: AdvantageInputs) -> Iterator[Tensor]:
     """Yield row indices in blocks of whole groups.
 
     Groups with branched or forked rollouts are in separate blocks, so that they change no value of other groups.
     """
     width = inputs.rewards.shape[1]
-    if isinstance(inputs, MergedInputs):
+    if isinstance(inputs, RolloutInputs):
         apart = inputs.branched
     elif isinstance(inputs, LeafInputs):
         apart = torch.isin(inputs.groups, inputs.groups[inputs.leaf_weights < 1])
     else:
-        yield from blocks_of_groups(inputs.groups, width)
+        yield from blocks_of_equal_groups(inputs.groups, width)
         return
     for kind in (~apart, apart):
         (rows,) = kind.nonzero(as_tuple=True)
-        yield from (rows[block] for block in blocks_of_groups(inputs.groups[rows], width))
+        yield from (rows[block] for block in blocks_of_equal_groups(inputs.groups[rows], width))
 
 
-def blocks_of_groups(ids: Tensor, width: int) -> Iterator[Tensor]:
+def blocks_of_equal_groups(group_ids: Tensor, row_length: int) -> Iterator[Tensor]:
     """Yield row indices in non-empty blocks of whole groups of one size. The rows of a group are contiguous.
 
     A block contains as many groups as fit into a cache, at least one. Therefore passes over it are cheap, and no
     intermediate result has the size of the batch.
     """
-    groups = Groups.of(ids)
-    limit = _block_elements(ids.device)
+    groups = Groups.from_ids(group_ids)
+    limit = _block_elements(group_ids.device)
     order = (groups.members * groups.sizes.numel() + groups.labels).argsort(stable=True)
     for size in groups.sizes.unique().tolist():
         rows = order[groups.members[order] == size]
-        together = max(1, limit // max(1, size * width))
+        together = max(1, limit // max(1, size * row_length))
         yield from rows.split(size * together)
 
 

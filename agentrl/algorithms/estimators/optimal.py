@@ -17,9 +17,9 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.baselines import Columns, column_baselines, weighted_energy
-from agentrl.algorithms.estimators.classic import scalar_estimate, weighted_means
-from agentrl.algorithms.estimators.forks import sibling_baselines, sum_of_others
+from agentrl.algorithms.estimators.baselines import BaselineColumns, column_baselines, weighted_energy
+from agentrl.algorithms.estimators.classic import advantages_from_baselines, weighted_group_means
+from agentrl.algorithms.estimators.forks import sibling_baselines, sum_excluding_self
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.registry import (
     ColumnBaselineOptions,
@@ -31,7 +31,7 @@ from agentrl.algorithms.estimators.registry import (
     register_estimator,
 )
 from agentrl.algorithms.records import Advantages
-from agentrl.kernels.arithmetic import running_sum
+from agentrl.kernels.arithmetic import cumulative_sum
 
 # An optimal token baseline weights all tokens equally, so the loss must do the same.
 _token_baseline = partial(register_estimator, weighted=True, aggregation="token_mean", per_token=True, group_based=True)
@@ -54,7 +54,7 @@ def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     group's mean energy. This mean includes the trajectory itself, so `leave_one_out` leaves a bias of order eps. A
     group of one: A = R.
     """
-    energy = inputs.read_trajectories("trajectory_energy", negative=False)
+    energy = inputs.read_trajectories("trajectory_energy", allow_negative=False)
     weights = _softened(inputs, energy.unsqueeze(-1), inputs.groups.mean(energy), options).squeeze(-1)
     return _scalar(inputs, weights, options)
 
@@ -71,10 +71,10 @@ def otb(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
     if inputs.paths is not None:
         return _advantages_of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
     returns = inputs.returns(options.gamma)
-    energies = running_sum(weighted_energy(inputs, options.energy))
-    columns = Columns(
+    energies = cumulative_sum(weighted_energy(inputs, options.energy))
+    columns = BaselineColumns(
         returns=groups.stack(returns),
-        weights=groups.stack(energy_weights(inputs, energies, options)),
+        weights=groups.stack(baseline_weights(inputs, energies, options)),
         valid=groups.stack(inputs.mask) & groups.present.unsqueeze(-1),
         sizes=groups.sizes,
     )
@@ -92,7 +92,7 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
     of their W_k.
     """
     energies = weighted_energy(inputs, options.energy)
-    sums = running_sum(energies) if inputs.paths is None else inputs.paths.sum_along_paths(energies)
+    sums = cumulative_sum(energies) if inputs.paths is None else inputs.paths.sum_along_paths(energies)
     return _by_compact_index(inputs, sums, options)
 
 
@@ -111,7 +111,7 @@ def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advanta
 
 def _advantages_of_rollouts(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Advantages:
     """Compute R - b, where b is weighted by each rollout's sum of the energies [B, T]."""
-    return _scalar(inputs, energy_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1), options)
+    return _scalar(inputs, baseline_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1), options)
 
 
 def _scalar(
@@ -120,8 +120,8 @@ def _scalar(
     options: ProxyEnergyOptions | ExactEnergyOptions,
 ) -> Advantages:
     siblings, pool = _siblings(options)
-    means = weighted_means(inputs, weights, leave_one_out=options.leave_one_out, siblings=siblings, pool=pool)
-    return scalar_estimate(inputs.totals, means)
+    means = weighted_group_means(inputs, weights, leave_one_out=options.leave_one_out, siblings=siblings, pool=pool)
+    return advantages_from_baselines(inputs.totals, means)
 
 
 def _siblings(options: ProxyEnergyOptions | ExactEnergyOptions) -> tuple[str, float]:
@@ -131,29 +131,29 @@ def _siblings(options: ProxyEnergyOptions | ExactEnergyOptions) -> tuple[str, fl
 
 def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: TokenBaselineOptions) -> Advantages:
     """Compute G_k - b_k from the energies [B, T] of model tokens, with one baseline per compact index."""
-    returns, weights = inputs.returns(options.gamma), energy_weights(inputs, energies, options)
+    returns, weights = inputs.returns(options.gamma), baseline_weights(inputs, energies, options)
     siblings, pool = _siblings(options)
     leave_one_out = options.leave_one_out or siblings != "none"
     if inputs.forest is not None and leave_one_out:
-        columns = inputs.layout.columns(returns, weights)
+        columns = inputs.layout.gather_returns_and_weights(returns, weights)
         forest = replace(inputs.forest, levels=inputs.layout.gather(inputs.forest.levels))
         made = sibling_baselines(forest, *columns, siblings=siblings, pool=pool, tail=options.tail)
         baselines = inputs.layout.scatter(made)
     else:
         shared = column_baselines(
-            compact_columns(inputs, returns, weights), tail=options.tail, leave_one_out=leave_one_out
+            baseline_columns(inputs, returns, weights), tail=options.tail, leave_one_out=leave_one_out
         )
         baselines = (inputs.paths or inputs.layout).scatter(inputs.groups.unstack(shared))
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
-def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> Columns:
+def baseline_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> BaselineColumns:
     """Arrange values [B, T] of model tokens by group and compact index, with the weights of forked rollouts' leaves."""
     layout, groups = inputs.paths or inputs.layout, inputs.groups
     if inputs.forest is not None:
         weights = weights * inputs.forest.weights.unsqueeze(-1)
-    column_returns, column_weights, valid = layout.columns(returns, weights)
-    return Columns(
+    column_returns, column_weights, valid = layout.gather_returns_and_weights(returns, weights)
+    return BaselineColumns(
         returns=groups.stack(column_returns),
         weights=groups.stack(column_weights),
         valid=groups.stack(valid) & groups.present.unsqueeze(-1),
@@ -161,7 +161,7 @@ def compact_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -
     )
 
 
-def energy_weights(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Tensor:
+def baseline_weights(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] that are sums of token energies."""
     if options.energy == "head_exact":
         return _softened(inputs, energies, _hidden_scale(inputs), options)
@@ -189,7 +189,7 @@ def _softened(
 def _hidden_scale(inputs: EstimatorInputs) -> Tensor:
     """Return the mean ||h||^2 over the model tokens of the row's group [B], independent of other groups."""
     groups = inputs.groups
-    sums = groups.sum(inputs.read("hidden_norm_squared", negative=False).sum(-1))
+    sums = groups.sum(inputs.read("hidden_norm_squared", allow_negative=False).sum(-1))
     return sums / groups.sum(inputs.lengths)
 
 
@@ -202,12 +202,12 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     Sums are over i's group. P is the mean over all trajectories of the step's other groups, c = `pool`. A trajectory
     that is alone in the step has A = R.
     """
-    groups, calls, present = inputs.groups, inputs.calls, inputs.groups.present
+    groups, calls, present = inputs.groups, inputs.communicator, inputs.groups.present
     energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     returns = groups.stack(inputs.totals).masked_fill(~present, torch.inf)
     lowest = calls.all_gather(torch.cat([returns.flatten(), returns.new_full((1,), torch.inf)]).amin()).amin()
     leaf_weights = torch.ones_like(inputs.totals) if inputs.forest is None else inputs.forest.weights
-    weights = energy_weights(inputs, energies, options).squeeze(-1) * leaf_weights
+    weights = baseline_weights(inputs, energies, options).squeeze(-1) * leaf_weights
     weights = groups.stack(weights).masked_fill(~present, 0.0)
     weighted = weights * (returns - lowest).masked_fill(~present, 0.0)  # above the lowest: equal returns stay exact
     trajectories = groups.stack(leaf_weights).masked_fill(~present, 0.0).sum(-1, keepdim=True)
@@ -216,17 +216,19 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
 
     def others(terms: Tensor) -> Tensor:
         if inputs.forest is None:
-            return sum_of_others(terms)
-        trees = inputs.forest.forks[0]
-        return groups.stack(trees.others(trees.sums(groups.unstack(terms).unsqueeze(-1))).squeeze(-1))
+            return sum_excluding_self(terms)
+        trees = inputs.forest.siblings_by_level[0]
+        return groups.stack(
+            trees.sum_over_siblings(trees.sum_over_leaves(groups.unstack(terms).unsqueeze(-1))).squeeze(-1)
+        )
 
     def expected(terms: Tensor) -> Tensor:
         own = others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
         here = terms.sum(-1)
-        other_calls = sum_of_others(calls.all_gather(here.sum()))[calls.index]
-        return own + prior * (sum_of_others(here) + other_calls).unsqueeze(-1)
+        other_calls = sum_excluding_self(calls.all_gather(here.sum()))[calls.index]
+        return own + prior * (sum_excluding_self(here) + other_calls).unsqueeze(-1)
 
     total, moment = expected(weights), expected(weighted)
     known = (groups.sizes.unsqueeze(-1) + elsewhere > 1) & (total > 0)
     shared = torch.where(known, lowest + moment / torch.where(known, total, 1.0), 0.0)
-    return scalar_estimate(inputs.totals, groups.unstack(shared.expand(present.shape)))
+    return advantages_from_baselines(inputs.totals, groups.unstack(shared.expand(present.shape)))

@@ -18,17 +18,17 @@ from agentrl.algorithms.estimators.baselines import ENERGIES, TAILS
 from agentrl.algorithms.estimators.forks import SIBLINGS
 from agentrl.algorithms.losses.registry import AGGREGATIONS
 from agentrl.algorithms.options import (
-    Entry,
     MissingInputError,
     NoOptions,
     Options,
     OptionsRegistry,
+    RegistryEntry,
     UnknownNameError,
+    check_bool,
     check_choice,
-    check_flag,
     check_positive,
     check_range,
-    option,
+    checked_option,
 )
 from agentrl.algorithms.records import AdvantageInputs, Advantages
 
@@ -71,7 +71,7 @@ class EstimatorNeeds:
 
 
 @dataclass(frozen=True)
-class EstimatorEntry(Entry[EstimatorFunction]):
+class EstimatorEntry(RegistryEntry[EstimatorFunction]):
     """A registered estimator and its traits."""
 
     requires: frozenset[str] = frozenset()  # inputs that it needs for any options
@@ -191,43 +191,45 @@ NORMALIZATIONS = (None, "group_std", "whiten")
 class ScalarOptions(Options):
     """Options of estimators with one advantage per trajectory. docs/reference/formulas.md 4 describes `normalize`."""
 
-    normalize: str | None = option(None, check_choice, NORMALIZATIONS)
+    normalize: str | None = checked_option(None, check_choice, NORMALIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhitenedOptions(ScalarOptions):
     """ScalarOptions of estimators that are whitened by definition. `normalize=None` disables the whitening."""
 
-    normalize: str | None = option("whiten", check_choice, NORMALIZATIONS)
+    normalize: str | None = checked_option("whiten", check_choice, NORMALIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DiscountedOptions(WhitenedOptions):
     """Options of `reinforce_pp`."""
 
-    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount per model token
+    gamma: float = checked_option(1.0, check_range, 0.0, 1.0)  # discount per model token
 
 
 @dataclass(frozen=True, kw_only=True)
 class GaeOptions(DiscountedOptions):
     """Options of `gae`."""
 
-    lam: float = option(1.0, check_range, 0.0, 1.0)  # 0: critic after one token; 1: rewards only
+    lam: float = checked_option(1.0, check_range, 0.0, 1.0)  # 0: critic after one token; 1: rewards only
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedOptions(ScalarOptions):
     """Options of `opo`: a weighted mean over the group."""
 
-    leave_one_out: bool = option(False, check_flag)  # exclude a trajectory from its own baseline, which is unbiased
-    epsilon: float = option(1e-8, check_positive)  # added to the weights, in units of their scale
+    leave_one_out: bool = checked_option(
+        False, check_bool
+    )  # exclude a trajectory from its own baseline, which is unbiased
+    epsilon: float = checked_option(1e-8, check_positive)  # added to the weights, in units of their scale
 
 
 @dataclass(frozen=True, kw_only=True)
 class EnergyOptions(WeightedOptions):
     """Options of optimal baselines. If the loss aggregation is seq_mean_token_mean, weights are W / K^2."""
 
-    loss_aggregation: str = option("token_mean", check_choice, AGGREGATIONS)
+    loss_aggregation: str = checked_option("token_mean", check_choice, AGGREGATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -239,22 +241,22 @@ class SiblingOptions(Options):
     siblings. `only` and `pooled` leave out the token's own branch, so they imply `leave_one_out`.
     """
 
-    siblings: str = option("none", check_choice, SIBLINGS)
-    sibling_pool: float = option(1.0, check_positive)
+    siblings: str = checked_option("none", check_choice, SIBLINGS)
+    sibling_pool: float = checked_option(1.0, check_positive)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactEnergyOptions(SiblingOptions, EnergyOptions):
     """Options of `eob`, whose energy is exact by definition. With other energies, the baseline is `ogb`."""
 
-    energy: str = option("exact", check_choice, ("exact",))
+    energy: str = checked_option("exact", check_choice, ("exact",))
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProxyEnergyOptions(EnergyOptions):
     """Options of baselines of whole trajectories with a proxy energy."""
 
-    energy: str = option("logit_proxy", check_choice, ENERGIES)
+    energy: str = checked_option("logit_proxy", check_choice, ENERGIES)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -266,8 +268,8 @@ class GlobalBaselineOptions(SiblingOptions, ProxyEnergyOptions):
 class ColumnBaselineOptions(ProxyEnergyOptions):
     """Options of `otb`."""
 
-    tail: str = option("zero", check_choice, TAILS)  # baseline of the only trajectory at an index
-    gamma: float = option(1.0, check_range, 0.0, 1.0)  # discount per model token
+    tail: str = checked_option("zero", check_choice, TAILS)  # baseline of the only trajectory at an index
+    gamma: float = checked_option(1.0, check_range, 0.0, 1.0)  # discount per model token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -279,4 +281,4 @@ class TokenBaselineOptions(SiblingOptions, ColumnBaselineOptions):
 class PooledOptions(ProxyEnergyOptions):
     """Options of `ogb_pooled`."""
 
-    pool: float = option(4.0, check_positive)  # weight of the step's other groups, in trajectories
+    pool: float = checked_option(4.0, check_positive)  # weight of the step's other groups, in trajectories

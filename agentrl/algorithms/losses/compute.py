@@ -15,10 +15,10 @@ from agentrl.algorithms.options import (
     MissingInputError,
     as_loss_mask,
     as_mask,
-    check_alike,
     check_choice,
     check_finite,
     check_positive,
+    check_same_shape,
 )
 
 _LOG_RATIO_LIMIT = 20.0
@@ -59,11 +59,11 @@ def policy_loss(
     else:
         if selected is None:
             selected = traits.selection(inputs, record, _draws(inputs.mask, None, 0))
-        check_alike(log_probs=log_probs, selected=selected)
+        check_same_shape(log_probs=log_probs, selected=selected)
         inputs = replace(inputs, selected=as_mask("selected", selected) & inputs.mask)
     per_token, metrics = _checked(name, entry.function(inputs, record), inputs.mask)
     if weights is not None:
-        check_alike(log_probs=log_probs, weights=weights)
+        check_same_shape(log_probs=log_probs, weights=weights)
         check_finite("weights", weights, inputs.mask)
         per_token = per_token * torch.where(inputs.mask, weights.detach(), 0.0)
     per_token = torch.where(inputs.mask, per_token, 0.0)
@@ -144,7 +144,7 @@ def _draws(mask: Tensor, trajectory_ids: Tensor | None, seed: int) -> Tensor:
         )
     if trajectory_ids.unique().numel() != rows:
         raise InvalidInputError("trajectory_ids must be unique, because they identify the trajectories of the step")
-    return token_draws(trajectory_ids, width, seed)
+    return draw_token_numbers(trajectory_ids, width, seed)
 
 
 def _loss_inputs(
@@ -154,7 +154,7 @@ def _loss_inputs(
         raise InvalidInputError(
             f"log_probs must be [B, T] floating-point; got {tuple(log_probs.shape)} {log_probs.dtype}"
         )
-    check_alike(
+    check_same_shape(
         log_probs=log_probs, old_log_probs=old, advantages=advantages, loss_mask=loss_mask, response_mask=response_mask
     )
     mask = as_mask("loss_mask", loss_mask)
@@ -218,7 +218,7 @@ def value_loss(
         check_positive("value clip", clip)
         if old_values is None:
             raise MissingInputError("a clipped value loss needs old_values, the critic's values at rollout")
-    check_alike(values=values, returns=returns, response_mask=mask, old_values=old_values)
+    check_same_shape(values=values, returns=returns, response_mask=mask, old_values=old_values)
     for name, tensor in {"values": values, "returns": returns, "old_values": old_values}.items():
         if tensor is not None:
             check_finite(name, tensor, mask)
@@ -249,7 +249,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def token_draws(trajectory_ids: Tensor, width: int, seed: int) -> Tensor:
+def draw_token_numbers(trajectory_ids: Tensor, width: int, seed: int) -> Tensor:
     """Draw uniform int64 values [B, width] that depend only on (seed, trajectory id [B] int64, position)."""
     positions = torch.arange(width, dtype=torch.int64, device=trajectory_ids.device)
     start = torch.full_like(trajectory_ids, seed)

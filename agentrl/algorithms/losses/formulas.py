@@ -26,8 +26,8 @@ from agentrl.algorithms.options import (
     check_order,
     check_positive,
     check_range,
+    checked_option,
     is_number,
-    option,
 )
 
 
@@ -35,8 +35,8 @@ from agentrl.algorithms.options import (
 class ClipOptions(Options):
     """The interval [1 - clip_low, 1 + clip_high] outside which a ratio has no gradient."""
 
-    clip_low: float = option(0.2, check_range, 0.0, 1.0)
-    clip_high: float = option(0.2, check_range, 0.0)
+    clip_low: float = checked_option(0.2, check_range, 0.0, 1.0)
+    clip_high: float = checked_option(0.2, check_range, 0.0)
 
 
 def _check_above_one(name: str, value: object) -> None:
@@ -48,62 +48,62 @@ def _check_above_one(name: str, value: object) -> None:
 class DualClipOptions(ClipOptions):
     """ClipOptions with a bound on the ratio of tokens with a negative advantage."""
 
-    dual_clip: float = option(3.0, _check_above_one)
+    dual_clip: float = checked_option(3.0, _check_above_one)
 
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClipOptions(ClipOptions):
     """ClipOptions for the ratio of a whole sequence, which is much closer to 1. The defaults are the paper's."""
 
-    clip_low: float = option(3e-4, check_range, 0.0, 1.0)
-    clip_high: float = option(4e-4, check_range, 0.0)
+    clip_low: float = checked_option(3e-4, check_range, 0.0, 1.0)
+    clip_high: float = checked_option(4e-4, check_range, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightClipOptions(ClipOptions):
     """ClipOptions for a ratio used as a weight. By default, only the upper bound 5 applies (arXiv 2510.13786)."""
 
-    clip_low: float = option(1.0, check_range, 0.0, 1.0)
-    clip_high: float = option(4.0, check_range, 0.0)
+    clip_low: float = checked_option(1.0, check_range, 0.0, 1.0)
+    clip_high: float = checked_option(4.0, check_range, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class LogClipOptions(Options):
     """The interval [-clip_low, clip_high] for the *logarithm* of the ratio. The defaults are the paper's."""
 
-    clip_low: float = option(0.4, check_range, 0.0)
-    clip_high: float = option(0.4, check_range, 0.0)
+    clip_low: float = checked_option(0.4, check_range, 0.0)
+    clip_high: float = checked_option(0.4, check_range, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class GateOptions(Options):
     """Steepness t of the gate, for tokens with a positive advantage and for all other tokens."""
 
-    temperature_positive: float = option(1.0, check_positive)
-    temperature_negative: float = option(1.05, check_positive)
+    temperature_positive: float = checked_option(1.0, check_positive)
+    temperature_negative: float = checked_option(1.05, check_positive)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ProbabilityClipOptions(Options):
     """Largest rise (clip_high) and fall (clip_low) of a token's probability before its loss becomes 0."""
 
-    clip_low: float = option(0.15, check_range, 0.0, 1.0)
-    clip_high: float = option(0.15, check_range, 0.0, 1.0)
+    clip_low: float = checked_option(0.15, check_range, 0.0, 1.0)
+    clip_high: float = checked_option(0.15, check_range, 0.0, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceClipOptions(Options):
     """Largest binary KL (nats) of a rise (clip_high) or fall (clip_low) of a token before its loss becomes 0."""
 
-    clip_low: float = option(0.05, check_range, 0.0)
-    clip_high: float = option(0.05, check_range, 0.0)
+    clip_low: float = checked_option(0.05, check_range, 0.0)
+    clip_high: float = checked_option(0.05, check_range, 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ClipCovarianceOptions(ClipOptions):
     """ClipOptions with the fraction of tokens to drop and the open interval of their covariances."""
 
-    covariance_fraction: float = option(2e-4, check_in_unit_interval)
+    covariance_fraction: float = checked_option(2e-4, check_in_unit_interval)
     covariance_low: float = 1.0
     covariance_high: float = 5.0
 
@@ -116,8 +116,8 @@ class ClipCovarianceOptions(ClipOptions):
 class KLCovarianceOptions(Options):
     """The fraction of tokens, largest covariance first, with a KL penalty, and its coefficient."""
 
-    covariance_fraction: float = option(2e-4, check_in_unit_interval)
-    kl_coefficient: float = option(1.0, check_range, 0.0)
+    covariance_fraction: float = checked_option(2e-4, check_in_unit_interval)
+    kl_coefficient: float = checked_option(1.0, check_range, 0.0)
 
 
 @register_loss("reinforce")
@@ -129,7 +129,7 @@ def reinforce(inputs: LossInputs, options: NoOptions) -> tuple[Tensor, dict[str,
 @register_loss("ppo", options=ClipOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
 def ppo(inputs: LossInputs, options: ClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute max(-A ratio, -A clip(ratio, 1 - low, 1 + high)) (Schulman et al., arXiv 1707.06347)."""
-    return clipped(inputs.ratio, inputs.advantages, options), clip_fractions(inputs, inputs.ratio, options)
+    return clipped_surrogate(inputs.ratio, inputs.advantages, options), clip_fractions(inputs, inputs.ratio, options)
 
 
 @register_loss("dual_clip", options=DualClipOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
@@ -137,7 +137,7 @@ def dual_clip(inputs: LossInputs, options: DualClipOptions) -> tuple[Tensor, dic
     """Compute `ppo`, bounded by -A c for A < 0, which limits the effect of a large ratio (arXiv 1912.09729)."""
     negative = inputs.advantages < 0
     bound = -inputs.advantages * options.dual_clip
-    loss = clipped(inputs.ratio, inputs.advantages, options)
+    loss = clipped_surrogate(inputs.ratio, inputs.advantages, options)
     metrics = clip_fractions(inputs, inputs.ratio, options)
     metrics["dual_clip_fraction"] = inputs.fraction(negative & (loss > bound))
     return torch.where(negative, torch.minimum(loss, bound), loss), metrics
@@ -166,21 +166,21 @@ def sapo(inputs: LossInputs, options: GateOptions) -> tuple[Tensor, dict[str, Te
     return -inputs.advantages * gate, {}
 
 
-def clipped(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> Tensor:
+def clipped_surrogate(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> Tensor:
     """Compute max(-A ratio, -A clip(ratio, 1 - low, 1 + high))."""
     inside = ratio.clamp(1 - options.clip_low, 1 + options.clip_high)
     return torch.maximum(-advantages * ratio, -advantages * inside)
 
 
-def clipped_sides(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
-    """Return two masks: tokens at the lower and at the upper bound of `clipped`, where no gradient flows."""
+def clipped_masks(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
+    """Return two masks: tokens at the lower and at the upper bound of `clipped_surrogate`, where no gradient flows."""
     low = (advantages < 0) & (ratio < 1 - options.clip_low)
     return low, (advantages > 0) & (ratio > 1 + options.clip_high)
 
 
 def clip_fractions(inputs: LossInputs, ratio: Tensor, options: ClipOptions) -> dict[str, Tensor]:
     """Return the fractions of tokens whose gradient the lower and the upper bound set to 0."""
-    low, high = clipped_sides(ratio.detach(), inputs.advantages, options)
+    low, high = clipped_masks(ratio.detach(), inputs.advantages, options)
     return {"clip_fraction_low": inputs.fraction(low), "clip_fraction_high": inputs.fraction(high)}
 
 
@@ -197,7 +197,7 @@ def gspo(inputs: LossInputs, options: SequenceClipOptions) -> tuple[Tensor, dict
     """
     u = inputs.sequence_log_ratio.clamp(max=_LOG_LIMIT).exp()  # (B, 1)
     ratio = u * (inputs.log_probs - inputs.log_probs.detach()).exp()
-    return clipped(ratio, inputs.advantages, options), clip_fractions(inputs, ratio, options)
+    return clipped_surrogate(ratio, inputs.advantages, options), clip_fractions(inputs, ratio, options)
 
 
 @register_loss("gmpo", options=LogClipOptions, traits=_TRAITS)
@@ -257,7 +257,7 @@ def _importance_weighted_loss(inputs: LossInputs, keep: Tensor) -> tuple[Tensor,
     return loss, {"clip_fraction": inputs.fraction(~keep & (inputs.advantages != 0))}
 
 
-def covariance(inputs: LossInputs) -> Tensor:
+def token_covariances(inputs: LossInputs) -> Tensor:
     """Compute (A - mean A) (ln p - mean ln p) [B, T] float64, with means over the loss mask; 0 off it."""
     count = inputs.mask.sum().clamp(min=1)
     advantages, log_probs = inputs.advantages.double(), inputs.log_probs.detach().double()
@@ -270,9 +270,9 @@ def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draw
 
     The number is `covariance_fraction` of *all* tokens, at least one, or all such tokens if they are fewer.
     """
-    product = covariance(inputs)
+    product = token_covariances(inputs)
     inside = (product > options.covariance_low) & (product < options.covariance_high)
-    low, high = clipped_sides(inputs.ratio, inputs.advantages, options)
+    low, high = clipped_masks(inputs.ratio, inputs.advantages, options)
     eligible = inputs.mask & inside & ~(low | high)
     return _first(eligible, torch.zeros_like(product), draws, _share(inputs, options.covariance_fraction))
 
@@ -282,14 +282,14 @@ def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: T
 
     Random draws order equal covariances, so that the order of rows has no effect.
     """
-    return _first(inputs.mask, -covariance(inputs), draws, _share(inputs, options.covariance_fraction))
+    return _first(inputs.mask, -token_covariances(inputs), draws, _share(inputs, options.covariance_fraction))
 
 
 @register_loss("clip_cov", options=ClipCovarianceOptions, traits=LossTraits(selection=select_for_clip_cov))
 def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `ppo`, with loss 0 for the selected tokens. They still count in the normalizer."""
     selected = _selected(inputs)
-    loss = torch.where(selected, 0.0, clipped(inputs.ratio, inputs.advantages, options))
+    loss = torch.where(selected, 0.0, clipped_surrogate(inputs.ratio, inputs.advantages, options))
     fractions = clip_fractions(inputs, inputs.ratio, options)
     return loss, {**fractions, "selected_fraction": inputs.fraction(selected)}
 

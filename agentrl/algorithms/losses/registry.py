@@ -11,13 +11,13 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms.options import (
-    Entry,
     InvalidOptionError,
     NoOptions,
     OptionsRegistry,
+    RegistryEntry,
     as_mask,
-    check_alike,
     check_choice,
+    check_same_shape,
 )
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -55,7 +55,7 @@ def aggregate(
     the values of micro-batches *sum* to the value of the optimizer step.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
-    check_alike(per_token=per_token, loss_mask=loss_mask)
+    check_same_shape(per_token=per_token, loss_mask=loss_mask)
     _check_length(mode, length)
     mask = as_mask("loss_mask", loss_mask)
     sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)
@@ -174,7 +174,7 @@ class LossTraits:
 
 
 @dataclass(frozen=True)
-class LossEntry(Entry[LossFunction]):
+class LossEntry(RegistryEntry[LossFunction]):
     """A registered loss."""
 
     traits: LossTraits

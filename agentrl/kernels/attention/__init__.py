@@ -7,11 +7,11 @@ from agentrl.kernels.attention.row import (
     PackedRow,
     PrefixTree,
     SequenceGroup,
-    current_pass,
+    current_attention_pass,
     pack_padded,
     pack_row,
     packed_states,
-    part_of,
+    rank_slice,
     recompute_contexts,
 )
 
@@ -22,10 +22,10 @@ __all__ = [
     "PrefixTree",
     "SequenceGroup",
     "attend",
-    "current_pass",
+    "current_attention_pass",
     "pack_padded",
     "pack_row",
     "packed_states",
-    "part_of",
+    "rank_slice",
     "recompute_contexts",
 ]

@@ -21,7 +21,7 @@ from agentrl.kernels.records import KernelInputError
 
 
 def attend(
-    now: AttentionPass,
+    attention_pass: AttentionPass,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -35,10 +35,10 @@ def attend(
     A token attends to the last ``window`` tokens of its document, including itself. With a ``cap``, scores z are capped
     to cap tanh(z / cap). If ranks share the row, L are this rank's tokens, and H must be a multiple of their number.
     """
-    if (ranks := now.sequence) is None:
-        return _attend(now, query, key, value, scale, window, cap)
-    query, key, value = ranks.by_heads(query), ranks.keys_by_heads(key), ranks.keys_by_heads(value)
-    return ranks.by_tokens(_attend(now, query, key, value, scale, window, cap))
+    if (ranks := attention_pass.sequence) is None:
+        return _attend(attention_pass, query, key, value, scale, window, cap)
+    query, key, value = ranks.tokens_to_heads(query), ranks.keys_to_heads(key), ranks.keys_to_heads(value)
+    return ranks.heads_to_tokens(_attend(attention_pass, query, key, value, scale, window, cap))
 
 
 def _attend(
@@ -51,10 +51,10 @@ def _attend(
     cap: float | None,
 ) -> Tensor:
     if now.backend == "flex":
-        return attend_by_blocks(now.row, query, key, value, scale=scale, window=window, cap=cap)
+        return attend_flex(now.row, query, key, value, scale=scale, window=window, cap=cap)
     if now.backend == "flash":
-        return attend_by_segments(now.row, query, key, value, scale=scale, window=window, cap=cap)
-    calls, places = now.row.calls
+        return attend_flash(now.row, query, key, value, scale=scale, window=window, cap=cap)
+    calls, places = now.row.attention_batches
     if (name := ("sdpa", window, cap is None, query.dtype)) not in now.row.masks:
         now.row.masks[name] = [_mask(*call, window, query.dtype, needed=cap is not None) for call in calls]
     parts = [
@@ -82,7 +82,7 @@ def _mask(
     return torch.zeros(seen.shape, dtype=dtype, device=keys.device).masked_fill_(~seen, -torch.inf)
 
 
-def attend_by_blocks(
+def attend_flex(
     row: PackedRow,
     query: Tensor,
     key: Tensor,
@@ -134,7 +134,7 @@ def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
     return create_block_mask(seen, None, None, length, length, device=device, _compile=device.type == "cuda")
 
 
-def attend_by_segments(
+def attend_flash(
     row: PackedRow,
     query: Tensor,
     key: Tensor,
@@ -148,17 +148,17 @@ def attend_by_segments(
 
     No shape is planned or compiled, so rows of new lengths have no cost on the host.
     """
-    bounds = row.bounds
+    bounds = row.varlen_bounds
     if bounds.indices is not None:
         key, value = key.index_select(2, bounds.indices), value.index_select(2, bounds.indices)
-    attended = varlen_kernel()(
+    attended = varlen_attention_function()(
         query[0].transpose(0, 1),
         key[0].transpose(0, 1),
         value[0].transpose(0, 1),
         cu_seqlens_q=bounds.queries,
         cu_seqlens_k=bounds.keys,
-        max_seqlen_q=bounds.most_queries,
-        max_seqlen_k=bounds.most_keys,
+        max_seqlen_q=bounds.max_queries,
+        max_seqlen_k=bounds.max_keys,
         softmax_scale=scale,
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
@@ -170,7 +170,7 @@ def attend_by_segments(
 
 
 @cache
-def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
+def varlen_attention_function() -> Callable[..., Tensor | tuple[Tensor, ...]]:
     """Return the function of flash-attn 3 or 2, or torch's equivalent, which does not support a cap."""
     try:
         from flash_attn_interface import flash_attn_varlen_func
@@ -178,12 +178,12 @@ def varlen_kernel() -> Callable[..., Tensor | tuple[Tensor, ...]]:
         try:
             from flash_attn import flash_attn_varlen_func
         except ImportError:
-            return torch_varlen
+            return torch_varlen_attention
     varlen: Callable[..., Tensor | tuple[Tensor, ...]] = flash_attn_varlen_func
     return varlen
 
 
-def torch_varlen(
+def torch_varlen_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,

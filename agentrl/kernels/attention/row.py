@@ -24,48 +24,51 @@ from agentrl.kernels.records import KernelInputError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceGroup:
-    """The ranks that share rows. All methods except :meth:`part` are collective, forward and backward."""
+    """The ranks that share rows. All methods except :meth:`rank_slice` are collective, forward and backward."""
 
     rank: int  # in the group
     size: int
     group: torch.distributed.ProcessGroup
 
-    def part(self, length: int) -> slice:
+    def rank_slice(self, length: int) -> slice:
         """Return this rank's slice of a row of ``length`` tokens, a multiple of the group size."""
         own = length // self.size
         return slice(self.rank * own, (self.rank + 1) * own)
 
-    def by_heads(self, states: Tensor) -> Tensor:
+    def tokens_to_heads(self, states: Tensor) -> Tensor:
         """Exchange this rank's tokens [1, H, l, E] for all tokens of its heads [1, H / size, L, E]."""
         received = self._swapped(states[0].unflatten(0, (self.size, -1)))  # [size, H / size, l, E], tokens in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
-    def keys_by_heads(self, states: Tensor) -> Tensor:
-        """Apply :meth:`by_heads` to G heads shared by queries. Ranks that need the same head receive a copy each."""
-        copies = math.lcm(states.shape[1], self.size) // states.shape[1]
-        return self.by_heads(states.repeat_interleave(copies, 1) if copies > 1 else states)
+    def keys_to_heads(self, states: Tensor) -> Tensor:
+        """Apply :meth:`tokens_to_heads` to G heads shared by queries.
 
-    def by_tokens(self, states: Tensor) -> Tensor:
+        Ranks that need the same head receive a copy each.
+        """
+        copies = math.lcm(states.shape[1], self.size) // states.shape[1]
+        return self.tokens_to_heads(states.repeat_interleave(copies, 1) if copies > 1 else states)
+
+    def heads_to_tokens(self, states: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads [1, L, H / size, E] for its tokens [1, l, H, E]."""
         received = self._swapped(states[0].unflatten(0, (self.size, -1)))  # [size, l, H / size, E], heads in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
-    def total(self, values: Tensor) -> Tensor:
+    def all_reduce(self, values: Tensor) -> Tensor:
         """Return the sum of ``values`` over the ranks, detached."""
         summed = values.detach().clone()
         torch.distributed.all_reduce(summed, group=self.group)
         return summed
 
-    def gather(self, values: Tensor, numbers: Tensor, total: int) -> Tensor:
-        """All-gather ``values`` [n, ...], ordered by their global indices ``numbers`` [n]. Returns [total, ...].
+    def all_gather(self, values: Tensor, indices: Tensor, total: int) -> Tensor:
+        """All-gather ``values`` [n, ...], ordered by their global indices ``indices`` [n]. Returns [total, ...].
 
         Every rank must compute the same loss from the result. The gradient of ``values`` is the gradient of this loss,
         not the sum over ranks, so that the ranks' gradients of a parameter sum to the gradient of the loss.
         """
-        own = values.new_zeros(total, *values.shape[1:]).index_copy(0, numbers, values)
-        every = self.total(own)
+        own = values.new_zeros(total, *values.shape[1:]).index_copy(0, indices, values)
+        every = self.all_reduce(own)
         held = torch.zeros(total, dtype=torch.bool, device=values.device)
-        held[numbers] = True
+        held[indices] = True
         return torch.where(held.view(-1, *[1] * (values.dim() - 1)), own, every)
 
     def _swapped(self, blocks: Tensor) -> Tensor:
@@ -98,14 +101,14 @@ AttentionBackend = Literal["sdpa", "flex", "flash", "padded"]
 """How a model reads a row: with an attention function for packed documents, or as padded documents."""
 
 
-class Bounds(NamedTuple):
+class VarlenBounds(NamedTuple):
     """Lengths of the segments of a row, and of their keys: the keys of all tokens before them, then their own."""
 
     indices: Tensor | None  # [K] int64, index in the row of each key; None: keys are the row in order
     queries: Tensor  # [S + 1] int32, cumulative lengths
     keys: Tensor  # [S + 1] int32, cumulative lengths
-    most_queries: int
-    most_keys: int
+    max_queries: int
+    max_keys: int
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -123,15 +126,15 @@ class PackedRow:
     >>> row = pack_row([(ids([7, 8]), ids([1])), (ids([7, 8]), ids([2])), (ids([7, 8, 1, 5]), ids([3]))])
     >>> row.input_ids.tolist(), row.position_ids.tolist()
     ([[7, 8, 1, 5, 3, 2]], [[0, 1, 2, 3, 4, 2]])
-    >>> row.lengths.tolist(), row.continued.tolist()
+    >>> row.lengths.tolist(), row.continued_segments.tolist()
     ([2, 1, 2, 1], [0, 0, 1, 0])
     """
 
     token_ids: Tensor  # [L] int32
     lengths: Tensor  # [S] int64, number of tokens of each segment, in row order; on the host
-    continued: Tensor  # [S] int64, index of the segment that it continues, its own index if none; on the host
+    continued_segments: Tensor  # [S] int64, index of the segment that it continues, its own index if none; on the host
     prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
-    starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
+    response_starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
     routes: Tensor | None = None  # [L, R] int16, experts of each token in every layer, -1 if unknown
 
     @cached_property
@@ -143,20 +146,20 @@ class PackedRow:
     def position_ids(self) -> Tensor:
         """Position of each token in its document, from 0, [1, L] int64."""
         # From the index in the row to the position in the document.
-        shift = self.before - self.segment_starts
+        shift = self.prefix_lengths - self.segment_starts
         positions = torch.arange(len(self.token_ids), device="cpu") + shift.repeat_interleave(self.lengths)
         return positions[None].to(self.token_ids.device)
 
-    def tokens(self, rows: Tensor, columns: Tensor) -> Tensor:
+    def response_token_ids(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the ids of the response tokens at ``columns`` of the documents ``rows``; both broadcast."""
-        return self.input_ids[0, self.starts[rows] + columns]
+        return self.input_ids[0, self.response_starts[rows] + columns]
 
-    def predicting(self, rows: Tensor, columns: Tensor) -> Tensor:
+    def predicting_positions(self, rows: Tensor, columns: Tensor) -> Tensor:
         """Return the row index of the state that predicts each of these response tokens.
 
         For a column after the end of a response, the index is inside the row but arbitrary.
         """
-        before = (self.starts[rows] + columns - 1).clamp(max=len(self.token_ids) - 1)
+        before = (self.response_starts[rows] + columns - 1).clamp(max=len(self.token_ids) - 1)
         return torch.where(columns == 0, self.prompt_ends[rows], before)
 
     def to(self, device: torch.device | str) -> PackedRow:
@@ -165,11 +168,11 @@ class PackedRow:
             self,
             token_ids=self.token_ids.to(device),
             prompt_ends=self.prompt_ends.to(device),
-            starts=self.starts.to(device),
+            response_starts=self.response_starts.to(device),
             routes=None if self.routes is None else self.routes.to(device),
         )
 
-    def padded(self, multiple: int) -> PackedRow:
+    def pad_to_multiple(self, multiple: int) -> PackedRow:
         """Pad the row to a multiple, so that ranks that share it have the same number of tokens.
 
         The padding is a last segment of zeros, which no document reads.
@@ -181,7 +184,7 @@ class PackedRow:
             self,
             token_ids=torch.nn.functional.pad(self.token_ids, (0, missing)),
             lengths=torch.nn.functional.pad(self.lengths, (0, 1), value=missing),
-            continued=torch.nn.functional.pad(self.continued, (0, 1), value=len(self.lengths)),
+            continued_segments=torch.nn.functional.pad(self.continued_segments, (0, 1), value=len(self.lengths)),
             routes=None if self.routes is None else torch.nn.functional.pad(self.routes, (0, 0, 0, missing), value=-1),
         )
 
@@ -189,27 +192,27 @@ class PackedRow:
     def paths(self) -> list[Tensor]:
         """Row indices of the tokens from the start of a document to the end of each segment. On the host."""
         paths: list[Tensor] = []
-        spans = zip(self.continued.tolist(), self.segment_starts.tolist(), self.lengths.tolist(), strict=True)
+        spans = zip(self.continued_segments.tolist(), self.segment_starts.tolist(), self.lengths.tolist(), strict=True)
         for number, (parent, start, length) in enumerate(spans):
             own = torch.arange(start, start + length, device="cpu")
             paths.append(own if parent == number else torch.cat([paths[parent], own]))
         return paths
 
     @cached_property
-    def longest(self) -> int:
+    def longest_document(self) -> int:
         """Number of tokens of the longest document."""
         return max(map(len, self.paths))
 
     @cached_property
-    def before(self) -> Tensor:
+    def prefix_lengths(self) -> Tensor:
         """Number of tokens of the document before each segment, [S]."""
         return torch.tensor([len(path) for path in self.paths], device="cpu") - self.lengths
 
     def document(self, number: int, response: int) -> Tensor:
         """Return the row indices of a document's prompt and of its first ``response`` response tokens. On the host."""
-        end, start = int(self.prompt_ends[number]), int(self.starts[number])
+        end, start = int(self.prompt_ends[number]), int(self.response_starts[number])
         segment = int(torch.searchsorted(self.segment_starts, end, right=True)) - 1
-        count = int(self.before[segment]) + end - int(self.segment_starts[segment]) + 1
+        count = int(self.prefix_lengths[segment]) + end - int(self.segment_starts[segment]) + 1
         return torch.cat([self.paths[segment][:count], torch.arange(start, start + response, device="cpu")])
 
     @cached_property
@@ -229,30 +232,30 @@ class PackedRow:
         A token attends to the tokens before it in the row whose reach exceeds its index.
         """
         ends = (self.segment_starts + self.lengths).tolist()
-        for number, parent in reversed([*enumerate(self.continued.tolist())]):
+        for number, parent in reversed([*enumerate(self.continued_segments.tolist())]):
             ends[parent] = max(ends[parent], ends[number])
         return torch.tensor(ends, device="cpu").repeat_interleave(self.lengths).to(self.token_ids.device)
 
     @cached_property
-    def bounds(self) -> Bounds:
+    def varlen_bounds(self) -> VarlenBounds:
         """Segment boundaries for kernels with variable lengths, copied to the device once, not in every layer."""
         device = self.token_ids.device
-        keys = self.lengths + self.before
+        keys = self.lengths + self.prefix_lengths
 
         def ends(lengths: Tensor) -> Tensor:
             return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
-        indices = torch.cat(self.paths) if bool(self.before.any()) else None
-        return Bounds(
+        indices = torch.cat(self.paths) if bool(self.prefix_lengths.any()) else None
+        return VarlenBounds(
             indices=None if indices is None else indices.to(device),
             queries=ends(self.lengths),
             keys=ends(keys),
-            most_queries=int(self.lengths.max()),
-            most_keys=int(keys.max()),
+            max_queries=int(self.lengths.max()),
+            max_keys=int(keys.max()),
         )
 
     @cached_property
-    def calls(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    def attention_batches(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
         """Batches of segments with nearly equal numbers of queries and keys, for one attention call each.
 
         ([(row indices [n, w] of the queries, row indices [n, k] of the keys, position [n] or [1] of each first query)
@@ -261,7 +264,7 @@ class PackedRow:
         """
         # Causal calls without a mask skip half of a document's scores. Therefore, only segments that are shorter than
         # the tokens before them are computed alone. In any case, a token's states depend on no other document.
-        first = torch.where(self.before >= self.lengths, self.before, 0)
+        first = torch.where(self.prefix_lengths >= self.lengths, self.prefix_lengths, 0)
         counts = [(len(path) - start, len(path)) for path, start in zip(self.paths, first.tolist(), strict=True)]
         calls = []
         places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
@@ -286,7 +289,7 @@ class PackedRow:
         Also returns the index [L] of each token in the concatenation of all tables. A token of several documents has
         the index in one of them.
         """
-        inner = {parent for number, parent in enumerate(self.continued.tolist()) if parent != number}
+        inner = {parent for number, parent in enumerate(self.continued_segments.tolist()) if parent != number}
         paths = [path for number, path in enumerate(self.paths) if number not in inner]
         tables = []
         places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
@@ -382,9 +385,9 @@ def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool
     return PackedRow(
         token_ids=torch.cat(segments),
         lengths=torch.tensor([len(segment) for segment in segments], device="cpu"),
-        continued=torch.tensor(continued, device="cpu"),
+        continued_segments=torch.tensor(continued, device="cpu"),
         prompt_ends=torch.tensor(prompt_ends, device="cpu"),
-        starts=torch.tensor(starts, device="cpu"),
+        response_starts=torch.tensor(starts, device="cpu"),
     )
 
 
@@ -401,7 +404,7 @@ def pack_padded(
     counts = torch.where(on_host, torch.arange(1, mask.shape[1] + 1, device="cpu"), 0).amax(-1)
     lines = zip(input_ids.cpu(), prompt_lengths.tolist(), counts.tolist(), strict=True)
     documents = [(line[:start], line[start : start + count]) for line, start, count in lines]
-    row = pack_row(documents, share_prefixes=share_prefixes).padded(multiple)
+    row = pack_row(documents, share_prefixes=share_prefixes).pad_to_multiple(multiple)
     rows, columns = on_host.nonzero(as_tuple=True)
     return row.to(device), rows.to(device), columns.to(device)
 
@@ -416,9 +419,9 @@ class AttentionPass:
     layers: set[int] = field(default_factory=set)  # ids of the attention modules that have read the row
 
     @property
-    def part(self) -> slice:
+    def rank_slice(self) -> slice:
         """Slice of the tokens whose states are computed on this rank."""
-        return part_of(self.row, self.sequence)
+        return rank_slice(self.row, self.sequence)
 
 
 # A context variable, not an argument of the forward, because layers of some models (StableLM, Nemotron) do not pass
@@ -437,17 +440,17 @@ def packed_states(
     """Run a `transformers` model with ``layers`` layers, and return the states [l, D] of this rank's tokens.
 
     Without a ``sequence`` of ranks, these are all L tokens. The transformer's attention must be
-    :func:`agentrl.models.attention.attention`, which reads :func:`current_pass`. Raises KernelInputError if a layer did
-    not call this function, because the layer would have mixed documents. With the backend "padded", documents are not
-    packed, and any causal model is exact.
+    :func:`agentrl.models.attention.attention`, which reads :func:`current_attention_pass`. Raises KernelInputError if a
+    layer did not call this function, because the layer would have mixed documents. With the backend "padded", documents
+    are not packed, and any causal model is exact.
     """
     if backend == "padded":
         return _padded_states(row, transformer)
     now = AttentionPass(row=row, backend=backend, sequence=sequence)
     with _during(now):
         output = transformer(
-            input_ids=row.input_ids[:, now.part],
-            position_ids=row.position_ids[:, now.part],
+            input_ids=row.input_ids[:, now.rank_slice],
+            position_ids=row.position_ids[:, now.rank_slice],
             # Four-dimensional, so that transformers does not create an [L, L] mask.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
             use_cache=False,
@@ -472,13 +475,13 @@ def _padded_states(row: PackedRow, transformer: nn.Module) -> Tensor:
     return torch.cat([states.flatten(0, 1) for states in parts]).index_select(0, places)
 
 
-def part_of(row: PackedRow, sequence: SequenceGroup | None) -> slice:
+def rank_slice(row: PackedRow, sequence: SequenceGroup | None) -> slice:
     """Return the slice of the row whose states a rank of ``sequence`` computes."""
     length = row.input_ids.shape[1]
-    return slice(0, length) if sequence is None else sequence.part(length)
+    return slice(0, length) if sequence is None else sequence.rank_slice(length)
 
 
-def current_pass() -> AttentionPass | None:
+def current_attention_pass() -> AttentionPass | None:
     """Return the forward that runs in this thread, or None outside :func:`packed_states`."""
     return _current.get()
 

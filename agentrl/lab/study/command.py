@@ -10,8 +10,8 @@ from pydantic import ValidationError
 
 import agentrl
 from agentrl.errors import SettingsError, require_package
-from agentrl.lab.study.report import draw_study, markdown
-from agentrl.lab.study.runs import StudyRun, count_by_status, overrides_of, run_all, run_folder, study_runs
+from agentrl.lab.study.report import draw_study, study_markdown
+from agentrl.lab.study.runs import StudyRun, count_by_status, run_folder, run_overrides, run_study, study_runs
 from agentrl.lab.study.settings import StudySettings, read_study
 from agentrl.lab.study.statistics import RunCurve, StudyRecord, read_curve
 from agentrl.telemetry.files import atomic_write, os_errors_as_world_errors
@@ -70,7 +70,7 @@ def study_command(
         _keep(_record_now(study, runs, kept), home)
     try:
         if not report_only:
-            run_all(study, missing, retry=retry, report=lambda run, text: echo(f"{run.folder.name}: {text}"))
+            run_study(study, missing, retry=retry, report=lambda run, text: echo(f"{run.folder.name}: {text}"))
     finally:
         record = _record_now(study, runs, kept)
         _keep(record, home)
@@ -82,7 +82,7 @@ def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check)
     first = {run.variant: run for run in reversed(runs)}
     for variant, run in first.items():
         try:
-            check(study.configs, overrides_of(study, run), study.env)
+            check(study.configs, run_overrides(study, run), study.env)
         except SettingsError as error:
             raise SettingsError(f"variant {variant!r}: {error}") from error
 
@@ -144,7 +144,7 @@ def _keep(record: StudyRecord, home: Path) -> None:
 
 def _report(record: StudyRecord, folder: Path, echo: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
-    text = markdown(record)
+    text = study_markdown(record)
     atomic_write(folder / "report.md", lambda out: out.write(text.encode()))
     drawn = draw_study(record, folder)
     echo(text)

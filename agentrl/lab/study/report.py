@@ -19,14 +19,22 @@ from agentrl.lab.study.statistics import (
     mean_over_seeds,
     paired_differences,
 )
-from agentrl.telemetry.plots import LIGHT, caption, legend_below, line_options, new_figure, save_themes, style_axes
+from agentrl.telemetry.plots import (
+    LIGHT,
+    add_caption,
+    add_legend_below,
+    line_options,
+    new_figure,
+    save_themes,
+    style_axes,
+)
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
-def markdown(record: StudyRecord) -> str:
+def study_markdown(record: StudyRecord) -> str:
     """Render the report as Markdown: scores, costs, collapses, paired differences and unfinished runs."""
     study = record.study
     lines = [f"# {study.name}", "", _describe_study(record), "", *_scores(record)]
@@ -41,7 +49,7 @@ def markdown(record: StudyRecord) -> str:
     return "\n".join(lines) + "\n"
 
 
-def by_variant(record: StudyRecord) -> dict[str, list[RunCurve]]:
+def curves_by_variant(record: StudyRecord) -> dict[str, list[RunCurve]]:
     """Return the runs of each variant, in the order of the study."""
     return {name: [run for run in record.runs if run.variant == name] for name in record.study.all_variants()}
 
@@ -68,13 +76,13 @@ def _scores(record: StudyRecord) -> list[str]:
         "| variant | seeds | at the start | final | final, interquartile mean | area | collapsed | failed |",
         "|---|---|---|---|---|---|---|---|",
     ]
-    for variant, runs in by_variant(record).items():
+    for variant, runs in curves_by_variant(record).items():
         done = [run for run in runs if run.status == "finished"]
         failed = sum(run.status == "failed" for run in runs)
         starts = [run.scores[0].mean for run in runs if run.final is not None]
         finals = [run.final for run in runs if run.final is not None]
         areas = [run.area for run in runs if run.area is not None]
-        collapsed = sum(run.collapsed(record.study.collapse) for run in done)
+        collapsed = sum(run.has_collapsed(record.study.collapse) for run in done)
         cells = [
             variant,
             str(len(finals)),
@@ -98,7 +106,7 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
         "| variant | reached | sampled tokens | trajectories |",
         "|---|---|---|---|",
     ]
-    for variant, runs in by_variant(record).items():
+    for variant, runs in curves_by_variant(record).items():
         done = [run for run in runs if run.status == "finished"]
         tokens = [run.cost_to_reach(target, run.model_tokens) for run in done]
         trajectories = [run.cost_to_reach(target, run.trajectories) for run in done]
@@ -110,11 +118,11 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
 def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float | None]) -> list[str]:
     values = {
         variant: {run.seed: value for run in runs if (value := of(run)) is not None}
-        for variant, runs in by_variant(record).items()
+        for variant, runs in curves_by_variant(record).items()
     }
-    differences = paired_differences(values, record.study.compared_with)
+    differences = paired_differences(values, record.study.baseline_variant)
     lines = [
-        f"## {what}: difference from {record.study.compared_with}, paired by seed",
+        f"## {what}: difference from {record.study.baseline_variant}, paired by seed",
         "",
         "Intervals: 95 %, Student's t. p: sign-flip test, exact up to 20 seeds; adjusted by Holm's method over the "
         "rows of this table.",
@@ -124,7 +132,7 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
     ]
     lines += [
         f"| {item.variant} | {item.difference.seeds} | {item.difference.value:+.3f} "
-        f"[{item.difference.low:+.3f}, {item.difference.high:+.3f}] | {item.p:.3f} "
+        f"[{item.difference.low:+.3f}, {item.difference.high:+.3f}] | {item.p_value:.3f} "
         f"| {item.adjusted_p:.3f} |"
         for item in differences
     ]
@@ -162,7 +170,7 @@ def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
 
 def study_figure(record: StudyRecord) -> Figure:
     """Draw all variants in one panel, or in one panel per variant if there are more variants than colours."""
-    variants = by_variant(record)
+    variants = curves_by_variant(record)
     seeds = sorted({len(runs) for runs in variants.values()})
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
     text = f"{record.study.name}: {count} seeds, bands are 95 % intervals over seeds"
@@ -182,8 +190,8 @@ def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, 
         style_axes(axes, title)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
-    legend_below(scores, columns=4)
-    caption(figure, text)
+    add_legend_below(scores, columns=4)
+    add_caption(figure, text)
     return figure
 
 
@@ -195,7 +203,7 @@ def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings
     for index, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
-        axes.plot(*means[study.compared_with], color="0.45", linestyle="--", linewidth=1.0)
+        axes.plot(*means[study.baseline_variant], color="0.45", linestyle="--", linewidth=1.0)
         _band(axes, _score_points(runs), variant, 0)
         style_axes(axes, variant)
         axes.set_title(variant, loc="left", fontsize=8)
@@ -203,7 +211,7 @@ def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings
         axes.tick_params(labelbottom=index + COLUMNS >= len(variants))
     for axes in panels:  # the rest of the iterator: panels without a variant
         axes.set_axis_off()
-    caption(figure, f"{text}\nHeld-out score; grey: the other variants, dashed: {study.compared_with}")
+    add_caption(figure, f"{text}\nHeld-out score; grey: the other variants, dashed: {study.baseline_variant}")
     figure.supxlabel("optimizer step", fontsize=10)
     return figure
 

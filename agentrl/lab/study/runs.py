@@ -74,10 +74,10 @@ def train_command(study: StudySettings, run: StudyRun) -> list[str]:
     command += ["--resume"] if run.status == "interrupted" else ["--env", study.env]
     for name in study.configs:
         command += ["--config", name]
-    return command + overrides_of(study, run)
+    return command + run_overrides(study, run)
 
 
-def overrides_of(study: StudySettings, run: StudyRun) -> list[str]:
+def run_overrides(study: StudySettings, run: StudyRun) -> list[str]:
     """Return the settings of a run as ``key=value`` with JSON values."""
     run_settings: SettingValues = {"seed": run.seed, "name": run.folder.name, "runs_dir": str(run.folder.parent)}
     return [f"{key}={json.dumps(value)}" for key, value in (study.settings | run.values | run_settings).items()]
@@ -94,7 +94,7 @@ def count_by_status(runs: Sequence[StudyRun]) -> dict[Status, int]:
 Report = Callable[[StudyRun, str], None]
 
 
-def run_all(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
+def run_study(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, report: Report) -> None:
     """Start or continue every unfinished run, and with ``retry`` also every failed run.
 
     If a run fails, the failure is recorded and the next run starts. On KeyboardInterrupt, the active runs save a

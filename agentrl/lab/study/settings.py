@@ -74,7 +74,7 @@ class StudySettings(BaseModel):
         return [self.config] if isinstance(self.config, str) else list(self.config or [])
 
     @property
-    def compared_with(self) -> str:
+    def baseline_variant(self) -> str:
         """Variant with which the others are compared."""
         return self.baseline or next(iter(self.all_variants()))
 

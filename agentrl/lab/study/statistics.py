@@ -74,12 +74,13 @@ def interquartile_mean(values: Sequence[float]) -> MeanWithInterval:
 class PairedDifference:
     """Mean difference of a variant from the baseline, paired by seed.
 
-    ``p`` is the p-value of the sign-flip test. ``adjusted_p`` is adjusted by Holm's method for all compared variants.
+    ``p_value`` is the p-value of the sign-flip test. ``adjusted_p`` is adjusted by Holm's method for all compared
+    variants.
     """
 
     variant: str
     difference: MeanWithInterval
-    p: float
+    p_value: float
     adjusted_p: float
 
 
@@ -96,10 +97,10 @@ def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str)
         if variant != baseline and len(common) >= 2:
             differences[variant] = np.array([by_seed[seed] - reference[seed] for seed in common])
     raw = {variant: sign_flip_p(values) for variant, values in differences.items()}
-    adjusted = holm(raw)
+    adjusted = holm_adjusted(raw)
     return [
         PairedDifference(
-            variant=variant, difference=mean_over_seeds(values), p=raw[variant], adjusted_p=adjusted[variant]
+            variant=variant, difference=mean_over_seeds(values), p_value=raw[variant], adjusted_p=adjusted[variant]
         )
         for variant, values in differences.items()
     ]
@@ -125,10 +126,10 @@ def sign_flip_p(values: np.ndarray) -> float:
     return min(1.0, float(tested.pvalue))
 
 
-def holm(raw: Mapping[str, float]) -> dict[str, float]:
+def holm_adjusted(raw: Mapping[str, float]) -> dict[str, float]:
     """Adjust p-values for the number of comparisons by Holm's step-down method (1979).
 
-    >>> holm({"a": 0.01, "b": 0.04, "c": 0.03})
+    >>> holm_adjusted({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
     """
     adjusted: dict[str, float] = {}
@@ -190,7 +191,7 @@ class RunCurve(BaseModel):
             return None
         return sum(value for step, value in zip(self.steps, spent, strict=True) if step <= reached)
 
-    def collapsed(self, share: float) -> bool:
+    def has_collapsed(self, share: float) -> bool:
         """Return True if the last score is below ``share`` of the best score."""
         return bool(self.scores) and self.scores[-1].mean < share * max(score.mean for score in self.scores)
 

@@ -52,7 +52,7 @@ class Request:
     def context(self) -> tuple[int, ...]:
         return (*self.token_ids, *self.sampled) if self.sampled else self.token_ids
 
-    def close_span(self, version: int) -> None:
+    def record_version_span(self, version: int) -> None:
         """Attribute the tokens sampled since the last span to ``version``."""
         count = len(self.sampled) - sum(count for _, count in self.version_spans)
         if count:
@@ -145,7 +145,7 @@ class Batcher:
         """
         self.drop_cancelled()
         for request in (*self._waiting, *(row.request for row in self._rows if row.request is not None)):
-            request.close_span(version)
+            request.record_version_span(version)
         for row in self._rows:
             if row.request is None and row.trajectory_id is not None:
                 self._owner.pop(row.trajectory_id)
@@ -163,9 +163,9 @@ class Batcher:
         self._rows = []
         self._owner = {}
         self._reach = 0
-        self._cache.forget()
+        self._cache.clear()
 
-    def drop_everything(self) -> None:
+    def drop_all(self) -> None:
         """Drop all requests and prefixes after a failure."""
         self._waiting.clear()
         for row in self._rows:
@@ -295,7 +295,9 @@ class Batcher:
         holes = [index for index in range(count) if self._rows[index].request is None]
         movers = [index for index in running if index >= count]
         longest = max(len(self._rows[index].cached) for index in (*holes, *movers))
-        self._cache.swap(torch.tensor(holes, device=self._device), torch.tensor(movers, device=self._device), longest)
+        self._cache.swap_rows(
+            torch.tensor(holes, device=self._device), torch.tensor(movers, device=self._device), longest
+        )
         for hole, mover in zip(holes, movers, strict=True):
             self._rows[hole], self._rows[mover] = self._rows[mover], self._rows[hole]
             for index in (hole, mover):
@@ -333,7 +335,7 @@ class Batcher:
         if followers:
             source = torch.tensor([leader_of[index] for index in followers], device=self._device)
             contexts = [_running(self._rows[index]).context for index in followers]
-            self._cache.move(source, torch.tensor(followers, device=self._device), max(map(len, contexts)))
+            self._cache.copy_rows(source, torch.tensor(followers, device=self._device), max(map(len, contexts)))
             for index, context in zip(followers, contexts, strict=True):
                 row, leader = self._rows[index], self._rows[leader_of[index]]
                 row.cached, row.routes = list(context), leader.routes[:]

@@ -12,7 +12,7 @@ from torch import Tensor
 from transformers import AttentionInterface, Cache
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
-from agentrl.kernels.attention import current_pass
+from agentrl.kernels.attention import current_attention_pass
 from agentrl.models.attention import attention
 
 _ROUND = 16
@@ -47,7 +47,7 @@ class SlotCache(Cache):
         """Reserve ``rows`` rows, so that the cache grows only once for all of them."""
         self._wanted_rows = max(rows, self._wanted_rows)
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Drop all rows, but keep their memory for later rows."""
         self.rows = self.length = self._wanted_rows = 0
         self._live = False
@@ -75,14 +75,14 @@ class SlotCache(Cache):
         """Store new keys and values [m, heads, q, head_dim]. Returns all keys and values of the selected rows."""
         return self._write(layer_idx, key_states), self._write(self._layers + layer_idx, value_states)
 
-    def move(self, source: Tensor, target: Tensor, length: int) -> None:
+    def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` entries of rows ``source`` onto rows ``target``, making room for them."""
         self._grow(int(target.max()) + 1, length)
         for store in self._stores:
             if store is not None:
                 store[target, :, :length] = store[source, :, :length]
 
-    def swap(self, first: Tensor, second: Tensor, length: int) -> None:
+    def swap_rows(self, first: Tensor, second: Tensor, length: int) -> None:
         """Exchange the first ``length`` entries of rows pairwise."""
         both, other = torch.cat([first, second]), torch.cat([second, first])
         for store in self._stores:
@@ -164,7 +164,7 @@ def decode_attention(
 
 def _needs_full_attention(options: dict[str, Any]) -> bool:
     names = ("softcap", "s_aux", "position_bias")
-    return current_pass() is not None or any(options.get(name) is not None for name in names)
+    return current_attention_pass() is not None or any(options.get(name) is not None for name in names)
 
 
 AttentionInterface.register(_NAME, decode_attention)

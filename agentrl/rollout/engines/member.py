@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from agentrl.errors import WorldError, mentions_out_of_memory
 from agentrl.rollout.engines.base import ServerSettings
 from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.replica import Identity, Replica, ServerCallError, ServerNeeds, TooSlowError
+from agentrl.rollout.engines.replica import Replica, ServerCallError, ServerIdentity, ServerRequirements, TooSlowError
 from agentrl.rollout.engines.served_weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -25,19 +25,19 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class ServerLoad:
-    """The load of one server. ``limit``: maximum requests in flight. A server that is not ``up`` receives none."""
+    """The load of one server. ``limit``: maximum requests in flight. A server that is not ``is_up`` receives none."""
 
-    up: bool = True
+    is_up: bool = True
     tokens: int = 0
     requests: int = 0
     limit: int | None = None
     cached: dict[str, int] = field(default_factory=dict)  # trajectory -> tokens of its context processed here
 
     @property
-    def full(self) -> bool:
+    def is_full(self) -> bool:
         return self.limit is not None and self.requests >= self.limit
 
-    def halve(self) -> int:
+    def halve_limit(self) -> int:
         """Limit the server to half its requests in flight, including the one that failed. Returns the new limit."""
         in_flight = self.requests + 1
         self.limit = max(1, (in_flight if self.limit is None else min(self.limit, in_flight)) // 2)
@@ -67,9 +67,9 @@ class Balancer:
         self, trajectory_id: str, *, context: int, failed_servers: frozenset[int] = frozenset()
     ) -> int | None:
         """Return the server for a request, or None while all are full. ``failed_servers`` are a last resort."""
-        up = [index for index, load in enumerate(self.loads) if load.up]
+        up = [index for index, load in enumerate(self.loads) if load.is_up]
         usable = [index for index in up if index not in failed_servers] or up
-        free = [index for index in usable if not self.loads[index].full]
+        free = [index for index in usable if not self.loads[index].is_full]
         return min(free, key=lambda index: self._cost(index, trajectory_id, context), default=None)
 
     def add_request(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
@@ -191,7 +191,7 @@ class StallDetector:
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
-    def end_requests(self) -> None:
+    def fail_requests(self) -> None:
         """End running requests at once, because the server's process has exited or its machine is lost."""
         self._why = "has exited"
         self._end_all()
@@ -202,8 +202,8 @@ class StallDetector:
                 limit.reschedule(0.0)
 
 
-class Member:
-    """A server of an engine. ``stale``: it responds, but waits for weights that only a transfer can supply."""
+class PooledServer:
+    """A server of an engine. ``lacks_weights``: it responds, but waits for weights that only a transfer can supply."""
 
     def __init__(
         self,
@@ -223,8 +223,8 @@ class Member:
         self.index = index
         self.load = load
         self.server = None if isinstance(served, str) else served
-        self.identity: Identity | None = None
-        self.stale = False
+        self.identity: ServerIdentity | None = None
+        self.lacks_weights = False
         self.failure = ""
         self.reviving: asyncio.Task[None] | None = None
         self._gate = gate
@@ -245,8 +245,8 @@ class Member:
         if self.server is None:
             return
         loop = asyncio.get_running_loop()
-        self.server.when_ended = lambda: loop.call_soon_threadsafe(self.stalls.end_requests)
-        await asyncio.to_thread(self.server.start)
+        self.server.on_exit = lambda: loop.call_soon_threadsafe(self.stalls.fail_requests)
+        await asyncio.to_thread(self.server.launch)
         if self.server.plan.address != self.address:
             has_checksums = self.replica.has_checksums
             await self.stalls.close()
@@ -256,13 +256,13 @@ class Member:
 
     @property
     def responds(self) -> bool:
-        return self.load.up or self.stale
+        return self.load.is_up or self.lacks_weights
 
     @property
     def loss_message(self) -> str:
         return f"{self.address} ({self.failure or 'no error yet'})"
 
-    async def open(self, needs: ServerNeeds) -> Identity:
+    async def open(self, needs: ServerRequirements) -> ServerIdentity:
         """Wait until the server responds, and check that it can serve the run. Raises SettingsError or WorldError."""
         await self._await_start()
         try:
@@ -293,7 +293,7 @@ class Member:
                 return
             except ServerCallError as error:
                 problem = str(error)
-            if self.server is not None and self.server.ended:
+            if self.server is not None and self.server.has_exited:
                 raise WorldError(
                     f"{self.name} exited during startup (log: {self.server.log}). "
                     f"End of the log:\n{self.server.log_excerpt()}"
@@ -318,11 +318,11 @@ class Member:
             await allowed.wait()
             version = weights.version
             try:
-                if self.server is not None and self.server.ended:
+                if self.server is not None and self.server.has_exited:
                     await self._restart(self.server)
                 await self.replica.healthy()
-                if not await weights.held_by(self.replica):
-                    self.stale = True
+                if not await weights.ensure_installed(self.replica):
+                    self.lacks_weights = True
                     return
                 await self._verify(weights)
                 if allowed.is_set() and version == weights.version:
@@ -332,12 +332,12 @@ class Member:
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
         logger.warning("%s is available again", self.name)
-        self.load.up = True
+        self.load.is_up = True
 
     def halve_request_limit(self) -> None:
         """Halve the limit on the server's concurrent requests."""
         logger.warning(
-            "%s ran out of memory: limiting it to %d concurrent requests", self.name, self.load.halve()
+            "%s ran out of memory: limiting it to %d concurrent requests", self.name, self.load.halve_limit()
         )  # fmt: skip
 
     async def _verify(self, weights: ServedWeights) -> None:
@@ -350,11 +350,11 @@ class Member:
 
     async def _restart(self, server: ServerProcess) -> None:
         log = server.log_excerpt()
-        if mentions_out_of_memory(log) and server.starts:
+        if mentions_out_of_memory(log) and server.launch_count:
             self.halve_request_limit()
-        if server.starts > self._settings.restarts:
+        if server.launch_count > self._settings.restarts:
             raise WorldError(
-                f"{self.name} exited {server.starts} times "
+                f"{self.name} exited {server.launch_count} times "
                 f"({self._settings.prefix}.restarts={self._settings.restarts}); end of its log:\n{log}"
             )
         ended = self.name

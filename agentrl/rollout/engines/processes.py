@@ -17,7 +17,7 @@ from agentrl.cluster.local import THIS_MACHINE, LocalProcess, log_file
 from agentrl.cluster.processes import Bundle, Cluster, NodeLostError, ProcessHandle, ProcessSpec, Reservation
 
 # Variables that torch.distributed and launchers set for this process. A server must not inherit them.
-FOREIGN = frozenset(
+LAUNCHER_VARIABLES = frozenset(
     (
         *("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOCAL_SIZE", "GROUP_RANK", "ROLE_RANK"),
         *("MASTER_ADDR", "MASTER_PORT", "CROSS_RANK", "CROSS_SIZE"),
@@ -58,11 +58,11 @@ class ServerPlan(ABC):
     def environment_changes(self) -> dict[str, str | None]:
         """Return the changes to the environment of this process; None unsets a variable."""
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
-        return {**dict.fromkeys(FOREIGN), **gpus}
+        return {**dict.fromkeys(LAUNCHER_VARIABLES), **gpus}
 
     def environment(self) -> dict[str, str]:
         """Return the environment variables of the server's process on this machine."""
-        kept = {name: value for name, value in os.environ.items() if name not in FOREIGN}
+        kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
         return kept | {name: value for name, value in self.environment_changes().items() if value is not None}
 
 
@@ -74,15 +74,15 @@ class ServerProcess:
         self.plan = plan
         self.number = number
         self._folder = folder
-        self.starts = 0
-        self.when_ended: Callable[[], object] = lambda: None
+        self.launch_count = 0
+        self.on_exit: Callable[[], object] = lambda: None
         """Called in a thread after a server on another machine has exited."""
         self._process: LocalProcess | None = None
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start or restart the server. It may take minutes to respond."""
         self._process = LocalProcess(self.spec(self.plan.environment_changes()), THIS_MACHINE)
-        self.starts += 1
+        self.launch_count += 1
 
     def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
         """Return the specification of the process. ``environment``: changes to its environment variables."""
@@ -106,7 +106,7 @@ class ServerProcess:
         return log_file(self._folder, self.node, "server", self.number)
 
     @property
-    def ended(self) -> bool:
+    def has_exited(self) -> bool:
         return self._process is None or self._process.wait(0.0) is not None
 
     def log_excerpt(self) -> str:
@@ -138,7 +138,7 @@ class NodeServer(ServerProcess):
         self._gone = threading.Event()
         self._gone.set()
 
-    def start(self) -> None:
+    def launch(self) -> None:
         """Start the server on its node, or on a new one if the node is lost. Raises WorldError if no node has room."""
         if self._node is None or not self._cluster.is_reachable(self._node):
             self._node = self._cluster.reserve_on_node(self._bundle)
@@ -152,7 +152,7 @@ class NodeServer(ServerProcess):
         )
         self._handle = self._cluster.start(self.spec(self.plan.environment_changes()), node)
         self._gone = threading.Event()
-        self.starts += 1
+        self.launch_count += 1
         watched = (self._handle, self._gone)
         threading.Thread(target=self._watch, args=watched, daemon=True, name=f"watch-server-{self.number}").start()
 
@@ -161,11 +161,11 @@ class NodeServer(ServerProcess):
         return super().node if self._node is None else self._node.node
 
     @property
-    def ended(self) -> bool:
+    def has_exited(self) -> bool:
         return self._gone.is_set()
 
     def stop(self) -> None:
-        if self._handle is not None and not self.ended:
+        if self._handle is not None and not self.has_exited:
             self._handle.send_signal(signal.SIGTERM)
             self._gone.wait(_END)
 
@@ -178,4 +178,4 @@ class NodeServer(ServerProcess):
         except NodeLostError:
             pass  # the server was lost with its node
         gone.set()
-        self.when_ended()
+        self.on_exit()

@@ -200,7 +200,7 @@ class TurnRequest:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ServerNeeds:
+class ServerRequirements:
     """A run's requirements for servers: tokenizer, vocabulary size and longest sequence in tokens.
 
     ``head_dtype``: the dtype of logits according to the policy's config.json; "model" for the dtype of the weights.
@@ -212,7 +212,7 @@ class ServerNeeds:
     head_dtype: str = "model"
 
     @classmethod
-    def of(cls, policy_path: str, codec: TextCodec, *, max_tokens: int) -> ServerNeeds:
+    def from_policy(cls, policy_path: str, codec: TextCodec, *, max_tokens: int) -> ServerRequirements:
         """Read the requirements of the policy at ``policy_path`` (a directory or a Hugging Face id)."""
         from transformers import AutoConfig
 
@@ -226,7 +226,7 @@ class ServerNeeds:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Identity:
+class ServerIdentity:
     """Properties reported by a server.
 
     ``release``: the server software's release. ``version``: the result of :meth:`Replica.version`. ``workers``: the
@@ -259,7 +259,7 @@ class Replica(ABC):
     # -- required -------------------------------------------------------------------------------------------------
 
     @abstractmethod
-    async def identify(self, needs: ServerNeeds) -> Identity:
+    async def identify(self, needs: ServerRequirements) -> ServerIdentity:
         """Check that the server can serve the run. Raises SettingsError (:meth:`unusable_error`) if it cannot."""
 
     @abstractmethod
@@ -308,8 +308,8 @@ class Replica(ABC):
 
     async def resume(self) -> None: ...
 
-    async def forget_prefixes(self, *, running_too: bool) -> None:
-        """Drop cached prefixes. With ``running_too``, running requests also recompute their keys and values."""
+    async def forget_prefixes(self, *, recompute_running: bool) -> None:
+        """Drop cached prefixes. With ``recompute_running``, running requests also recompute their keys and values."""
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Release GPU memory to the trainer. Called only if ``EngineFacts.shares_gpus`` is set."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.kernels.arithmetic import running_sum
+from agentrl.kernels.arithmetic import cumulative_sum
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _ROUNDING = 1e-6  # float32 tolerance: a set that misses top_p by at most this much counts as reaching top_p
@@ -53,7 +53,7 @@ def sample_tokens(
     log_probs = torch.log_softmax(logits.float() / divisors[:, None], dim=-1)  # [n, V]
     if restrict is not None:
         log_probs = restrict(log_probs)
-    cumulative = running_sum(log_probs.double().exp_())
+    cumulative = cumulative_sum(log_probs.double().exp_())
     threshold = uniforms[:, None] * cumulative[:, -1:]
     tokens = torch.searchsorted(cumulative, threshold, right=True).clamp_(max=logits.shape[-1] - 1)  # [n, 1]
     drawn = log_probs.gather(1, tokens)[:, 0]
@@ -79,7 +79,7 @@ def restrict(log_probs: Tensor, *, min_ps: Tensor, top_ks: Tensor, top_ps: Tenso
     cut = ordered < ordered[:, :1] + min_ps[:, None].log()
     cut |= (ranks >= top_ks[:, None]) & (top_ks > 0)[:, None]
     probabilities = torch.softmax(ordered.masked_fill(cut, -torch.inf).double(), dim=-1)
-    before = running_sum(probabilities) - probabilities
+    before = cumulative_sum(probabilities) - probabilities
     cut |= (before >= top_ps[:, None] - _ROUNDING) & (top_ps < 1)[:, None]
     cut[:, 0] = False
     kept = log_probs.masked_fill(torch.zeros_like(cut).scatter(1, indices, cut), -torch.inf)

@@ -41,18 +41,18 @@ class ServedWeights:
         self._nonce = secrets.token_hex(4)
 
     @asynccontextmanager
-    async def used(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
+    async def adapter_in_use(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
         """Yield the adapter for a request of ``version``, or None for the base model.
 
         The adapter stays loaded until the request ends.
         """
         yield None
 
-    def with_versions(self, completion: Completion, version: int) -> Completion:
+    def label_versions(self, completion: Completion, version: int) -> Completion:
         """Return ``completion`` with the version of each token. ``version`` is the version of its request."""
         return completion
 
-    def salt(self, version: int) -> str:
+    def cache_salt(self, version: int) -> str:
         """Return the salt that separates a version's cached prefixes from all others."""
         return f"{self._nonce}-{version}"
 
@@ -66,9 +66,9 @@ class ServedWeights:
         if self.directory is not None:
             await replica.load(str(self.directory))
         await replica.set_version_label(self.version)
-        await replica.forget_prefixes(running_too=self._recompute)
+        await replica.forget_prefixes(recompute_running=self._recompute)
 
-    async def held_by(self, replica: Replica) -> bool:
+    async def ensure_installed(self, replica: Replica) -> bool:
         """Return True if a server has the current version. If necessary, installs it from files first."""
         label = await replica.version()
         if label is None and self.has_initial_weights:
@@ -107,7 +107,7 @@ class ServedAdapters(ServedWeights):
         self._numbers = itertools.count(1)
 
     @asynccontextmanager
-    async def used(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
+    async def adapter_in_use(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
         name = self._names.get(version)
         if name is None:
             yield None
@@ -118,7 +118,7 @@ class ServedAdapters(ServedWeights):
         finally:
             self._running[replica.address, name] -= 1
 
-    def with_versions(self, completion: Completion, version: int) -> Completion:
+    def label_versions(self, completion: Completion, version: int) -> Completion:
         """Attribute all tokens to the request's adapter, because the server's label is for the base model."""
         return replace(completion, version_spans=((version, len(completion.token_ids)),))
 
@@ -140,7 +140,7 @@ class ServedAdapters(ServedWeights):
             if old.startswith(self._prefix) and not self._running[replica.address, old]:
                 await replica.unload_adapter(old)
 
-    async def held_by(self, replica: Replica) -> bool:
+    async def ensure_installed(self, replica: Replica) -> bool:
         if await replica.version() is None:
             await replica.set_version_label(self.version)
         await self.install(replica)

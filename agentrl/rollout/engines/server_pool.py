@@ -14,18 +14,18 @@ from typing import TypeVar
 
 from agentrl.errors import WorldError, mentions_out_of_memory
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling, ServerSettings
-from agentrl.rollout.engines.member import LONGEST_PAUSE, Balancer, Member
+from agentrl.rollout.engines.member import LONGEST_PAUSE, Balancer, PooledServer
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import (
     InvalidResponseError,
     Replica,
     ServerCallError,
-    ServerNeeds,
+    ServerRequirements,
     StatusError,
     TurnRequest,
 )
 from agentrl.rollout.engines.served_weights import Check, ServedWeights
-from agentrl.telemetry.trace import service_span
+from agentrl.telemetry.trace import traced_service_call
 
 logger = logging.getLogger(__name__)
 
@@ -45,7 +45,7 @@ class ServerEngine:
         self,
         servers: Sequence[ServerProcess | str],
         connect: Callable[[str], Replica],
-        needs: ServerNeeds,
+        needs: ServerRequirements,
         settings: ServerSettings,
         *,
         weights: ServedWeights,
@@ -65,7 +65,7 @@ class ServerEngine:
         self._gate = asyncio.Event()  # closed while weights change
         self._revival = asyncio.Event()  # likewise, but open if no server is left to receive them
         self._members = [
-            Member(served, index, load, self._gate, connect, settings)
+            PooledServer(served, index, load, self._gate, connect, settings)
             for index, (served, load) in enumerate(zip(servers, self._balancer.loads, strict=True))
         ]
         self._asleep = False
@@ -82,7 +82,7 @@ class ServerEngine:
     async def close(self) -> None:
         await asyncio.gather(*(member.close() for member in self._members))
 
-    async def _open(self, member: Member) -> None:
+    async def _open(self, member: PooledServer) -> None:
         identity = await member.open(self._needs)
         if identity.version is not None:
             self._weights.has_initial_weights = False
@@ -119,7 +119,7 @@ class ServerEngine:
 
     async def _ask(
         self,
-        member: Member,
+        member: PooledServer,
         token_ids: tuple[int, ...],
         sampling: Sampling,
         trajectory_id: str,
@@ -130,8 +130,8 @@ class ServerEngine:
         size = {"context": len(token_ids), "reserved": sampling.max_tokens}
         self._balancer.add_request(member.index, trajectory_id, **size)
         try:
-            async with self._weights.used(member.replica, version) as adapter, member.stalls.watch_request():
-                with service_span(f"server {member.index}", "request", context=len(token_ids)):
+            async with self._weights.adapter_in_use(member.replica, version) as adapter, member.stalls.watch_request():
+                with traced_service_call(f"server {member.index}", "request", context=len(token_ids)):
                     completion = await member.replica.generate(
                         TurnRequest(
                             token_ids=token_ids,
@@ -140,13 +140,13 @@ class ServerEngine:
                             request_id=f"{request_id}-{secrets.token_hex(3)}",
                             seed=seed,
                             eos_ids=self._needs.codec.end_ids,
-                            salt=self._weights.salt(version),
+                            salt=self._weights.cache_salt(version),
                             adapter=adapter,
                         )
                     )
         finally:
             self._balancer.remove_request(member.index, trajectory_id, **size)
-        completion = self._weights.with_versions(completion, version)
+        completion = self._weights.label_versions(completion, version)
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
             raise InvalidResponseError(
@@ -154,7 +154,7 @@ class ServerEngine:
             )
         return completion
 
-    async def _member_for(self, trajectory_id: str, context: int, failed_servers: frozenset[int]) -> Member:
+    async def _member_for(self, trajectory_id: str, context: int, failed_servers: frozenset[int]) -> PooledServer:
         """Choose a server for a request. Waits while weights change and while all servers are full or down."""
         while True:
             await self._gate.wait()
@@ -193,7 +193,7 @@ class ServerEngine:
         """Return the log-probabilities at temperature 1 of ``token_ids[1:]`` from the first server that is up."""
         for member in self._up:
             try:
-                return await member.replica.score(token_ids, salt=self._weights.salt(self.version))
+                return await member.replica.score(token_ids, salt=self._weights.cache_salt(self.version))
             except ServerCallError as error:
                 self._note_failure(member, error)
         raise EngineError(f"no {self._title} server is available: {self._lost}")
@@ -217,7 +217,7 @@ class ServerEngine:
 
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _note_failure(self, member: Member, error: ServerCallError) -> bool:
+    def _note_failure(self, member: PooledServer, error: ServerCallError) -> bool:
         """Record a server's failure, and mark the server as down if necessary. Returns True to retry the request."""
         member.failure = str(error)
         if isinstance(error, StatusError):
@@ -225,9 +225,9 @@ class ServerEngine:
                 return True
             if error.status < 500:
                 return False
-        if member.load.up:
+        if member.load.is_up:
             logger.warning("%s is removed from rotation: %s", member.name, error)
-            member.load.up = False
+            member.load.is_up = False
             self._balancer.forget_prefixes(member.index)
         if member.reviving is None or member.reviving.done():
             work = member.revive(self._weights, self._revival)
@@ -247,17 +247,17 @@ class ServerEngine:
         return self._weights.version
 
     @property
-    def untouched(self) -> bool:
+    def has_initial_weights(self) -> bool:
         """Whether the servers hold their initial weights."""
         return self._weights.has_initial_weights
 
-    def targets(self) -> list[tuple[str, int, int]]:
+    def transfer_addresses(self) -> list[tuple[str, int, int]]:
         """Return the address, the number of GPU workers and the number of starts of every responding server."""
         return [
             (
                 member.address,
                 member.identity.workers if member.identity is not None else 1,
-                member.server.starts if member.server is not None else 0,
+                member.server.launch_count if member.server is not None else 0,
             )
             for member in self._members
             if member.responds
@@ -292,7 +292,7 @@ class ServerEngine:
         await self._on_all(take)
         self._balancer.forget_prefixes()
 
-    async def problems(self, check: Check) -> list[str]:
+    async def find_problems(self, check: Check) -> list[str]:
         """Return the problems that ``check`` finds with the responding servers."""
         return [problem for problem in await self._on_all(check) if problem is not None]
 
@@ -300,12 +300,12 @@ class ServerEngine:
         """Allow new requests. A recovered server must pass ``check``."""
         self._weights.check = check
         for member in self._members:
-            if member.stale:
-                member.stale, member.load.up = False, True
+            if member.lacks_weights:
+                member.lacks_weights, member.load.is_up = False, True
         self._open_gate()
         self._balancer.notify()
 
-    async def adopt(self) -> None:
+    async def label_weights_as_initial(self) -> None:
         """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
         await self._on_all(lambda replica: replica.set_version_label(self.version))
         self._weights.has_initial_weights = True
@@ -355,9 +355,9 @@ class ServerEngine:
         results: list[_Result] = []
         for member, outcome in zip(asked, outcomes, strict=True):
             if isinstance(outcome, ServerCallError):
-                member.stale = False
+                member.lacks_weights = False
                 self._note_failure(member, outcome)
-                member.load.up = False
+                member.load.is_up = False
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
@@ -367,8 +367,8 @@ class ServerEngine:
     # -- status ---------------------------------------------------------------------------------------------------
 
     @property
-    def _up(self) -> list[Member]:
-        return [member for member in self._members if member.load.up]
+    def _up(self) -> list[PooledServer]:
+        return [member for member in self._members if member.load.is_up]
 
     @property
     def _title(self) -> str:

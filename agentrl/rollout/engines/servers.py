@@ -16,7 +16,7 @@ from agentrl.cluster.backends import open_cluster
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import EngineRequest, ServerSettings, engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer, ServerPlan, ServerProcess
-from agentrl.rollout.engines.replica import Replica, ServerNeeds
+from agentrl.rollout.engines.replica import Replica, ServerRequirements
 from agentrl.rollout.engines.served_weights import ServedWeights
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.weights.sources import TransferTarget
@@ -39,7 +39,7 @@ class ManagedServers(ABC):
         self.engine = ServerEngine(
             self._servers(),
             self.connect,
-            ServerNeeds.of(request.policy_path, request.codec, max_tokens=request.longest),
+            ServerRequirements.from_policy(request.policy_path, request.codec, max_tokens=request.longest),
             settings,
             weights=self.weights(),
         )
@@ -64,7 +64,7 @@ class ManagedServers(ABC):
         """Return the initial weights. By default, new weights replace them in place."""
         return ServedWeights(0, recompute=self.request.rollout.kv_on_update == "recomputed")
 
-    def way(self) -> TransferTarget:
+    def transfer_method(self) -> TransferTarget:
         """Return the method of weight transfer, to which :meth:`target` adds the servers. Defaults to files."""
         return TransferTarget(deadline=self.settings.stall_deadline)
 
@@ -85,9 +85,9 @@ class ManagedServers(ABC):
             await self.engine.sleep()
 
     def target(self) -> TransferTarget | None:
-        targets = self.engine.targets()
+        targets = self.engine.transfer_addresses()
         return replace(
-            self.way(),
+            self.transfer_method(),
             addresses=tuple(address for address, _, _ in targets),
             world_sizes=tuple(workers for _, workers, _ in targets),
             server_starts=tuple(starts for _, _, starts in targets),
@@ -98,7 +98,7 @@ class ManagedServers(ABC):
 
         Raises SettingsError if external servers serve a different model.
         """
-        if self.request.trained and not self.engine.untouched:
+        if self.request.trained and not self.engine.has_initial_weights:
             return "its weights come from an earlier run"
         problem = await self._compare(probe)
         if problem is not None and self.settings.addresses:
@@ -146,10 +146,10 @@ class ManagedServers(ABC):
         def check(replica: Replica) -> Coroutine[object, object, str | None]:
             return self.verifier.check(replica, probe)
 
-        problems = await self.engine.problems(check)
+        problems = await self.engine.find_problems(check)
         if problems:
             return "; ".join(problems)
         if not self.request.trained:
-            await self.engine.adopt()
+            await self.engine.label_weights_as_initial()
         self.engine.resume(check)
         return None

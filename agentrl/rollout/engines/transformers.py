@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError, is_out_of_memory
-from agentrl.models.attention import use_attention
+from agentrl.models.attention import use_agentrl_attention
 from agentrl.models.loading import has_full_attention, model_fingerprint
 from agentrl.models.model_parts import split_model
 from agentrl.models.routes import install_routes
@@ -25,7 +25,7 @@ from agentrl.rollout.engines.batcher import Batcher, Request
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.weights.exports import read_export
 from agentrl.weights.sources import TransferTarget
-from agentrl.weights.verify import Probe, Verifier, checksums, with_tied_head
+from agentrl.weights.verify import Probe, Verifier, add_tied_head, checksums
 
 logger = logging.getLogger(__name__)
 
@@ -34,16 +34,16 @@ _FORWARDS = 64
 
 
 _LARGE = 1_000_000_000  # parameters
-TOO_LARGE = (
+TOO_LARGE_MESSAGE = (
     "rollout.engine=transformers is intended for small models: for more than 1B parameters on a GPU, set "
     "rollout.engine=vllm (docs/how-to/rollout.md)"
 )
 
 
-def is_too_large(parameters: int, device: str) -> bool:
+def needs_vllm(parameters: int, device: str) -> bool:
     """Return True if a model with ``parameters`` parameters on ``device`` (``cuda``, ``cpu``) should use vLLM.
 
-    >>> is_too_large(7_000_000_000, "cuda"), is_too_large(7_000_000_000, "cpu"), is_too_large(1_000_000_000, "cuda")
+    >>> needs_vllm(7_000_000_000, "cuda"), needs_vllm(7_000_000_000, "cpu"), needs_vllm(1_000_000_000, "cuda")
     (True, False, False)
     """
     return device == "cuda" and parameters > _LARGE
@@ -74,9 +74,9 @@ class TransformersEngine:
                 "rollout.engine=transformers supports only models with full attention in every layer: "
                 "set rollout.engine=vllm"
             )
-        use_attention(model)
-        if is_too_large(sum(item.numel() for item in model.parameters()), model.device.type):
-            logger.warning(TOO_LARGE)
+        use_agentrl_attention(model)
+        if needs_vllm(sum(item.numel() for item in model.parameters()), model.device.type):
+            logger.warning(TOO_LARGE_MESSAGE)
         install_routes(model)
         self._model, self._parts = model, split_model(model)
         self._version = version
@@ -255,7 +255,7 @@ class TransformersEngine:
             if not future.done() and error is not None:
                 future.set_exception(error)
         self._arrived.clear()
-        self._batcher.drop_everything()
+        self._batcher.drop_all()
 
     def _advance(self) -> list[Request]:
         """Run forward passes on the engine's thread until a request ends, up to ``_FORWARDS``."""
@@ -264,7 +264,7 @@ class TransformersEngine:
                 self._take_arrivals()
                 ended = self._batcher.run_forward_pass()
                 for request in ended:
-                    request.close_span(self._version)
+                    request.record_version_span(self._version)
                 if ended or not self._batcher.busy:
                     return ended
         return []
@@ -339,9 +339,7 @@ class ManagedTransformers:
     async def _compare(self, probe: Probe) -> str | None:
         self._model.eval()
         own = (
-            with_tied_head(await asyncio.to_thread(checksums, self._model.named_parameters()))
-            if probe.checksums
-            else {}
+            add_tied_head(await asyncio.to_thread(checksums, self._model.named_parameters())) if probe.checksums else {}
         )
         return self.verifier.find_problem(
             "the engine", probe, reported=own, scores=await self.engine.score(probe.token_ids)

@@ -14,11 +14,11 @@ from agentrl.rollout.gateway.wire import (
     AgentRequest,
     Dialect,
     Earlier,
+    GatewayRequestError,
     Json,
     Reply,
-    WireError,
     WireModel,
-    event,
+    server_sent_event,
 )
 
 SAMPLING = ("temperature", "top_p", "seed")
@@ -89,24 +89,24 @@ class ChatCompletions(Dialect):
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
 
-    def request(self, earlier: Earlier) -> AgentRequest:
+    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
         limit, old_limit = self.max_completion_tokens, self.max_tokens
         if None not in (limit, old_limit) and limit != old_limit:
             both = f"max_tokens={old_limit} and max_completion_tokens={limit}"
-            raise WireError(f"{both} set the same limit: send only one of them", param="max_tokens")
+            raise GatewayRequestError(f"{both} set the same limit: send only one of them", param="max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
-            raise WireError("top_logprobs requires logprobs=true", param="top_logprobs")
+            raise GatewayRequestError("top_logprobs requires logprobs=true", param="top_logprobs")
         return AgentRequest(
             messages=self.messages,
             tools=self.tools,
-            may_call=self.tool_choice != "none",
+            parses_calls=self.tool_choice != "none",
             template_options=self.chat_template_kwargs,
             max_tokens=limit or old_limit,
             stop=self.stop,
             trainable=not self.model.endswith(FROZEN),
         )
 
-    def whole(self, reply: Reply) -> Json:
+    def complete_response(self, reply: Reply) -> Json:
         content = None if reply.message.calls else ""
         choice = {
             "index": 0,
@@ -116,7 +116,7 @@ class ChatCompletions(Dialect):
         }
         return {**self._head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
-    def events(self, reply: Reply) -> Iterator[bytes]:
+    def stream_events(self, reply: Reply) -> Iterator[bytes]:
         deltas: list[Json] = [{"role": "assistant", "content": ""}]
         deltas += [{name: value} for name, value in _reply_fields(reply.message, numbered=True).items()]
         choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
@@ -124,14 +124,14 @@ class ChatCompletions(Dialect):
         choices.append({"delta": {}, "finish_reason": _finish_reason(reply)})
         head = self._head(reply, "chat.completion.chunk")
         for choice in choices:
-            yield event("", {**head, "choices": [{"index": 0, **choice}]})
+            yield server_sent_event("", {**head, "choices": [{"index": 0, **choice}]})
         if self.stream_options.get("include_usage") is True:
-            yield event("", {**head, "choices": [], "usage": _usage(reply)})
+            yield server_sent_event("", {**head, "choices": [], "usage": _usage(reply)})
         yield b"data: [DONE]\n\n"
 
     @classmethod
-    def error_event(cls, error: WireError) -> bytes:
-        return event("", cls.error(error))
+    def error_event(cls, error: GatewayRequestError) -> bytes:
+        return server_sent_event("", cls.error(error))
 
     def _logprobs(self, reply: Reply) -> Json | None:
         return {"content": reply.logprobs(self.top_logprobs)} if self.logprobs else None

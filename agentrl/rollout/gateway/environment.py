@@ -1,10 +1,10 @@
 """Environments whose requests are matched by the gateway, so that one rollout may have several trajectories.
 
-:class:`AgentEnvironment` runs the user's program against the gateway. :class:`DeployedHistory` renders a conversation
-as a deployed server would: the chat template renders earlier turns. An episode's turns become requests, which are
-matched and stored by the same rules (:mod:`agentrl.rollout.gateway.tree`). If the template renders an earlier turn
-differently than it was sampled (for example without reasoning), the next turn starts a new sequence, which is a branch
-of the rollout.
+:class:`AgentEnvironment` runs the user's program against the gateway. :class:`RerenderedEnvironment` renders a
+conversation as a deployed server would: the chat template renders earlier turns. An episode's turns become requests,
+which are matched and stored by the same rules (:mod:`agentrl.rollout.gateway.tree`). If the template renders an earlier
+turn differently than it was sampled (for example without reasoning), the next turn starts a new sequence, which is a
+branch of the rollout.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gateway.programs import (
     AgentFailureError,
     AgentProgram,
-    load_agent,
+    load_agent_program,
     load_verifiers_worker,
     load_worker_program,
 )
@@ -32,11 +32,11 @@ from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT, VERIFIERS, WORKER, AgentGatewaySettings
-from agentrl.rollout.gateway.tree import MISSES
-from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, Json, WireError
+from agentrl.rollout.gateway.tree import MISMATCH_REASONS
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayRequestError, Json
 from agentrl.rollout.policy import TokenPolicy, TurnPolicy
 from agentrl.trajectory import Trajectory
-from agentrl_envs.chat import Mark, MarkedText
+from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import Environment, EnvironmentContractError, Episode, EpisodeUsageError, UnavailableError
 from agentrl_envs.registry import describe_error
 from agentrl_envs.settings import HarborAgentSettings, NoSettings, VerifiersSettings, read_options
@@ -51,10 +51,10 @@ _REWARD_SOURCES = (
     "gateway.agent_rewards=true"
 )
 _LIMITED = (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT)
-_COUNTED = ("replayed", *(f"miss_{cause}" for cause in MISSES))
+_COUNTED = ("replayed", *(f"miss_{cause}" for cause in MISMATCH_REASONS))
 
 
-def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: AgentGatewaySettings) -> ChatRenderer:
+def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: AgentGatewaySettings) -> ChatRenderer:
     """Build the renderer for the model ``name``. Its codec uses the end-of-turn marker of the chat template.
 
     Raises SettingsError if the file of ``gateway.chat_template`` cannot be read.
@@ -76,7 +76,7 @@ def agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: Agen
     return ChatRenderer(tokenizer, codec, template=template, options=options)
 
 
-def load_program(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
+def program_for_environment(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
     """Return the agent program for an environment's name and options. Raises PluginError if it is invalid."""
     if env.startswith(VERIFIERS):
         return load_verifiers_worker(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
@@ -87,7 +87,7 @@ def load_program(env: str, options: Mapping[str, object], settings: AgentGateway
     read_options(NoSettings, options)
     if env.startswith(WORKER):
         return load_worker_program(env.removeprefix(WORKER).strip(), settings)
-    return load_agent(env.removeprefix(AGENT).strip(), settings)
+    return load_agent_program(env.removeprefix(AGENT).strip(), settings)
 
 
 class _PromptEpisode:
@@ -143,11 +143,11 @@ class AgentEnvironment(Environment):
 
     def _prompt(self, problem: Problem) -> MarkedText:
         if self._renderer is None:
-            return MarkedText(problem.statement, Mark("\n"))
+            return MarkedText(problem.statement, TemplateMark("\n"))
         roles = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
         messages = tuple(AgentMessage(role=role, content=content) for role, content in roles)
         layout = self._renderer.layout(messages, AgentRequest(messages=messages))
-        return MarkedText(*layout.parts([message.content for message in messages]))
+        return MarkedText(*layout.interleave([message.content for message in messages]))
 
     async def close(self) -> None:
         """Stop the program and the gateway. May be called more than once."""
@@ -187,8 +187,8 @@ class AgentEnvironment(Environment):
         failure: str | None = None
         crash: Exception | None = None
         try:
-            await self._program.ready(rollout.policy.problem, access)
-            rollout.begin()
+            await self._program.wait_until_ready(rollout.policy.problem, access)
+            rollout.start_clock()
             async with asyncio.timeout(self._settings.deadline):
                 reward = await self._program.run(rollout.policy.problem, access)
             rollout.reward = rollout.reward if reward is None else reward
@@ -229,7 +229,7 @@ class AgentEnvironment(Environment):
         self._counts["generations"] += len(generations)
         self._counts["undelivered"] += sum(not one.delivered for one in generations)
         self._counts["tokens"] += sum(sampled.values())
-        self._counts["not_trained"] += sum(sampled[one.id] for one in generations if not one.counts)
+        self._counts["not_trained"] += sum(sampled[one.id] for one in generations if not one.is_trained)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the rollouts since the last call, or {} if there were none."""
@@ -249,7 +249,7 @@ class AgentEnvironment(Environment):
 _UNLIMITED = AgentGatewaySettings(history="template", max_generations=2**31, deadline=1e9)
 
 
-class DeployedHistory(Environment):
+class RerenderedEnvironment(Environment):
     """An environment that renders conversations as a deployed server would."""
 
     def __init__(self, environment: Environment, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
@@ -277,9 +277,9 @@ class DeployedHistory(Environment):
         """Close the environment."""
         await self._environment.close()
 
-    def with_turns(self, max_turns: int) -> DeployedHistory:
+    def with_turns(self, max_turns: int) -> RerenderedEnvironment:
         """Return a copy with at most ``max_turns`` turns per trajectory, unless the environment has its own limit."""
-        return DeployedHistory(self._environment.with_turns(max_turns), self._renderer, self._tools)
+        return RerenderedEnvironment(self._environment.with_turns(max_turns), self._renderer, self._tools)
 
     def describe(self) -> list[str]:
         """Return lines for the console about the environment and the rendering of earlier turns."""
@@ -298,7 +298,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
             settings=settings.model_copy(update={"max_prompt_tokens": context}),
             gateway=_UNLIMITED,
             renderer=renderer,
-            most_context=context,
+            max_context=context,
         )
         self._tokens = tokens
         self._tools = tuple(map(dict, tools))
@@ -307,7 +307,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self._used = 0
 
     @property
-    def used(self) -> int:
+    def response_tokens(self) -> int:
         return self._used
 
     def begin(self, prompt: str) -> None:
@@ -323,7 +323,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         )
         try:
             generation = await self.requests.reply(request, body=b"", retry=False, key=None)
-        except WireError as error:
+        except GatewayRequestError as error:
             if self.requests.stopped is not None:
                 return None
             if self.requests.failure is not None:
@@ -333,8 +333,8 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self._used += tokens
         self._context = generation.context
         self._messages = (*self._messages, generation.reply)
-        self.cut = generation.completion.finish_reason == "length"
-        self.full = self.cut and tokens >= limit
+        self.turn_cut = generation.completion.finish_reason == "length"
+        self.context_full = self.turn_cut and tokens >= limit
         return generation.text
 
     def _credit(self, reward: float) -> None:

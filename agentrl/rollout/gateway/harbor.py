@@ -42,7 +42,7 @@ class ContainerCommand(AgentProgram):
         self._gateway = server
         await self._containers.open()
 
-    async def ready(self, problem: Problem, access: Access) -> None:
+    async def wait_until_ready(self, problem: Problem, access: Access) -> None:
         """Wait for a free container, start it, and serve the gateway in it."""
         assert self._gateway is not None, "the environment is not open"
         async with contextlib.AsyncExitStack() as stack:

@@ -17,12 +17,12 @@ from agentrl.rollout.gateway.wire import (
     AgentRequest,
     Dialect,
     Earlier,
+    GatewayRequestError,
     Json,
     Reply,
-    WireError,
     WireModel,
-    event,
-    text_of,
+    join_text_parts,
+    server_sent_event,
 )
 
 _ERRORS = {
@@ -35,7 +35,7 @@ _ERRORS = {
 _SIGNATURE = "unsigned"  # required by clients with reasoning; the gateway compares the text instead
 _REQUIRED = {"text": "text", "tool_use": "name", "tool_result": "tool_use_id"}
 
-_Text = Annotated[str, BeforeValidator(partial(text_of, separator="\n"))]
+_Text = Annotated[str, BeforeValidator(partial(join_text_parts, separator="\n"))]
 
 
 class _Block(WireModel):
@@ -115,9 +115,9 @@ class Messages(Dialect):
     max_tokens: StrictInt | None = Field(None, ge=1)
     stop_sequences: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
-    def request(self, earlier: Earlier) -> AgentRequest:
+    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
         if self.messages[-1].role == "assistant":
-            raise WireError(
+            raise GatewayRequestError(
                 "the last message must not be the assistant's: replies cannot be prefilled", param="messages"
             )
         system = (AgentMessage(role="system", content=self.system),) if self.system else ()
@@ -130,14 +130,14 @@ class Messages(Dialect):
                 }
                 for tool in self.tools
             ),
-            may_call=self.tool_choice.type != "none",
+            parses_calls=self.tool_choice.type != "none",
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
             trainable=not self.model.endswith(FROZEN),
         )
 
-    def whole(self, reply: Reply) -> Json:
-        calls, stopped_by = reply.message.calls, reply.stopped_by
+    def complete_response(self, reply: Reply) -> Json:
+        calls, stopped_by = reply.message.calls, reply.stop_string
         reason = (
             "tool_use" if calls else "max_tokens" if reply.truncated else "stop_sequence" if stopped_by else "end_turn"
         )
@@ -157,8 +157,8 @@ class Messages(Dialect):
             },
         }
 
-    def events(self, reply: Reply) -> Iterator[bytes]:
-        whole = self.whole(reply)
+    def stream_events(self, reply: Reply) -> Iterator[bytes]:
+        whole = self.complete_response(reply)
         usage = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
@@ -173,7 +173,7 @@ class Messages(Dialect):
         yield _event("message_stop")
 
     @classmethod
-    def error(cls, error: WireError) -> Json:
+    def error(cls, error: GatewayRequestError) -> Json:
         kind = _ERRORS.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error), "code": error.code}}
 
@@ -185,7 +185,8 @@ class Messages(Dialect):
         if message.content:
             blocks.append({"type": "text", "text": message.content})
         blocks += [
-            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed} for call in message.calls
+            {"type": "tool_use", "id": call.id, "name": call.name, "input": call.parsed_arguments}
+            for call in message.calls
         ]
         return blocks
 
@@ -202,4 +203,4 @@ def _opened(block: Json) -> tuple[Json, list[Json]]:
 
 
 def _event(kind: str, **fields: object) -> bytes:
-    return event(kind, {"type": kind, **fields})
+    return server_sent_event(kind, {"type": kind, **fields})

@@ -49,7 +49,7 @@ _USUAL = (
 )
 _TAIL = 2000  # characters of a command's output that are quoted in a message
 
-BLOCKED_SECONDS = 1.0
+BLOCKED_LOOP_SECONDS = 1.0
 """Seconds after which an async agent function that blocks the agents' event loop is reported."""
 
 
@@ -58,7 +58,7 @@ class AgentFailureError(Exception):
 
 
 class AgentProgram(ABC):
-    """Plays problems through the gateway. By default, ``open``, ``ready`` and ``close`` do nothing."""
+    """Plays problems through the gateway. By default, ``open``, ``wait_until_ready`` and ``close`` do nothing."""
 
     trusted = False
     """Whether the program may report rewards and receives the whole problem regardless of the gateway's settings."""
@@ -66,7 +66,7 @@ class AgentProgram(ABC):
     async def open(self, server: AgentGateway) -> None:
         """Prepare to play through ``server``."""
 
-    async def ready(self, problem: Problem, access: Access) -> None:
+    async def wait_until_ready(self, problem: Problem, access: Access) -> None:
         """Wait until the program can start the rollout. The rollout's deadline is measured from this time."""
 
     @abstractmethod
@@ -81,7 +81,7 @@ class AgentProgram(ABC):
         """Stop processes and threads that outlive a rollout."""
 
 
-def load_agent(named: str, settings: AgentGatewaySettings) -> AgentProgram:
+def load_agent_program(named: str, settings: AgentGatewaySettings) -> AgentProgram:
     """Return the agent program for ``module:function`` or a command. Raises PluginError if it is invalid."""
     if FUNCTION.fullmatch(named):
         found = import_attribute(named, "agent")
@@ -150,7 +150,7 @@ async def agent_directory() -> AsyncIterator[str]:
         await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 
-def kill(process: asyncio.subprocess.Process) -> None:
+def kill_process_tree(process: asyncio.subprocess.Process) -> None:
     """Kill a process and its children."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
@@ -218,7 +218,7 @@ class _FunctionAgent(AgentProgram):
         reported: set[tuple[str, int | None]] = set()
         while True:
             answer = asyncio.wrap_future(loop.start(asyncio.sleep(0)))
-            while not (await asyncio.wait([answer], timeout=BLOCKED_SECONDS))[0]:
+            while not (await asyncio.wait([answer], timeout=BLOCKED_LOOP_SECONDS))[0]:
                 at = loop.current_line()
                 if at is not None and (at.filename, at.lineno) not in reported:
                     reported.add((at.filename, at.lineno))
@@ -229,10 +229,10 @@ class _FunctionAgent(AgentProgram):
                         self._name,
                         at.filename,
                         at.lineno,
-                        BLOCKED_SECONDS,
+                        BLOCKED_LOOP_SECONDS,
                         at.line,
                     )
-            await asyncio.sleep(BLOCKED_SECONDS)
+            await asyncio.sleep(BLOCKED_LOOP_SECONDS)
 
 
 def agent_variables(problem: Problem, access: Access, settings: AgentGatewaySettings) -> dict[str, str]:
@@ -244,7 +244,7 @@ def agent_variables(problem: Problem, access: Access, settings: AgentGatewaySett
         "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": access.api_key,
         "ANTHROPIC_MODEL": access.model,
-        "AGENTRL_PROBLEM": json.dumps(settings.visible(problem)),
+        "AGENTRL_PROBLEM": json.dumps(settings.visible_columns(problem)),
     }
 
 
@@ -276,7 +276,7 @@ class _Command(AgentProgram):
             try:
                 out, err = await process.communicate()
             finally:
-                kill(process)
+                kill_process_tree(process)
         if process.returncode:
             output = err.decode(errors="replace")[-_TAIL:].strip()
             raise AgentFailureError(f"{self._words[0]} ended with exit code {process.returncode}: {output}")
@@ -296,7 +296,7 @@ def _last_number(text: str) -> float | None:
         return None
 
 
-EXTERNAL = "external"
+EXTERNAL_WORKER = "external"
 _STDERR = 2
 
 
@@ -326,14 +326,14 @@ class WorkerProgram(AgentProgram):
     async def open(self, server: AgentGateway) -> None:
         self._server = server
 
-    async def ready(self, problem: Problem, access: Access) -> None:
+    async def wait_until_ready(self, problem: Problem, access: Access) -> None:
         """Wait until a worker takes the rollout."""
         process = await self._started() if self._words else None
-        await self._unless_it_ends(process, self._serving().taken(access))
+        await self._unless_it_ends(process, self._serving().wait_until_taken(access))
         self._players[access.name] = process
 
     async def run(self, problem: Problem, access: Access) -> float | None:
-        await self._unless_it_ends(self._players.pop(access.name), self._serving().finished(access))
+        await self._unless_it_ends(self._players.pop(access.name), self._serving().wait_until_finished(access))
         return None
 
     def describe(self) -> str:
@@ -344,7 +344,7 @@ class WorkerProgram(AgentProgram):
     async def close(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            kill(process)
+            kill_process_tree(process)
             await process.wait()
         await self._directory.aclose()
 
@@ -393,7 +393,7 @@ def load_worker_program(named: str, settings: AgentGatewaySettings) -> WorkerPro
             "env=worker: the command is missing: write 'worker:COMMAND', or worker:external for workers that you start "
             "yourself"
         )
-    if named != EXTERNAL:
+    if named != EXTERNAL_WORKER:
         return WorkerProgram(words, settings)
     if not os.environ.get(KEY_VARIABLE):
         raise PluginError(f"env=worker:external needs {KEY_VARIABLE}, the key that workers use to fetch rollouts")

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 
 from pydantic_core import from_json
 
-from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, Layout, content_placeholder
+from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, TemplateLayout, content_placeholder
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, AgentRequest, WireError
-from agentrl_envs.chat import Mark, Part
-from agentrl_envs.tool_call_formats import HERMES, CallForm, without_calls
+from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, AgentRequest, GatewayRequestError
+from agentrl_envs.chat import Part, TemplateMark
+from agentrl_envs.tool_call_formats import HERMES, ToolCallFormat, remove_calls
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,7 +23,10 @@ _CALL_ID = "call00000"  # has the length that some templates require
 
 
 class ChatRenderer:
-    """Renders conversations with a model's chat template. Raises WireError if the template rejects a conversation."""
+    """Renders conversations with a model's chat template.
+
+    Raises GatewayRequestError if the template rejects a conversation.
+    """
 
     def __init__(
         self,
@@ -39,10 +42,10 @@ class ChatRenderer:
         """
         self.codec = codec
         self._chat = ChatTemplate(tokenizer, template=template, options=options)
-        self.prefix_ids = codec.prefix_ids if self._chat.plain else ()
+        self.prefix_ids = codec.prefix_ids if self._chat.is_plain else ()
         self.longest_token = max(map(len, codec.token_bytes))  # in bytes
         self._tokenizer = tokenizer
-        self.calls = HERMES if self._chat.plain else self._call_form()
+        self.calls = HERMES if self._chat.is_plain else self._call_form()
         self._layout = lru_cache(maxsize=_SHAPES)(self._render)
         self._tools = lru_cache(maxsize=_SHAPES)(
             lambda text: json.dumps(self._chat.replace_special_tokens(json.loads(text)))
@@ -50,7 +53,7 @@ class ChatRenderer:
 
     def layout(
         self, messages: Sequence[AgentMessage], request: AgentRequest, *, sampled: Collection[int] = ()
-    ) -> Layout:
+    ) -> TemplateLayout:
         """Return the layout of ``messages`` up to the next reply. ``sampled``: positions of sampled replies."""
         shape = [self._shape(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
         return self._layout(json.dumps(shape), *self._surroundings(request))
@@ -64,29 +67,29 @@ class ChatRenderer:
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
         shape = [self._shape(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
         layout = self._layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
-        behind = self.closing(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
-        return next((part.text for part in behind if isinstance(part, Mark) and part.ends_turn), "")
+        behind = self.mark_turn_end(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
+        return next((part.text for part in behind if isinstance(part, TemplateMark) and part.ends_turn), "")
 
-    def closing(self, text: tuple[Part, ...]) -> tuple[Part, ...]:
+    def mark_turn_end(self, text: tuple[Part, ...]) -> tuple[Part, ...]:
         """Return the text after a sampled reply, with its leading special token marked as the end of the turn."""
-        if not text or not isinstance(text[0], Mark):
+        if not text or not isinstance(text[0], TemplateMark):
             return text
-        end = self._chat.leading_special(text[0].text)
+        end = self._chat.leading_special_token(text[0].text)
         if not end:
             return text
         rest = text[0].text.removeprefix(end)
-        return (Mark(end, ends_turn=True), *([Mark(rest)] if rest else []), *text[1:])
+        return (TemplateMark(end, ends_turn=True), *([TemplateMark(rest)] if rest else []), *text[1:])
 
-    def _call_form(self) -> CallForm:
+    def _call_form(self) -> ToolCallFormat:
         """Return the template's format of tool calls, or Hermes' format if the template has none."""
         name = "look"
         tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
         try:
-            return self._chat.call_form(name, [tool]) or HERMES
+            return self._chat.tool_call_format(name, [tool]) or HERMES
         except ChatTemplateError:
             return HERMES
 
-    def read(self, text: str, request: AgentRequest, *, before: str, prefix: str) -> AgentMessage:
+    def parse_reply(self, text: str, request: AgentRequest, *, before: str, prefix: str) -> AgentMessage:
         """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
             return self._parsed(text, request, before=before, prefix=prefix)
@@ -97,7 +100,7 @@ class ChatRenderer:
         answer, open_again, more = answer.partition("<think>")
         if closed or open_again:
             thoughts, answer = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), answer.strip()
-        content, calls = read_calls(answer, request, self.calls) if request.calls_allowed else (answer, ())
+        content, calls = parse_tool_calls(answer, request, self.calls) if request.calls_allowed else (answer, ())
         return _message(content, thoughts if closed or open_again else None, calls, prefix)
 
     def _parsed(self, text: str, request: AgentRequest, *, before: str, prefix: str) -> AgentMessage:
@@ -134,7 +137,7 @@ class ChatRenderer:
         return shape
 
     def _call_shape(self, call: AgentCall) -> dict[str, object]:
-        arguments = call.parsed
+        arguments = call.parsed_arguments
         function = {
             "name": self._chat.replace_special_tokens(call.name),
             "arguments": self._chat.replace_special_tokens(arguments),
@@ -144,14 +147,18 @@ class ChatRenderer:
     def _surroundings(self, request: AgentRequest) -> tuple[str, str]:
         return self._tools(request.tools_json), json.dumps({**self._chat.options, **request.template_options})
 
-    def _render(self, shape: str, tools: str, options: str) -> Layout:
+    def _render(self, shape: str, tools: str, options: str) -> TemplateLayout:
         try:
             return self._chat.layout(json.loads(shape), json.loads(tools), json.loads(options))
         except ChatTemplateError as error:
-            raise WireError(f"the model's chat template rejects this conversation: {error}", param="messages") from None
+            raise GatewayRequestError(
+                f"the model's chat template rejects this conversation: {error}", param="messages"
+            ) from None
 
 
-def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tuple[str, tuple[tuple[str, str], ...]]:
+def parse_tool_calls(
+    text: str, request: AgentRequest, form: ToolCallFormat = HERMES
+) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the text without its calls, and the name and arguments of each call.
 
     If a call is invalid, names an unknown tool, or has arguments that a reply cannot contain, all calls stay in the
@@ -164,14 +171,14 @@ def read_calls(text: str, request: AgentRequest, form: CallForm = HERMES) -> tup
         found = known.get(name)
         return found if isinstance(found, Mapping) else None
 
-    found = form.find(text, parameters)
+    found = form.find_calls(text, parameters)
     if not found or any(one.error or one.name not in known or not isinstance(one.arguments, dict) for one in found):
         return text, ()
     try:
         calls = tuple((one.name, _arguments(one.arguments)) for one in found)
     except ValueError:
         return text, ()
-    return without_calls(text, found), calls
+    return remove_calls(text, found), calls
 
 
 def _arguments(value: object) -> str:

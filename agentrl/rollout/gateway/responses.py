@@ -20,11 +20,11 @@ from agentrl.rollout.gateway.wire import (
     AgentRequest,
     Dialect,
     Earlier,
+    GatewayRequestError,
     Reply,
-    WireError,
     WireModel,
-    event,
-    text_of,
+    join_text_parts,
+    server_sent_event,
 )
 
 _REQUIRED = {
@@ -39,7 +39,7 @@ _REQUIRED = {
 _PARTS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
 _FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
-_Text = Annotated[str, BeforeValidator(partial(text_of, separator="\n"))]
+_Text = Annotated[str, BeforeValidator(partial(join_text_parts, separator="\n"))]
 
 
 class _Item(WireModel):
@@ -128,12 +128,12 @@ class Responses(Dialect):
             return {**value, "input": [{"role": "user", "content": value["input"]}]}
         return value
 
-    def request(self, earlier: Earlier) -> AgentRequest:
+    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
         instructions = (AgentMessage(role="system", content=self.instructions),) if self.instructions else ()
         history = earlier(self.previous_response_id) if self.previous_response_id else ()
         messages = (*instructions, *history, *self._messages(earlier))
         if not messages:
-            raise WireError("input=[]: must contain at least one entry", param="input")
+            raise GatewayRequestError("input=[]: must contain at least one entry", param="input")
         return AgentRequest(
             messages=messages,
             tools=tuple(
@@ -147,9 +147,9 @@ class Responses(Dialect):
                 }
                 for name, (_, tool) in self._functions.items()
             ),
-            may_call=self.tool_choice != "none",
+            parses_calls=self.tool_choice != "none",
             max_tokens=self.max_output_tokens,
-            instructed=bool(instructions),
+            starts_with_instructions=bool(instructions),
             trainable=not self.model.endswith(FROZEN),
         )
 
@@ -183,13 +183,16 @@ class Responses(Dialect):
             yield _reply(reply)
 
     def _referred(self, item: _Item, earlier: Earlier) -> _Item:
-        """Return the item of an earlier reply to which ``item`` refers. Raises WireError for an unknown id."""
+        """Return the item of an earlier reply to which ``item`` refers.
+
+        Raises GatewayRequestError for an unknown id.
+        """
         kind, _, rest = item.id.partition("_")
         reply_id = rest.rpartition("/")[0] if kind == "fc" else rest
         for one in self._output(reply_id, earlier(item.id)[-1]):
             if one["id"] == item.id:
                 return _Item.model_validate(one)
-        raise WireError(f"the item {item.id!r} does not exist", param="input", status=404)
+        raise GatewayRequestError(f"the item {item.id!r} does not exist", param="input", status=404)
 
     def _output(self, reply_id: str, message: AgentMessage) -> list[dict[str, Any]]:
         """Return the items of a reply. A reply without text and calls has an empty message."""
@@ -210,13 +213,13 @@ class Responses(Dialect):
                 **({"namespace": namespace} if namespace else {}),
                 **done,
             }
-            if tool is not None and tool.type == "custom" and isinstance(call.parsed, dict):
-                items.append({"type": "custom_tool_call", "input": str(call.parsed.get("input", "")), **item})
+            if tool is not None and tool.type == "custom" and isinstance(call.parsed_arguments, dict):
+                items.append({"type": "custom_tool_call", "input": str(call.parsed_arguments.get("input", "")), **item})
             else:
                 items.append({"type": "function_call", "arguments": call.arguments, **item})
         return items
 
-    def whole(self, reply: Reply) -> dict[str, Any]:
+    def complete_response(self, reply: Reply) -> dict[str, Any]:
         items = self._output(reply.id, reply.message)
         if "message.output_text.logprobs" in self.include or self.top_logprobs is not None:
             for part in (part for item in items if item["type"] == "message" for part in item["content"]):
@@ -244,13 +247,13 @@ class Responses(Dialect):
             },
         }
 
-    def events(self, reply: Reply) -> Iterator[bytes]:
+    def stream_events(self, reply: Reply) -> Iterator[bytes]:
         numbers = count()
 
         def made(kind: str, **fields: object) -> bytes:
-            return event(kind, {"type": kind, "sequence_number": next(numbers), **fields})
+            return server_sent_event(kind, {"type": kind, "sequence_number": next(numbers), **fields})
 
-        whole = self.whole(reply)
+        whole = self.complete_response(reply)
         started = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
         yield made("response.created", response=started)
         yield made("response.in_progress", response=started)

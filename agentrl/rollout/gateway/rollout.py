@@ -11,10 +11,17 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.gateway.render import ChatRenderer, Layout
+from agentrl.rollout.gateway.render import ChatRenderer, TemplateLayout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.tree import Generation, GenerationTree, Match, Miss, Prompt, export
-from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, Reply, WireError
+from agentrl.rollout.gateway.tree import (
+    Generation,
+    GenerationTree,
+    MismatchReason,
+    Prompt,
+    RequestMatch,
+    build_trajectories,
+)
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayRequestError, Reply
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
@@ -34,7 +41,7 @@ class AgentRollout:
     settings: RolloutSettings
     gateway: AgentGatewaySettings
     renderer: ChatRenderer
-    most_context: int | None = None  # tokens of prompt and response together
+    max_context: int | None = None  # tokens of prompt and response together
     tree: GenerationTree = field(default_factory=GenerationTree)
     counts: Counter[str] = field(default_factory=Counter)
     stopped: Ended | None = None
@@ -42,7 +49,7 @@ class AgentRollout:
     failure: str | None = None  # reason for a failure of the engine
     given_up: str | None = None  # reason for which the agent ended the rollout without a reward
     reward: float | None = None
-    over: asyncio.Event = field(default_factory=asyncio.Event)
+    finished_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
@@ -55,17 +62,17 @@ class AgentRollout:
     @property
     def finished(self) -> bool:
         """True if the rollout accepts no further requests."""
-        return self.over.is_set()
+        return self.finished_event.is_set()
 
-    def begin(self) -> None:
+    def start_clock(self) -> None:
         """Start the rollout's clock."""
         self._began = time.monotonic()
 
     async def reply(self, request: AgentRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
         """Return the generation that answers a request. A marked retry receives the generation of the first request.
 
-        A disconnected client does not cancel the generation, because it may retry. Raises WireError if the request is
-        rejected.
+        A disconnected client does not cancel the generation, because it may retry. Raises GatewayRequestError if the
+        request is rejected.
         """
         digest = key or hashlib.sha256(body).hexdigest()
         task = self._known.get(digest) if retry or key is not None else None
@@ -82,9 +89,9 @@ class AgentRollout:
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise  # the caller was cancelled, not the generation
-            raise WireError("the rollout is finished", status=409, code="rollout_finished") from None
+            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished") from None
 
-    def delivery(self, generation: Generation, request: AgentRequest) -> Reply:
+    def reply_to_client(self, generation: Generation, request: AgentRequest) -> Reply:
         """Build the reply to a request's client."""
         completion, text = generation.completion, generation.text
         found = [(text.find(stop), stop) for stop in request.stop if stop in text]
@@ -92,32 +99,36 @@ class AgentRollout:
             id=f"{self.policy.name}-{generation.id}",
             message=generation.reply,
             truncated=completion.finish_reason == "length",
-            stopped_by=min(found)[1] if found else None,
+            stop_string=min(found)[1] if found else None,
             prompt_tokens=len(generation.context) - len(completion.token_ids),
             completion_tokens=len(completion.token_ids),
             tokens=partial(self._tokens, completion),
         )
 
-    def earlier(self, id: str) -> tuple[AgentMessage, ...]:
+    def conversation_up_to(self, id: str) -> tuple[AgentMessage, ...]:
         """Return the conversation up to a reply, without its instructions. ``id``: of the response or of an item of it.
 
-        Raises WireError if this rollout has no such reply.
+        Raises GatewayRequestError if this rollout has no such reply.
         """
         number = id.partition(f"_{self.policy.name}-")[2].partition("/")[0]
         for generation in self.tree.generations:
             if str(generation.id) == number:
-                return generation.conversation[generation.instructed :]
-        raise WireError(f"this rollout contains no response {id!r}", code="previous_response_not_found", status=404)
+                return generation.conversation[generation.starts_with_instructions :]
+        raise GatewayRequestError(
+            f"this rollout contains no response {id!r}", code="previous_response_not_found", status=404
+        )
 
-    def count(self, request: AgentRequest) -> int:
-        """Return the number of tokens of a request's context. Raises WireError if the request is rejected."""
+    def count_context_tokens(self, request: AgentRequest) -> int:
+        """Return the number of tokens of a request's context. Raises GatewayRequestError if the request is rejected."""
         if self.finished:
-            raise WireError("the rollout is finished", status=409, code="rollout_finished")
+            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished")
         if reason := self._too_long(request):
-            raise WireError(reason, code=Ended.TOKEN_LIMIT.value)  # unlike a generation, does not stop the rollout
+            raise GatewayRequestError(
+                reason, code=Ended.TOKEN_LIMIT.value
+            )  # unlike a generation, does not stop the rollout
         return len(self._prompt(request, self.tree.match(request))[0].context)
 
-    def state(self) -> dict[str, object]:
+    def describe_state(self) -> dict[str, object]:
         """Return the state of the rollout for clients."""
         return {
             "problem": self.policy.problem.id,
@@ -127,14 +138,14 @@ class AgentRollout:
             "reward": self.reward,
         }
 
-    def sent(self, generation: Generation, *, received: bool) -> None:
+    def record_delivery(self, generation: Generation, *, received: bool) -> None:
         """Record whether the client received a reply. Any successful delivery counts, because clients may retry."""
         generation.received |= received
         generation.delivered = generation.received
 
     async def finish(self) -> None:
         """Reject further requests, cancel running ones and release the engine's caches."""
-        self.over.set()
+        self.finished_event.set()
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
@@ -144,7 +155,7 @@ class AgentRollout:
     def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
         """Return the sampled tokens as trajectories. ``ended`` applies unless a limit stopped the rollout."""
         ended = ended if self.stopped is None or ended.is_excluded else self.stopped
-        return export(
+        return build_trajectories(
             self.tree, self.policy, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
         )
 
@@ -158,7 +169,7 @@ class AgentRollout:
 
     def _check_limits(self) -> None:
         if self.finished:
-            raise WireError("the rollout is finished", status=409, code="rollout_finished")
+            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished")
         limits = self.gateway
         if self._next >= limits.max_generations:
             self._stop(Ended.TURN_LIMIT, f"all {limits.max_generations} generations (gateway.max_generations) are used")
@@ -167,7 +178,7 @@ class AgentRollout:
 
     def _stop(self, ended: Ended, reason: str) -> None:
         self.stopped, self.stop_reason = ended, f": {reason}"
-        raise WireError(f"the rollout was stopped: {reason}", code=ended.value, kind="rollout_stopped")
+        raise GatewayRequestError(f"the rollout was stopped: {reason}", code=ended.value, kind="rollout_stopped")
 
     async def _generate(self, request: AgentRequest) -> Generation:
         if reason := self._too_long(request):
@@ -190,19 +201,19 @@ class AgentRollout:
             )
         except EngineError as error:
             self.failure = f"the engine failed: {error}"
-            raise WireError(self.failure, status=503, kind="server_error") from error
+            raise GatewayRequestError(self.failure, status=503, kind="server_error") from error
         text = self.renderer.codec.decode(completion.token_ids)
         shown = text[: min((at for stop in request.stop if (at := text.find(stop)) >= 0), default=len(text))]
-        reply = self.renderer.read(shown, request, before=prompt.text, prefix=f"call_{number}")
+        reply = self.renderer.parse_reply(shown, request, before=prompt.text, prefix=f"call_{number}")
         generation = Generation(
             id=number,
             prompt=prompt,
             completion=completion,
             text=text,
             reply=reply,
-            line=line,
+            cache_line=line,
             trainable=request.trainable,
-            instructed=request.instructed,
+            starts_with_instructions=request.starts_with_instructions,
         )
         self.tree.add(generation, request.digest)
         return generation
@@ -215,10 +226,13 @@ class AgentRollout:
         return f"a context of {characters} characters {_NO_ROOM}" if too_long else ""
 
     def _limit(self, request: AgentRequest, root: int, context: int) -> int:
-        """Return the maximum number of tokens of a reply. Raises WireError if there is no room for a reply."""
+        """Return the maximum number of tokens of a reply.
+
+        Raises GatewayRequestError if there is no room for a reply.
+        """
         room = self.settings.max_response_tokens - (context - root)
-        if self.most_context is not None:
-            room = min(room, self.most_context - context)
+        if self.max_context is not None:
+            room = min(room, self.max_context - context)
         if root > self.settings.max_prompt_tokens or room < 1:
             self._stop(Ended.TOKEN_LIMIT, f"a context of {context} tokens {_NO_ROOM}")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
@@ -227,12 +241,12 @@ class AgentRollout:
         """Return the sequence of a generation: its parent's sequence for the first continuation, else a new one."""
         if parent is not None and parent.id not in self._continued:
             self._continued.add(parent.id)
-            return parent.line
+            return parent.cache_line
         line = self.policy.name if not self._lines else f"{self.policy.name}/{number}"
         self._lines.add(line)
         return line
 
-    def _prompt(self, request: AgentRequest, match: Match) -> tuple[Prompt, Miss | None]:
+    def _prompt(self, request: AgentRequest, match: RequestMatch) -> tuple[Prompt, MismatchReason | None]:
         """Return the prompt that continues ``match``, or a new root if the template changes earlier text.
 
         Also returns the reason why the prompt does not continue the last reply, or None if it does.
@@ -243,55 +257,55 @@ class AgentRollout:
 
     def _root(self, request: AgentRequest) -> Prompt:
         layout = self.renderer.layout(request.messages, request)
-        parts = layout.parts([message.content for message in request.messages])
+        parts = layout.interleave([message.content for message in request.messages])
         return Prompt(
             parent=None,
             messages=request.messages,
             token_ids=self.renderer.encode(parts),
             text=str(MarkedText(*parts)),
-            lead=layout.strings,
+            leading_texts=layout.plain_texts,
         )
 
-    def _appended(self, request: AgentRequest, match: Match, parent: Generation) -> Prompt | None:
+    def _appended(self, request: AgentRequest, match: RequestMatch, parent: Generation) -> Prompt | None:
         """Return the prompt appended to the parent's tokens, or None if the template changes any earlier text."""
         replies = parent.replies
         messages = (*parent.conversation, *match.new)
         try:
             layout = self.renderer.layout(messages, request, sampled=replies.keys())
-        except WireError:
+        except GatewayRequestError:
             return None  # a template that requires calls before their responses renders the calls again
-        before = layout.before(max(replies))
+        before = layout.texts_before(max(replies))
         if (
             before is None
-            or before[:-1] != parent.prompt.lead[:-1]
-            or not parent.prompt.lead[-1].startswith(before[-1])
+            or before[:-1] != parent.prompt.leading_texts[:-1]
+            or not parent.prompt.leading_texts[-1].startswith(before[-1])
         ):
             return None
         if self.gateway.history == "template" and not self._kept(request, layout, messages, replies):
             return None
-        behind = self.renderer.closing(layout.parts([one.content for one in messages], len(before)))
+        behind = self.renderer.mark_turn_end(layout.interleave([one.content for one in messages], len(before)))
         parts = self.renderer.codec.without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
         return Prompt(
             parent=parent,
             messages=match.new,
             token_ids=self.renderer.codec.encode_parts(parts),
             text=str(MarkedText(*parts)),
-            lead=layout.strings,
+            leading_texts=layout.plain_texts,
         )
 
     def _kept(
         self,
         request: AgentRequest,
-        layout: Layout,
+        layout: TemplateLayout,
         messages: Sequence[AgentMessage],
         replies: Mapping[int, Generation],
     ) -> bool:
         """Return True if the template renders the client's messages as they were sampled."""
         contents = [message.content for message in messages]
         for position, one in replies.items():
-            before = layout.before(position)
+            before = layout.texts_before(position)
             if before is None:
                 return False
-            contents[position] = one.prompt.lead[-1].removeprefix(before[-1]) + one.text
+            contents[position] = one.prompt.leading_texts[-1].removeprefix(before[-1]) + one.text
         shown = self.renderer.layout(request.messages, request)
-        return shown.filled([message.content for message in request.messages]) == layout.filled(contents)
+        return shown.fill([message.content for message in request.messages]) == layout.fill(contents)

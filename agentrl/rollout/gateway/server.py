@@ -41,7 +41,7 @@ from agentrl.rollout.gateway.wire import (
     Access,
     AgentRequest,
     Dialect,
-    WireError,
+    GatewayRequestError,
     WireModel,
     read_body,
     read_dialect,
@@ -180,14 +180,14 @@ class AgentGateway:
         """Stop serving a rollout."""
         del self._entries[access.name]
 
-    async def taken(self, access: Access) -> None:
+    async def wait_until_taken(self, access: Access) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
         self._offered.put_nowait(access.name)
         await self._entries[access.name].taken.wait()
 
-    async def finished(self, access: Access) -> None:
+    async def wait_until_finished(self, access: Access) -> None:
         """Wait until a rollout is finished."""
-        await self._entries[access.name].rollout.over.wait()
+        await self._entries[access.name].rollout.finished_event.wait()
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
@@ -208,7 +208,7 @@ class AgentGateway:
                 Route("/rollouts/{name}/finish", self._finish, methods=["POST"]),
                 Route("/rollouts/{name}", self._state, methods=["GET"]),
             ],
-            exception_handlers={WireError: _refused, HTTPException: _not_served, ClientDisconnect: _gone},
+            exception_handlers={GatewayRequestError: _refused, HTTPException: _not_served, ClientDisconnect: _gone},
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
@@ -217,14 +217,14 @@ class AgentGateway:
         """Answer a request of one API."""
         try:
             return await self._reply(kind, http)
-        except WireError as error:
+        except GatewayRequestError as error:
             return JSONResponse(kind.error(error), status_code=error.status)
 
     async def _read(self, kind: type[Dialect], http: Request) -> tuple[AgentRollout, bytes, Dialect, AgentRequest]:
         rollout = self._entry(http).rollout
         body = await self._body(http)
         call = read_dialect(kind, body, model=self._settings.model)
-        request = call.request(rollout.earlier)
+        request = call.to_agent_request(rollout.conversation_up_to)
         if http.headers.get("x-agentrl-train") == "0":
             request = replace(request, trainable=False)
         return rollout, body, call, request
@@ -246,8 +246,8 @@ class AgentGateway:
                 stream = self._streamed(rollout, call, request, waiting)
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         generation = await waiting
-        rollout.sent(generation, received=not await http.is_disconnected())
-        return JSONResponse(call.whole(rollout.delivery(generation, request)))
+        rollout.record_delivery(generation, received=not await http.is_disconnected())
+        return JSONResponse(call.complete_response(rollout.reply_to_client(generation, request)))
 
     async def _streamed(
         self, rollout: AgentRollout, call: Dialect, request: AgentRequest, waiting: asyncio.Future[Generation]
@@ -260,13 +260,13 @@ class AgentGateway:
                 await asyncio.wait([waiting], timeout=_KEEP_ALIVE)
             try:
                 generation = waiting.result()
-            except WireError as error:
+            except GatewayRequestError as error:
                 yield call.error_event(error)
                 return
-            for event in call.events(rollout.delivery(generation, request)):
+            for event in call.stream_events(rollout.reply_to_client(generation, request)):
                 yield event
             sent = True
-            rollout.sent(generation, received=True)
+            rollout.record_delivery(generation, received=True)
         finally:
             if not sent:
                 waiting.add_done_callback(lambda task: _lost(rollout, task))
@@ -274,8 +274,8 @@ class AgentGateway:
     async def _count_tokens(self, http: Request) -> Response:
         try:
             rollout, _, _, request = await self._read(Messages, http)
-            return JSONResponse({"input_tokens": rollout.count(request)})
-        except WireError as error:
+            return JSONResponse({"input_tokens": rollout.count_context_tokens(request)})
+        except GatewayRequestError as error:
             return JSONResponse(Messages.error(error), status_code=error.status)
 
     async def _models(self, http: Request) -> Response:
@@ -291,7 +291,7 @@ class AgentGateway:
     async def _take(self, http: Request) -> Response:
         """Return the next waiting rollout with the data to play it, or 204 if none arrives for ``wait`` seconds."""
         if not _same(_key(http), self.key):
-            raise WireError("invalid key for this gateway", status=401, code="invalid_api_key")
+            raise GatewayRequestError("invalid key for this gateway", status=401, code="invalid_api_key")
         wait = read_body(_Wait, await self._body(http)).wait
         try:
             async with asyncio.timeout(min(_LONGEST_WAIT, wait)):
@@ -307,7 +307,7 @@ class AgentGateway:
             {
                 "rollout_id": access.pop("name"),
                 **access,
-                "problem": self._settings.visible(policy.problem),
+                "problem": self._settings.visible_columns(policy.problem),
                 "step": policy.step,
                 "group": policy.group,
                 "sample": policy.sample_index,
@@ -327,14 +327,14 @@ class AgentGateway:
     async def _reward(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
         if not self._settings.agent_rewards:
-            raise WireError(
+            raise GatewayRequestError(
                 "this run does not accept rewards from agents; set gateway.agent_rewards=true to accept them",
                 status=403,
                 code="reward_not_accepted",
             )
         value = read_body(_Reward, await self._body(http)).reward
         if rollout.finished:
-            raise WireError("the rollout is finished", status=409, code="rollout_finished")
+            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished")
         rollout.reward = value
         return JSONResponse({"reward": rollout.reward})
 
@@ -342,23 +342,27 @@ class AgentGateway:
         rollout = self._entry(http).rollout
         # With the rollout's key, code written by the policy could exclude its own rollout.
         if not _same(_key(http), self.key):
-            raise WireError("finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed")
+            raise GatewayRequestError(
+                "finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed"
+            )
         error = read_body(_Finish, await self._body(http)).error
         if error is not None and not rollout.finished:
             rollout.given_up = f"the agent failed: {error}"
         await rollout.finish()
-        return JSONResponse(rollout.state())
+        return JSONResponse(rollout.describe_state())
 
     async def _state(self, http: Request) -> Response:
-        return JSONResponse(self._entry(http).rollout.state())
+        return JSONResponse(self._entry(http).rollout.describe_state())
 
     def _entry(self, http: Request) -> _Entry:
         name = http.path_params.get("name") or http.headers.get("x-session-id", "")
         entry = self._entries.get(name)
         if entry is None:
-            raise WireError(f"the rollout {name!r} does not exist or has ended", status=404, code="rollout_not_found")
+            raise GatewayRequestError(
+                f"the rollout {name!r} does not exist or has ended", status=404, code="rollout_not_found"
+            )
         if not (_same(_key(http), entry.access.api_key) or _same(_key(http), self.key)):
-            raise WireError("invalid key for this rollout", status=401, code="invalid_api_key")
+            raise GatewayRequestError("invalid key for this rollout", status=401, code="invalid_api_key")
         return entry
 
     async def _body(self, http: Request) -> bytes:
@@ -368,7 +372,7 @@ class AgentGateway:
                 async for part in http.stream():
                     size += len(part)
                     if size > most:
-                        raise WireError(
+                        raise GatewayRequestError(
                             f"the request body exceeds {most} bytes (gateway.max_request_bytes)",
                             status=413,
                             code="request_too_large",
@@ -376,7 +380,7 @@ class AgentGateway:
                     parts.append(part)
         except TimeoutError:
             message = f"the request body did not arrive within {_BODY_SECONDS:g} s"
-            raise WireError(message, status=408, code="request_timeout") from None
+            raise GatewayRequestError(message, status=408, code="request_timeout") from None
         return b"".join(parts)
 
 
@@ -391,7 +395,7 @@ def _same(key: str, expected: str) -> bool:
 
 def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
     if not task.cancelled() and task.exception() is None:
-        rollout.sent(task.result(), received=False)
+        rollout.record_delivery(task.result(), received=False)
 
 
 async def _gone(http: Request, error: Exception) -> Response:
@@ -405,10 +409,10 @@ async def _not_served(http: Request, error: Exception) -> Response:
     message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST " + ", ".join(
         f"/v1{path}" for path in _DIALECTS
     )
-    return await _refused(http, WireError(message, status=error.status_code, code="not_found"))
+    return await _refused(http, GatewayRequestError(message, status=error.status_code, code="not_found"))
 
 
 async def _refused(http: Request, error: Exception) -> Response:
-    """Return a WireError in OpenAI's format."""
-    assert isinstance(error, WireError), "it is registered for no other"
+    """Return a GatewayRequestError in OpenAI's format."""
+    assert isinstance(error, GatewayRequestError), "it is registered for no other"
     return JSONResponse(error.body(), status_code=error.status)

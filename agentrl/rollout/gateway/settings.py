@@ -30,7 +30,7 @@ def is_agent(env: str) -> bool:
     return env.startswith((AGENT, WORKER, VERIFIERS)) or (env.startswith(HARBOR) and env.count(":") > 1)
 
 
-def runs_outside(env: str) -> bool:
+def runs_in_separate_process(env: str) -> bool:
     """Return True if an environment is a command or a worker, which runs outside the trainer's process."""
     return env.startswith(WORKER) or (env.startswith(AGENT) and not FUNCTION.fullmatch(env.removeprefix(AGENT).strip()))
 
@@ -83,11 +83,11 @@ class AgentGatewaySettings(BaseModel):
     )
     threads: int = Field(256, ge=1, description="maximum number of agents that run concurrently as blocking functions")
 
-    def visible(self, problem: Problem) -> dict[str, object]:
+    def visible_columns(self, problem: Problem) -> dict[str, object]:
         """Return the part of a problem that programs outside the trainer receive.
 
         >>> problem = Problem(id="0", statement="2 + 3?", answer="5", source="toy", info={"db": "a.sqlite", "key": "5"})
-        >>> AgentGatewaySettings(agent_columns=["db"]).visible(problem)
+        >>> AgentGatewaySettings(agent_columns=["db"]).visible_columns(problem)
         {'id': '0', 'statement': '2 + 3?', 'messages': [], 'info': {'db': 'a.sqlite'}}
         """
         whole = asdict(problem)

@@ -2,8 +2,8 @@
 
 A generation is a node. It contains the messages after its parent's reply, the tokens of these messages, and the sampled
 tokens. A request continues the deepest generation whose path, including its reply, is a prefix of the request. Messages
-after an edit start a branch, and a request without a match starts a new root. :func:`export` returns one trajectory per
-leaf. Every trained token is in the loss of exactly one trajectory.
+after an edit start a branch, and a request without a match starts a new root. :func:`build_trajectories` returns one
+trajectory per leaf. Every trained token is in the loss of exactly one trajectory.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from agentrl.rollout.policy import TokenPolicy
 from agentrl.trajectory import Segment, Trajectory
 from agentrl_envs.types import Ended
 
-Miss = Literal["edited", "tools", "reasoning", "template"]
-MISSES: tuple[Miss, ...] = ("edited", "tools", "reasoning", "template")
+MismatchReason = Literal["edited", "tools", "reasoning", "template"]
+MISMATCH_REASONS: tuple[MismatchReason, ...] = ("edited", "tools", "reasoning", "template")
 """Reasons why a request does not continue the last reply that it contains."""
 
 
@@ -28,14 +28,14 @@ MISSES: tuple[Miss, ...] = ("edited", "tools", "reasoning", "template")
 class Prompt:
     """The messages since the parent's reply, with their tokens and text. Without a parent, all messages.
 
-    ``lead``: the template's texts around all messages, used to check that a later rendering only appends.
+    ``leading_texts``: the template's texts around all messages, used to check that a later rendering only appends.
     """
 
     parent: Generation | None
     messages: tuple[AgentMessage, ...]
     token_ids: tuple[int, ...]
     text: str
-    lead: tuple[str, ...]
+    leading_texts: tuple[str, ...]
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -50,9 +50,9 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Generation:
-    """One reply and its prompt. ``line`` names the sequence in the engine's cache.
+    """One reply and its prompt. ``cache_line`` names the sequence in the engine's cache.
 
-    ``instructed``: the conversation starts with instructions that later requests do not inherit.
+    ``starts_with_instructions``: the conversation starts with instructions that later requests do not inherit.
     """
 
     id: int
@@ -60,9 +60,9 @@ class Generation:
     completion: Completion
     text: str
     reply: AgentMessage
-    line: str
+    cache_line: str
     trainable: bool
-    instructed: bool = False
+    starts_with_instructions: bool = False
     delivered: bool = True
     received: bool = False  # a client certainly received it, regardless of other deliveries
     children: list[Generation] = field(default_factory=list)
@@ -101,18 +101,18 @@ class Generation:
         return tuple(token for one in self.path for token in one.prompt.token_ids + one.completion.token_ids)
 
     @property
-    def counts(self) -> bool:
+    def is_trained(self) -> bool:
         """True if the generation's tokens are trained."""
         return self.trainable and self.delivered
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Match:
+class RequestMatch:
     """The generation that a request continues, if any, its new messages, and the reason for an unmatched reply."""
 
     parent: Generation | None
     new: tuple[AgentMessage, ...]
-    miss: Miss | None
+    miss: MismatchReason | None
 
 
 class GenerationTree:
@@ -128,14 +128,14 @@ class GenerationTree:
         """Add a finished generation. ``digest``: digest of the request's tools and template options."""
         self._digests.add(digest)
         state = 0
-        for key in (digest, *(message.key for message in generation.conversation)):
+        for key in (digest, *(message.content_key for message in generation.conversation)):
             state = self._steps.setdefault((state, key), len(self._steps) + 1)
         self._replies.setdefault(state, []).append(generation)
         self.generations.append(generation)
         if generation.parent is not None:
             generation.parent.children.append(generation)
 
-    def match(self, request: AgentRequest) -> Match:
+    def match(self, request: AgentRequest) -> RequestMatch:
         """Return the deepest generation whose path is a prefix of the request. :func:`_nearest` breaks ties."""
         messages = request.messages
         known = list(self._along(request.digest, messages))
@@ -148,9 +148,11 @@ class GenerationTree:
                 break
         for one in found.path if found is not None else ():
             one.received = one.delivered = True  # the client has received it, because its request contains it
-        return Match(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
+        return RequestMatch(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
 
-    def _miss(self, request: AgentRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]) -> Miss | None:
+    def _miss(
+        self, request: AgentRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]
+    ) -> MismatchReason | None:
         """Return the reason why replies after ``depth`` do not match, or None if the request has no such replies."""
         if not any(message.role == "assistant" for message in request.messages[depth:]):
             return None
@@ -166,11 +168,11 @@ class GenerationTree:
         for position, message in enumerate(messages):
             if state is None:
                 return
-            state = self._steps.get((state, message.key))
+            state = self._steps.get((state, message.content_key))
             if state in self._replies:
                 yield position, self._replies[state]
 
-    def branches(self) -> list[list[Generation]]:
+    def trained_branches(self) -> list[list[Generation]]:
         """Return the generations that each sequence adds, root to leaf, in the order of their last generations.
 
         A generation is continued by its first child that leads to a trained token. Other such children start new
@@ -178,7 +180,7 @@ class GenerationTree:
         """
         live: set[int] = set()
         for one in self.generations:
-            if one.counts:
+            if one.is_trained:
                 live.update(step.id for step in one.path)
         following = {one.id: [child for child in one.children if child.id in live] for one in self.generations}
         roots = [one for one in self.generations if one.parent is None and one.id in live]
@@ -207,7 +209,7 @@ def _nearest(candidates: Sequence[Generation], messages: Sequence[AgentMessage])
     )
 
 
-def export(
+def build_trajectories(
     tree: GenerationTree, policy: TokenPolicy, *, ended: Ended, reward: float, seconds: float
 ) -> tuple[Trajectory, ...]:
     """Return the rollout's trajectories. The last trajectory carries the reward. All weights sum to 1.
@@ -216,7 +218,7 @@ def export(
     trained tokens, becomes one trajectory without segments.
     """
     made = partial(policy.trajectory, seconds=seconds)
-    lines = [] if ended.is_excluded else tree.branches()
+    lines = [] if ended.is_excluded else tree.trained_branches()
     if not lines:
         failed = ended if ended.is_excluded else Ended.INFRASTRUCTURE_FAILURE
         return (made(prompt_ids=(), segments=(), ended=failed),)
@@ -239,7 +241,7 @@ def export(
 
 def _sampled(line: Sequence[Generation]) -> int:
     """Return the number of trained tokens."""
-    return sum(len(one.completion.token_ids) for one in line if one.counts)
+    return sum(len(one.completion.token_ids) for one in line if one.is_trained)
 
 
 def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
@@ -258,19 +260,19 @@ def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
 
 def _prompt(line: Sequence[Generation]) -> tuple[int, ...]:
     """Return all tokens before the first trained generation."""
-    return next(one for one in line if one.counts).prompt.context
+    return next(one for one in line if one.is_trained).prompt.context
 
 
 def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
     """Return the segments: sampled tokens and the text between them. Untrained tokens are observations."""
-    positions = [position for position, one in enumerate(line) if one.counts]
+    positions = [position for position, one in enumerate(line) if one.is_trained]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []
     routes = b"".join(one.completion.routes for one in line[positions[0]].path[:-1])
     for one in line[positions[0] : positions[-1] + 1]:
         if segments:
             waiting.append((one.prompt.token_ids, one.prompt.text))
-        if not one.counts:
+        if not one.is_trained:
             waiting.append((one.completion.token_ids, one.text))
             routes += one.completion.routes
             continue

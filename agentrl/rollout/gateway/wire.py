@@ -48,7 +48,7 @@ _TEXT_PARTS = {
 _SAYS_NOTHING: tuple[object, ...] = ("", 0, False, [], {})
 
 
-class WireError(Exception):
+class GatewayRequestError(Exception):
     """Raised to reject a request, with an HTTP status and the fields of OpenAI's error object."""
 
     def __init__(
@@ -85,7 +85,7 @@ class WireModel(BaseModel):
         return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
-def text_of(value: object, separator: str = "") -> object:
+def join_text_parts(value: object, separator: str = "") -> object:
     """Join the text parts of a message's content."""
     if not isinstance(value, list):
         return value
@@ -111,7 +111,7 @@ class AgentCall(WireModel):
     id: str = ""
 
     @cached_property
-    def parsed(self) -> object:
+    def parsed_arguments(self) -> object:
         """The parsed arguments, or their text if it is not valid JSON. Empty text is parsed as an empty object."""
         try:
             return from_json(self.arguments or "{}")
@@ -124,7 +124,7 @@ class AgentMessage(WireModel):
 
     >>> one = AgentMessage(role="assistant", content=" 4\\n", calls=(AgentCall(name="f", arguments='{"b":1, "a":2}'),))
     >>> two = AgentMessage(role="assistant", content="4", calls=(AgentCall(name="f", arguments='{"a": 2, "b": 1}'),))
-    >>> one.key == two.key
+    >>> one.content_key == two.content_key
     True
     """
 
@@ -132,7 +132,7 @@ class AgentMessage(WireModel):
         Literal["system", "user", "assistant", "tool"],
         BeforeValidator(lambda value: "system" if value == "developer" else value),
     ]
-    content: Annotated[str, BeforeValidator(text_of)] = ""
+    content: Annotated[str, BeforeValidator(join_text_parts)] = ""
     reasoning: Annotated[str | None, BeforeValidator(lambda value: value if isinstance(value, str) else None)] = Field(
         None, validation_alias=AliasChoices("reasoning_content", "reasoning")
     )
@@ -141,9 +141,9 @@ class AgentMessage(WireModel):
     function_call: None = None
 
     @cached_property
-    def key(self) -> str:
+    def content_key(self) -> str:
         """A key that is equal for messages with equal content. Reasoning is compared separately."""
-        calls = [[call.name, call.parsed] for call in self.calls]
+        calls = [[call.name, call.parsed_arguments] for call in self.calls]
         return json.dumps([self.role, self.content.strip(), calls], sort_keys=True)
 
 
@@ -151,23 +151,24 @@ class AgentMessage(WireModel):
 class AgentRequest:
     """A request in the form that all APIs share.
 
-    ``tools``: function schemas as chat templates expect them. ``instructed``: the first message contains instructions
-    that apply to this request only. ``may_call``: calls are parsed from the reply. ``trainable``: the reply is trained.
+    ``tools``: function schemas as chat templates expect them. ``starts_with_instructions``: the first message contains
+    instructions that apply to this request only. ``parses_calls``: calls are parsed from the reply. ``trainable``: the
+    reply is trained.
     """
 
     messages: tuple[AgentMessage, ...]
     tools: tuple[Json, ...] = ()
-    may_call: bool = True
+    parses_calls: bool = True
     template_options: Json = field(default_factory=dict)
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
-    instructed: bool = False
+    starts_with_instructions: bool = False
     trainable: bool = True
 
     @property
     def calls_allowed(self) -> bool:
         """True if the reply may contain tool calls."""
-        return bool(self.tools) and self.may_call
+        return bool(self.tools) and self.parses_calls
 
     @cached_property
     def tools_json(self) -> str:
@@ -183,7 +184,7 @@ class AgentRequest:
 
 @dataclass(frozen=True, kw_only=True)
 class Reply:
-    """A complete reply. ``stopped_by``: the request's stop string that ended the reply, or None.
+    """A complete reply. ``stop_string``: the request's stop string that ended the reply, or None.
 
     ``tokens``: text, bytes and log-probability of each sampled token, computed on demand.
     """
@@ -191,7 +192,7 @@ class Reply:
     id: str
     message: AgentMessage
     truncated: bool
-    stopped_by: str | None
+    stop_string: str | None
     prompt_tokens: int
     completion_tokens: int
     tokens: Callable[[], Iterable[tuple[str, bytes, float]]]
@@ -206,7 +207,10 @@ class Reply:
 
 
 Earlier = Callable[[str], tuple[AgentMessage, ...]]
-"""Returns the conversation up to the reply with an id, without instructions. Raises WireError for an unknown id."""
+"""Returns the conversation up to the reply with an id, without instructions.
+
+Raises GatewayRequestError for an unknown id.
+"""
 
 
 class Dialect(WireModel, ABC):
@@ -221,29 +225,29 @@ class Dialect(WireModel, ABC):
     stream: StrictBool = False
 
     @abstractmethod
-    def request(self, earlier: Earlier) -> AgentRequest:
-        """Return the request in the common form. Raises WireError."""
+    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
+        """Return the request in the common form. Raises GatewayRequestError."""
 
     @abstractmethod
-    def whole(self, reply: Reply) -> Json:
+    def complete_response(self, reply: Reply) -> Json:
         """Return the JSON of a response that is not streamed."""
 
     @abstractmethod
-    def events(self, reply: Reply) -> Iterator[bytes]:
+    def stream_events(self, reply: Reply) -> Iterator[bytes]:
         """Yield the events of a streamed response."""
 
     @classmethod
-    def error(cls, error: WireError) -> Json:
+    def error(cls, error: GatewayRequestError) -> Json:
         """Return the JSON of an error."""
         return error.body()
 
     @classmethod
-    def error_event(cls, error: WireError) -> bytes:
+    def error_event(cls, error: GatewayRequestError) -> bytes:
         """Return the event of an error in a stream."""
-        return event("error", {"type": "error", **cls.error(error)})
+        return server_sent_event("error", {"type": "error", **cls.error(error)})
 
 
-def event(name: str, values: Json) -> bytes:
+def server_sent_event(name: str, values: Json) -> bytes:
     """Return a server-sent event, without an event name if ``name`` is empty."""
     return (f"event: {name}\n" if name else "").encode() + b"data: " + json.dumps(values).encode() + b"\n\n"
 
@@ -252,7 +256,7 @@ _Model = TypeVar("_Model", bound=WireModel)
 
 
 def read_body(kind: type[_Model], body: bytes) -> _Model:
-    """Parse and validate the body of a request. Raises WireError with the name of the invalid field."""
+    """Parse and validate the body of a request. Raises GatewayRequestError with the name of the invalid field."""
     try:
         return kind.model_validate(
             from_json(body or b"{}"), by_alias=True, by_name=False
@@ -260,29 +264,31 @@ def read_body(kind: type[_Model], body: bytes) -> _Model:
     except ValidationError as error:
         raise _refusal(error) from None
     except ValueError as error:
-        raise WireError(f"the body is not valid JSON: {error}") from None
+        raise GatewayRequestError(f"the body is not valid JSON: {error}") from None
 
 
 _Dialect = TypeVar("_Dialect", bound=Dialect)
 
 
 def read_dialect(kind: type[_Dialect], body: bytes, *, model: str) -> _Dialect:
-    """Read the body of a request for ``model``. Raises WireError with the name of the invalid field."""
+    """Read the body of a request for ``model``. Raises GatewayRequestError with the name of the invalid field."""
     call = read_body(kind, body)
     for name, value in (call.model_extra or {}).items():
         if name not in kind.unused and value not in _SAYS_NOTHING:
             hint = did_you_mean(name, {*kind.model_fields, *kind.unused})
-            raise WireError(f"the field {name} is not supported by this gateway{hint}", param=name)
+            raise GatewayRequestError(f"the field {name} is not supported by this gateway{hint}", param=name)
     if call.model not in (model, model + FROZEN):
-        raise WireError(f"this gateway serves {model!r}, not {call.model!r}", param="model", code="model_not_found")
+        raise GatewayRequestError(
+            f"this gateway serves {model!r}, not {call.model!r}", param="model", code="model_not_found"
+        )
     return call
 
 
-def _refusal(error: ValidationError) -> WireError:
+def _refusal(error: ValidationError) -> GatewayRequestError:
     """Return an error for the first invalid field."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in fault["loc"]).removeprefix(".")
     text = json.dumps(fault["input"])
     value = "" if fault["type"] == "missing" else f"={text if len(text) <= 60 else f'{text[:57]}...'}"
     problem = _FAULTS.get(fault["type"], fault["msg"])
-    return WireError(f"{path or 'the body'}{value}: {problem}", param=path or None)
+    return GatewayRequestError(f"{path or 'the body'}{value}: {problem}", param=path or None)

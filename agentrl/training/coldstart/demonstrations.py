@@ -13,10 +13,10 @@ from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import evaluation_set, load_source
-from agentrl.rollout.environment import environment_tools, needs_answers
+from agentrl.rollout.environment import compares_with_references, environment_tools
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.chat import plain_format
+from agentrl_envs.chat import plain_text_format
 from agentrl_envs.episode import Environment, EnvironmentContractError
 from agentrl_envs.protocols.base import Protocol
 from agentrl_envs.protocols.factory import make_protocol
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 
-async def with_observations(demonstration: Demonstration, environment: Environment) -> Demonstration:
+async def add_observations(demonstration: Demonstration, environment: Environment) -> Demonstration:
     """Return the demonstration with observations from ``environment``, or unchanged if its author wrote them.
 
     Raises SettingsError if the episode ends before the last turn.
@@ -68,7 +68,7 @@ def check_template(settings: Settings, template: object) -> None:
         )
 
 
-def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> None:
+def check_tool_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> None:
     """Raise SettingsError if a demonstration lacks a column of a class's ``reset`` or calls an unknown tool.
 
     Calls with invalid arguments may be intended and only cause a warning.
@@ -92,7 +92,7 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
                 raise SettingsError(
                     f"{place}: turn {number} calls {call.name!r}, which is not a tool of env={settings.env}{hint}"
                 )
-            refusal = schema.refusal(call.arguments if isinstance(call.arguments, dict) else {})
+            refusal = schema.find_argument_error(call.arguments if isinstance(call.arguments, dict) else {})
             wrong += [f"{place}: turn {number}: {refusal}"] if refusal else []
     if wrong:
         more = f" (and {len(wrong) - 1} more such calls)" if wrong[1:] else ""
@@ -101,12 +101,12 @@ def check_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> 
 
 def _calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
     """Yield (turn number, call) for each call of a demonstration that can be parsed."""
-    find = plain_format([]).calls.find
+    find = plain_text_format([]).calls.find_calls
     for number, turn in enumerate(item.turns, start=1):
         yield from ((number, call) for call in find(turn.model) if not call.error)
 
 
-def environment_key(settings: Settings) -> dict[str, str]:
+def environment_cache_key(settings: Settings) -> dict[str, str]:
     """Return the cache key of a user's class, which determines the prompts and observations of a cold start."""
     if environment_tools(settings.env) is None:
         return {}
@@ -120,15 +120,15 @@ _PROGRAMS = {"retool": "<code>\n```python\n{}\n```\n</code>", "torl": "```python
 _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}}}"}
 
 
-def in_protocol_format(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
+def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
     """Return the demonstrations of ``settings`` in the format of the environment's protocol.
 
     Raises SettingsError if the environment is a class and the demonstrations are generated, because these call other
-    tools. Raises SettingsError for a file of demonstrations as :func:`check_calls` does.
+    tools. Raises SettingsError for a file of demonstrations as :func:`check_tool_calls` does.
     """
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):
-        check_calls(demonstrations, settings)
+        check_tool_calls(demonstrations, settings)
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
         return tuple(_answered(item) for item in demonstrations)
@@ -190,9 +190,9 @@ class EncodedDemonstration:
         return max((len(list(run)) for own, run in itertools.groupby(self.response_mask) if own), default=0)
 
 
-def problems_to_measure(settings: Settings) -> list[Problem]:
+def problems_for_length_check(settings: Settings) -> list[Problem]:
     """Return evenly spaced problems of each training source that needs no download."""
-    answered = needs_answers(settings)
+    answered = compares_with_references(settings)
     return [
         problem
         for entry in settings.data.train

@@ -25,8 +25,8 @@ from agentrl.rollout.environment import build_rewards, environment_and_codec
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, malformed_as_world_error
 from agentrl.telemetry.machine import usable_cores
-from agentrl.training.coldstart.demonstrations import problems_to_measure
-from agentrl.training.coldstart.train import cached_policy, cold_start, read_cold_demonstrations
+from agentrl.training.coldstart.demonstrations import problems_for_length_check
+from agentrl.training.coldstart.train import cached_policy, cold_start, read_coldstart_demonstrations
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.settings import ColdstartSettings
 from agentrl.trajectory import Group
@@ -91,7 +91,7 @@ def starting_policy(settings: Settings, console: Console, *, announce_cached: bo
     """Return the directory or id of the initial policy. Runs and caches a cold start if it is configured."""
     if settings.coldstart.demonstrations is None and settings.model.path is not None:
         return settings.model.path
-    loaded = read_cold_demonstrations(settings)
+    loaded = read_coldstart_demonstrations(settings)
     path = cached_policy(settings, loaded.demonstrations)
     if path.exists():
         if announce_cached:
@@ -107,7 +107,7 @@ def starting_policy(settings: Settings, console: Console, *, announce_cached: bo
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     if settings.coldstart.direct_share:
         console.note(_direct_answers(settings.coldstart))
-    create_policy(settings, path, console, problems_to_measure(settings))
+    create_policy(settings, path, console, problems_for_length_check(settings))
     return str(path)
 
 
@@ -129,7 +129,7 @@ def create_policy(settings: Settings, output: Path, console: Console, problems: 
     console.note(f"policy: {output}, trained in {time.monotonic() - began:.0f} s, final perplexity {perplexity:.3f}")
     cold = settings.coldstart
     late = (cold.direct_steps or 0) if cold.direct_share else 0  # the last steps use other demonstrations
-    console.note(describe_loss(losses[: max(0, cold.steps - late)] or losses))
+    console.note(describe_loss_trend(losses[: max(0, cold.steps - late)] or losses))
     try:
         score = asyncio.run(_play(settings, output, problems))
     except (AgentRLError, UnavailableError) as error:  # the policy is saved; only its score is missing
@@ -147,7 +147,7 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
     """
     source = ", ".join(sorted({problem.source for problem in problems}))
     if not problems:
-        shown = read_cold_demonstrations(settings).demonstrations
+        shown = read_coldstart_demonstrations(settings).demonstrations
         problems, source = [item.problem for item in shown], "the demonstrations"
     count = min(_PLAYED, len(problems))
     chosen = [problems[index * len(problems) // count] for index in range(count)]
@@ -175,7 +175,7 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
             groups = sorted([group async for group in played], key=lambda group: group.index)
             if not groups:
                 return None
-            driver.check_crashes(groups, "the cold start's policy")
+            driver.raise_if_all_crashed(groups, "the cold start's policy")
             report = score_groups(groups, step=0, samples=1)
         finally:
             await engine.close()
@@ -195,16 +195,16 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
     )
 
 
-def describe_loss(losses: Sequence[float]) -> str:
+def describe_loss_trend(losses: Sequence[float]) -> str:
     """Describe the trend of the loss: compare the last tenth of the steps with the tenth before it.
 
     The loss falls if the two means differ by more than two standard errors.
 
-    >>> describe_loss([1.0, 1.2] * 20)
+    >>> describe_loss_trend([1.0, 1.2] * 20)
     'cold start: the loss is on a plateau (1.100, before 1.100)'
-    >>> describe_loss([1.0 - step / 100 for step in range(40)])
+    >>> describe_loss_trend([1.0 - step / 100 for step in range(40)])
     'cold start: the loss is still falling (0.625, before 0.665): raise coldstart.steps to lower it further'
-    >>> describe_loss([0.02 - step / 2000 for step in range(40)])
+    >>> describe_loss_trend([0.02 - step / 2000 for step in range(40)])
     'cold start: the loss is near 0 (0.001, before 0.003)'
     """
     count = max(4, len(losses) // 10)
@@ -246,7 +246,7 @@ def _claim(output: Path) -> None:
         raise SettingsError(f"cannot create --output {output}: {error.strerror}") from error
 
 
-def computing_processes(settings: Settings, *, ranks: int) -> int:
+def count_computing_processes(settings: Settings, *, ranks: int) -> int:
     """Return the number of processes of a run that compute on this machine's cores at the same time."""
     beside = settings.rollout.schedule != "synchronous" and engine_facts(settings.rollout).in_process
     return ranks + beside

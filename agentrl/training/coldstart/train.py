@@ -21,7 +21,7 @@ from torch.nn.utils.rnn import pad_sequence
 import agentrl
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import PackedRow, pack_row
-from agentrl.models.exactness import check_policy, choose_reader
+from agentrl.models.exactness import check_packed_forward, choose_attention_backend
 from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
@@ -31,14 +31,14 @@ from agentrl.rollout.environment import build_environment, environment_tools
 from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.coldstart.demonstrations import (
     EncodedDemonstration,
+    add_observations,
     check_limits,
     check_template,
-    environment_key,
-    in_protocol_format,
-    with_observations,
+    environment_cache_key,
+    read_in_protocol_format,
 )
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl_envs.chat import parts_of
+from agentrl_envs.chat import text_and_marks
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
@@ -64,7 +64,7 @@ async def encode_demonstration(
         stopped = any(turn.model.endswith(stop) for stop in episode.stop_strings) and episode.turn_complete(turn.model)
         if not stopped:
             tokens.append(codec.eos_id)
-        observed = codec.encode_parts(parts_of(turn.observation))
+        observed = codec.encode_parts(text_and_marks(turn.observation))
         ids += [*tokens, *observed]
         mask += [True] * len(tokens) + [False] * len(observed)
     await episode.close()
@@ -81,7 +81,7 @@ def pack_demonstrations(demonstrations: Sequence[EncodedDemonstration]) -> tuple
     return pack_row(documents), rows, columns
 
 
-def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
+def shuffled_batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
     """Yield batches of indices endlessly, with a new permutation in each epoch. Batches may span epochs."""
     generator = torch.Generator().manual_seed(seed)
     queue: list[int] = []
@@ -95,14 +95,14 @@ def batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]:
 def fine_tune(
     model: Any,
     rows: Sequence[EncodedDemonstration],
-    late_rows: Sequence[EncodedDemonstration],
+    final_rows: Sequence[EncodedDemonstration],
     settings: Settings,
     *,
     report: Callable[[int, float], None],
 ) -> None:
     """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` receives step and loss.
 
-    The last ``coldstart.direct_steps`` steps use ``late_rows`` (as many as ``rows``) instead.
+    The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead.
     """
     from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 
@@ -114,7 +114,7 @@ def fine_tune(
         PolicyModel(
             model,
             backend=settings.training.head_backend,
-            attention=choose_reader(settings.model, model.config),
+            attention=choose_attention_backend(settings.model, model.config),
         ),
         optimizer=OptimizerSettings(
             learning_rate=cold.learning_rate,
@@ -127,12 +127,12 @@ def fine_tune(
         bfloat16=settings.model.dtype == "bfloat16",
         updates=cold.steps,
     )
-    check_policy(settings.model.path or "the embedded tiny policy", engine.module)
+    check_packed_forward(settings.model.path or "the embedded tiny policy", engine.module)
     model.train()
-    stream = batches(len(rows), cold.batch_size, seed=_seed(settings))
+    stream = shuffled_batches(len(rows), cold.batch_size, seed=_seed(settings))
     early = 0 if cold.direct_steps is None else cold.steps - cold.direct_steps
     for step in range(1, cold.steps + 1):
-        shown = rows if step <= early else late_rows
+        shown = rows if step <= early else final_rows
         chosen = [shown[index] for index in next(stream)]
         tokens = sum(sum(row.response_mask) for row in chosen)
         statistics, _ = engine(*(part.to(engine.device) for part in pack_demonstrations(chosen)))
@@ -154,9 +154,9 @@ async def cold_start(
     environment = build_environment(settings)
     await environment.open()
     try:
-        read = read_cold_demonstrations(settings).demonstrations
-        demonstrations = [await with_observations(item, environment) for item in read]
-        with reserved(output) as folder:
+        read = read_coldstart_demonstrations(settings).demonstrations
+        demonstrations = [await add_observations(item, environment) for item in read]
+        with reserved_directory(output) as folder:
             model, tokenizer = await _trained(settings, demonstrations, environment, report, problems)
             body = (
                 f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
@@ -183,7 +183,7 @@ async def _trained(
     else:
         model = read_model(settings.model.path, settings.model)
     codec = TextCodec(tokenizer)
-    mixed = with_direct_answers(
+    mixed = shorten_to_direct_answers(
         demonstrations,
         share=settings.coldstart.direct_share,
         seed=seed,
@@ -222,7 +222,7 @@ async def _encoded(
     return tokenizer, rows
 
 
-async def measure(settings: Settings, problems: Sequence[Problem]) -> None:
+async def check_token_limits(settings: Settings, problems: Sequence[Problem]) -> None:
     """Check prompts and demonstrations against the limits of rollouts, as :func:`cold_start` does, without training.
 
     Raises SettingsError if all prompts exceed the limit.
@@ -230,13 +230,13 @@ async def measure(settings: Settings, problems: Sequence[Problem]) -> None:
     environment = build_environment(settings)
     await environment.open()
     try:
-        read = read_cold_demonstrations(settings).demonstrations
-        await _encoded(settings, [await with_observations(item, environment) for item in read], environment, problems)
+        read = read_coldstart_demonstrations(settings).demonstrations
+        await _encoded(settings, [await add_observations(item, environment) for item in read], environment, problems)
     finally:
         await environment.close()
 
 
-def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
+def read_coldstart_demonstrations(settings: Settings) -> LoadedDemonstrations:
     """Load the demonstrations of ``coldstart.demonstrations``. Raises SettingsError if there are none."""
     cold = settings.coldstart
     if cold.demonstrations is None:
@@ -247,10 +247,10 @@ def read_cold_demonstrations(settings: Settings) -> LoadedDemonstrations:
     loaded = load_demonstrations(
         cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings), families=cold.families
     )
-    return replace(loaded, demonstrations=in_protocol_format(loaded.demonstrations, settings))
+    return replace(loaded, demonstrations=read_in_protocol_format(loaded.demonstrations, settings))
 
 
-def with_direct_answers(
+def shorten_to_direct_answers(
     demonstrations: Sequence[Demonstration],
     *,
     share: float,
@@ -285,7 +285,7 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),
         "demonstrations": hashlib.sha256("\0".join(map(_content, demonstrations)).encode()).hexdigest(),
-        **environment_key(settings),
+        **environment_cache_key(settings),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
@@ -299,7 +299,7 @@ def _content(demonstration: Demonstration) -> str:
 
 
 @contextmanager
-def reserved(output: Path) -> Iterator[Path]:
+def reserved_directory(output: Path) -> Iterator[Path]:
     """Create a directory beside ``output`` before any computation, and delete it at the end unless it was renamed.
 
     Also deletes directories left by killed processes. Raises SettingsError if the directory cannot be created.

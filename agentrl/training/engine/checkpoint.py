@@ -29,8 +29,8 @@ from agentrl.models.settings import LoRASettings
 from agentrl.rollout.work_queue import QueueState
 from agentrl.telemetry.files import atomic_write, checksum, find_damaged_files, os_errors_as_world_errors
 from agentrl.telemetry.records import EvaluationRecord
-from agentrl.training.engine.deepspeed_engine import from_rank_zero, gather_from_ranks, on_every_rank
-from agentrl.training.engine.parts import Part
+from agentrl.training.engine.deepspeed_engine import gather_from_ranks, run_on_every_rank, run_on_rank_zero
+from agentrl.training.engine.parts import RankState
 from agentrl.training.settings import CheckpointSettings, OptimizerSettings
 
 _Value = TypeVar("_Value")
@@ -65,7 +65,7 @@ class RankInfo(Protocol):
 class Checkpointable(Protocol):
     """A component whose state has a part on every rank."""
 
-    def part(self) -> Part: ...
+    def copy_rank_state(self) -> RankState: ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -100,7 +100,7 @@ class CheckpointWriter:
         self.finish()
         folder = self._root / f".step-{state.step:06d}.partial"
         _on_disk(folder, lambda: self._prepare(folder))
-        own = {f"{name}/part-{self._rank:05d}.safetensors": item.part() for name, item in saved.items()}
+        own = {f"{name}/part-{self._rank:05d}.safetensors": item.copy_rank_state() for name, item in saved.items()}
         files = self._thread.submit(_write_parts, folder, own)
         self._under_way = _Write(state=_as_read(state), folder=folder, files=files)
         asynchronous = self._settings.asynchronous
@@ -143,13 +143,15 @@ class CheckpointWriter:
             delete_old_checkpoints(self._root, self._settings.keep)
 
 
-def _write_parts(folder: Path, parts: Mapping[str, Part]) -> dict[str, str]:
+def _write_parts(folder: Path, parts: Mapping[str, RankState]) -> dict[str, str]:
     for name, part in parts.items():
         part.write(folder / name)
     return {name: checksum(folder / name) for name in parts}
 
 
-def open_newest(root: Path, ranks: RankInfo, *, keep: int, warn: Callable[[str], None]) -> tuple[Path, RunState] | None:
+def open_newest_checkpoint(
+    root: Path, ranks: RankInfo, *, keep: int, warn: Callable[[str], None]
+) -> tuple[Path, RunState] | None:
     """Return the newest undamaged checkpoint and its state, or None if there are no checkpoints. Collective.
 
     Renames newer checkpoints that are damaged, with a warning, and deletes all but the newest ``keep`` undamaged ones.
@@ -162,8 +164,8 @@ def open_newest(root: Path, ranks: RankInfo, *, keep: int, warn: Callable[[str],
         return [path.name for path in reversed(_complete(root))]
 
     spoiled: dict[str, str] = {}
-    for name in from_rank_zero(tidied):
-        found = on_every_rank(partial(_damage, root / name, ranks.rank, ranks.world_size))
+    for name in run_on_rank_zero(tidied):
+        found = run_on_every_rank(partial(_damage, root / name, ranks.rank, ranks.world_size))
         problems = [problem for part in found for problem in part]
         if problems:
             spoiled[name] = problems[0]
@@ -183,7 +185,7 @@ def open_newest(root: Path, ranks: RankInfo, *, keep: int, warn: Callable[[str],
     return None
 
 
-def newest_step(root: Path) -> int:
+def newest_checkpoint_step(root: Path) -> int:
     """Return the step of the newest complete checkpoint, or 0 if there is none. Reads no weights."""
     return max((_step(path) for path in _complete(root)), default=0)
 
@@ -214,7 +216,7 @@ def read_state(checkpoint: Path) -> RunState:
         raise WorldError(f"the checkpoint {checkpoint} cannot be read: {error}") from error
 
 
-def check_reference(checkpoint: Path, state: RunState, path: str | None) -> None:
+def check_reference_matches(checkpoint: Path, state: RunState, path: str | None) -> None:
     """Raise SettingsError unless ``path`` is the reference policy of the run so far."""
     if state.reference != path:
         raise SettingsError(
@@ -230,7 +232,7 @@ def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
         with os_errors_as_world_errors(folder, "write a checkpoint to"):
             return work()
 
-    return on_every_rank(guarded)
+    return run_on_every_rank(guarded)
 
 
 def _as_read(state: RunState) -> RunState:
@@ -297,7 +299,7 @@ def adapter_record(settings: LoRASettings, *, base: str) -> AdapterRecord | None
     return {"rank": settings.rank, "alpha": settings.alpha, "targets": sorted(settings.targets), "base": base}
 
 
-def check_adapter(checkpoint: Path, written: AdapterRecord | None, now: AdapterRecord | None) -> None:
+def check_adapter_matches(checkpoint: Path, written: AdapterRecord | None, now: AdapterRecord | None) -> None:
     """Raise SettingsError unless the adapters of a checkpoint and a run match, or both have no adapters."""
     if written == now:
         return
@@ -315,14 +317,14 @@ def check_adapter(checkpoint: Path, written: AdapterRecord | None, now: AdapterR
     raise SettingsError(f"{made}, {said}: set the same values to resume")
 
 
-def policy_optimizer(settings: OptimizerSettings, lora: LoRASettings) -> OptimizerSettings:
+def policy_optimizer_settings(settings: OptimizerSettings, lora: LoRASettings) -> OptimizerSettings:
     """Return the optimizer settings of the policy, with the learning rate scaled for adapters."""
     if lora.rank == 0:
         return settings
     return settings.model_copy(update={"learning_rate": settings.learning_rate * lora.learning_rate_factor})
 
 
-def describe_size(module: nn.Module) -> str:
+def describe_parameter_count(module: nn.Module) -> str:
     """Describe the number of a module's parameters, and the number of trained parameters if some are frozen."""
     sizes = [(getattr(item, "ds_numel", item.numel()), item.requires_grad) for item in module.parameters()]
     total = sum(size for size, _ in sizes)

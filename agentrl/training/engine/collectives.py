@@ -19,9 +19,9 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.engine.deepspeed_engine import (
     TrainingEngine,
-    from_rank_zero,
+    all_to_all,
     gather_from_ranks,
-    swap_between_ranks,
+    run_on_rank_zero,
 )
 
 if TYPE_CHECKING:
@@ -31,13 +31,15 @@ if TYPE_CHECKING:
 _Record = TypeVar("_Record", bound="DataclassInstance")
 
 
-class Exchange:
+class RowExchange:
     """Sends rows of micro-batches without padding to their home ranks, and results back. Collective."""
 
     def __init__(
-        self, masks: Sequence[Tensor], homes: Tensor, *, group: torch.distributed.ProcessGroup | None = None
+        self, masks: Sequence[Tensor], home_ranks: Tensor, *, group: torch.distributed.ProcessGroup | None = None
     ) -> None:
-        """``masks`` are the micro-batches' bool masks [b, T]; b may be 0. ``homes`` [B] is the home rank of each row.
+        """``masks`` are the micro-batches' bool masks [b, T]; b may be 0.
+
+        ``home_ranks`` [B] is the home rank of each row.
 
         Positions after a row's last True are not sent. Ranks are ranks of ``group``; None: of all processes.
         """
@@ -45,10 +47,10 @@ class Exchange:
         self._group = group
         self._shapes = [mask.shape for mask in masks]
         lengths = torch.cat([_lengths(mask) for mask in masks])
-        self._order = homes.argsort(stable=True)
+        self._order = home_ranks.argsort(stable=True)
         self._lengths = lengths[self._order]
-        rows = torch.bincount(homes, minlength=ranks)
-        tokens = torch.zeros_like(rows).index_add_(0, homes, lengths)
+        rows = torch.bincount(home_ranks, minlength=ranks)
+        tokens = torch.zeros_like(rows).index_add_(0, home_ranks, lengths)
         own = torch.stack([rows, tokens], dim=-1)
         theirs = self._swap(own, [1] * ranks, [1] * ranks)
         (self._rows_out, self._tokens_out), (self._rows_in, self._tokens_in) = own.t().tolist(), theirs.t().tolist()
@@ -77,7 +79,7 @@ class Exchange:
         return [_widened(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
     def _swap(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
-        return swap_between_ranks(values, sent, received, self._group)
+        return all_to_all(values, sent, received, self._group)
 
 
 def _lengths(mask: Tensor) -> Tensor:
@@ -201,7 +203,7 @@ def check_shared_folder(folder: Path, *, rank: int, visible: float = _VISIBLE) -
             probe.touch()
         return probe.name
 
-    name = from_rank_zero(write)
+    name = run_on_rank_zero(write)
     seen = gather_from_ranks((socket.gethostname(), _appears(folder / name, visible)))
     if rank == 0:
         (folder / name).unlink()

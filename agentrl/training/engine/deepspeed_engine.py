@@ -20,16 +20,16 @@ from torch.distributed import distributed_c10d
 
 from agentrl.errors import WorldError
 from agentrl.kernels import TokenStatistics
-from agentrl.models.exactness import choose_reader
+from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.loading import read_model
 from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.planning.memory import REDUCE_BUCKET
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.engine.parts import Part, restore_rank_state, take_part
+from agentrl.training.engine.parts import RankState, copy_rank_state, restore_rank_state
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl.weights.sources import read_sharded
+from agentrl.weights.sources import load_sharded_model
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -41,7 +41,7 @@ class Stopwatch:
     >>> watch = Stopwatch(torch.device("cpu"))
     >>> with watch.section("forward"):
     ...     pass
-    >>> list(watch.take()), watch.take()
+    >>> list(watch.take_seconds()), watch.take_seconds()
     (['forward'], {})
     """
 
@@ -58,7 +58,7 @@ class Stopwatch:
         finally:
             self._measured.append((name, seconds()))
 
-    def take(self) -> dict[str, float]:
+    def take_seconds(self) -> dict[str, float]:
         """Return the seconds spent in each section since the last call. Waits for the GPU."""
         if self._device.type == "cuda" and self._measured:
             torch.cuda.synchronize(self._device)
@@ -197,7 +197,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
 
 
-def end_distributed() -> None:
+def leave_distributed() -> None:
     """Leave the process group that :func:`start_distributed` joined, so that this process can join another one."""
     if torch.distributed.is_initialized():
         import deepspeed
@@ -213,7 +213,7 @@ def gather_from_ranks(value: _Value) -> list[_Value]:
     return values
 
 
-def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
+def run_on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
     """Call ``work`` on this rank and return every rank's value, in the order of ranks. Collective.
 
     A WorldError on one rank is raised on all ranks, so that none waits in the next collective.
@@ -231,16 +231,18 @@ def on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
     return [cast(_Value, found) for found, _ in outcomes]
 
 
-def from_rank_zero(work: Callable[[], _Value]) -> _Value:
-    """Call ``work`` on rank 0 only, and return its value on every rank. Errors as in :func:`on_every_rank`. Collective.
+def run_on_rank_zero(work: Callable[[], _Value]) -> _Value:
+    """Call ``work`` on rank 0 only, and return its value on every rank.
+
+    Errors as in :func:`run_on_every_rank`. Collective.
 
     ``work`` must be fast, because the other ranks wait in a collective.
     """
-    found = on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
+    found = run_on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
     return cast(_Value, found)
 
 
-def swap_between_ranks(
+def all_to_all(
     values: Tensor, sent: list[int], received: list[int], group: torch.distributed.ProcessGroup | None = None
 ) -> Tensor:
     """Send the r-th part of ``values``, of ``sent[r]`` entries, to rank r of ``group`` (None: all ranks). Collective.
@@ -379,9 +381,9 @@ class TrainingEngine(Generic[_Module_co]):
         """Move back the state that :meth:`offload` moved."""
         self._engine.reload_states()
 
-    def part(self) -> Part:
+    def copy_rank_state(self) -> RankState:
         """Copy this rank's part of parameters, optimizer, schedule and random state, for a checkpoint."""
-        return take_part(self.module, self._engine.optimizer, updates=self._schedule.last_epoch, rank=self.rank)
+        return copy_rank_state(self.module, self._engine.optimizer, updates=self._schedule.last_epoch, rank=self.rank)
 
     def load(self, folder: Path) -> None:
         """Restore a checkpoint of this model, written by any number of ranks at any ZeRO stage. Collective."""
@@ -403,13 +405,13 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
     if training.zero_stage < 3 or world_size == 1:
         return add_adapters(read_model(path, model), model.lora)
     config = deepspeed_config(training, bfloat16=model.dtype == "bfloat16", world_size=world_size)
-    return add_adapters(read_sharded(path, model, config), model.lora)
+    return add_adapters(load_sharded_model(path, model, config), model.lora)
 
 
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
     """Read a policy for this rank with :func:`read_for_training`."""
     causal_lm = read_for_training(path, model, training)
-    attention = choose_reader(model, causal_lm.config)
+    attention = choose_attention_backend(model, causal_lm.config)
     sequence = rank_groups(training).sequence
     return PolicyModel(causal_lm, backend=training.head_backend, attention=attention, sequence=sequence)
 
@@ -424,7 +426,7 @@ def _dimensions(parameter: nn.Parameter) -> int:
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def frozen(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
+def frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
     """Return the forward of a frozen module on this rank's device. ZeRO-3 shards its parameters."""
     import deepspeed
 

@@ -31,14 +31,14 @@ def set_determinism(settings: TrainingSettings) -> None:
     torch.use_deterministic_algorithms(True)
 
 
-def random_state() -> dict[str, Tensor]:
+def get_random_state() -> dict[str, Tensor]:
     """Return the state of torch's random number generators by device."""
     state = {"cpu": torch.get_rng_state()}
     return state | ({"cuda": torch.cuda.get_rng_state()} if torch.cuda.is_available() else {})
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Restore a :func:`random_state` on the available devices."""
+    """Restore a :func:`get_random_state` on the available devices."""
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

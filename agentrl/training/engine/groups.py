@@ -27,7 +27,7 @@ class RankGroups:
     peers: ProcessGroup | None = None  # one rank of each group; None: all ranks
 
     @property
-    def first(self) -> bool:
+    def is_first_in_group(self) -> bool:
         """True on the first rank of each group that shares rows."""
         return self.sequence is None or self.sequence.rank == 0
 
@@ -39,7 +39,7 @@ def rank_groups(training: TrainingSettings) -> RankGroups:
     """
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     size = training.sequence_parallel
-    obstacle = grouping_obstacle(size, ranks=world)
+    obstacle = reason_ranks_not_groupable(size, ranks=world)
     if obstacle is not None:
         raise SettingsError(obstacle)
     if size == 1:
@@ -49,10 +49,10 @@ def rank_groups(training: TrainingSettings) -> RankGroups:
     return _create_groups(every, size, training.collective_deadline)
 
 
-def grouping_obstacle(size: int, *, ranks: int) -> str | None:
+def reason_ranks_not_groupable(size: int, *, ranks: int) -> str | None:
     """Return the reason why ``ranks`` cannot share rows in groups of ``size``, or None.
 
-    >>> grouping_obstacle(2, ranks=3)
+    >>> reason_ranks_not_groupable(2, ranks=3)
     'training.sequence_parallel=2 does not divide the 3 training ranks; valid: 1, 3, or training.num_processes=2 or 4'
     """
     if ranks % size == 0:

@@ -24,21 +24,21 @@ _SILENT = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class Beat:
+class HeartbeatState:
     """The latest heartbeat of the main thread of a rank on ``node``.
 
     ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same calls and
-    marks, so positions are comparable. ``allowed`` is the time in seconds until the next mark, unless the rank waits
-    for ranks at the same or an earlier position. ``waits`` is true if the rank waits for the worker only. ``marks``
-    counts the marks.
+    marks, so positions are comparable. ``allowed_seconds`` is the time in seconds until the next mark, unless the rank
+    waits for ranks at the same or an earlier position. ``waits`` is true if the rank waits for the worker only.
+    ``progress_count`` counts the marks.
     """
 
     node: str
     position: tuple[int, int]
-    doing: str
-    allowed: float
+    activity: str
+    allowed_seconds: float
     waits_for_worker: bool = False
-    marks: int = 0
+    progress_count: int = 0
 
 
 class Heartbeat:
@@ -56,11 +56,11 @@ class Heartbeat:
     >>> for now, step in ((0.0, 1), (100.0, 2)):
     ...     heartbeat.start_step(step)
     ...     heartbeat.start_pass()
-    >>> heartbeat.beat.allowed
+    >>> heartbeat.beat.allowed_seconds
     1800.0
     >>> now = 107.0  # a pass of the second step took 7 s
     >>> heartbeat.start_pass()
-    >>> heartbeat.beat.doing, heartbeat.beat.allowed
+    >>> heartbeat.beat.activity, heartbeat.beat.allowed_seconds
     ('the training of step 2', 70.0)
     """
 
@@ -74,18 +74,20 @@ class Heartbeat:
         self._passed = False  # this step had a pass
         self._began: float | None = None  # of the current pass, if it is measured
         self._longest = 0.0
-        self.beat = Beat(node=THIS_MACHINE.node, position=(0, 0), doing="the start", allowed=self._slow)
+        self.beat = HeartbeatState(
+            node=THIS_MACHINE.node, position=(0, 0), activity="the start", allowed_seconds=self._slow
+        )
         self.shortened: Callable[[], None] = lambda: None
 
     def start_waiting(self, waiting_for: str) -> None:
-        """Mark the start of a wait for the worker. Call :meth:`repeat` while waiting."""
+        """Mark the start of a wait for the worker. Call :meth:`refresh` while waiting."""
         self._end_pass()
         calls = self.beat.position[0] + 1
         self._mark((calls, 0), f"waiting for {waiting_for}", self._deadline, waits=True)
 
-    def repeat(self) -> None:
+    def refresh(self) -> None:
         """Repeat the last mark."""
-        self.beat = replace(self.beat, marks=self.beat.marks + 1)
+        self.beat = replace(self.beat, progress_count=self.beat.progress_count + 1)
 
     def start_work(self, doing: str) -> None:
         """Mark the start of work that may take long."""
@@ -109,7 +111,11 @@ class Heartbeat:
     def allow_compilation(self, *_: object) -> None:
         """Allow the current work more time and do not measure it. Torch calls this when a compilation starts."""
         self._began = None
-        self.beat = replace(self.beat, allowed=max(self._slow, self.beat.allowed), marks=self.beat.marks + 1)
+        self.beat = replace(
+            self.beat,
+            allowed_seconds=max(self._slow, self.beat.allowed_seconds),
+            progress_count=self.beat.progress_count + 1,
+        )
 
     def finish_passes(self) -> None:
         """Mark the start of the wait for other ranks' micro-batches and of the update."""
@@ -126,21 +132,21 @@ class Heartbeat:
 
     def _mark(self, position: tuple[int, int], doing: str, allowed: float, *, waits: bool = False) -> None:
         before = self.beat
-        self.beat = Beat(
+        self.beat = HeartbeatState(
             node=THIS_MACHINE.node,
             position=position,
-            doing=doing,
-            allowed=allowed,
+            activity=doing,
+            allowed_seconds=allowed,
             waits_for_worker=waits,
-            marks=before.marks + 1,
+            progress_count=before.progress_count + 1,
         )
-        if allowed < before.allowed:
+        if allowed < before.allowed_seconds:
             self.shortened()
 
 
 @dataclass(frozen=True, kw_only=True)
 class _RankState:
-    beat: Beat
+    beat: HeartbeatState
     since: float  # time of the mark's first heartbeat
     last: float  # time of the last heartbeat
 
@@ -155,11 +161,11 @@ class HeartbeatMonitor:
         self._states: dict[int, _RankState] = {}
         self._checked: float | None = None
 
-    def record(self, rank: int, beat: Beat, now: float) -> None:
+    def record(self, rank: int, beat: HeartbeatState, now: float) -> None:
         """Record a heartbeat of a rank. The time in which its process was suspended does not count."""
         known = self._states.get(rank)
         since = now
-        if known is not None and known.beat.marks == beat.marks:
+        if known is not None and known.beat.progress_count == beat.progress_count:
             gap = now - known.last
             since = known.since + (gap if gap > _SILENT else 0.0)
         self._states[rank] = _RankState(beat=beat, since=since, last=now)
@@ -176,7 +182,7 @@ class HeartbeatMonitor:
         self._checked = now
         if len(self._states) < self._ranks:
             return []
-        overdue = {rank for rank, one in self._states.items() if now > one.since + one.beat.allowed}
+        overdue = {rank for rank, one in self._states.items() if now > one.since + one.beat.allowed_seconds}
         unresponsive = {rank for rank, one in self._states.items() if now > one.last + self._process_deadline}
         blamed = unresponsive | {rank for rank in overdue if not self._may_wait_for_another_rank(rank, overdue)}
         found = {rank: self._states[rank] for rank in sorted(blamed)}
@@ -191,9 +197,9 @@ class HeartbeatMonitor:
         """Return a message about a stuck rank."""
         one = self._states[rank]
         text = f"training rank {rank} on {one.beat.node} is stuck: no progress for {now - one.since:.0f} s in "
-        text += one.beat.doing
-        if now > one.since + one.beat.allowed:
-            text += f", longer than the {one.beat.allowed:.0f} s allowed (cluster.deadline)"
+        text += one.beat.activity
+        if now > one.since + one.beat.allowed_seconds:
+            text += f", longer than the {one.beat.allowed_seconds:.0f} s allowed (cluster.deadline)"
         if now > one.last + _SILENT:
             text += "; its process does not respond, as when it was stopped with SIGSTOP"
         return text

@@ -76,7 +76,7 @@ class MicroBatchBudget:
     def tokens(self) -> int:
         return self._record.tokens
 
-    def report(self, say: Callable[[str], None]) -> None:
+    def print_reduction(self, say: Callable[[str], None]) -> None:
         """Call ``say`` with a message if micro-batches are smaller than configured."""
         if self.tokens < self._record.configured:
             say(

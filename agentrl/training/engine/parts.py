@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.files import os_errors_as_world_errors
-from agentrl.training.engine.determinism import random_state, set_random_state
+from agentrl.training.engine.determinism import get_random_state, set_random_state
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
 _WEIGHT = "weight"
@@ -35,7 +35,7 @@ _FACTS = "agentrl"  # the only key of a file's metadata, because safetensors wri
 
 
 @dataclass(frozen=True, kw_only=True)
-class PartMetadata:
+class RankStateMetadata:
     """Metadata of a part and of the whole checkpoint."""
 
     starts: dict[str, int]  # offset of each piece in its flat parameter
@@ -45,10 +45,10 @@ class PartMetadata:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Part:
+class RankState:
     """One rank's part of a checkpoint, in memory."""
 
-    facts: PartMetadata
+    metadata: RankStateMetadata
     tensors: dict[str, Tensor]
 
     @property
@@ -59,7 +59,7 @@ class Part:
     def write(self, path: Path) -> None:
         """Write one file, with reproducible bytes. Raises OSError or SafetensorError if writing fails."""
         path.parent.mkdir(exist_ok=True)
-        save_file(self.tensors, path, metadata={_FACTS: json.dumps(asdict(self.facts))})
+        save_file(self.tensors, path, metadata={_FACTS: json.dumps(asdict(self.metadata))})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,12 @@ class ParameterShard:
     flat: nn.Parameter  # weights in float32; the optimizer's state has tensors of its shape
     offset: int  # in ``flat``
 
-    def of(self, whole: Tensor) -> Tensor:
+    def slice_of(self, whole: Tensor) -> Tensor:
         """Return a view of this piece in a tensor with the shape of ``flat``."""
         return whole.detach().view(-1).narrow(0, self.offset, self.length)
 
 
-def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[ParameterShard]:
+def local_parameter_shards(module: nn.Module, optimizer: Untyped) -> Iterator[ParameterShard]:
     """Yield the pieces of this rank under DeepSpeed's ``optimizer``. Without ZeRO, every rank has all pieces."""
     item: Untyped
     for name, item in module.named_parameters():
@@ -100,21 +100,21 @@ def own_pieces(module: nn.Module, optimizer: Untyped) -> Iterator[ParameterShard
             yield ParameterShard(name=name, start=start, length=length, flat=flat, offset=offset)
 
 
-def take_part(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int) -> Part:
+def copy_rank_state(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int) -> RankState:
     """Copy this rank's pieces and random state to the CPU."""
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     whole_everywhere = adam is optimizer
-    pieces = [] if whole_everywhere and rank else list(own_pieces(module, optimizer))
-    tensors = {f"random/{device}": state for device, state in random_state().items()}
+    pieces = [] if whole_everywhere and rank else list(local_parameter_shards(module, optimizer))
+    tensors = {f"random/{device}": state for device, state in get_random_state().items()}
     steps = None
     for piece in pieces:
-        tensors[f"{_WEIGHT}/{piece.name}"] = _copied(piece.of(piece.flat))
+        tensors[f"{_WEIGHT}/{piece.name}"] = _copied(piece.slice_of(piece.flat))
         if state := adam.state.get(piece.flat):
             steps = float(state["step"])
-            tensors |= {f"{moment}/{piece.name}": _copied(piece.of(state[moment])) for moment in MOMENTS}
+            tensors |= {f"{moment}/{piece.name}": _copied(piece.slice_of(state[moment])) for moment in MOMENTS}
     starts = {piece.name: piece.start for piece in pieces}
-    facts = PartMetadata(starts=starts, shapes=_shapes(module), adam_steps=steps, updates=updates)
-    return Part(facts=facts, tensors=tensors)
+    facts = RankStateMetadata(starts=starts, shapes=_shapes(module), adam_steps=steps, updates=updates)
+    return RankState(metadata=facts, tensors=tensors)
 
 
 def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, rank: int) -> int:
@@ -130,7 +130,7 @@ def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, r
             raise SettingsError(
                 f"the checkpoint {folder} has an unsupported format: resume with the version of agentrl that wrote it"
             )
-        facts = [PartMetadata(**json.loads(file.metadata()[_FACTS])) for file in files]
+        facts = [RankStateMetadata(**json.loads(file.metadata()[_FACTS])) for file in files]
         _check_model(folder, facts[0].shapes, _shapes(module))
         _read_pieces(_AllPieces(files, facts), module, optimizer)
         _restore_random_state(files, rank)
@@ -140,7 +140,7 @@ def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, r
 class _AllPieces:
     """The pieces of all files, by parameter."""
 
-    def __init__(self, files: Sequence[safe_open], facts: Sequence[PartMetadata]) -> None:
+    def __init__(self, files: Sequence[safe_open], facts: Sequence[RankStateMetadata]) -> None:
         self._at: dict[str, list[tuple[int, safe_open]]] = {}
         for file, own in zip(files, facts, strict=True):
             for name, start in own.starts.items():
@@ -167,13 +167,13 @@ def _read_pieces(parts: _AllPieces, module: nn.Module, optimizer: Untyped) -> No
     parameters: dict[str, Untyped] = dict(module.named_parameters())
     if sharded:
         optimizer.checkpoint_event_prologue()  # required for small parameters, which every rank holds completely
-    for piece in own_pieces(module, optimizer):
-        weight = piece.of(piece.flat)
+    for piece in local_parameter_shards(module, optimizer):
+        weight = piece.slice_of(piece.flat)
         parts.read(_WEIGHT, piece, weight)
         if parts.steps is not None:
             state = _state(adam, piece.flat, parts.steps)
             for moment in MOMENTS:
-                parts.read(moment, piece, piece.of(state[moment]))
+                parts.read(moment, piece, piece.slice_of(state[moment]))
         if sharded:
             parameters[piece.name].ds_tensor.data.view(-1)[: piece.length].copy_(weight)
     if sharded:

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from agentrl.telemetry.records import Metrics
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.engine.checkpoint import newest_step
+from agentrl.training.engine.checkpoint import newest_checkpoint_step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +69,7 @@ class RunFollower:
         """
         self._run = RunDirectory(path)
         self._callbacks = callbacks
-        self._checkpoint = newest_step(self._run.checkpoints)
+        self._checkpoint = newest_checkpoint_step(self._run.checkpoints)
         self._seen = {_kind_and_step(row) for row in self._run.metrics() if row["step"] <= self._checkpoint}
         self._inode, self._offset = self._state()
 
@@ -88,7 +88,7 @@ class RunFollower:
                 on_evaluation(
                     EvaluatedStep(run=self._run.path, step=step, falsified=falsified, score=score, metrics=row)
                 )
-        newest = newest_step(self._run.checkpoints)
+        newest = newest_checkpoint_step(self._run.checkpoints)
         if newest > self._checkpoint:
             self._checkpoint = newest
             if self._callbacks.on_checkpoint is not None:

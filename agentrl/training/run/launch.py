@@ -16,7 +16,7 @@ import torch
 from agentrl.cluster.backends import has_many_nodes, open_cluster
 from agentrl.cluster.launchers import RankPosition
 from agentrl.cluster.local import log_file
-from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, place_on_nodes, plan_table
+from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, plan_table, record_placement
 from agentrl.cluster.processes import (
     Bundle,
     Cluster,
@@ -32,8 +32,8 @@ from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
 from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.engines.base import engine_facts, server_bundles, servers_on_nodes
 from agentrl.telemetry.console import Console
-from agentrl.training.run.signals import INTERRUPTED, handle_stop_signals
-from agentrl.training.worker.service import FOLLOWED, STUCK
+from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals
+from agentrl.training.worker.service import EXIT_PEER_LOST, EXIT_STUCK
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -48,14 +48,14 @@ _CAUSE_DELAY = 3.0
 # Seconds between two polls of the ranks.
 _POLL = 0.2
 
-CRASHED = 1
+EXIT_CRASHED = 1
 """Exit code of a rank that failed with an error other than an AgentRLError, for example of a broken GPU."""
-REPORTED = 4
-"""Exit code of a rank that failed with an AgentRLError whose exit code is :data:`CRASHED`."""
+EXIT_REPORTED_ERROR = 4
+"""Exit code of a rank that failed with an AgentRLError whose exit code is :data:`EXIT_CRASHED`."""
 
 RANK_MODULE = "agentrl.training.run.rank"
 # Exit codes after which the ranks are not restarted: success, invalid settings, and a stop on request.
-_FINAL = (0, SettingsError.exit_code, INTERRUPTED)
+_FINAL = (0, SettingsError.exit_code, EXIT_INTERRUPTED)
 
 
 def runs_in_separate_processes(settings: Settings) -> bool:
@@ -64,7 +64,7 @@ def runs_in_separate_processes(settings: Settings) -> bool:
     return settings.training.num_processes > 1 or has_many_nodes(cluster.kind) or cluster.restarts > 0
 
 
-def launch(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[], object] = lambda: None) -> int:
+def launch_ranks(settings: Settings, run_path: Path, *, resume: bool, poll: Callable[[], object] = lambda: None) -> int:
     """Run ``training.num_processes`` ranks on the run directory until they end, and return the exit code.
 
     ``poll`` is called several times a second. If it raises, the ranks stop at the next safe point.
@@ -113,7 +113,7 @@ def _attempt(
     """Run the ranks until they exit, and return their exit code, one of :data:`_FINAL`.
 
     Raises NodeLostError, OutOfMemoryError or _RanksLostError if another attempt may succeed, and the errors of
-    :func:`launch`.
+    :func:`launch_ranks`.
     """
     console = Console(settings.telemetry)
     began = time.monotonic()
@@ -127,7 +127,7 @@ def _attempt(
         console.note(
             f"{len(ranks)} of {full} training ranks restarted on {nodes} after {time.monotonic() - began:.0f} s"
         )
-    group = RankGroup(ranks, lambda end: console.warning(f"{end}; stopping the other ranks"))
+    group = RankProcesses(ranks, lambda end: console.warning(f"{end}; stopping the other ranks"))
     with handle_stop_signals(group.request_stop, group.kill, announce=True):
         try:
             end = group.wait(poll)
@@ -143,9 +143,9 @@ def _attempt(
     return _outcome(group, end)
 
 
-def _outcome(group: RankGroup, end: RankEnd | None) -> int:
+def _outcome(group: RankProcesses, end: RankExit | None) -> int:
     code = 0 if end is None else end.code
-    if group.killed or (group.stop_requested and (code < 0 or code == FOLLOWED)):
+    if group.killed or (group.stop_requested and (code < 0 or code == EXIT_PEER_LOST)):
         raise KeyboardInterrupt  # killed, or stopped before the ranks handled signals: no rank has reported it
     if code in _FINAL:
         return code
@@ -237,7 +237,7 @@ def _sandboxes(
     taken = {
         reservation.address: [own] for reservation, own in zip(reservations, rank_bundles(settings, nodes), strict=True)
     }
-    place_on_nodes(server_bundles_on_nodes(settings, nodes), nodes, taken)  # the worker will start them
+    record_placement(server_bundles_on_nodes(settings, nodes), nodes, taken)  # the worker will start them
     fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
     fields.setdefault("workers", max(4, math.ceil(2 * bundle.cpus)))
     return SandboxServices(
@@ -250,7 +250,7 @@ def _sandboxes(
     )
 
 
-def show_plan(settings: Settings, console: Console) -> None:
+def print_resource_plan(settings: Settings, console: Console) -> None:
     """Print the resource plan. Raises SettingsError if the run cannot be placed."""
     cluster = open_cluster(settings.cluster, _visible_gpus_of_process())
     try:
@@ -280,7 +280,7 @@ def _visible_gpus_of_process() -> list[str] | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankEnd:
+class RankExit:
     """The end of a rank: its exit ``code``, negative for a signal, and the reason if its node was ``lost``."""
 
     rank: ProcessHandle
@@ -294,7 +294,7 @@ class RankEnd:
     @property
     def failed_on_available_node(self) -> bool:
         """True if the rank was killed, crashed or got stuck on a node that is still available."""
-        return self.lost is None and (self.killed or self.code in (CRASHED, STUCK))
+        return self.lost is None and (self.killed or self.code in (EXIT_CRASHED, EXIT_STUCK))
 
     @property
     def severity(self) -> int:
@@ -303,29 +303,29 @@ class RankEnd:
             return 3
         if self.killed:
             return 2 if self.code != -signal.SIGTERM else 0
-        if self.code in (STUCK, OutOfMemoryError.exit_code, SettingsError.exit_code):
+        if self.code in (EXIT_STUCK, OutOfMemoryError.exit_code, SettingsError.exit_code):
             return 2  # the other ranks crash when this one closes its connections
-        return 0 if self.code == FOLLOWED else 1
+        return 0 if self.code == EXIT_PEER_LOST else 1
 
     def __str__(self) -> str:
         if self.lost is not None:
             return f"training {self.rank.spec.name} is lost: {self.lost}"
-        if self.code == FOLLOWED:
+        if self.code == EXIT_PEER_LOST:
             return f"training {self.rank.spec.name} on {self.rank.reservation.node} lost the rollout worker"
-        if self.code == STUCK:
+        if self.code == EXIT_STUCK:
             return f"training {self.rank.spec.name} on {self.rank.reservation.node} was stuck"
         if self.code == OutOfMemoryError.exit_code:
             return f"training {self.rank.spec.name} on {self.rank.reservation.node} ran out of memory"
-        if self.code == REPORTED:
+        if self.code == EXIT_REPORTED_ERROR:
             return f"training {self.rank.spec.name} on {self.rank.reservation.node} ended with an error"
         how = f"was killed by {signal.Signals(-self.code).name}" if self.killed else f"exited with code {self.code}"
         return f"training {self.rank.spec.name} on {self.rank.reservation.node} {how}"
 
 
-class RankGroup:
+class RankProcesses:
     """The running ranks of one attempt."""
 
-    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankEnd], None] | None = None) -> None:
+    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankExit], None] | None = None) -> None:
         """``report`` is called with the first failure immediately, because the other ranks take a while to exit."""
         self._handles = handles
         self._report = report
@@ -333,8 +333,8 @@ class RankGroup:
         self._killed = threading.Event()
         self._killing = threading.Event()
         self._ending = False
-        self._cause: RankEnd | None = None
-        self._reported: RankEnd | None = None
+        self._cause: RankExit | None = None
+        self._reported: RankExit | None = None
         self._cause_found_at = 0.0
 
     @property
@@ -355,7 +355,7 @@ class RankGroup:
         self._killed.set()
         _signal(self._handles, signal.SIGKILL)
 
-    def wait(self, poll: Callable[[], object] = lambda: None) -> RankEnd | None:
+    def wait(self, poll: Callable[[], object] = lambda: None) -> RankExit | None:
         """Wait until all ranks have exited, calling ``poll`` often. Returns the root cause of a failure, or None."""
         running = list(self._handles)
         while running:
@@ -363,7 +363,7 @@ class RankGroup:
             running = [one for index, one in enumerate(running) if index not in ends]
             for end in ends.values():
                 self._judge(end)
-            if self._cause is not None and self._cause.code != INTERRUPTED:
+            if self._cause is not None and self._cause.code != EXIT_INTERRUPTED:
                 self._report_once(self._cause, at_once=not running)
                 if not self._ending:
                     self._ending = True
@@ -373,14 +373,14 @@ class RankGroup:
                 time.sleep(_POLL)
         return self._cause
 
-    def _judge(self, end: RankEnd) -> None:
+    def _judge(self, end: RankExit) -> None:
         if self._killing.is_set() and end.lost is None:
             return  # it was killed here
         if end.code and (self._cause is None or end.severity > self._cause.severity):
             self._cause = end
             self._cause_found_at = time.monotonic()
 
-    def _report_once(self, cause: RankEnd, *, at_once: bool) -> None:
+    def _report_once(self, cause: RankExit, *, at_once: bool) -> None:
         """Report the cause once. A possible consequence of another failure is reported after a delay."""
         sure = at_once or cause.severity > 0 or time.monotonic() > self._cause_found_at + _CAUSE_DELAY
         if sure and cause is not self._reported and not self.stop_requested:
@@ -401,12 +401,12 @@ class RankGroup:
         timer.start()
 
 
-def _end_of(rank: ProcessHandle) -> RankEnd | None:
+def _end_of(rank: ProcessHandle) -> RankExit | None:
     try:
         code = rank.wait(0.0)
     except NodeLostError as error:
-        return RankEnd(rank=rank, code=-signal.SIGKILL, lost=str(error))
-    return None if code is None else RankEnd(rank=rank, code=code)
+        return RankExit(rank=rank, code=-signal.SIGKILL, lost=str(error))
+    return None if code is None else RankExit(rank=rank, code=code)
 
 
 def _signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
@@ -451,7 +451,7 @@ class RankReserver:
         assert refused is not None
         raise refused
 
-    def record_failure(self, cluster: Cluster, end: RankEnd) -> None:
+    def record_failure(self, cluster: Cluster, end: RankExit) -> None:
         """Exclude the resource of a rank that failed there twice without a new checkpoint in between."""
         reservation, slot = end.rank.reservation, end.rank.spec.number
         lost = (reservation.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))

@@ -17,7 +17,7 @@ import agentrl
 from agentrl.evaluation.during_training import EvaluationReport
 from agentrl.models.loading import write_model
 from agentrl.models.lora import write_adapter
-from agentrl.telemetry.alerts import held_out_change, is_worse, reward_change, without_repeats
+from agentrl.telemetry.alerts import held_out_change, is_worse, remove_repeated_alerts, reward_change
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import BackgroundWriter, os_errors_as_world_errors
 from agentrl.telemetry.plots import draw_plots
@@ -25,11 +25,16 @@ from agentrl.telemetry.records import BestRecord, EvaluationRecord
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
-from agentrl.training.engine.checkpoint import newest_step
+from agentrl.training.engine.checkpoint import newest_checkpoint_step
 from agentrl.training.engine.groups import RankGroups
 from agentrl.training.step.batching import RankPlan, is_due
 from agentrl.training.step.diagnostics import TokenRecorder
-from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, loss_options, needs
+from agentrl.training.step.objective_settings import (
+    ObjectiveSettings,
+    estimator_options,
+    estimator_requirements,
+    loss_options,
+)
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -119,7 +124,7 @@ def describe_progress(settings: Settings) -> str:
     if not run.config.is_file():
         return "no step was completed, and no file was written"
     trained = max((int(row["step"]) for row in run.metrics() if "policy/updates" in row), default=0)
-    saved = newest_step(run.checkpoints)
+    saved = newest_checkpoint_step(run.checkpoints)
     if not trained:
         done = "no step was completed"
     else:
@@ -182,7 +187,7 @@ class Export:
             write_adapter(folder / ADAPTER, self.adapter, settings.model.lora, base=self.base)
 
 
-def finish_run(
+def write_final_outputs(
     run: RunDirectory,
     settings: Settings,
     console: Console,
@@ -213,7 +218,7 @@ def finish_run(
             "worse_than_start": is_worse(reward, held_out),
             "reward_change": reward,
             "held_out_change": held_out,
-            "alerts": [asdict(alert) for alert in without_repeats(run.alerts())],
+            "alerts": [asdict(alert) for alert in remove_repeated_alerts(run.alerts())],
         }
     )
     _table(console, evaluations)
@@ -222,7 +227,7 @@ def finish_run(
         console.warning(
             f"the policy is worse than at the start: its {score} fell from {change['start']:.3f} to {change['end']:.3f}"
         )
-    repeat_alerts(run, console)
+    reprint_alerts(run, console)
     if chosen is not None:
         console.note(best.describe(chosen))
     plots = "plots/overview.png, " if settings.telemetry.plots else ""
@@ -233,9 +238,9 @@ def finish_run(
     console.note(f"to view curves, trajectories and tokens in the browser: agentrl view {shlex.quote(str(run.path))}")
 
 
-def repeat_alerts(run: RunDirectory, console: Console) -> None:
+def reprint_alerts(run: RunDirectory, console: Console) -> None:
     """Print the alerts of a run again at its end, causes first, because early alerts have scrolled off the terminal."""
-    for alert in without_repeats(run.alerts()):
+    for alert in remove_repeated_alerts(run.alerts()):
         console.warning(str(alert))
 
 
@@ -269,13 +274,13 @@ class TokenWriter:
         self._telemetry = telemetry
         self._objective = objective
         self._groups = groups
-        self._hidden_norms = "hidden_norm_squared" in needs(objective).inputs
+        self._hidden_norms = "hidden_norm_squared" in estimator_requirements(objective).inputs
         self._writer = BackgroundWriter("tokens")
 
     def recorder(self, step: int) -> TokenRecorder | None:
         """Return a recorder for the rows of ``step``, or None if they are not recorded."""
         every = (self._telemetry.tokens_every, self._telemetry.trajectories_every)
-        if not self._groups.first or not all(is_due(step, each) for each in every):
+        if not self._groups.is_first_in_group or not all(is_due(step, each) for each in every):
             return None
         return TokenRecorder(hidden_norms=self._hidden_norms)
 
@@ -283,7 +288,7 @@ class TokenWriter:
         """Start writing the rows of a finished step."""
         self._writer.wait()
         if recorder is not None and plan.updates:
-            facts = token_facts(self._objective, plan, self._groups)
+            facts = token_file_metadata(self._objective, plan, self._groups)
             self._writer.submit(partial(self._write, facts, recorder.rows))
 
     def wait(self) -> None:
@@ -301,7 +306,7 @@ class TokenWriter:
         write_tokens(path, facts, rows)
 
 
-def token_facts(objective: ObjectiveSettings, plan: RankPlan, groups: RankGroups) -> TokenFacts:
+def token_file_metadata(objective: ObjectiveSettings, plan: RankPlan, groups: RankGroups) -> TokenFacts:
     """Return the metadata shared by all rows of one rank's file."""
     algorithm = objective.algorithm
     return TokenFacts(

@@ -14,35 +14,40 @@ import torch
 from agentrl.cluster.backends import has_many_nodes
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
-from agentrl.models.attention import PADDED_SHARING, attention_obstacle, length_obstacle, sharing_obstacle
-from agentrl.models.exactness import check_architecture, packing_problem, reads_padded
+from agentrl.models.attention import (
+    PADDED_ROWS_NOT_SHAREABLE,
+    reason_attention_unavailable,
+    reason_rows_not_shareable,
+    reason_too_long_to_pack,
+)
+from agentrl.models.exactness import check_architecture, packing_error, uses_padded_rows
 from agentrl.models.lora import check_peft
 from agentrl.models.routes import routes_obstacle
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.planning.memory import config_of, read_shape, shape_of
+from agentrl.planning.memory import load_config, read_shape, shape_from_config
 from agentrl.planning.plan import dry_run_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import load_source
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
-from agentrl.rollout.engines.transformers import TOO_LARGE, is_too_large
+from agentrl.rollout.engines.transformers import TOO_LARGE_MESSAGE, needs_vllm
 from agentrl.rollout.environment import (
+    build_chat_setup,
     build_rewards,
-    chat_format,
     check_environment,
-    needs_answers,
-    needs_chat_format,
+    compares_with_references,
+    uses_chat_template,
 )
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers, longest_request
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.trackers import check_trackers
-from agentrl.training.coldstart.demonstrations import problems_to_measure
-from agentrl.training.coldstart.train import measure, read_cold_demonstrations
-from agentrl.training.engine.groups import grouping_obstacle
-from agentrl.training.run.launch import show_plan
+from agentrl.training.coldstart.demonstrations import problems_for_length_check
+from agentrl.training.coldstart.train import check_token_limits, read_coldstart_demonstrations
+from agentrl.training.engine.groups import reason_ranks_not_groupable
+from agentrl.training.run.launch import print_resource_plan
 from agentrl.training.step.batching import describe_passes
-from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options, needs
+from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements, loss_options
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.types import Problem
 
@@ -62,14 +67,14 @@ def check_inputs(settings: Settings) -> list[str]:
     build_rewards(settings)
     check_trackers(settings.telemetry.trackers)
     _check_template(settings)
-    objective = ObjectiveSettings.of(settings)
+    objective = ObjectiveSettings.from_settings(settings)
     loss_options(objective)  # first, because an estimator may depend on how the loss weights tokens
-    needs(objective)
+    estimator_requirements(objective)
     _check_model(settings)
     first: list[Problem] = []
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
-        first += [item.problem for item in read_cold_demonstrations(settings).demonstrations[:1]]
-    sources = [(entry, needs_answers(settings)) for entry in settings.data.train]
+        first += [item.problem for item in read_coldstart_demonstrations(settings).demonstrations[:1]]
+    sources = [(entry, compares_with_references(settings)) for entry in settings.data.train]
     sources += [(entry, compares_answers(settings)) for entry in settings.data.eval]
     loaded = [
         load_source(entry, seed=settings.seed, answered=answered) for entry, answered in sources if entry.is_local
@@ -85,10 +90,10 @@ def machine_problems(settings: Settings) -> list[str]:
     """Return a message for each requirement of the settings that this machine does not meet."""
     found = []
     attention = settings.model.attention
-    obstacle = None if attention == "auto" else attention_obstacle(attention, dtype=settings.model.dtype)
+    obstacle = None if attention == "auto" else reason_attention_unavailable(attention, dtype=settings.model.dtype)
     if obstacle is not None:
         found.append(obstacle)
-    obstacle = grouping_obstacle(settings.training.sequence_parallel, ranks=settings.training.num_processes)
+    obstacle = reason_ranks_not_groupable(settings.training.sequence_parallel, ranks=settings.training.num_processes)
     if obstacle is not None:
         found.append(obstacle)
     longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
@@ -115,19 +120,19 @@ def _check_model(settings: Settings) -> None:
     for path in (settings.model.path, *sorted(others - {settings.model.path})):
         model = settings.model.model_copy(update={"path": path})
         try:
-            config = config_of(model)
+            config = load_config(model)
         except SettingsError:
             if path is not None and Path(path).exists():
                 raise
             continue  # reported when the model is read
         if model.lora.targets and path == settings.model.path:
-            shape_of(str(path), config, model.lora)
-        padded = reads_padded(model, config)  # a dry run on another machine may lack the backend for packed rows
+            shape_from_config(str(path), config, model.lora)
+        padded = uses_padded_rows(model, config)  # a dry run on another machine may lack the backend for packed rows
         check_architecture(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
         for obstacle in (
-            padding_obstacle(settings, config) if padded else None,
-            sharing_obstacle(config, settings.training.sequence_parallel),
-            length_obstacle(config, longest),
+            reason_not_paddable(settings, config) if padded else None,
+            reason_rows_not_shareable(config, settings.training.sequence_parallel),
+            reason_too_long_to_pack(config, longest),
             routing_obstacle(settings, config, padded=padded) if path == settings.model.path else None,
         ):
             if obstacle is not None:
@@ -144,11 +149,11 @@ def routing_obstacle(settings: Settings, config: PreTrainedConfig, *, padded: bo
     return routes_obstacle(config)
 
 
-def padding_obstacle(settings: Settings, config: PreTrainedConfig) -> str | None:
+def reason_not_paddable(settings: Settings, config: PreTrainedConfig) -> str | None:
     """Return the reason why a model cannot read padded trajectories with these settings, or None if it can."""
-    problem = packing_problem(config)
+    problem = packing_error(config)
     if settings.training.sequence_parallel > 1:
-        return PADDED_SHARING if problem is None else str(problem)
+        return PADDED_ROWS_NOT_SHAREABLE if problem is None else str(problem)
     if settings.training.zero_stage == 3:  # ranks run different numbers of forward passes, which are collective
         return (
             "training.zero_stage=3 needs packed trajectories, but the model reads padded ones (model.rows): set "
@@ -165,13 +170,13 @@ def padding_obstacle(settings: Settings, config: PreTrainedConfig) -> str | None
 def _check_template(settings: Settings) -> None:
     """Raise SettingsError if the protocol needs a chat template and the model has no usable one."""
     path = settings.model.path
-    if path is None or not needs_chat_format(settings):
+    if path is None or not uses_chat_template(settings):
         return
     try:
         tokenizer = read_tokenizer(path)
     except OSError:  # reported when the model is read
         return
-    chat_format(settings, tokenizer, path)
+    build_chat_setup(settings, tokenizer, path)
 
 
 def dry_run(settings: Settings) -> None:
@@ -179,16 +184,16 @@ def dry_run(settings: Settings) -> None:
     problems = check_inputs(settings)
     shown = settings.coldstart.demonstrations
     if shown is not None and not shown.startswith((BUILTIN, FORMULA)) and not is_agent(settings.env):
-        asyncio.run(measure(settings, problems_to_measure(settings)))
+        asyncio.run(check_token_limits(settings, problems_for_length_check(settings)))
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())
     console.note("")
-    for line in [*describe_machine().lines(), *problems]:
+    for line in [*describe_machine().describe(), *problems]:
         console.note(line)
     console.note(f"rollouts: {engine_facts(settings.rollout).about}")
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     passes = describe_passes(
-        ObjectiveSettings.of(settings),
+        ObjectiveSettings.from_settings(settings),
         group_tokens=settings.rollout.largest_group * longest,
         budget=settings.training.micro_batch_tokens,
     )
@@ -196,16 +201,16 @@ def dry_run(settings: Settings) -> None:
     for problem in machine_problems(settings):
         console.warning(f"this machine cannot run these settings: {problem}")
     if has_many_nodes(settings.cluster.kind):
-        show_plan(settings, console)
+        print_resource_plan(settings, console)
     try:
-        config_of(settings.model)
+        load_config(settings.model)
     except SettingsError as error:
         console.note(f"memory: cannot be estimated: {error}")
         return
     shape = read_shape(settings.model)  # raises SettingsError for errors in the user's settings
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if engine_facts(settings.rollout).in_process and is_too_large(shape.parameters, device):
-        console.warning(TOO_LARGE)
-    critic = "values" in needs(ObjectiveSettings.of(settings)).inputs
+    if engine_facts(settings.rollout).in_process and needs_vllm(shape.parameters, device):
+        console.warning(TOO_LARGE_MESSAGE)
+    critic = "values" in estimator_requirements(ObjectiveSettings.from_settings(settings)).inputs
     for line in dry_run_lines(settings, shape, critic=critic):
         console.note(line)

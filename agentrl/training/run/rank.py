@@ -18,9 +18,9 @@ from agentrl.errors import AgentRLError
 from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.run.launch import CRASHED, REPORTED
+from agentrl.training.run.launch import EXIT_CRASHED, EXIT_REPORTED_ERROR
 from agentrl.training.run.start import run_rank
-from agentrl.training.worker.service import FOLLOWED, WorkerLostError
+from agentrl.training.worker.service import EXIT_PEER_LOST, WorkerLostError
 
 
 def main() -> int:
@@ -38,15 +38,15 @@ def main() -> int:
     except AgentRLError as error:
         print(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr, flush=True)
         if isinstance(error, WorkerLostError):
-            return FOLLOWED
-        return REPORTED if error.exit_code == CRASHED else error.exit_code
+            return EXIT_PEER_LOST
+        return EXIT_REPORTED_ERROR if error.exit_code == EXIT_CRASHED else error.exit_code
 
 
-def exit_with_parent(starter: int) -> None:
-    """Kill this process when the process ``starter`` exits, because nothing else would stop this process."""
+def exit_with_parent(parent_pid: int) -> None:
+    """Kill this process when the process ``parent_pid`` exits, because nothing else would stop this process."""
     watched = select.poll()
     try:
-        watched.register(os.pidfd_open(starter), select.POLLIN)
+        watched.register(os.pidfd_open(parent_pid), select.POLLIN)
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
 

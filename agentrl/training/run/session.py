@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor, nn
 
 from agentrl.cluster.launchers import address_of_rank_zero
-from agentrl.models.exactness import check_policy
+from agentrl.models.exactness import check_packed_forward
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines.base import engine_facts, servers_on_nodes
@@ -29,11 +29,11 @@ from agentrl.training.engine.checkpoint import (
     CheckpointWriter,
     RunState,
     adapter_record,
-    check_adapter,
-    check_reference,
-    describe_size,
-    open_newest,
-    policy_optimizer,
+    check_adapter_matches,
+    check_reference_matches,
+    describe_parameter_count,
+    open_newest_checkpoint,
+    policy_optimizer_settings,
 )
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
 from agentrl.training.engine.heartbeat import Heartbeat
@@ -44,14 +44,14 @@ from agentrl.training.run.outputs import (
     TokenWriter,
     best_evaluation,
     evaluation_record,
-    finish_run,
-    repeat_alerts,
+    reprint_alerts,
     resume_command,
+    write_final_outputs,
 )
-from agentrl.training.run.signals import INTERRUPTED
+from agentrl.training.run.signals import EXIT_INTERRUPTED
 from agentrl.training.step.batching import is_due
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
-from agentrl.training.step.objective_settings import ObjectiveSettings, needs
+from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
 from agentrl.training.step.reference_and_critic import open_critic, open_reference, open_teacher, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
@@ -92,14 +92,14 @@ class Session:
         *,
         rank: int,
         world: int,
-        changed: Callable[[], object] = lambda: None,
+        on_change: Callable[[], object] = lambda: None,
     ) -> None:
-        """Open all parts of a run. ``changed`` is called after each recorded step, evaluation and checkpoint."""
+        """Open all parts of a run. ``on_change`` is called after each recorded step, evaluation and checkpoint."""
         self.rank = rank
         self._settings = settings
         self._run = run
         self._console = console
-        self._changed = changed
+        self._changed = on_change
         self._world = world
         self._done = _Progress()
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
@@ -128,18 +128,18 @@ class Session:
         if run is not None:
             run.write_text("tokenizer.json", self._tokenizer.backend_tokenizer.to_str())  # for readers of token ids
         self._policy = read_policy(path, settings.model, settings.training)
-        objective = ObjectiveSettings.of(settings)
+        objective = ObjectiveSettings.from_settings(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step
         self._engine = TrainingEngine(
             self._policy,
-            optimizer=policy_optimizer(settings.optimizer, settings.model.lora),
+            optimizer=policy_optimizer_settings(settings.optimizer, settings.model.lora),
             training=settings.training,
             bfloat16=settings.model.dtype == "bfloat16",
             updates=updates,
         )
-        check_policy(path, self._policy)
+        check_packed_forward(path, self._policy)
         self._adapter = adapter_record(settings.model.lora, base=path)
-        has_critic = "values" in needs(objective).inputs
+        has_critic = "values" in estimator_requirements(objective).inputs
         self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
         self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._checkpoints.parent, rank=self.rank)
         self._reference_path = reference_path(settings.kl, path)
@@ -223,13 +223,13 @@ class Session:
             )
         if resume:
             self._restore()
-        self._budget.report(self._console.warning)
+        self._budget.print_reduction(self._console.warning)
         self._warn_of_damaged_trajectories()
         settings = self._settings
         self._console.note(
-            f"training: {describe_size(self._policy)}, {settings.algorithm.estimator} with {settings.algorithm.loss}, "
-            f"{settings.rollout.problems_per_step} problems x {settings.rollout.group_size} a step, "
-            f"steps {self._done.step + 1} to {settings.training.steps}, "
+            f"training: {describe_parameter_count(self._policy)}, {settings.algorithm.estimator} with "
+            f"{settings.algorithm.loss}, {settings.rollout.problems_per_step} problems x "
+            f"{settings.rollout.group_size} a step, steps {self._done.step + 1} to {settings.training.steps}, "
             f"run directory {self._checkpoints.parent}"
         )
         if not settings.data.eval:
@@ -294,7 +294,7 @@ class Session:
         self._make_room()
         trained = time.monotonic()
         with span("send weights"):
-            self._service.wait_for_writes()
+            self._service.wait_until_weights_may_change()
             self._sender.send(updates)
         ended = time.monotonic()
         metrics = {"step": step, **plan.metrics, **metrics}
@@ -436,11 +436,11 @@ class Session:
     def _restore(self) -> None:
         """Load the newest checkpoint if one exists."""
         keep, rows, others = self._settings.checkpoint.keep, 0, ""
-        newest = open_newest(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
+        newest = open_newest_checkpoint(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
         if newest is not None:
             folder, state = newest
-            check_reference(folder, state, self._reference_path)
-            check_adapter(folder, state.adapter, self._adapter)
+            check_reference_matches(folder, state, self._reference_path)
+            check_adapter_matches(folder, state.adapter, self._adapter)
             for name, engine in self._engines.items():
                 engine.load(folder / name)
             self._trainer.load_state_dict(state.trainer)
@@ -472,12 +472,12 @@ class Session:
             self._save()
         self._writer.finish()
         if self._run is not None:
-            repeat_alerts(self._run, self._console)
+            reprint_alerts(self._run, self._console)
         self._console.note(
             f"stopped after step {self._done.step}; checkpoint saved. To continue: {resume_command(self._settings)}"
         )
         self._service.barrier("the end of the run")
-        return INTERRUPTED
+        return EXIT_INTERRUPTED
 
     # -- end ------------------------------------------------------------------------------------------------------
 
@@ -486,7 +486,7 @@ class Session:
         self._writer.finish()
         export = self._export()
         if self._run is not None:
-            finish_run(
+            write_final_outputs(
                 self._run,
                 self._settings,
                 self._console,

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-INTERRUPTED = 130
+EXIT_INTERRUPTED = 130
 """Exit code of a run that stopped on request."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)

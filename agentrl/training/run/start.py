@@ -13,7 +13,7 @@ import torch
 
 from agentrl.cluster.backends import has_many_nodes
 from agentrl.cluster.launchers import check_launcher, count_local_ranks, set_variables_from_slurm, started_by_launcher
-from agentrl.cluster.local import THIS_MACHINE, copy_output_to_log, log_file
+from agentrl.cluster.local import THIS_MACHINE, log_file, tee_output_to_log
 from agentrl.cluster.processes import PARENT_VARIABLE
 from agentrl.config import dump_yaml
 from agentrl.errors import AgentRLError, SettingsError
@@ -21,16 +21,16 @@ from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.policy import computing_processes, set_threads, starting_policy
+from agentrl.training.coldstart.policy import count_computing_processes, set_threads, starting_policy
 from agentrl.training.engine.collectives import check_shared_folder
-from agentrl.training.engine.deepspeed_engine import end_distributed, from_rank_zero, start_distributed
-from agentrl.training.engine.determinism import random_state, set_determinism, set_random_state
+from agentrl.training.engine.deepspeed_engine import leave_distributed, run_on_rank_zero, start_distributed
+from agentrl.training.engine.determinism import get_random_state, set_determinism, set_random_state
 from agentrl.training.run.callbacks import Callbacks, RunFollower
-from agentrl.training.run.launch import launch, runs_in_separate_processes
+from agentrl.training.run.launch import launch_ranks, runs_in_separate_processes
 from agentrl.training.run.outputs import describe_progress
 from agentrl.training.run.preflight import check_inputs, machine_problems
 from agentrl.training.run.session import Session
-from agentrl.training.run.signals import INTERRUPTED, handle_stop_signals, sigterm_as_ctrl_c
+from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals, sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -46,7 +46,7 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
     with sigterm_as_ctrl_c():
         try:
             if not started_by_launcher(kind):
-                with restored_process():
+                with restored_process_state():
                     return _train(settings, resume, callbacks, embedded=embedded)
             if kind == "environment":
                 set_variables_from_slurm()
@@ -58,26 +58,26 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
         except KeyboardInterrupt:
             if first:
                 Console(settings.telemetry).note(f"stopped on request; {describe_progress(settings)}")
-            return INTERRUPTED
+            return EXIT_INTERRUPTED
         except AgentRLError as error:
             if first and not isinstance(error, SettingsError):
                 error.args = (f"{error}\n{describe_progress(settings)}",)
             raise
 
 
-def in_one_process(settings: Settings) -> bool:
+def runs_in_one_process(settings: Settings) -> bool:
     """Return True if training and rollouts run in this process only. Then no other process imports user functions."""
     alone = not started_by_launcher(settings.cluster.kind) and not runs_in_separate_processes(settings)
     return alone and settings.rollout.schedule == "synchronous"
 
 
 @contextlib.contextmanager
-def restored_process() -> Iterator[None]:
+def restored_process_state() -> Iterator[None]:
     """Restore on exit the process state that a run changes, so that the caller or another run can continue.
 
     Not restored: imported modules, DeepSpeed's accelerator, and warning filters.
     """
-    variables, random, threads = dict(os.environ), random_state(), torch.get_num_threads()
+    variables, random, threads = dict(os.environ), get_random_state(), torch.get_num_threads()
     deterministic, grouped = torch.are_deterministic_algorithms_enabled(), torch.distributed.is_initialized()
     deepspeed_log = logging.getLogger("DeepSpeed")
     level = deepspeed_log.level
@@ -85,7 +85,7 @@ def restored_process() -> Iterator[None]:
         yield
     finally:
         if not grouped:
-            end_distributed()
+            leave_distributed()
         deepspeed_log.setLevel(level)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
@@ -102,14 +102,14 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
     if here and (lacking := machine_problems(settings)):
         raise SettingsError("\n".join(lacking))
     run = _open_run(settings, resume)
-    for line in describe_machine().lines():
+    for line in describe_machine().describe():
         console.note(line)
     if not runs_in_separate_processes(settings):
         return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
     with contextlib.closing(run):  # rank 0 opens it
         starting_policy(_with_local_sandbox(settings), console, announce_cached=False)  # rank 0 reports it
     poll = RunFollower(run.path, callbacks).poll if callbacks is not None else lambda: None
-    return launch(settings, run.path, resume=resume, poll=poll)
+    return launch_ranks(settings, run.path, resume=resume, poll=poll)
 
 
 def _with_local_sandbox(settings: Settings) -> Settings:
@@ -142,10 +142,10 @@ def run_rank(
             opened.callback(run.close)
         set_determinism(settings.training)
         rank, world = start_distributed(deadline=settings.training.collective_deadline)
-        set_threads(settings, processes=computing_processes(settings, ranks=count_local_ranks(world)))
+        set_threads(settings, processes=count_computing_processes(settings, ranks=count_local_ranks(world)))
         torch.manual_seed(settings.seed)
         # If the settings do not name the run, each rank under an external launcher has generated a different name.
-        name, runs_dir = from_rank_zero(lambda: (settings.name, settings.runs_dir))
+        name, runs_dir = run_on_rank_zero(lambda: (settings.name, settings.runs_dir))
         training = settings.training.model_copy(update={"num_processes": world})
         settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
         if world > 1:
@@ -157,13 +157,13 @@ def run_rank(
         def end_at_once() -> None:
             if reports:
                 print(f"stopped at once; {describe_progress(settings)}", file=sys.stderr, flush=True)
-            os._exit(INTERRUPTED)
+            os._exit(EXIT_INTERRUPTED)
 
         own = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
         console = Console(settings.telemetry, own, opened.enter_context(_kept_log(settings, rank)))
         follower = RunFollower(run.path, callbacks) if run is not None and callbacks is not None else None
         changed = follower.poll if follower is not None else lambda: None
-        session = Session(settings, run, console, rank=rank, world=world, changed=changed)
+        session = Session(settings, run, console, rank=rank, world=world, on_change=changed)
         with handle_stop_signals(session.request_stop, None if embedded else end_at_once, announce=reports):
             try:
                 session.start(resume=resume)
@@ -181,5 +181,5 @@ def _kept_log(settings: Settings, rank: int) -> contextlib.AbstractContextManage
     if PARENT_VARIABLE not in os.environ:
         if settings.training.num_processes == 1:  # this is the command itself
             return contextlib.nullcontext()
-        copy_output_to_log(log, keep_terminal_output=rank == 0)
+        tee_output_to_log(log, keep_terminal_output=rank == 0)
     return log.open("a", buffering=1) if rank == 0 and sys.stdout.isatty() else contextlib.nullcontext()

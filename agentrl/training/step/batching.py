@@ -20,7 +20,11 @@ import numpy as np
 from agentrl.algorithms import LOSSES
 from agentrl.batch import MicroBatch, flat_array
 from agentrl.kernels.attention import PrefixTree
-from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward, needs
+from agentrl.training.step.objective_settings import (
+    ObjectiveSettings,
+    advantages_known_before_forward,
+    estimator_requirements,
+)
 from agentrl.trajectory import Group, Trajectory
 
 _TOO_LARGE = (
@@ -39,9 +43,11 @@ class RankPlan:
 
     step: int
     version: int  # of the trained policy
-    reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward
+    statistics_pass_reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward
     updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
-    scored_first: tuple[MicroBatch, ...]  # with one forward only: all but the last of units of several micro-batches
+    statistics_pass_batches: tuple[
+        MicroBatch, ...
+    ]  # with one forward only: all but the last of units of several micro-batches
     tokens: float  # over all ranks, that the filters keep in the loss, with the weights of their problems
     sequences: float  # of these tokens, with these weights and the branches of a rollout as one
     model_tokens: tuple[int, ...]  # of each update, over all ranks
@@ -118,7 +124,7 @@ def packed_tokens(rows: Sequence[Trajectory]) -> int:
     return sum(own_tokens(rows))
 
 
-def split_group(group: Sequence[Trajectory], most: int) -> list[Sequence[Trajectory]]:
+def split_group(group: Sequence[Trajectory], max_tokens: int) -> list[Sequence[Trajectory]]:
     """Split a group into parts of at most ``most`` tokens or one trajectory, with as many trajectories as possible.
 
     The branches of a rollout stay together where possible, because they share prefixes.
@@ -130,7 +136,7 @@ def split_group(group: Sequence[Trajectory], most: int) -> list[Sequence[Traject
     tree, tokens = PrefixTree(), math.inf
     for row in sorted(group, key=lambda item: (-longest[item.sample], item.sample, item.branch)):
         tokens += _add(tree, row)
-        if tokens > most:
+        if tokens > max_tokens:
             tree, parts = PrefixTree(), [*parts, []]
             tokens = _add(tree, row)
         parts[-1].append(row)
@@ -183,7 +189,7 @@ def plan_step(
     """Return the plan of every rank for the ``groups`` of one step, without updates if there are none.
 
     ``version``: of the trained policy. ``attention_length`` as in :func:`pack_units`. ``metrics`` of the rollouts.
-    ``teacher_prompt`` as in :meth:`.MicroBatch.of`.
+    ``teacher_prompt`` as in :meth:`.MicroBatch.from_trajectories`.
     """
     algorithm = settings.algorithm
     largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
@@ -191,11 +197,11 @@ def plan_step(
     # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
     head_exact = is_due(step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[tuple[tuple[MicroBatch, ...], ...]]] = [[] for _ in range(ranks)]
-    scored_first: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    statistics_pass_batches: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     trained: list[Trajectory] = []
     model_tokens: list[int] = []
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
-    for part in split_updates(groups, algorithm.updates_per_step):
+    for part in split_into_updates(groups, algorithm.updates_per_step):
         filled = partial(pack_units, budget=budget, ranks=ranks, attention_length=attention_length)
         every = [group.trajectories for group in part]
         whole = [rows for rows in every if packed_tokens(rows) <= budget]
@@ -204,7 +210,7 @@ def plan_step(
         scored = 0
         if split and not reasons:
             shares = balance_over_ranks([*split, *filled(whole)], ranks=ranks, attention_length=attention_length)
-            scored = 0 if known_before_forward(settings) else 1
+            scored = 0 if advantages_known_before_forward(settings) else 1
             if _one_forward_is_slower(shares, scored, attention_length):
                 reasons = (_TOO_LARGE.format(tokens=largest, budget=budget),)
         if reasons and not head_exact:
@@ -216,7 +222,11 @@ def plan_step(
         model_tokens.append(sum(row.model_tokens for row in rows))
         homes = home_ranks(shares)
         packed = partial(
-            MicroBatch.of, no_loss=masked, homes=homes, greedy_returns=greedy, teacher_prompt=teacher_prompt
+            MicroBatch.from_trajectories,
+            no_loss=masked,
+            home_ranks=homes,
+            greedy_returns=greedy,
+            teacher_prompt=teacher_prompt,
         )
         # Ranks run the same number of passes. Ranks with fewer micro-batches repeat one with weight 0.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)
@@ -224,8 +234,8 @@ def plan_step(
         first = max(sum(len(unit) - 1 for unit in share) for share in shares) * scored
         for rank, share in enumerate(shares):
             units = [tuple(packed(items) for items in unit) for unit in share]
-            scored_first[rank] += [micro for unit in units for micro in unit[:-1]] if scored else []
-            scored_first[rank] += [filler] * (first - len(scored_first[rank]))
+            statistics_pass_batches[rank] += [micro for unit in units for micro in unit[:-1]] if scored else []
+            statistics_pass_batches[rank] += [filler] * (first - len(statistics_pass_batches[rank]))
             updates[rank].append((*units, *[(filler,)] * (most - sum(map(len, units)))))
     trajectories = sum(len(group.rollouts) for group in groups)
     planned = (micro for own in updates for update in own for bundle in update for micro in bundle)
@@ -238,9 +248,9 @@ def plan_step(
         RankPlan(
             step=step,
             version=version,
-            reasons=reasons,
+            statistics_pass_reasons=reasons,
             updates=tuple(updates[rank]),
-            scored_first=tuple(scored_first[rank]),
+            statistics_pass_batches=tuple(statistics_pass_batches[rank]),
             tokens=math.fsum(row.model_tokens * row.token_weight for row in trained),
             sequences=math.fsum(row.weight * row.problem_weight for row in trained),
             model_tokens=tuple(model_tokens),
@@ -287,7 +297,7 @@ def is_due(step: int, every: int) -> bool:
     return bool(every) and step % every == 0
 
 
-def split_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
+def split_into_updates(groups: Sequence[Group], updates: int) -> list[Sequence[Group]]:
     """Split groups into up to ``updates`` non-empty parts of nearly equal size."""
     parts = min(updates, len(groups))
     if parts == 0:
@@ -305,7 +315,7 @@ def describe_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: i
     if group_tokens <= budget:
         return f"{text} (micro-batches of whole groups)"
     size = f"{group_tokens} tokens, training.micro_batch_tokens={budget}"
-    if known_before_forward(settings):
+    if advantages_known_before_forward(settings):
         return f"{text}, also for groups that do not fit one micro-batch ({size}): their advantages need only rewards"
     return f"{text}; a second forward for all but the last micro-batch of groups that do not fit one ({size})"
 
@@ -317,10 +327,10 @@ def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:
 
 def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
     algorithm, correction = settings.algorithm, settings.correction
-    needed = needs(settings)
+    needed = estimator_requirements(settings)
     if algorithm.updates_per_step > 1:
         yield f"{algorithm.updates_per_step} updates on the same trajectories need log-probabilities from before them"
-    if needed.step_wide and not known_before_forward(settings):
+    if needed.step_wide and not advantages_known_before_forward(settings):
         yield needed.reason
     if "values" in needed.inputs:
         yield "the critic's values must be computed before its update"

@@ -19,7 +19,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.telemetry.tokens import TrajectoryTokens
 from agentrl.training.engine.collectives import Meter
 from agentrl.weights.sources import gathered_linear
-from agentrl.weights.verify import LIMITS, noise_bound
+from agentrl.weights.verify import NOISE_LIMITS, noise_bound
 
 Reduce = Callable[[Tensor], Tensor]
 
@@ -37,7 +37,7 @@ def fidelity_bound(dtype: str, noise: float) -> float:
     >>> fidelity_bound("bfloat16", 0.005), fidelity_bound("bfloat16", 0.03), fidelity_bound("bfloat16", 0.064)
     (0.03, 0.12, 0.15)
     """
-    return noise_bound(noise, floor=FIDELITY_FLOORS[dtype], limit=LIMITS[dtype])
+    return noise_bound(noise, floor=FIDELITY_FLOORS[dtype], limit=NOISE_LIMITS[dtype])
 
 
 def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
@@ -54,7 +54,7 @@ def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
     mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, mask)
     meter.add_mean("policy/kl_engine_k1", mismatch["kl_k1"], tokens)
     meter.add_mean("policy/kl_engine_k3", mismatch["kl_k3"], tokens)
-    fresh = mask & (batch.versions == version) & ~turns_of_several_versions(batch.versions)
+    fresh = mask & (batch.versions == version) & ~mixed_version_turn_mask(batch.versions)
     difference = torch.where(fresh, (statistics.log_probs - batch.rollout_log_probs).abs().double(), 0.0)
     own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
     meter.add_mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
@@ -77,10 +77,10 @@ def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: 
     return {"variance/signal_strength": signal, "variance/pure_noise": noise}
 
 
-def turns_of_several_versions(versions: Tensor) -> Tensor:
+def mixed_version_turn_mask(versions: Tensor) -> Tensor:
     """Return a mask [B, T] of turns sampled by several versions. ``versions`` are -1 off model tokens.
 
-    >>> turns_of_several_versions(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
+    >>> mixed_version_turn_mask(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
     [[0, 0, 0, 1, 1, 0, 0, 0]]
     """
     before = torch.nn.functional.pad(versions, (1, 0), value=-1)[:, :-1]
@@ -114,7 +114,7 @@ class HeadExactMonitor:
         done = policy.head.logit_map
         with gathered_linear(policy.head) as (weight, bias):
             self._accumulator = HeadVarianceAccumulator(
-                weight, bias=bias, temperature=done.temperature(temperature), cap=done.output_cap
+                weight, bias=bias, temperature=done.head_temperature(temperature), cap=done.output_cap
             )
 
     def add(self, batch: Batch, hidden: Tensor) -> None:
@@ -123,16 +123,16 @@ class HeadExactMonitor:
         Ranks that share rows exchange their parts of the head's gradient, but no hidden states.
         """
         sequence = self._policy.sequence
-        held = self._policy.local_tokens(batch.row, batch.rows, batch.columns)
+        held = self._policy.local_token_indices(batch.row, batch.rows, batch.columns)
         self._accumulator.update(
             hidden=hidden if held is None else hidden[: len(held)],
-            targets=batch.row.tokens(batch.rows, batch.columns),
+            targets=batch.row.response_token_ids(batch.rows, batch.columns),
             advantages=batch.advantages[batch.rows, batch.columns],
             rows=batch.rows,
             groups=batch.groups,
-            held=held,
+            token_indices=held,
             support=batch.support,
-            over_ranks=None if sequence is None else sequence.total,
+            over_ranks=None if sequence is None else sequence.all_reduce,
         )
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:

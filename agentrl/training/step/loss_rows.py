@@ -23,28 +23,28 @@ from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
 from agentrl.batch import Batch
-from agentrl.training.engine.collectives import Exchange, Meter
+from agentrl.training.engine.collectives import Meter, RowExchange
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
-from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, needs
+from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, estimator_requirements
 
 _OF_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
 _LARGEST = ("max_abs_difference", "rho_max")
-_COUNTS = ("tokens", "trajectories", "ess")  # ess is not a mean over micro-batches: see effective_sample_size
+_COUNTS = ("tokens", "trajectories", "ess")  # ess is not a mean over micro-batches: see effective_sample_size_metrics
 
 
-class Corrector:
+class RolloutCorrector:
     """Applies the rollout correction of the settings to a batch."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self._active = settings.active
         self._options = settings.options
-        self.normalizes = settings.self_normalize
+        self.self_normalizes = settings.self_normalize
 
     def correct(self, batch: Batch, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
         """Compute weights and loss mask of the batch, or return None if no correction is set.
 
-        ``normalizer``: the sum of :meth:`sums` over one update. Without it, this batch is a whole update.
+        ``normalizer``: the sum of :meth:`normalizer_sums` over one update. Without it, this batch is a whole update.
         """
         if not self._active:
             return None
@@ -52,7 +52,7 @@ class Corrector:
         _measure(correction, batch, meter)
         return correction
 
-    def sums(self, batch: Batch) -> Tensor:
+    def normalizer_sums(self, batch: Batch) -> Tensor:
         """Return the batch's contribution to an update's normalizer, [2]."""
         return correction_weight_sums(
             batch.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
@@ -74,7 +74,7 @@ class Corrector:
         )
 
 
-def effective_sample_size(metrics: dict[str, float]) -> dict[str, float]:
+def effective_sample_size_metrics(metrics: dict[str, float]) -> dict[str, float]:
     """Compute ``correction/ess`` from the step's means: (sum rho)^2 / (n sum rho^2), with mean rho = k3 - k1 + 1."""
     if "correction/chi2" not in metrics:
         return {}
@@ -108,11 +108,13 @@ class LossRowBuilder:
         self._settings = settings
         self._estimator = settings.algorithm.estimator
         self._estimator_options = estimator_options(settings)
-        self.corrector = Corrector(settings.correction)
-        self.needs_exact_energy = "trajectory_energy" in needs(settings).inputs
-        self.step_wide = needs(settings).step_wide
+        self.corrector = RolloutCorrector(settings.correction)
+        self.needs_exact_energy = "trajectory_energy" in estimator_requirements(settings).inputs
+        self.step_wide = estimator_requirements(settings).step_wide
 
-    def estimate(self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter) -> list[Batch]:
+    def estimate_before_forward(
+        self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
+    ) -> list[Batch]:
         """Add penalized rewards and advantages to the batches of whole groups, before any forward.
 
         If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all batches of this rank, and the
@@ -126,11 +128,11 @@ class LossRowBuilder:
         ]
 
     def corrected(self, batch: Batch, *, meter: Meter) -> Batch:
-        """Complete a scored batch of :meth:`estimate`."""
+        """Complete a scored batch of :meth:`estimate_before_forward`."""
         self._measure_divergences(batch, meter)
         return replace(batch, correction=self.corrector.correct(batch, meter=meter))
 
-    def make(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
+    def build(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
         """Complete the batches of whole groups."""
         parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
         inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in parts]
@@ -158,7 +160,7 @@ class LossRowBuilder:
             for own, part in zip(inputs, parts, strict=True)
         ]
 
-    def make_over_ranks(
+    def build_over_ranks(
         self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module], *, beta: float, meter: Meter
     ) -> list[list[Batch]]:
         """Complete every micro-batch of each update; groups may span micro-batches and ranks. Collective.
@@ -190,11 +192,13 @@ class LossRowBuilder:
         The advantages of batches that are not counted are 0.
         """
         inputs = [own if batch.counted else _without_rows(own) for own, batch in zip(inputs, batches, strict=True)]
-        ranks = torch.cat([*(batch.homes for batch in batches if batch.counted), inputs[0].groups[:0]])
+        ranks = torch.cat([*(batch.home_ranks for batch in batches if batch.counted), inputs[0].groups[:0]])
         if ESTIMATORS[self._estimator].span == "step":
             ranks = torch.zeros_like(ranks)
-        exchange = Exchange([item.response_mask for item in inputs], ranks, group=engine.groups.peers)
-        made = compute_advantages(self._estimator, exchange.send(inputs), calls=engine, **self._estimator_options)
+        exchange = RowExchange([item.response_mask for item in inputs], ranks, group=engine.groups.peers)
+        made = compute_advantages(
+            self._estimator, exchange.send(inputs), communicator=engine, **self._estimator_options
+        )
         parts = zip(*(exchange.send_back(values) for values in vars(made).values()), strict=True)
         return [
             Advantages(
@@ -207,13 +211,13 @@ class LossRowBuilder:
         self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
         """Return the normalizer [2] of the correction's weights for each update, or None without one. Collective."""
-        if not self.corrector.normalizes:
+        if not self.corrector.self_normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
         for number, update in enumerate(updates):
             for batch in update:
                 if batch.counted:
-                    sums[number] += self.corrector.sums(batch)
+                    sums[number] += self.corrector.normalizer_sums(batch)
         return engine.all_reduce(sums).unbind()
 
     def _inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
@@ -299,12 +303,12 @@ def explained_variance(batches: Sequence[Batch], engine: TrainingEngine[nn.Modul
 
     def spread(values: Sequence[Tensor]) -> Tensor:
         every = [
-            Moments.of(item.double(), part.response_mask)
+            Moments.of_advantages(item.double(), part.response_mask)
             for item, part in zip(values, batches, strict=True)
             if bool(part.response_mask.any())
         ]
         nothing = Moments.empty(batches[0].computed_estimate.returns.double())
-        return reduce(Moments.merge, every, nothing).over_step(engine).squares
+        return reduce(Moments.merge, every, nothing).all_reduce(engine).squares
 
     missed = spread([part.computed_estimate.returns - part.values for part in batches if part.values is not None])
     whole = spread([part.computed_estimate.returns for part in batches])

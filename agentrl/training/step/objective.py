@@ -19,7 +19,7 @@ from agentrl.algorithms import (
 )
 from agentrl.batch import Batch
 from agentrl.kernels import TokenStatistics
-from agentrl.training.engine.collectives import Exchange
+from agentrl.training.engine.collectives import RowExchange
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options
 
@@ -38,7 +38,7 @@ class PolicyObjective:
         self._length = settings.norm_length if self._mode == "seq_mean_token_sum_norm" else None
         self._kl_estimator = settings.kl.resolved_estimator if settings.kl.in_loss else None
         self._teacher_estimator = settings.teacher.estimator
-        self.selects = LOSSES.traits(settings.algorithm.loss).step_wide
+        self.needs_selection = LOSSES.traits(settings.algorithm.loss).step_wide
 
     def normalizer(self, tokens: float, sequences: float) -> float | None:
         """Return the divisor of an update's loss for its ``tokens`` and ``sequences`` over all ranks, or None."""
@@ -67,7 +67,7 @@ class PolicyObjective:
         normalizer: float | None,
         beta: float,
         teacher_coefficient: float,
-        fresh: bool,
+        ratio_is_one: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this batch's part of the step's loss, and metrics that are means over the tokens of their loss mask.
 
@@ -82,7 +82,7 @@ class PolicyObjective:
         per_token, metrics = policy_loss(
             self._algorithm.loss,
             log_probs=log_probs,
-            old_log_probs=None if fresh else batch.log_probs,
+            old_log_probs=None if ratio_is_one else batch.log_probs,
             advantages=batch.advantages,
             loss_mask=mask,
             response_mask=batch.counted_mask,
@@ -99,7 +99,7 @@ class PolicyObjective:
             (self._teacher_estimator, batch.teacher_log_probs, statistics.teacher_divergence, teacher_coefficient),
         ):
             if estimator is not None and others is not None:
-                ratio = None if estimator == "full" else _ratio(log_probs, batch, fresh=fresh)
+                ratio = None if estimator == "full" else _ratio(log_probs, batch, fresh=ratio_is_one)
                 penalty = kl_penalty(log_probs, others, estimator, mask=mask, full=full, ratio=ratio)
                 value = value + coefficient * self._aggregated(penalty, batch, normalizer)
         return value, metrics
@@ -117,7 +117,7 @@ class PolicyObjective:
         )
 
     @torch.no_grad()
-    def selection(
+    def select_tokens(
         self, log_probs: Sequence[Tensor], batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, seed: int
     ) -> list[Tensor]:
         """Select an update's tokens on rank 0. Returns a mask [B, T] for each micro-batch. Collective.
@@ -130,7 +130,7 @@ class PolicyObjective:
 
         masks = counted(part.trained_mask for part in batches)
         homes = torch.zeros(sum(map(len, masks)), dtype=torch.int64, device=engine.device)
-        exchange = Exchange(masks, homes, group=engine.groups.peers)
+        exchange = RowExchange(masks, homes, group=engine.groups.peers)
         chosen = step_selection(
             self._algorithm.loss,
             log_probs=exchange.send_column(counted(log_probs)),

@@ -47,7 +47,7 @@ class ObjectiveSettings:
     response_tokens: int
 
     @classmethod
-    def of(cls, settings: Settings) -> ObjectiveSettings:
+    def from_settings(cls, settings: Settings) -> ObjectiveSettings:
         """Extract the settings of the objective from the settings of a run."""
         return cls(
             algorithm=settings.algorithm,
@@ -118,14 +118,14 @@ def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
     return options
 
 
-def needs(settings: ObjectiveSettings) -> EstimatorNeeds:
+def estimator_requirements(settings: ObjectiveSettings) -> EstimatorNeeds:
     """Return the inputs that the estimator needs. Raises SettingsError as :func:`estimator_options` does."""
     return estimator_needs(settings.algorithm.estimator, **estimator_options(settings))
 
 
-def known_before_forward(settings: ObjectiveSettings) -> bool:
+def advantages_known_before_forward(settings: ObjectiveSettings) -> bool:
     """Return True if advantages follow from rewards alone, without the policy's log-probabilities."""
-    needed = needs(settings)
+    needed = estimator_requirements(settings)
     penalty = settings.kl.coefficient and settings.kl.placement == "reward"
     # The greedy rollout's reward is known before the forward. The rollout correction affects weighted estimators only.
     corrected = settings.correction.active and needed.weighted

@@ -13,12 +13,12 @@ from torch import Tensor, nn
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController, aggregate, value_loss
 from agentrl.batch import Batch, scatter_tokens
 from agentrl.errors import SettingsError
-from agentrl.models.exactness import choose_reader
+from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.lora import disabled_adapters
 from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.models.tokenizer import different_tokens, read_tokenizer
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen, read_for_training, read_policy
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen_forward, read_for_training, read_policy
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings, KLSettings
 from agentrl.weights.sources import gathered_linear
@@ -68,7 +68,7 @@ class FrozenPolicy:
         self._refused_ids = refused_ids or {}
 
     @torch.no_grad()
-    def read(self, batch: Batch) -> tuple[Tensor, FrozenHead | None]:
+    def score_batch(self, batch: Batch) -> tuple[Tensor, FrozenHead | None]:
         """Compute log-probabilities [B, T] of the sampled tokens, 0 off model tokens. Collective under ZeRO-3.
 
         The distributions of both policies are restricted to the batch's support, if there is one.
@@ -177,7 +177,7 @@ def _frozen_policy(
     if settings.model.lora.rank and path == start:
         return engine.module, partial(_without_adapters, engine)
     policy = read_policy(path, settings.model.model_copy(update={"lora": LoRASettings()}), training)
-    return policy, lambda module: frozen(module, training, bfloat16=settings.model.dtype == "bfloat16")
+    return policy, lambda module: frozen_forward(module, training, bfloat16=settings.model.dtype == "bfloat16")
 
 
 def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> Callable[..., Any]:
@@ -191,7 +191,7 @@ def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) 
 def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
     """Open a critic on this rank, with the transformer of ``critic.path`` or of the policy ``start``."""
     causal_lm = read_for_training(settings.critic.path or start, settings.model, settings.training)
-    attention = choose_reader(settings.model, causal_lm.config)
+    attention = choose_attention_backend(settings.model, causal_lm.config)
     engine = TrainingEngine(
         ValueModel(causal_lm, attention=attention, sequence=rank_groups(settings.training).sequence),
         optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),

@@ -39,7 +39,7 @@ class ServedTeacher:
         self._refused_ids = refused_ids
         self._deadline = deadline
 
-    def read(self, batch: Batch) -> tuple[Tensor, TopTokens | None]:
+    def score_batch(self, batch: Batch) -> tuple[Tensor, TopTokens | None]:
         """Return log-probabilities [B, T] of the sampled tokens, and the most likely tokens for exact objectives.
 
         Raises WorldError if the server does not score the trajectories within the deadline.

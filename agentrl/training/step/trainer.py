@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from agentrl.algorithms import mismatch_metrics
 from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
-from agentrl.kernels.attention import part_of
+from agentrl.kernels.attention import rank_slice
 from agentrl.models.policy import PolicyModel
 from agentrl.models.routes import Routes
 from agentrl.training.engine.collectives import Meter
@@ -31,9 +31,9 @@ from agentrl.training.step.diagnostics import (
     record_forward_metrics,
     variance_proxies,
 )
-from agentrl.training.step.loss_rows import LossRowBuilder, effective_sample_size
+from agentrl.training.step.loss_rows import LossRowBuilder, effective_sample_size_metrics
 from agentrl.training.step.objective import PolicyObjective
-from agentrl.training.step.objective_settings import ObjectiveSettings, known_before_forward
+from agentrl.training.step.objective_settings import ObjectiveSettings, advantages_known_before_forward
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, kl_controller
 
 if TYPE_CHECKING:
@@ -84,7 +84,7 @@ class Trainer:
         # In other dtypes, rounding alone can exceed the bound on short trajectories.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
         self._rows = LossRowBuilder(settings)
-        self._known_before_forward = known_before_forward(settings)
+        self._known_before_forward = advantages_known_before_forward(settings)
         self._objective = PolicyObjective(settings)
         self._reference = reference
         self._teacher = teacher
@@ -140,7 +140,7 @@ class Trainer:
         )
         self._passes(step)
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
-        metrics |= effective_sample_size(metrics)
+        metrics |= effective_sample_size_metrics(metrics)
         if step.norms:
             norm = metrics["policy/gradient_norm"] = math.fsum(step.norms) / len(step.norms)
             trajectories = meter.weight_over_ranks("variance/total_power", self._engine)
@@ -162,7 +162,7 @@ class Trainer:
         """Return the seconds of this rank's forwards, backwards and updates since the last call, as metrics."""
         totals: dict[str, float] = {}
         for engine in self._engines:
-            for name, seconds in engine.stopwatch.take().items():
+            for name, seconds in engine.stopwatch.take_seconds().items():
                 totals[name] = totals.get(name, 0.0) + seconds
         return totals
 
@@ -170,7 +170,7 @@ class Trainer:
 
     def _passes(self, step: _Step) -> None:
         plan = step.plan
-        if plan.updates and not plan.reasons:
+        if plan.updates and not plan.statistics_pass_reasons:
             self._one_forward(step)
         elif plan.updates:
             # A statistics pass over the whole step, then the updates.
@@ -182,7 +182,7 @@ class Trainer:
         plan = step.plan
         normalizer = self._objective.normalizer(plan.tokens, plan.sequences)
         with torch.no_grad():
-            scored = self._over_micro_batches(partial(self._scored, step=step), plan.scored_first)
+            scored = self._over_micro_batches(partial(self._scored, step=step), plan.statistics_pass_batches)
         earlier = iter(batch for batch, _, _ in scored if batch.counted)
         whole_step = self._known_before_forward and self._rows.step_wide
         for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
@@ -196,7 +196,7 @@ class Trainer:
     def _unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
         """Compute advantages first, then run one forward and backward for each micro-batch."""
         batches = [self._on_device(micro) for micro in unit]
-        for batch in self._rows.estimate(batches, self._engine, meter=step.meter):
+        for batch in self._rows.estimate_before_forward(batches, self._engine, meter=step.meter):
             with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
                 scored, statistics, hidden = self._score(batch, step)
                 scored = self._rows.corrected(scored, meter=step.meter)
@@ -211,7 +211,7 @@ class Trainer:
         with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
             last, statistics, hidden = self._score(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
-            last, *others = self._rows.make([last, *earlier], beta=step.beta, meter=step.meter)
+            last, *others = self._rows.build([last, *earlier], beta=step.beta, meter=step.meter)
             self._account(step, last, hidden)
             self._backward(step, statistics, last, normalizer, fresh=True)
         del statistics
@@ -236,7 +236,7 @@ class Trainer:
             updates = [list(chain(*update)) for update in step.plan.updates]
             scored = iter(self._over_micro_batches(partial(self._scored, step=step), [*chain(*updates)]))
             parts = [[next(scored) for _ in update] for update in updates]
-            completed = self._rows.make_over_ranks(
+            completed = self._rows.build_over_ranks(
                 [[batch for batch, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
             )
         for update, others in zip(completed, parts, strict=True):
@@ -250,7 +250,7 @@ class Trainer:
         ``fresh``: the weights have not changed since that pass.
         """
         normalizer = self._objective.normalizer_over_ranks(batches, self._engine)
-        if self._objective.selects:
+        if self._objective.needs_selection:
             batches = self._selected(step, batches, fresh=fresh)
 
         def work(batch: Batch) -> None:
@@ -271,7 +271,7 @@ class Trainer:
 
         with torch.no_grad():
             now = self._over_micro_batches(log_probs, batches)
-        selected = self._objective.selection(now, batches, self._engine, seed=step.plan.step)
+        selected = self._objective.select_tokens(now, batches, self._engine, seed=step.plan.step)
         return [replace(batch, selected=chosen) for batch, chosen in zip(batches, selected, strict=True)]
 
     def _update(self, step: _Step) -> None:
@@ -303,7 +303,7 @@ class Trainer:
         tokens, or of this rank's part of them; log-probabilities [B, T] by these frozen policies).
         """
         self._heartbeat.start_pass()
-        read = {name: policy.read(batch) for name, policy in step.frozen.items() if policy.over_vocabulary}
+        scored = {name: policy.score_batch(batch) for name, policy in step.frozen.items() if policy.over_vocabulary}
         flat, hidden = self._engine(
             batch.row,
             batch.rows,
@@ -311,13 +311,15 @@ class Trainer:
             temperature=self._temperature,
             keep_hidden=keep_hidden,
             support=batch.support,
-            **{name: head for name, (_, head) in read.items()},
+            **{name: head for name, (_, head) in scored.items()},
         )
         statistics = flat.map(lambda values: scatter_tokens(values, batch.response_mask))
-        return statistics, hidden, {name: log_probs for name, (log_probs, _) in read.items()}
+        return statistics, hidden, {name: log_probs for name, (log_probs, _) in scored.items()}
 
     def _on_device(self, micro: MicroBatch) -> Batch:
-        return Batch.of(micro, device=self._engine.device, multiple=self._engine.module.row_multiple)
+        return Batch.from_micro_batch(
+            micro, device=self._engine.device, multiple=self._engine.module.row_length_multiple
+        )
 
     def _scored(self, micro: MicroBatch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
         return self._score(self._on_device(micro), step)
@@ -331,7 +333,9 @@ class Trainer:
         if self._engine.module.routes is not None:
             batch = self._with_routes(batch, self._engine.module.routes, step)
         values = final_values = None
-        log_probs |= {name: policy.read(batch)[0] for name, policy in step.frozen.items() if name not in log_probs}
+        log_probs |= {
+            name: policy.score_batch(batch)[0] for name, policy in step.frozen.items() if name not in log_probs
+        }
         if self._critic is not None:
             values, final_values = self._critic.values(batch)
         scored = replace(
@@ -362,7 +366,7 @@ class Trainer:
         if routes.replayed is None:
             recorded = routes.recorded()
             whole = recorded.new_full((len(row.token_ids), recorded.shape[1]), -1)
-            whole[part_of(row, policy.sequence)] = recorded
+            whole[rank_slice(row, policy.sequence)] = recorded
             return replace(batch, row=replace(row, routes=whole))
         other, total = routes.difference()
         step.meter.add_mean("policy/other_routes", other.double() / max(1, total), total * int(batch.counted))
@@ -391,7 +395,7 @@ class Trainer:
             normalizer=normalizer,
             beta=step.beta,
             teacher_coefficient=step.teacher_coefficient,
-            fresh=fresh,
+            ratio_is_one=fresh,
         )
         if step.recorder is not None and batch.counted:
             update = len(step.norms)  # of the step, from 0

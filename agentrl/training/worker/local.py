@@ -18,7 +18,7 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.benchmarks import held_out_problems
 from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.settings import evaluation_environment, evaluation_rollout
-from agentrl.models.attention import attention_length
+from agentrl.models.attention import break_even_length
 from agentrl.models.loading import read_config, read_model
 from agentrl.models.lora import add_adapters
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
@@ -26,7 +26,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import EngineRequest, ManagedEngine, engine_facts, engine_plugin, servers_on_nodes
-from agentrl.rollout.environment import build_rewards, check_forks, environment_and_codec, needs_answers
+from agentrl.rollout.environment import build_rewards, check_forks, compares_with_references, environment_and_codec
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import longest_request
@@ -34,9 +34,9 @@ from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutWorker
 from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.trace import service_span, start_trace, stop_trace
+from agentrl.telemetry.trace import start_trace, stop_trace, traced_service_call
 from agentrl.training.step.batching import RankPlan, is_due, plan_step
-from agentrl.training.step.objective_settings import ObjectiveSettings, needs
+from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
 from agentrl.training.worker.service import InterruptedRunError
 from agentrl.trajectory import Group, Trajectory
 from agentrl.weights.sources import TransferTarget
@@ -70,9 +70,12 @@ class CallerLoop:
 class WorkerLoop:
     """Runs coroutines to completion, one at a time."""
 
-    def __init__(self, *, resting: bool) -> None:
-        """With ``resting``, nothing runs between calls. Otherwise, rollouts continue in a thread during training."""
-        self._loop = CallerLoop() if resting else LoopThread()
+    def __init__(self, *, idle_between_calls: bool) -> None:
+        """With ``idle_between_calls``, nothing runs between calls.
+
+        Otherwise, rollouts continue in a thread during training.
+        """
+        self._loop = CallerLoop() if idle_between_calls else LoopThread()
         self._running: asyncio.Task[object] | None = None
         self._interrupted = False
 
@@ -136,11 +139,11 @@ class LocalService:
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._folder).trace, "rollout worker")
             opened.callback(stop_trace)
-            execution.traced = partial(service_span, "sandbox", "program")
+            execution.traced = partial(traced_service_call, "sandbox", "program")
             opened.callback(setattr, execution, "traced", contextlib.nullcontext)
         environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
-        self._loop = WorkerLoop(resting=settings.rollout.schedule == "synchronous")
+        self._loop = WorkerLoop(idle_between_calls=settings.rollout.schedule == "synchronous")
         opened.callback(self._loop.close)
         self._rewards = build_rewards(settings)
         self._run(environment.open())
@@ -163,15 +166,15 @@ class LocalService:
             rewards=self._rewards,
         )
         self._mixture, self._reports = load_mixture(
-            settings.data.train, seed=settings.seed, answered=needs_answers(settings)
+            settings.data.train, seed=settings.seed, answered=compares_with_references(settings)
         )
         if settings.rollout.branching.width > 1:
             (problem,) = ProblemSampler(self._mixture, seed=settings.seed).next(1)
             self._run(check_forks(environment, problem, settings.rollout))
         self._held_out = held_out_problems(settings)
-        self._objective = ObjectiveSettings.of(settings)
+        self._objective = ObjectiveSettings.from_settings(settings)
         config = read_config(settings.model)
-        self._attention_length = math.inf if config is None else attention_length(config)
+        self._attention_length = math.inf if config is None else break_even_length(config)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
@@ -188,7 +191,7 @@ class LocalService:
                 accuracy_range=algorithm.accuracy_range,
                 drop_zero_variance=self._objective.drops_zero_variance,
             ),
-            greedy="greedy_returns" in needs(self._objective).inputs,
+            greedy="greedy_returns" in estimator_requirements(self._objective).inputs,
             last_step=settings.training.steps,
             learns=(settings.data.curriculum, settings.rollout.budget) != ("uniform", "uniform"),
         )
@@ -229,12 +232,12 @@ class LocalService:
 
     def plan(self, step: int, budget: int) -> RankPlan:
         """Roll out one step and plan it for this process, the only rank."""
-        return self.plans(step, budget)[0]
+        return self.roll_out_and_plan(step, budget)[0]
 
     def barrier(self, point: str) -> None:
         """Return immediately, because this process is the only rank."""
 
-    def plans(self, step: int, budget: int) -> list[RankPlan]:
+    def roll_out_and_plan(self, step: int, budget: int) -> list[RankPlan]:
         """Roll out one step, unless it is done, and plan it for every rank. Ranks that share rows share a plan."""
         if self._groups is None or self._worker.step != step:
             self._managed.begin_rollouts()
@@ -269,9 +272,9 @@ class LocalService:
             ) from None
         return prompt[:start] + codec.encode(text) + prompt[start:]
 
-    def wait_for_writes(self) -> None:
+    def wait_until_weights_may_change(self) -> None:
         with contextlib.suppress(InterruptedRunError):
-            self._run(self._worker.drain())
+            self._run(self._worker.wait_until_weights_may_change())
 
     def confirm(self, step: int) -> None:
         """Confirm a step, and start writing its trajectories. Raises WorldError if the previous write failed."""
@@ -294,7 +297,7 @@ class LocalService:
         longest = self._settings.rollout.max_prompt_tokens
         return probe_tokens(map(self._driver.codec.encode, texts), longest=longest)
 
-    def verification(self) -> list[EngineVerification]:
+    def verification_methods(self) -> list[EngineVerification]:
         return self._managed.verifier.verified()
 
     def verify(self, version: int, probe: Probe) -> str | None:

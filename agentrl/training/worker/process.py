@@ -22,18 +22,18 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from agentrl.cluster.launchers import count_local_ranks
 from agentrl.cluster.processes import set_tcp_timeout
 from agentrl.errors import AgentRLError
-from agentrl.training.coldstart.policy import computing_processes, set_threads
+from agentrl.training.coldstart.policy import count_computing_processes, set_threads
 from agentrl.training.engine.determinism import set_determinism
 from agentrl.training.engine.heartbeat import INTERVAL, HeartbeatMonitor
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import (
-    Caller,
-    Failure,
+    CallFailure,
+    CallReply,
     InterruptedRunError,
-    Reply,
-    Startup,
+    RankConnection,
     StuckRanks,
     WorkerRequest,
+    WorkerStartup,
 )
 from agentrl_envs.episode import EnvironmentContractError
 from agentrl_envs.registry import PluginError, load_plugins
@@ -56,11 +56,11 @@ class _RankLostError(Exception):
 class WorkerServer:
     """Receives requests on one thread, and executes each on the main thread once all ranks have sent it."""
 
-    def __init__(self, first: Connection, control: Connection, door: socket.socket) -> None:
-        """``first`` and ``control`` are rank 0's connections; the other ranks connect at ``door``."""
-        self._connections = {0: first}
+    def __init__(self, rank_zero: Connection, control: Connection, listener: socket.socket) -> None:
+        """``rank_zero`` and ``control`` are rank 0's connections; the other ranks connect at ``listener``."""
+        self._connections = {0: rank_zero}
         self._controls = {0: control}
-        self._door = door
+        self._door = listener
         self._requests: queue.Queue[tuple[int, WorkerRequest] | None] = queue.Queue()
         self._interrupt: Callable[[], None] | None = None
         self._interrupted = False
@@ -69,9 +69,9 @@ class WorkerServer:
 
     # -- connections ----------------------------------------------------------------------------------------------
 
-    def listen(self, startup: Startup) -> None:
+    def listen(self, startup: WorkerStartup) -> None:
         """Accept the other ranks' connections, then listen to all ranks."""
-        arrived: queue.Queue[tuple[Caller, Connection]] = queue.Queue()
+        arrived: queue.Queue[tuple[RankConnection, Connection]] = queue.Queue()
         threading.Thread(target=_accept, args=(self._door, startup, arrived), daemon=True, name="accept").start()
         deadline = time.monotonic() + _CONNECT
         while len(self._connections) + len(self._controls) < 2 * startup.ranks:
@@ -136,19 +136,19 @@ class WorkerServer:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def serve(self, make: Callable[[], LocalService]) -> None:
+    def serve(self, make_service: Callable[[], LocalService]) -> None:
         """Create the service, then execute requests until a rank exits or a request fails."""
         service: LocalService | None = None
         try:
-            service = make()
+            service = make_service()
             self._watch(service)
-            self._reply_to_all(Reply())
+            self._reply_to_all(CallReply())
             self._answer_all(service)
         except _RankLostError as error:
-            self._reply_to_all(Reply(failure=Failure(message=str(error), lost=True)))
+            self._reply_to_all(CallReply(failure=CallFailure(message=str(error), lost=True)))
         except _REPORTED as error:
             code = error.exit_code if isinstance(error, AgentRLError) else _USERS
-            self._reply_to_all(Reply(failure=Failure(message=str(error), exit_code=code)))
+            self._reply_to_all(CallReply(failure=CallFailure(message=str(error), exit_code=code)))
         finally:
             if service is not None:
                 service.close()
@@ -179,30 +179,32 @@ class WorkerServer:
         try:
             values: list[object]
             if request.name == "plan":  # each rank receives its own plan
-                values = [*service.plans(**request.arguments)]
+                values = [*service.roll_out_and_plan(**request.arguments)]
             else:
                 values = [getattr(service, request.name)(**request.arguments)] * len(self._connections)
         except InterruptedRunError:
             self._reply_to_all(self._stop_reply())
             return
         for rank, value in enumerate(values):
-            self._send(rank, Reply(value=value))
+            self._send(rank, CallReply(value=value))
 
-    def _stop_reply(self) -> Reply:
+    def _stop_reply(self) -> CallReply:
         if self._lost is not None:
             raise _RankLostError(self._lost)
-        return Reply(failure=Failure(message="interrupted", interrupted=True))
+        return CallReply(failure=CallFailure(message="interrupted", interrupted=True))
 
-    def _reply_to_all(self, reply: Reply) -> None:
+    def _reply_to_all(self, reply: CallReply) -> None:
         for rank in self._connections:
             self._send(rank, reply)
 
-    def _send(self, rank: int, reply: Reply) -> None:
+    def _send(self, rank: int, reply: CallReply) -> None:
         with contextlib.suppress(OSError):  # :meth:`_receive_heartbeats` detects its end
             self._connections[rank].send(reply)
 
 
-def _accept(door: socket.socket, startup: Startup, arrived: queue.Queue[tuple[Caller, Connection]]) -> None:
+def _accept(
+    door: socket.socket, startup: WorkerStartup, arrived: queue.Queue[tuple[RankConnection, Connection]]
+) -> None:
     while True:
         with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not a rank of this run
             connection = Connection(door.accept()[0].detach())
@@ -217,7 +219,7 @@ class _OwnProcess(LocalService):
         return [*super().describe(), f"rollout worker: process {os.getpid()}"]
 
 
-def _create_service(startup: Startup) -> LocalService:
+def _create_service(startup: WorkerStartup) -> LocalService:
     load_plugins(startup.settings.plugins)
     return _OwnProcess(startup.settings, startup.policy_path, ranks=startup.ranks)
 
@@ -229,7 +231,7 @@ def main() -> None:
     first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
     door = socket.socket(fileno=int(sys.argv[3]))
     try:
-        startup: Startup = first.recv()
+        startup: WorkerStartup = first.recv()
     except EOFError:  # rank 0 has exited, for example because of a stop signal
         sys.exit(1)
     set_determinism(startup.settings.training)
@@ -237,7 +239,7 @@ def main() -> None:
     resting = startup.settings.rollout.schedule == "synchronous"
     set_threads(
         startup.settings,
-        processes=1 if resting else computing_processes(startup.settings, ranks=count_local_ranks(startup.ranks)),
+        processes=1 if resting else count_computing_processes(startup.settings, ranks=count_local_ranks(startup.ranks)),
     )
     server = WorkerServer(first, control, door)
     try:

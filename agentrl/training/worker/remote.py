@@ -29,22 +29,22 @@ from agentrl.cluster.local import THIS_MACHINE, LocalProcess, log_file
 from agentrl.cluster.processes import ProcessSpec, set_tcp_timeout
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import engine_facts
-from agentrl.training.engine.deepspeed_engine import from_rank_zero
+from agentrl.training.engine.deepspeed_engine import run_on_rank_zero
 from agentrl.training.engine.heartbeat import INTERVAL, Heartbeat
 from agentrl.training.worker.service import (
-    CALLS,
-    FOLLOWED,
-    STUCK,
-    Caller,
-    Failure,
+    EXIT_PEER_LOST,
+    EXIT_STUCK,
+    WORKER_CALLS,
+    CallFailure,
+    CallReply,
     InterruptedRunError,
-    Reply,
+    RankConnection,
     RolloutService,
-    Startup,
     StuckRanks,
     WorkerLostError,
     WorkerRequest,
-    receive,
+    WorkerStartup,
+    receive_message,
 )
 
 if TYPE_CHECKING:
@@ -97,14 +97,14 @@ class RemoteService:
             return _Endpoint(address=address, key=secrets.token_bytes(32))
 
         # The worker takes seconds to minutes to start: ranks receive its address first and wait outside collectives.
-        place = from_rank_zero(open_door)
+        place = run_on_rank_zero(open_door)
         if door is not None:
-            startup = Startup(settings=settings, policy_path=policy_path, ranks=ranks, key=place.key)
+            startup = WorkerStartup(settings=settings, policy_path=policy_path, ranks=ranks, key=place.key)
             self._connection, self._control = self._start(startup, door)
         else:
             silence = settings.cluster.deadline
-            self._connection = _connect(place, Caller(rank=rank, control=False), silence)
-            self._control = _connect(place, Caller(rank=rank, control=True), silence)
+            self._connection = _connect(place, RankConnection(rank=rank, control=False), silence)
+            self._control = _connect(place, RankConnection(rank=rank, control=True), silence)
         heartbeat.shortened = self._send_beat
         callback_handler.register_start_callback(heartbeat.allow_compilation)
         threading.Thread(target=self._beat_and_end_with_worker, daemon=True, name="beat").start()
@@ -112,7 +112,7 @@ class RemoteService:
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function that calls a method of :data:`CALLS` in the worker."""
-        if name not in CALLS:
+        if name not in WORKER_CALLS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
         return partial(self._request, name)
 
@@ -133,7 +133,7 @@ class RemoteService:
 
     # -- communication --------------------------------------------------------------------------------------------
 
-    def _start(self, startup: Startup, door: socket.socket) -> tuple[Connection, Connection]:
+    def _start(self, startup: WorkerStartup, door: socket.socket) -> tuple[Connection, Connection]:
         (talk, their_talk), (control, their_control) = Pipe(), Pipe()
         handles = (their_talk.fileno(), their_control.fileno(), door.fileno())
         spec = ProcessSpec(
@@ -150,8 +150,8 @@ class RemoteService:
         return talk, control
 
     def _request(self, name: str, *args: object, **kwargs: object) -> object:
-        call = CALLS[name]
-        arguments = call.arguments(*args, **kwargs)
+        call = WORKER_CALLS[name]
+        arguments = call.bind_arguments(*args, **kwargs)
         waiting_for = call.waiting_for.format(**arguments)
         with contextlib.suppress(OSError):  # the worker is gone, but its last message may still be unread
             if not self._connection.poll():
@@ -162,8 +162,12 @@ class RemoteService:
     def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
         self._heartbeat.start_waiting(waiting_for)
         try:
-            reply: Reply = receive(
-                self._connection, seconds=seconds, waiting_for=waiting_for, stops=stops, waits=self._heartbeat.repeat
+            reply: CallReply = receive_message(
+                self._connection,
+                seconds=seconds,
+                waiting_for=waiting_for,
+                stop_requested=stops,
+                while_waiting=self._heartbeat.refresh,
             )
         except WorkerLostError as error:
             raise WorkerLostError(f"rollout worker: {error}{self._how_it_ended()}") from error
@@ -175,13 +179,13 @@ class RemoteService:
     def _beat_and_end_with_worker(self) -> None:
         """Send a heartbeat every second. Exit soon after the worker, because a rank in a collective may not notice."""
         stuck = StuckRanks(ranks=[], message="the rollout worker or another rank has exited")
-        patience, code = _LAST_WORDS, FOLLOWED
+        patience, code = _LAST_WORDS, EXIT_PEER_LOST
         with contextlib.suppress(EOFError, OSError):
             while not self._control.poll(INTERVAL):
                 self._send_beat()
             stuck, patience = self._control.recv(), _FEW_WORDS
         if self._rank in stuck.ranks:
-            patience, code = 0.0, STUCK
+            patience, code = 0.0, EXIT_STUCK
         if not self._closed.wait(patience):
             print(f"rank {self._rank}: {stuck.message}", file=sys.stderr, flush=True)
             os._exit(code)
@@ -206,7 +210,7 @@ class RemoteService:
         return f" (it was killed by {signal.Signals(-code).name}, which the system sends when memory runs out)"
 
 
-def _error_of(failure: Failure) -> Exception:
+def _error_of(failure: CallFailure) -> Exception:
     if failure.interrupted:
         return InterruptedRunError()
     if failure.lost:
@@ -215,7 +219,7 @@ def _error_of(failure: Failure) -> Exception:
     return kind(failure.message)
 
 
-def _connect(place: _Endpoint, caller: Caller, silence: float) -> Connection:
+def _connect(place: _Endpoint, caller: RankConnection, silence: float) -> Connection:
     """Connect to the worker, in a thread, because neither the connection nor the handshake has a deadline."""
     done: queue.Queue[Connection | Exception] = queue.Queue()
 

@@ -39,14 +39,14 @@ class WorkerCall:
     waiting_for: str  # a format string over the arguments
     interruptible: bool  # a request to stop cancels the call
 
-    def arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
+    def bind_arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Return the arguments of a call by name, including defaults."""
         bound = self.signature.bind(None, *args, **kwargs)  # None: self
         bound.apply_defaults()
         return {name: value for name, value in bound.arguments.items() if name != "self"}
 
 
-CALLS: dict[str, WorkerCall] = {}
+WORKER_CALLS: dict[str, WorkerCall] = {}
 """The calls that can be sent to the worker's process, by method."""
 
 
@@ -54,7 +54,9 @@ def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method
     def register(method: _Method) -> _Method:
         signature = inspect.signature(method)
         waiting_for.format(**dict.fromkeys(signature.parameters, 0))  # an unknown argument fails here, not in a run
-        CALLS[method.__name__] = WorkerCall(signature=signature, waiting_for=waiting_for, interruptible=interruptible)
+        WORKER_CALLS[method.__name__] = WorkerCall(
+            signature=signature, waiting_for=waiting_for, interruptible=interruptible
+        )
         return method
 
     return register
@@ -80,7 +82,7 @@ class RolloutService(Protocol):
         """
 
     @_call("the current batch (training.worker_timeout)", interruptible=True)
-    def wait_for_writes(self) -> None:
+    def wait_until_weights_may_change(self) -> None:
         """Wait until the weights may change: after a batch of one policy version, or at once after a stop request."""
 
     @_call("the other ranks at {point} (training.worker_timeout)")
@@ -118,7 +120,7 @@ class RolloutService(Protocol):
         """Return the tokens that trainer and engine both score: texts of the first problems."""
 
     @_call("the verification of transfers")
-    def verification(self) -> list[EngineVerification]:
+    def verification_methods(self) -> list[EngineVerification]:
         """Return the verification method of transfers to each engine, with the noise measured at the start."""
 
     @_call("the engine to score the first probe")
@@ -140,9 +142,9 @@ class RolloutService(Protocol):
         """Release the worker's rollouts, engine and environment."""
 
 
-FOLLOWED = 3
+EXIT_PEER_LOST = 3
 """Exit code of a rank that exited because the rollout worker or another rank exited or is stuck."""
-STUCK = 6
+EXIT_STUCK = 6
 """Exit code of a rank whose main thread was stuck."""
 
 STOP_TIMEOUT = 60.0
@@ -153,7 +155,7 @@ _LOOK = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Startup:
+class WorkerStartup:
     """Rank 0's first message, with everything the worker needs. ``key`` authenticates the other ranks."""
 
     settings: Settings
@@ -163,7 +165,7 @@ class Startup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Caller:
+class RankConnection:
     """The first message on a connection of a rank other than rank 0.
 
     ``control``: the connection is for the rank's heartbeats and interrupts, and for :class:`StuckRanks` in return.
@@ -183,7 +185,7 @@ class WorkerRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Failure:
+class CallFailure:
     """The reason why a call failed. ``interrupted``: a stop was requested; otherwise the run ends with ``exit_code``.
 
     ``lost``: another rank exited or is stuck.
@@ -196,11 +198,11 @@ class Failure:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Reply:
+class CallReply:
     """The method's return value, or the reason why it failed."""
 
     value: object = None
-    failure: Failure | None = None
+    failure: CallFailure | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -215,27 +217,27 @@ class WorkerLostError(WorldError):
     """The other end of a connection exited or did not respond in time."""
 
 
-def receive(
+def receive_message(
     connection: Connection,
     *,
     seconds: float,
     waiting_for: str,
-    stops: threading.Event | None = None,
+    stop_requested: threading.Event | None = None,
     stop_timeout: float = STOP_TIMEOUT,
-    waits: Callable[[], None] = lambda: None,
+    while_waiting: Callable[[], None] = lambda: None,
 ) -> Any:
     """Wait for the next message and return it. Raises WorkerLostError if the other end exits, or after ``seconds``.
 
-    Once ``stops`` is set, the other end must respond within ``stop_timeout`` seconds. ``waits`` is called twice a
-    second.
+    Once ``stop_requested`` is set, the other end must respond within ``stop_timeout`` seconds. ``while_waiting`` is
+    called twice a second.
     """
     began = time.monotonic()
     deadline = began + seconds
     stopping = False
     try:
         while not connection.poll(min(_LOOK, max(0.0, deadline - time.monotonic()))):
-            waits()
-            if stops is not None and stops.is_set() and not stopping:
+            while_waiting()
+            if stop_requested is not None and stop_requested.is_set() and not stopping:
                 stopping, deadline = True, min(deadline, time.monotonic() + stop_timeout)
             if time.monotonic() >= deadline:
                 told = f" ({stop_timeout:g} s of them after a request to stop)" if stopping else ""

@@ -16,9 +16,9 @@ from agentrl.models.lora import write_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import os_errors_as_world_errors
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, on_every_rank
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, run_on_every_rank
 from agentrl.training.worker.service import RolloutService
-from agentrl.weights.exports import AdapterSource, MergedSource, host_copy, write_export, write_version
+from agentrl.weights.exports import AdapterSource, MergedSource, copy_to_host, write_export, write_version
 from agentrl.weights.sources import DirectTransfer, ParameterSource, TransferTarget
 from agentrl.weights.verify import Probe
 
@@ -77,7 +77,7 @@ class WeightSender:
             )
         if problem is not None:
             self.send(0)
-        verified = self._service.verification()
+        verified = self._service.verification_methods()
         for one in verified:
             self._console.note(str(one))
         return max((one.noise for one in verified), default=0.0)
@@ -107,7 +107,7 @@ class WeightSender:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _attempt(self, target: TransferTarget, version: int, probe: Probe) -> str | None:
-        directory = None if target.opener else on_every_rank(partial(self._export, target, version))[0]
+        directory = None if target.opener else run_on_every_rank(partial(self._export, target, version))[0]
         self._service.pause()
         if target.opener:
             now = self._service.transfer_target()  # servers may have been lost or restarted before they paused
@@ -132,7 +132,7 @@ class WeightSender:
             with os_errors_as_world_errors(self._folder, "write weights to"):
                 folder = self._folder.absolute()
                 if target.form == "adapter":
-                    factors = {name: host_copy(value) for name, value in tensors}
+                    factors = {name: copy_to_host(value) for name, value in tensors}
                     write = partial(write_adapter, factors=factors, settings=self._lora, base=self._base)
                     return str(write_version(folder, version, write, older_versions=target.older_versions))
                 return str(write_export(folder, tensors, version))
@@ -164,6 +164,6 @@ def score_probe(engine: TrainingEngine, token_ids: tuple[int, ...]) -> Probe:
     ids = torch.tensor([token_ids], device=engine.device)
     prompt_lengths, mask = torch.ones_like(ids[:, 0]), torch.ones_like(ids[:, 1:], dtype=torch.bool)
     engine.module.eval()
-    packed = pack_padded(ids, prompt_lengths, mask, multiple=engine.module.row_multiple)
+    packed = pack_padded(ids, prompt_lengths, mask, multiple=engine.module.row_length_multiple)
     statistics, _ = engine(*packed, temperature=1.0)
     return Probe(token_ids=token_ids, log_probs=tuple(statistics.log_probs.float().tolist()))

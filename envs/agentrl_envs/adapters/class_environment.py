@@ -28,13 +28,13 @@ from typing import cast
 
 from pydantic import BaseModel
 
-from agentrl_envs.chat import ChatFormat, plain_format
+from agentrl_envs.chat import ChatFormat, plain_text_format
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
-from agentrl_envs.execution import EpisodeSandbox, failed_call
+from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import MalformedCall, ToolRequest, clip
-from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
+from agentrl_envs.protocols.base import MalformedCall, ToolRequest, truncate_output
+from agentrl_envs.protocols.hermes import HermesProtocol, PlainTextCallsProtocol
 from agentrl_envs.registry import PluginError, describe_error
 from agentrl_envs.settings import ClassEnvironmentSettings, read_options
 from agentrl_envs.threads import BlockingCalls, ObjectThread
@@ -55,19 +55,19 @@ logger = logging.getLogger(__name__)
 class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     """Creates environments from a custom class.
 
-    With ``of_trl``, every public method except ``reset`` is a tool.
+    With ``is_trl_class``, every public method except ``reset`` is a tool.
     """
 
     name: str
     user_class: object
-    of_trl: bool = False
+    is_trl_class: bool = False
 
     @property
     def tools(self) -> ToolSet:
         """The class's tools. Raises PluginError if a method is not a valid tool."""
         if not inspect.isclass(self.user_class) or not callable(getattr(self.user_class, "reset", None)):
             raise PluginError(f"environment {self.name!r} must be a class with a reset method")
-        reserved = _SPECIAL_METHODS_OF_TRL if self.of_trl else _SPECIAL_METHODS
+        reserved = _SPECIAL_METHODS_OF_TRL if self.is_trl_class else _SPECIAL_METHODS
         return ToolSet(
             tuple(methods_as_tools(self.user_class, f"environment {self.name!r}: {self.user_class.__name__}", reserved))
         )
@@ -108,9 +108,9 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         return {one.name: columns[one.name] for one in wanted if one.name in columns}
 
     @property
-    def reads_text(self) -> bool:
+    def has_step_method(self) -> bool:
         """True if the class has a ``step`` method for turns without a call."""
-        return not self.of_trl and hasattr(self.user_class, "step")
+        return not self.is_trl_class and hasattr(self.user_class, "step")
 
     def settings(self, section: BaseModel) -> ClassEnvironmentSettings:
         return read_options(ClassEnvironmentSettings, section.model_extra or {})
@@ -125,10 +125,10 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     ) -> ClassEnvironment:
         tools = self.tools
         # Plain text has no end-of-turn marker, so the first call ends a turn.
-        written = HermesProtocol if chat else PlainCalls
+        written = HermesProtocol if chat else PlainTextCallsProtocol
         if chat is None:
-            listed = [schema.as_function() for schema in tools.schemas] if settings.list_tools else []
-            chat = plain_format(listed, system=settings.system_prompt)
+            listed = [schema.as_openai_function() for schema in tools.schemas] if settings.list_tools else []
+            chat = plain_text_format(listed, system=settings.system_prompt)
         protocol = written(
             instruction=settings.instruction,
             observation_limit=settings.observation_limit,
@@ -139,7 +139,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         return ClassEnvironment(self, settings, sandbox or SandboxSettings(), grader or GraderSettings(), protocol)
 
     def template(self, settings: ClassEnvironmentSettings) -> TemplateUse | None:
-        functions = [schema.as_function() for schema in self.tools.schemas]
+        functions = [schema.as_openai_function() for schema in self.tools.schemas]
         if settings.chat == "never" or (settings.chat == "auto" and not functions):
             if settings.history == "template":
                 raise PluginError(
@@ -153,7 +153,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
             tools=functions,
             lists_tools=settings.list_tools,
             optional=settings.chat == "auto",
-            speaker=f"step() of {self.name}" if self.reads_text else "",
+            speaker=f"step() of {self.name}" if self.has_step_method else "",
             rerendered=settings.history == "template",
         )
 
@@ -179,7 +179,7 @@ class ClassEnvironment(Environment):
     async def open(self) -> None:
         """Open the sandbox if the class or a tool needs it."""
         made = cast("Callable[..., object]", self._factory.user_class)
-        wanted = self._protocol.tools.runs_programs or "sandbox" in injected_parameters(made)
+        wanted = self._protocol.tools.needs_sandbox or "sandbox" in injected_parameters(made)
         if self._sandbox is None and wanted:
             self._sandbox = await open_sandbox(self._sandbox_settings)
 
@@ -223,7 +223,7 @@ class ClassEpisode:
         self._tools: EpisodeTools | None = None
         self._turns = 0
         self._ended = False
-        self.calling = ""
+        self.running_call = ""
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -247,8 +247,8 @@ class ClassEpisode:
             sandbox=self._sandbox,
             threads=BlockingCalls(1, name="environment"),  # unused: the methods run in the instance's thread
             timeout=self._settings.execution_timeout,
-            more={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
-            lenient=self._factory.of_trl,
+            extra_arguments={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
+            lenient=self._factory.is_trl_class,
         )
         await self._make()
         returned = await self._call("reset", **self._factory.columns(self.problem))
@@ -262,9 +262,9 @@ class ClassEpisode:
 
     async def _make(self) -> None:
         assert self._tools is not None
-        self.calling = self._name_of("__init__")
+        self.running_call = self._name_of("__init__")
         try:
-            await self._tools.adopt(cast("Callable[..., object]", self._factory.user_class))
+            await self._tools.create_instance(cast("Callable[..., object]", self._factory.user_class))
         except ToolError as error:
             if isinstance(error.__cause__, TypeError):
                 raise ToolError(f"{error}; set the arguments of __init__ in environment.kwargs") from error.__cause__
@@ -281,7 +281,7 @@ class ClassEpisode:
             step = await self._play(action)
         except UnavailableError as error:
             logger.warning("problem %s: %s", self.problem.id, error)
-            calls = (failed_call(error.seconds),)
+            calls = (infrastructure_failure_call(error.seconds),)
             step = Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=calls)
         self._ended = step.ended is not None
         return step
@@ -314,9 +314,11 @@ class ClassEpisode:
             made = await asyncio.gather(*(self._answer(request) for request in turn.calls))
             observation = self._protocol.observation(action, [text for text, _ in made])
             return await self._continued(observation, 0.0, done=False, calls=tuple(call for _, call in made))
-        if self._factory.reads_text:
+        if self._factory.has_step_method:
             returned, reward, done = _stepped(await self._call("step", action), self._name_of("step"))
-            observation = self._protocol.reply(clip(returned, self._settings.observation_limit)) if returned else ""
+            observation = (
+                self._protocol.reply(truncate_output(returned, self._settings.observation_limit)) if returned else ""
+            )
             return await self._continued(observation, reward, done=done, calls=())
         return await self._last(Ended.ANSWERED, "", 0.0, ())
 
@@ -325,7 +327,7 @@ class ClassEpisode:
             return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
         assert self._tools is not None
         text, call = await self._tools.call(request.name, request.arguments)
-        return clip(text, self._settings.observation_limit), call
+        return truncate_output(text, self._settings.observation_limit), call
 
     async def _continued(self, observation: str, reward: float, *, done: bool, calls: tuple[ToolCall, ...]) -> Step:
         instance, _ = self._instance()
@@ -343,9 +345,9 @@ class ClassEpisode:
 
     async def _call(self, method: str, *args: object, **kwargs: object) -> object:
         """Call a method of the instance. Convert exceptions to UnavailableError or EnvironmentContractError."""
-        self.calling = self._name_of(method)
+        self.running_call = self._name_of(method)
         result = await self._called(method, *args, **kwargs)
-        self.calling = ""
+        self.running_call = ""
         return result
 
     async def _called(self, method: str, *args: object, **kwargs: object) -> object:

@@ -30,7 +30,7 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     if name in ENVIRONMENTS.builtin:
         return cast(type[EnvironmentFactory[Any]], loaded)()
     if name.startswith(TRL):
-        return ClassEnvironmentFactory(name, loaded, of_trl=True)
+        return ClassEnvironmentFactory(name, loaded, is_trl_class=True)
     if not callable(loaded):
         raise PluginError(f"environment {name!r} is a {type(loaded).__name__}, but must be a class or a function")
     if not isinstance(loaded, type) or issubclass(loaded, Environment):

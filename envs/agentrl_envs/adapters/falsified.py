@@ -58,7 +58,7 @@ class FalsifiedObservations:
 
     def _falsified(self, observation: str) -> str:
         if isinstance(observation, MarkedText):
-            return observation.map_plain(lambda part: falsify(part, self._seed))
+            return observation.map_unmarked(lambda part: falsify(part, self._seed))
         return falsify(observation, self._seed)
 
     async def fork(self) -> FalsifiedObservations:

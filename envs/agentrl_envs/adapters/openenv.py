@@ -47,7 +47,7 @@ _HERE = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, kw_only=True)
-class Observed:
+class StepResult:
     """The server's response to a reset or a step."""
 
     observation: Mapping[str, object]
@@ -56,7 +56,7 @@ class Observed:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Refused:
+class ErrorResponse:
     """An error response of the server. If the server is full, ``sessions`` is its maximum number of sessions."""
 
     code: str
@@ -72,7 +72,7 @@ class OpenEnvSession:
         self._url = url
         self._deadline = deadline
 
-    async def ask(self, kind: str, data: Mapping[str, object]) -> Observed | Refused:
+    async def request(self, kind: str, data: Mapping[str, object]) -> StepResult | ErrorResponse:
         """Send a message and return the response.
 
         Raises UnavailableError if the server disconnects, exceeds the deadline, or reports that it cannot serve the
@@ -91,7 +91,7 @@ class OpenEnvSession:
         except (ConnectionClosed, OSError) as error:
             raise UnavailableError(f"OpenEnv server {self._url} closed the session: {error}") from error
         reply = _read(text, self._url)
-        if isinstance(reply, Refused) and reply.code in _NO_SESSION:
+        if isinstance(reply, ErrorResponse) and reply.code in _NO_SESSION:
             raise UnavailableError(f"OpenEnv server {self._url}: {reply.code}: {reply.message}")
         return reply
 
@@ -142,8 +142,11 @@ class OpenEnvServer:
             raise PluginError(f"{self.url} is not an OpenEnv server: {address} is not a JSON object")
         return schemas
 
-    async def begin(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession, Observed | Refused]:
-        """Wait for a free session. Returns the session and the response to ``reset``. The caller must call `end`."""
+    async def open_session(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession, StepResult | ErrorResponse]:
+        """Wait for a free session.
+
+        Returns the session and the response to ``reset``. The caller must call `close_session`.
+        """
         wait = _FIRST_WAIT
         while True:
             while self._most is not None and self._held >= self._most:
@@ -153,33 +156,33 @@ class OpenEnvServer:
             session, reply = await self._try(reset)
             if session is not None:
                 return session, reply
-            assert isinstance(reply, Refused)
+            assert isinstance(reply, ErrorResponse)
             self._full(reply)
             self._ended.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), wait)
             wait = min(_LONGEST_WAIT, 1.5 * wait)
 
-    async def end(self, session: OpenEnvSession) -> None:
+    async def close_session(self, session: OpenEnvSession) -> None:
         """End a session, so that the next episode in the queue can start."""
         try:
             await session.close()
         finally:
             self._record_session_end()
 
-    async def _try(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession | None, Observed | Refused]:
+    async def _try(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession | None, StepResult | ErrorResponse]:
         """Open a session. Releases the reserved slot unless a session is returned."""
         session = None
         try:
             session = OpenEnvSession(await self._connected(), url=self.url, deadline=self._deadline)
-            reply = await session.ask("reset", reset)
+            reply = await session.request("reset", reset)
         except BaseException:
             if session is not None:
                 await session.close()
             self._record_session_end()
             raise
-        if isinstance(reply, Refused) and reply.code == _FULL:
-            await self.end(session)
+        if isinstance(reply, ErrorResponse) and reply.code == _FULL:
+            await self.close_session(session)
             return None, reply
         return session, reply
 
@@ -202,7 +205,7 @@ class OpenEnvServer:
         except InvalidHandshake as error:
             raise UnavailableError(f"OpenEnv server {self.url} refused the connection: {error}") from error
 
-    def _full(self, reply: Refused) -> None:
+    def _full(self, reply: ErrorResponse) -> None:
         most = max(1, reply.sessions or self._held)
         if self._most is None:
             logger.warning("OpenEnv server %s allows %d concurrent sessions; other episodes wait", self.url, most)
@@ -220,7 +223,7 @@ def _fetch(address: str, *, proxied: bool) -> bytes:
     return content
 
 
-def _read(text: str | bytes, url: str) -> Observed | Refused:
+def _read(text: str | bytes, url: str) -> StepResult | ErrorResponse:
     """Parse a server's message. Raises EnvironmentContractError if it is not an OpenEnv message."""
     try:
         message = json.loads(text)
@@ -229,11 +232,11 @@ def _read(text: str | bytes, url: str) -> Observed | Refused:
             most = data.get("max_sessions")
             details = "; ".join(str(one.get("msg")) for one in data.get("errors") or ())
             description = ": ".join(part for part in (str(data["message"]), details) if part)
-            return Refused(
+            return ErrorResponse(
                 code=str(data["code"]), message=description, sessions=most if isinstance(most, int) else None
             )
         if kind == "observation":
-            return Observed(
+            return StepResult(
                 observation=dict(data["observation"]),
                 reward=float(data.get("reward") or 0.0),
                 done=bool(data.get("done")),
@@ -265,13 +268,14 @@ class TextFields:
     """The text fields of an action, of the first observation and of later observations."""
 
     action: Mapping[str, object]
-    first: str
-    later: str
+    first_observation: str
+    later_observation: str
 
-    def acted(self, text: str) -> dict[str, object]:
+    def action_for_text(self, text: str) -> dict[str, object]:
         """Return the action for the ``text`` of a turn.
 
-        >>> TextFields(action={"code": "{text}", "lines": ["# {text}"]}, first="out", later="out").acted("x")
+        >>> action = {"code": "{text}", "lines": ["# {text}"]}
+        >>> TextFields(action=action, first_observation="out", later_observation="out").action_for_text("x")
         {'code': 'x', 'lines': ['# x']}
         """
         return cast("dict[str, object]", _filled(dict(self.action), text))
@@ -298,7 +302,7 @@ class OpenEnvEnvironment(Environment):
         Raises UnavailableError if the server cannot be reached, and PluginError if the settings must select a field.
         """
         if self._fields is None:
-            self._fields = find_fields(await self.server.schemas(), self.settings, self.server.url)
+            self._fields = choose_text_fields(await self.server.schemas(), self.settings, self.server.url)
 
     def episode(self, problem: Problem) -> OpenEnvEpisode:
         """Create an episode. Its session begins when it starts."""
@@ -312,7 +316,7 @@ class OpenEnvEnvironment(Environment):
         shown = (
             ""
             if self._fields is None
-            else f", action {json.dumps(self._fields.action)}, observation {self._fields.later}"
+            else f", action {json.dumps(self._fields.action)}, observation {self._fields.later_observation}"
         )
         return [f"OpenEnv server {self.server.url}: up to {self.settings.max_turns} turns{shown}"]
 
@@ -346,13 +350,13 @@ class OpenEnvEpisode:
         environment = self._environment
         seed = zlib.crc32(self.problem.id.encode()) & 0x7FFFFFFF
         columns = cast("dict[str, object]", thaw(self.problem.info))
-        self._session, reply = await environment.server.begin({"seed": seed, **columns})
-        if isinstance(reply, Refused):
+        self._session, reply = await environment.server.open_session({"seed": seed, **columns})
+        if isinstance(reply, ErrorResponse):
             raise EnvironmentContractError(
                 f"reset of OpenEnv server {environment.server.url} failed for problem {self.problem.id}: "
                 f"{reply.code}: {reply.message}"
             )
-        shown = _observation_text(reply, environment.fields.first, environment.server.url)
+        shown = _observation_text(reply, environment.fields.first_observation, environment.server.url)
         return "".join(f"{part}\n" for part in (environment.settings.instruction, shown) if part)
 
     async def step(self, action: str) -> Step:
@@ -366,7 +370,7 @@ class OpenEnvEpisode:
             )
         self._actions.append(action)
         try:
-            reply = await self._session.ask("step", self._environment.fields.acted(action))
+            reply = await self._session.request("step", self._environment.fields.action_for_text(action))
         except UnavailableError as error:
             logger.warning("problem %s: %s", self.problem.id, error)
             self._ended = True
@@ -389,11 +393,11 @@ class OpenEnvEpisode:
         self._ended = True
         session, self._session = self._session, None
         if session is not None:
-            await self._environment.server.end(session)
+            await self._environment.server.close_session(session)
 
-    def _step(self, reply: Observed | Refused) -> Step:
+    def _step(self, reply: StepResult | ErrorResponse) -> Step:
         last = Ended.TURN_LIMIT if len(self._actions) >= self._environment.settings.max_turns else None
-        if isinstance(reply, Refused):
+        if isinstance(reply, ErrorResponse):
             calls = (ToolCall(outcome=MALFORMED, seconds=0.0),)
             return Step(observation=f"\nError: {reply.message}\n", reward=0.0, ended=last, tool_calls=calls)
         url = self._environment.server.url
@@ -401,12 +405,12 @@ class OpenEnvEpisode:
             reward = as_reward(reply.reward)
         except ValueError as error:
             raise EnvironmentContractError(f"OpenEnv server {url} returned the invalid reward {error}") from None
-        shown = _observation_text(reply, self._environment.fields.later, url)
+        shown = _observation_text(reply, self._environment.fields.later_observation, url)
         ended = Ended.ANSWERED if reply.done else last
         return Step(observation=f"\n{shown}\n" if shown else "", reward=reward, ended=ended)
 
 
-def find_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: str) -> TextFields:
+def choose_text_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: str) -> TextFields:
     """Return the text fields from the settings or the schemas.
 
     Raises PluginError if a schema has no unique text field.
@@ -423,7 +427,7 @@ def find_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: s
     if first is None:
         at_reset = schemas.get("reset_observation") or schemas.get("observation")
         first = _only_text(at_reset, "its first observation", "environment.reset_observation=NAME", url)
-    return TextFields(action=action, first=first, later=later)
+    return TextFields(action=action, first_observation=first, later_observation=later)
 
 
 def _only_text(schema: object, what: str, setting: str, url: str) -> str:
@@ -455,7 +459,7 @@ def _filled(value: object, text: str) -> object:
     return [_filled(one, text) for one in value] if isinstance(value, list) else value
 
 
-def _observation_text(reply: Observed, field: str, url: str) -> str:
+def _observation_text(reply: StepResult, field: str, url: str) -> str:
     """Return the text of an observation's field. Serializes other values as JSON."""
     value: object = reply.observation
     for name in field.split("."):

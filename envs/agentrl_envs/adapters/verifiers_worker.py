@@ -57,7 +57,7 @@ class Tasks:
         self._coming = tasks
         self._read: list[vf.Task] = []
 
-    def of(self, problem: AssignedProblem) -> vf.Task:
+    def task_for_problem(self, problem: AssignedProblem) -> vf.Task:
         """Return the task at the index in column ``idx`` or, without this column, at the end of the problem's id."""
         number = problem["info"].get("idx", re.search(r"\d*$", problem["id"])[0] or 0)  # type: ignore[index]
         index = int(str(number))
@@ -80,7 +80,7 @@ class Worker:
             urllib.request.ProxyHandler({})
         )  # the gateway is local: ignore proxies
 
-    async def work(self) -> None:
+    async def play_rollouts(self) -> None:
         """Play rollouts until the gateway disconnects."""
         async with self._environment.serving(), asyncio.TaskGroup() as playing:
             while True:
@@ -102,7 +102,7 @@ class Worker:
         try:
             client = EvalClientConfig(base_url=rollout["base_url"], api_key_var=KEY)
             context = ModelContext(model=rollout["model"], client=client)
-            episode = await self._environment.run_episode(self._tasks.of(rollout["problem"]), context)
+            episode = await self._environment.run_episode(self._tasks.task_for_problem(rollout["problem"]), context)
             rewards = [trace.reward for trace in episode.traces if trace.agent.trainable]
             error = None
             if episode.ok and rewards:
@@ -171,7 +171,7 @@ def python_harness() -> types.ModuleType:
     return module
 
 
-def load(name: str, config: dict[str, object]) -> vf.Env:
+def load_environment(name: str, config: dict[str, object]) -> vf.Env:
     """Load the environment of a task set.
 
     Environments with one agent run on this machine unless ``config`` sets another runtime.
@@ -190,8 +190,8 @@ def load(name: str, config: dict[str, object]) -> vf.Env:
 def main() -> None:
     """Run a worker for the gateway in the environment variables."""
     options: WorkerOptions = json.loads(os.environ["AGENTRL_VERIFIERS"])
-    environment = load(sys.argv[1], options["config"])
-    asyncio.run(Worker(environment, os.environ["AGENTRL_GATEWAY_URL"], options["concurrency"]).work())
+    environment = load_environment(sys.argv[1], options["config"])
+    asyncio.run(Worker(environment, os.environ["AGENTRL_GATEWAY_URL"], options["concurrency"]).play_rollouts())
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 r"""Equality of two expressions by value, or by math-verify if the values are inconclusive.
 
 >>> from agentrl_envs.grading.reader import read_expression as read
->>> equal(read("(x+1)^2"), read("x^2+2x+1")), equal(read("0"), read(r"\sin\pi"))
+>>> expressions_equal(read("(x+1)^2"), read("x^2+2x+1")), expressions_equal(read("0"), read(r"\sin\pi"))
 (True, True)
->>> equal(read("2^{4181}"), read("2^{4181}+0.5")), equal(read("R-2r"), read("r-2R"))
+>>> expressions_equal(read("2^{4181}"), read("2^{4181}+0.5")), expressions_equal(read("R-2r"), read("r-2R"))
 (False, False)
 
 Values are exact if possible. Otherwise they are compared with 40 digits, and with 100 or more if they seem to agree.
@@ -39,15 +39,15 @@ from agentrl_envs.grading.expressions import (
     FLOAT_DIGITS,
     LEADING,
     ROUNDED,
-    Apply,
     Expression,
+    FunctionCall,
     Number,
-    applied,
+    functions_in,
+    in_canonical_order,
     is_rounded,
-    ordered,
-    symbols,
+    symbol_names,
 )
-from agentrl_envs.grading.values import NoValueError, Scalar, approximate, random_number, value_of
+from agentrl_envs.grading.values import NoValueError, Scalar, evaluate_expression, number_from_name, to_mpmath
 
 _DIGITS = (40, 100)
 _MOST_DIGITS = 3_000
@@ -57,36 +57,36 @@ _SMALL = Fraction(1, 10)
 _FLOAT = Fraction(1, 10**14)
 
 
-def equal(left: Expression, right: Expression) -> bool | None:
+def expressions_equal(left: Expression, right: Expression) -> bool | None:
     """Return True if two expressions are equal, False if they differ, and None if their values are inconclusive."""
     if left == right:
         return True
-    if "percent" in applied(left) ^ applied(right):  # data sets write 9 % both as 9 and as 0.09
+    if "percent" in functions_in(left) ^ functions_in(right):  # data sets write 9 % both as 9 and as 0.09
         bare = [_without_percent(tree) for tree in (left, right)]
-        if bare != [left, right] and equal(*bare):
+        if bare != [left, right] and expressions_equal(*bare):
             return True
     agreed = False
-    for point, positive in _points(symbols(left) | symbols(right)):
+    for point, positive in _points(symbol_names(left) | symbol_names(right)):
         said = _agree_at(left, right, point, positive=positive)
         if said is False:
             return False
         agreed = agreed or said is True
-    return agreed or (True if ordered(left) == ordered(right) else None)
+    return agreed or (True if in_canonical_order(left) == in_canonical_order(right) else None)
 
 
-def proportional(left: Expression, right: Expression) -> Fraction | None:
+def proportionality_factor(left: Expression, right: Expression) -> Fraction | None:
     """Return the rational number q with left = q right at all points, or None if there is none."""
     ratio: Scalar = None
-    for point, _ in _points(symbols(left) | symbols(right)):
+    for point, _ in _points(symbol_names(left) | symbol_names(right)):
         try:
-            over, under = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
+            over, under = evaluate_expression(left, point, _DIGITS[0]), evaluate_expression(right, point, _DIGITS[0])
         except NoValueError:
             continue
         if isinstance(over, tuple) or isinstance(under, tuple) or under == 0 or over == 0:
             return None
         with mp.workdps(_DIGITS[0]):
             exact = isinstance(over, Fraction) and isinstance(under, Fraction)
-            here = over / under if exact else approximate(over) / approximate(under)
+            here = over / under if exact else to_mpmath(over) / to_mpmath(under)
         if ratio is not None and not _near(here, ratio, _DIGITS[0]):
             return None
         ratio = here
@@ -100,7 +100,7 @@ def _rational(value: Scalar) -> Fraction | None:
 
 
 def _without_percent(tree: Expression) -> Expression:
-    return tree.arguments[0] if isinstance(tree, Apply) and tree.function == "percent" else tree
+    return tree.arguments[0] if isinstance(tree, FunctionCall) and tree.function == "percent" else tree
 
 
 def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
@@ -108,17 +108,17 @@ def _points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]
 
     Without symbols there is one point.
     """
-    yield {name: random_number(name) for name in names}, True
+    yield {name: number_from_name(name) for name in names}, True
     if names:
-        yield {name: -random_number(f"{name} turned") for name in names}, False
-        mixed = {name: random_number(f"{name} mixed") * 3 for name in names}
+        yield {name: -number_from_name(f"{name} turned") for name in names}, False
+        mixed = {name: number_from_name(f"{name} mixed") * 3 for name in names}
         yield {name: value if value.numerator % 2 else -value for name, value in mixed.items()}, False
-        yield {name: 2 + random_number(f"{name} more") * 5 for name in names}, True
+        yield {name: 2 + number_from_name(f"{name} more") * 5 for name in names}, True
 
 
 def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *, positive: bool) -> bool | None:
     try:
-        first, second = value_of(left, point, _DIGITS[0]), value_of(right, point, _DIGITS[0])
+        first, second = evaluate_expression(left, point, _DIGITS[0]), evaluate_expression(right, point, _DIGITS[0])
         if isinstance(first, tuple) or isinstance(second, tuple):
             return _matrices_agree(left, right, first, second)
         real = _is_real(first), _is_real(second)
@@ -131,14 +131,16 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         exact = (
-            applied(left) | applied(right) <= _WITHOUT_CANCELLATION
+            functions_in(left) | functions_in(right) <= _WITHOUT_CANCELLATION
         )  # without cancellation, a tiny value is not zero
         if not _near(first, second, _DIGITS[0], relative=exact):
             return False
         digits = _digits_for(first)
         if digits is None:  # too large to show digits after the decimal point
             return True if exact else None
-        return _near(value_of(left, point, digits), value_of(right, point, digits), digits, relative=exact)
+        return _near(
+            evaluate_expression(left, point, digits), evaluate_expression(right, point, digits), digits, relative=exact
+        )
     except NoValueError:
         return None
 
@@ -149,7 +151,7 @@ def _digits_for(value: Scalar) -> int | None:
     2^{2005} + 1, for example, agrees with 2^{2005} in its first 600 digits.
     """
     with mp.workdps(_DIGITS[0]):
-        size = abs(approximate(value))
+        size = abs(to_mpmath(value))
         before = int(mp.log10(size)) if size > 1 and not mp.isinf(size) else 0
     return None if before > _MOST_DIGITS else _DIGITS[1] + int(before / _AGREE)
 
@@ -175,7 +177,7 @@ def _near(first: Scalar, second: Scalar, digits: int, *, relative: bool = False)
     if isinstance(first, Fraction) and isinstance(second, Fraction):
         return first == second
     with mp.workdps(digits):
-        first, second = approximate(first), approximate(second)
+        first, second = to_mpmath(first), to_mpmath(second)
         if mp.isinf(first) or mp.isinf(second):
             return bool(first == second)
         size = max(mp.zero if relative else mp.one, abs(first), abs(second))
@@ -187,8 +189,8 @@ def _rounds_to(left: Expression, right: Expression, first: Scalar, second: Scala
         return True
     printed = any(isinstance(tree, Number) and tree.digits >= FLOAT_DIGITS for tree in (left, right))
     with mp.workdps(_DIGITS[0]):
-        first, second = approximate(first), approximate(second)
-        return printed and bool(abs(first - second) <= approximate(_FLOAT) * max(abs(first), abs(second)))
+        first, second = to_mpmath(first), to_mpmath(second)
+        return printed and bool(abs(first - second) <= to_mpmath(_FLOAT) * max(abs(first), abs(second)))
 
 
 def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
@@ -198,9 +200,9 @@ def _within_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
     """
     exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     with mp.workdps(_DIGITS[0]):
-        rounded, small, leading = (value if exact else approximate(value) for value in (ROUNDED, _SMALL, LEADING))
+        rounded, small, leading = (value if exact else to_mpmath(value) for value in (ROUNDED, _SMALL, LEADING))
         if not exact:
-            first, second = approximate(first), approximate(second)
+            first, second = to_mpmath(first), to_mpmath(second)
             if mp.isinf(first) or mp.isinf(second):
                 return bool(first == second)
         size = max(abs(first), abs(second))
@@ -219,26 +221,26 @@ _DROPPED = re.compile(
 )  # math-verify silently drops these, so it would compare less than the whole text
 
 
-def same_by_algebra(answer: str, reference: str) -> bool:
+def equal_by_algebra(answer: str, reference: str) -> bool:
     """Return True if math-verify considers two normalized texts equal.
 
     At least one text must contain notation that requires math-verify.
     """
-    if not (is_for_algebra(answer) or is_for_algebra(reference)):
+    if not (needs_algebra(answer) or needs_algebra(reference)):
         return False
-    wanted, said = read_latex(reference), read_latex(answer)
+    wanted, said = parse_latex(reference), parse_latex(answer)
     if wanted is None or said is None:
         return False
     return bool(verify(wanted, said, timeout_seconds=None, allow_set_relation_comp=True))
 
 
-def is_for_algebra(text: str) -> bool:
+def needs_algebra(text: str) -> bool:
     """Return True if a text contains notation that cannot be compared by value."""
     return _NEEDED.search(text) is not None
 
 
 @lru_cache(maxsize=512)
-def read_latex(text: str) -> Basic | None:
+def parse_latex(text: str) -> Basic | None:
     """Return the SymPy object of a LaTeX text, or None if the text cannot be parsed."""
     return None if _DROPPED.search(text) else _read(latex2sympy2.normalize_latex(text, config=_NORMAL))
 

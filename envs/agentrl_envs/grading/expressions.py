@@ -1,7 +1,7 @@
 """The tree of a parsed expression: numbers, symbols, and functions applied to them.
 
->>> tree = Apply("+", (Number(Fraction(1, 2)), Symbol("x")))
->>> sorted(symbols(tree)), is_rounded(tree)
+>>> tree = FunctionCall("+", (Number(Fraction(1, 2)), Symbol("x")))
+>>> sorted(symbol_names(tree)), is_rounded(tree)
 (['x'], False)
 """
 
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import TypeAlias
 
-ROUNDED_PLACES = 6
+MIN_ROUNDED_PLACES = 6
 ROUNDED = Fraction(1, 2 * 10**6)  # decimals are equal if they agree to six decimal places
 LEADING = Fraction(1, 10**5)  # small decimals must agree in their leading digits
 FLOAT_DIGITS = 15
@@ -39,7 +39,7 @@ class Symbol:
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class FunctionCall:
     """An operator or function with its arguments. An unknown function f is ``call f``.
 
     Arguments of ``sum`` and ``product``: body, index, from, to. Arguments of ``matrix``: its rows, each a ``row``.
@@ -49,45 +49,45 @@ class Apply:
     arguments: tuple[Expression, ...]
 
 
-Expression: TypeAlias = Number | Symbol | Apply
+Expression: TypeAlias = Number | Symbol | FunctionCall
 
 
-def quotient(over: Expression, under: Expression) -> Apply:
+def divide(over: Expression, under: Expression) -> FunctionCall:
     """Return ``over / under``."""
-    return Apply("*", (over, Apply("over", (under,))))
+    return FunctionCall("*", (over, FunctionCall("over", (under,))))
 
 
-def parts(tree: Expression) -> Iterator[Expression]:
+def subtrees(tree: Expression) -> Iterator[Expression]:
     """Yield the tree and all its subtrees."""
     open_trees = [tree]
     while open_trees:
         tree = open_trees.pop()
         yield tree
-        if isinstance(tree, Apply):
+        if isinstance(tree, FunctionCall):
             open_trees.extend(tree.arguments)
 
 
-def symbols(tree: Expression) -> frozenset[str]:
+def symbol_names(tree: Expression) -> frozenset[str]:
     """Return all names in the tree, including indices of sums and products."""
-    return frozenset(part.name for part in parts(tree) if isinstance(part, Symbol))
+    return frozenset(part.name for part in subtrees(tree) if isinstance(part, Symbol))
 
 
-def ordered(tree: Expression) -> Expression:
+def in_canonical_order(tree: Expression) -> Expression:
     """Return the tree with the terms and factors of sums and products in a canonical order."""
-    if not isinstance(tree, Apply):
+    if not isinstance(tree, FunctionCall):
         return tree
-    arguments = tuple(map(ordered, tree.arguments))
-    return Apply(tree.function, tuple(sorted(arguments, key=repr)) if tree.function in ("+", "*") else arguments)
+    arguments = tuple(map(in_canonical_order, tree.arguments))
+    return FunctionCall(tree.function, tuple(sorted(arguments, key=repr)) if tree.function in ("+", "*") else arguments)
 
 
 def is_rounded(tree: Expression) -> bool:
     """Return True if the tree contains a decimal that may be rounded. Decimals with few places are exact."""
     return any(
-        isinstance(part, Number) and (part.places >= ROUNDED_PLACES or part.digits >= FLOAT_DIGITS)
-        for part in parts(tree)
+        isinstance(part, Number) and (part.places >= MIN_ROUNDED_PLACES or part.digits >= FLOAT_DIGITS)
+        for part in subtrees(tree)
     )
 
 
-def applied(tree: Expression) -> frozenset[str]:
+def functions_in(tree: Expression) -> frozenset[str]:
     """Return the operators and functions in the tree."""
-    return frozenset(part.function for part in parts(tree) if isinstance(part, Apply))
+    return frozenset(part.function for part in subtrees(tree) if isinstance(part, FunctionCall))

@@ -22,8 +22,8 @@ from fractions import Fraction
 from typing import IO, SupportsFloat, cast
 
 from agentrl_envs.episode import AgentRLEnvError, EnvironmentContractError
-from agentrl_envs.grading.expressions import LEADING, ROUNDED, ROUNDED_PLACES
-from agentrl_envs.grading.spelling import respelled, squeezed, words_in
+from agentrl_envs.grading.expressions import LEADING, MIN_ROUNDED_PLACES, ROUNDED
+from agentrl_envs.grading.spelling import normalize_spelling, plain_words, remove_spaces_at_signs
 from agentrl_envs.registry import PluginError, describe_error, import_attribute
 from agentrl_envs.settings import GraderSettings
 from agentrl_envs.threads import BlockingCalls
@@ -93,7 +93,7 @@ class NoVerdictError(Exception):
     """
 
 
-class OutOfTimeError(NoVerdictError):
+class ComparisonTimeoutError(NoVerdictError):
     """The comparison exceeded its CPU time."""
 
 
@@ -132,7 +132,7 @@ class GradingProcess:
             await worker._read(settings.start_deadline + settings.hang_deadline)
         except BaseException as error:
             reason = worker._last_error() or str(error)
-            if isinstance(error, OutOfTimeError):
+            if isinstance(error, ComparisonTimeoutError):
                 reason = f"not ready within start_deadline={settings.start_deadline:g} s of CPU time"
             await worker.kill()
             if isinstance(error, NoVerdictError):
@@ -171,7 +171,7 @@ class GradingProcess:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()
                 if not line and await self._process.wait() == -signal.SIGPROF:
-                    raise OutOfTimeError(f"grading process {self.pid} exceeded its CPU time")
+                    raise ComparisonTimeoutError(f"grading process {self.pid} exceeded its CPU time")
         except TimeoutError as error:
             raise NoVerdictError(f"grading process {self.pid} did not respond for {seconds:g} s") from error
         if not line:
@@ -213,13 +213,13 @@ def quick_verdict(answer: str, reference: str) -> Verdict | None:
     """
     if answer == reference and reference.strip():
         return Verdict.CORRECT
-    answer, reference = respelled(answer), respelled(reference)
-    if reference and squeezed(answer) == squeezed(reference):
+    answer, reference = normalize_spelling(answer), normalize_spelling(reference)
+    if reference and remove_spaces_at_signs(answer) == remove_spaces_at_signs(reference):
         return Verdict.CORRECT
     return _by_value(answer, reference) or _by_words(answer, reference)
 
 
-def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
+def is_short_and_flat(text: str, *, max_length: int, max_depth: int) -> bool:
     """Return True if a text is short and flat enough for the parser. Counts brackets, balanced or not."""
     if len(text) > max_length:
         return False
@@ -232,7 +232,7 @@ def within_bounds(text: str, *, max_length: int, max_depth: int) -> bool:
 
 def is_plain_number(text: str) -> bool:
     """Return True if a text is an integer, a decimal or a ratio in plain notation."""
-    return _number(respelled(text)) is not None
+    return _number(normalize_spelling(text)) is not None
 
 
 def _by_value(answer: str, reference: str) -> Verdict | None:
@@ -246,11 +246,11 @@ def _by_value(answer: str, reference: str) -> Verdict | None:
     if len(places) == 2 and apart > Fraction(1, 2 * 10 ** min(places)):
         return Verdict.INCORRECT  # neither is a rounded form of the other
     near = apart < ROUNDED and apart <= LEADING * max(abs(answer_value), abs(reference_value))
-    return Verdict.CORRECT if near and max(places, default=0) >= ROUNDED_PLACES else Verdict.INCORRECT
+    return Verdict.CORRECT if near and max(places, default=0) >= MIN_ROUNDED_PLACES else Verdict.INCORRECT
 
 
 def _by_words(answer: str, reference: str) -> Verdict | None:
-    answer_words, reference_words = words_in(answer), words_in(reference)
+    answer_words, reference_words = plain_words(answer), plain_words(reference)
     if answer_words is None or reference_words is None:
         return None
     if answer_words == reference_words:
@@ -353,9 +353,9 @@ class Grader:
 
     def _out_of_bounds(self, answer: str, reference: str) -> Verdict | None:
         bounds = {"max_length": self._settings.max_length, "max_depth": self._settings.max_depth}
-        if not reference.strip() or not within_bounds(reference, **bounds):
+        if not reference.strip() or not is_short_and_flat(reference, **bounds):
             return Verdict.UNPARSABLE_GOLD
-        return None if within_bounds(answer, **bounds) else Verdict.UNPARSABLE_ANSWER
+        return None if is_short_and_flat(answer, **bounds) else Verdict.UNPARSABLE_ANSWER
 
     async def _by_algebra(self, reference: str, answer: str | None) -> Verdict:
         key = (reference, answer)
@@ -381,7 +381,7 @@ class Grader:
         except NoVerdictError as error:
             logger.warning("grading %.80r against %.80r failed: %s", answer, reference, error)
             verdict = await self._blame(error, key)
-            if not isinstance(error, OutOfTimeError):  # do not cache: the machine may have been at fault
+            if not isinstance(error, ComparisonTimeoutError):  # do not cache: the machine may have been at fault
                 return verdict
         self._verdicts[key] = verdict
         if len(self._verdicts) > self._settings.cache_size:
@@ -394,7 +394,7 @@ class Grader:
         The answer caused the failure if the process was computing and the reference answer alone succeeds.
         """
         reference, answer = key
-        computed = isinstance(error, (OutOfTimeError, WorkerDiedError))
+        computed = isinstance(error, (ComparisonTimeoutError, WorkerDiedError))
         if answer is None or not computed or await self.check_reference(reference) is Verdict.GRADER_TIMEOUT:
             return Verdict.GRADER_TIMEOUT
         return Verdict.ANSWER_TIMEOUT

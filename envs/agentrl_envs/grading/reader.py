@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Literal
 
-from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol, quotient
+from agentrl_envs.grading.expressions import Expression, FunctionCall, Number, Symbol, divide
 
 _WORDS = {  # names in plain notation, with their LaTeX commands
     "pi": r"\pi", "oo": r"\infty", "inf": r"\infty", "infinity": r"\infty", "ln": r"\ln", "log": r"\ln",
@@ -143,9 +143,9 @@ class _Reader:
         r"""Parse a sum, or plain TeX's fraction (``\over``) or binomial (``\choose``) of two sums."""
         tree = self.sum()
         if self._taken(r"\over"):
-            return quotient(tree, self.sum())
+            return divide(tree, self.sum())
         if self._taken(r"\choose"):
-            return Apply("binomial", (tree, self.sum()))
+            return FunctionCall("binomial", (tree, self.sum()))
         return tree
 
     def sum(self) -> Expression:
@@ -153,7 +153,7 @@ class _Reader:
         while self._next.text in ("+", "-"):
             minus = self._take().text == "-"
             terms.append(_with_sign(self._term(), minus=minus))
-        return terms[0] if len(terms) == 1 else Apply("+", tuple(terms))
+        return terms[0] if len(terms) == 1 else FunctionCall("+", tuple(terms))
 
     def _term(self) -> Expression:
         factors = [self._signed()]
@@ -161,9 +161,9 @@ class _Reader:
             if self._taken(*_TIMES):
                 factors.append(self._signed())
             elif self._taken(*_OVER):
-                factors.append(Apply("over", (self._signed(),)))
+                factors.append(FunctionCall("over", (self._signed(),)))
             elif self._taken(*_MODULO):
-                factors = [Apply("mod", (_product(factors), self._signed()))]
+                factors = [FunctionCall("mod", (_product(factors), self._signed()))]
             else:
                 return _product(factors)
 
@@ -195,11 +195,11 @@ class _Reader:
             if fraction and len(factors) == 1 and _whole(before) and (share := _share(factor)) is not None:
                 if share >= 1:
                     raise UnreadableError("neither a mixed number nor a product")
-                factors = [Apply("+", (before, factor))]
+                factors = [FunctionCall("+", (before, factor))]
             else:
                 factors.append(factor)
         tree = _product(factors)
-        return Apply("percent", (tree,)) if self._taken("%") else tree
+        return FunctionCall("percent", (tree,)) if self._taken("%") else tree
 
     def _starts_a_factor(self) -> bool:
         token = self._next
@@ -216,16 +216,16 @@ class _Reader:
             if self._taken("^"):
                 tree = self._raised(tree)
             elif self._taken("!"):
-                tree = Apply("factorial", (tree,))
+                tree = FunctionCall("factorial", (tree,))
             else:
                 return tree
 
     def _raised(self, base: Expression) -> Expression:
         if self._exponent_is(r"\circ"):
-            return Apply("degree", (base,))
+            return FunctionCall("degree", (base,))
         if self._exponent_is(r"\top"):
-            return Apply("transpose", (base,))
-        return Apply("^", (base, self._exponent()))
+            return FunctionCall("transpose", (base,))
+        return FunctionCall("^", (base, self._exponent()))
 
     def _exponent_is(self, command: str) -> bool:
         """Consume the exponent and return True if it is the single command ``command``."""
@@ -240,7 +240,7 @@ class _Reader:
             raise UnreadableError("several letters as an exponent")
         tree = self._operand()
         if self._taken("^"):
-            tree = Apply("^", (tree, self._exponent()))
+            tree = FunctionCall("^", (tree, self._exponent()))
         return _with_sign(tree, minus=minus)
 
     def _operand(self) -> Expression:
@@ -259,7 +259,7 @@ class _Reader:
             tree = self.sum()
             self._bars -= 1
             self._expect("|")
-            return Apply("abs", (tree,))
+            return FunctionCall("abs", (tree,))
         raise UnreadableError(f"{token.text!r} is not an operand")
 
     def _number(self, token: _Token) -> Expression:
@@ -273,15 +273,15 @@ class _Reader:
         value = Number(Fraction(token.text), digits, digits if exponent else len(behind))
         if self._next.text == "j" and not self._next.spaced:
             self._take()
-            return Apply("*", (value, Apply("i", ())))
+            return FunctionCall("*", (value, FunctionCall("i", ())))
         return value
 
     def _name(self, token: _Token) -> Expression:
         name = token.text
         if name in ("e", "i") and name not in self._indices and self._next.text not in ("_", "'"):
-            return Apply(name, ())
+            return FunctionCall(name, ())
         if name == "I" and "*" in (self._next.text, self._before):
-            return Apply("i", ())
+            return FunctionCall("i", ())
         return self._marked(name)
 
     def _marked(self, name: str) -> Expression:
@@ -290,7 +290,7 @@ class _Reader:
         while self._next.text in ("_", "'"):
             name += f"_{{{self._raw()}}}" if self._take().text == "_" else "'"
         if function and self._next.text == "(":
-            return Apply(f"call {name}", self._arguments())
+            return FunctionCall(f"call {name}", self._arguments())
         return Symbol(name)
 
     def _raw(self) -> str:
@@ -362,12 +362,12 @@ class _Reader:
             raise UnreadableError(f"{name} with {len(arguments)} arguments")
         match name:
             case r"\Rational":
-                return quotient(*arguments)
+                return divide(*arguments)
             case r"\Integer" | r"\Float":
                 return arguments[0]
             case r"\cbrt":
-                return Apply("root", (arguments[0], Number(Fraction(3))))
-        return Apply(name[1:], arguments)
+                return FunctionCall("root", (arguments[0], Number(Fraction(3))))
+        return FunctionCall(name[1:], arguments)
 
     def _function(self, name: str) -> Expression:
         """Parse ``\\sin^2 x``, ``\\log_2 8``, ``\\sin(x)`` or ``\\sin 2x``."""
@@ -380,16 +380,16 @@ class _Reader:
                 power = self._exponent()
         argument = self._function_argument()
         if name in ("log", "lg", "ln"):
-            tree = Apply("ln", (argument,))
+            tree = FunctionCall("ln", (argument,))
             if name != "ln":
-                tree = quotient(tree, Apply("ln", (base or Number(Fraction(10)),)))
+                tree = divide(tree, FunctionCall("ln", (base or Number(Fraction(10)),)))
         elif base is not None:
             raise UnreadableError(f"{name} with a subscript")
-        elif power == Apply("neg", (Number(Fraction(1)),)):
-            return Apply(f"arc{name}", (argument,))
+        elif power == FunctionCall("neg", (Number(Fraction(1)),)):
+            return FunctionCall(f"arc{name}", (argument,))
         else:
-            tree = Apply(name, (argument,))
-        return tree if power is None else Apply("^", (tree, power))
+            tree = FunctionCall(name, (argument,))
+        return tree if power is None else FunctionCall("^", (tree, power))
 
     def _function_argument(self) -> Expression:
         if self._next.text in _CLOSING:
@@ -402,13 +402,13 @@ class _Reader:
         if len(digits) == 2 and digits.isdecimal():
             self._take()
             upper, lower = (Number(Fraction(digit)) for digit in digits)
-            return quotient(upper, lower)
-        return quotient(self._argument(), self._argument())
+            return divide(upper, lower)
+        return divide(self._argument(), self._argument())
 
     def _root(self) -> Expression:
         degree = self._group("]") if self._taken("[") else Number(Fraction(2))
         inner = self._operand() if self._next.text == "(" else self._argument()
-        return Apply("root", (inner, degree))
+        return FunctionCall("root", (inner, degree))
 
     def _series(self, name: str) -> Expression:
         r"""Parse ``\sum_{k=1}^{n} a_k``."""
@@ -425,7 +425,7 @@ class _Reader:
         self._indices.append(index.text)
         body = self._term()
         self._indices.pop()
-        return Apply(name, (body, Symbol(index.text), low, high))
+        return FunctionCall(name, (body, Symbol(index.text), low, high))
 
     def _matrix(self) -> Expression:
         kind = self._environment()
@@ -433,15 +433,15 @@ class _Reader:
             raise UnreadableError(kind)
         if kind == "array":
             self._raw()
-        rows: list[Apply] = []
+        rows: list[FunctionCall] = []
         while self._next.text != r"\end":
-            rows.append(Apply("row", self._separated("&")))
+            rows.append(FunctionCall("row", self._separated("&")))
             self._taken("\\\\")
         self._take()
         if self._environment() != kind or len({len(row.arguments) for row in rows}) != 1:
             raise UnreadableError("an invalid matrix")
-        matrix = Apply("matrix", tuple(rows))
-        return Apply("det", (matrix,)) if kind == "vmatrix" else matrix
+        matrix = FunctionCall("matrix", tuple(rows))
+        return FunctionCall("det", (matrix,)) if kind == "vmatrix" else matrix
 
     def _environment(self) -> str:
         if self._next.text != "{":
@@ -474,27 +474,27 @@ class _Reader:
 
 
 _SIMPLE: dict[str, Callable[[_Reader], Expression]] = {
-    r"\pi": lambda _: Apply("pi", ()),
-    r"\infty": lambda _: Apply("infinity", ()),
-    r"\imath": lambda _: Apply("i", ()),
+    r"\pi": lambda _: FunctionCall("pi", ()),
+    r"\infty": lambda _: FunctionCall("infinity", ()),
+    r"\imath": lambda _: FunctionCall("i", ()),
     r"\frac": _Reader._fraction,
     r"\sqrt": _Reader._root,
-    r"\binom": lambda reader: Apply("binomial", (reader._argument(), reader._argument())),
+    r"\binom": lambda reader: FunctionCall("binomial", (reader._argument(), reader._argument())),
     r"\sum": lambda reader: reader._series("sum"),
     r"\prod": lambda reader: reader._series("product"),
     r"\begin": _Reader._matrix,
-    r"\lfloor": lambda reader: Apply("floor", (reader._group(r"\rfloor"),)),
-    r"\lceil": lambda reader: Apply("ceil", (reader._group(r"\rceil"),)),
-    r"\lvert": lambda reader: Apply("abs", (reader._group(r"\rvert"),)),
+    r"\lfloor": lambda reader: FunctionCall("floor", (reader._group(r"\rfloor"),)),
+    r"\lceil": lambda reader: FunctionCall("ceil", (reader._group(r"\rceil"),)),
+    r"\lvert": lambda reader: FunctionCall("abs", (reader._group(r"\rvert"),)),
 }
 
 
 def _with_sign(tree: Expression, *, minus: bool) -> Expression:
-    return Apply("neg", (tree,)) if minus else tree
+    return FunctionCall("neg", (tree,)) if minus else tree
 
 
 def _product(factors: list[Expression]) -> Expression:
-    return factors[0] if len(factors) == 1 else Apply("*", tuple(factors))
+    return factors[0] if len(factors) == 1 else FunctionCall("*", tuple(factors))
 
 
 def _whole(tree: Expression) -> bool:
@@ -504,6 +504,6 @@ def _whole(tree: Expression) -> bool:
 def _share(tree: Expression) -> Fraction | None:
     """Return the value of a fraction of two plain integers, or None for other expressions."""
     match tree:
-        case Apply("*", (Number(over, 0), Apply("over", (Number(under, 0),)))) if over and under:
+        case FunctionCall("*", (Number(over, 0), FunctionCall("over", (Number(under, 0),)))) if over and under:
             return over / under
     return None

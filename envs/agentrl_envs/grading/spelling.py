@@ -1,10 +1,10 @@
 r"""Normalization of an answer's spelling for the parsers. Computes nothing.
 
->>> respelled(r"$\left( \dfrac{1}{2},\, 90° \right)$."), respelled("12 000"), respelled("2 1/2")
+>>> tuple(map(normalize_spelling, (r"$\left( \dfrac{1}{2},\, 90° \right)$.", "12 000", "2 1/2")))
 ('( \\frac{1}{2}, 90^{\\circ} )', '12000', '2\\frac{1}{2}')
->>> respelled(r"**x₂**"), respelled(r"\boxed{\boxed{0.\overline{3}}}"), respelled(r"\color{red}{204}")
+>>> tuple(map(normalize_spelling, (r"**x₂**", r"\boxed{\boxed{0.\overline{3}}}", r"\color{red}{204}")))
 ('x_{2}', '\\frac{3}{9}', '204')
->>> words_in(r"\text{Saint  Anne}"), words_in(r"\sqrt{2}") is None
+>>> plain_words(r"\text{Saint  Anne}"), plain_words(r"\sqrt{2}") is None
 ('saint anne', True)
 """
 
@@ -170,7 +170,7 @@ _LONG_WORD = re.compile(r"[^\W\d_]{4}")
 NO_SOLUTION, NO_VALUE = "no solution", "no value"
 
 
-def respelled(text: str) -> str:
+def normalize_spelling(text: str) -> str:
     """Normalize the spelling of an answer.
 
     Removes math delimiters, boxes, markup, sizes, thin spaces and the full stop. Converts Unicode signs.
@@ -188,19 +188,19 @@ def respelled(text: str) -> str:
     return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
 
 
-def unstyled(text: str) -> str:
+def remove_text_commands(text: str) -> str:
     """Remove text commands and quotation marks if they enclose the whole answer."""
     style = STYLE.fullmatch(text)
     plain = text if style is None else style[1].strip()
     return plain[1:-1] if len(plain) > 2 and plain[0] == plain[-1] == "'" else plain
 
 
-def squeezed(text: str) -> str:
+def remove_spaces_at_signs(text: str) -> str:
     """Remove the meaningless spaces next to signs."""
     return _AROUND_SIGNS.sub("", text)
 
 
-def words_in(text: str) -> str | None:
+def plain_words(text: str) -> str | None:
     """Return plain words in lower case without text commands, or None. At least one word must have four letters."""
     plain = " ".join(STYLE.sub(r" \1 ", text).split()).strip("\"'“”‘’.")
     for pattern, said in ((_NO_SOLUTION, NO_SOLUTION), (_NO_VALUE, NO_VALUE)):
@@ -221,7 +221,7 @@ def _in_latex(text: str) -> str:
 def _stated(text: str) -> str:
     r"""Extract the answer from a sentence: ``42`` from ``\text{Thus the answer is } 42``. Return other text unchanged.
 
-    The subject must name a quantity (`is_name`), so ``half the answer is 42`` does not state 42.
+    The subject must name a quantity (`names_the_quantity`), so ``half the answer is 42`` does not state 42.
     """
     behind = _IS_THE_ANSWER.fullmatch(text) if "is " in text else None
     if behind is not None:
@@ -229,12 +229,12 @@ def _stated(text: str) -> str:
     for pattern in (_SO, _SUBJECT):
         said = pattern.match(text)
         rest = "" if said is None else text[said.end() :]
-        if said is not None and rest and is_name(said["subject"]):
+        if said is not None and rest and names_the_quantity(said["subject"]):
             text = _bare(f"\\text{{{rest}" if said["open"] and not said["closed"] else rest)
     return text
 
 
-def is_name(words: str) -> bool:
+def names_the_quantity(words: str) -> bool:
     """Return True if words can name the requested quantity. ``twice the area`` names a different quantity."""
     return _OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
 

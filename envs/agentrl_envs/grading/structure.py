@@ -3,7 +3,7 @@ r"""Parser of an answer's structure: lists, sets, tuples, intervals, relations, 
 >>> tuple(read_answer(text).kind for text in (r"(1, 2]", r"1 < x \le 2", r"\{1,2\}", "1,2"))
 ('(]', '(]', 'set', 'list')
 >>> read_answer("5 # 6")
-Unread(text='5 # 6')
+UnparsedText(text='5 # 6')
 
 Kinds of a `Bracketed`: ``list`` (no bracket), ``set``, ``()``, ``[]``, ``(]``, ``[)``, ``<>``, ``union``, ``ratio``.
 """
@@ -17,21 +17,29 @@ from fractions import Fraction
 from functools import lru_cache
 from typing import TypeAlias
 
-from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol, symbols
+from agentrl_envs.grading.expressions import Expression, FunctionCall, Number, Symbol, symbol_names
 from agentrl_envs.grading.reader import UnreadableError, read_expression
-from agentrl_envs.grading.spelling import NO_SOLUTION, NO_VALUE, STYLE, is_name, respelled, unstyled, words_in
+from agentrl_envs.grading.spelling import (
+    NO_SOLUTION,
+    NO_VALUE,
+    STYLE,
+    names_the_quantity,
+    normalize_spelling,
+    plain_words,
+    remove_text_commands,
+)
 from agentrl_envs.grading.units import (
     Unit,
-    number_in_words,
-    scaled_by_words,
-    split_letter,
+    number_from_words,
     split_quantities,
-    split_words,
+    split_scaling_word,
+    split_unit_letter,
+    split_unit_words,
 )
 
 
 @dataclass(frozen=True, slots=True)
-class Unread:
+class UnparsedText:
     """Text that could not be parsed."""
 
     text: str
@@ -55,22 +63,22 @@ class Numeral:
 
 
 @dataclass(frozen=True, slots=True)
-class Clock:
-    """A time of day. ``seconds`` counts from 0:00, as written. ``half`` is ``am``, ``pm`` or empty."""
+class TimeOfDay:
+    """A time of day. ``seconds`` counts from 0:00, as written. ``am_or_pm`` is ``am``, ``pm`` or empty."""
 
     text: str
     seconds: int
-    half: str
+    am_or_pm: str
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class Quantity:
     """An expression and its unit. ``measured`` is the alternative parse with the last letter as a unit (``5m``)."""
 
     text: str
     tree: Expression
     unit: Unit | None = None
-    measured: Leaf | None = None
+    measured: Quantity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,7 +103,7 @@ class Relation:
     signs: tuple[str, ...]
 
 
-Answer: TypeAlias = Unread | Words | Numeral | Clock | Leaf | Bracketed | Relation
+Answer: TypeAlias = UnparsedText | Words | Numeral | TimeOfDay | Quantity | Bracketed | Relation
 
 AND, OR = "\x1f", "\x1e"  # replace the words between answers
 TO = "\x1d"  # replaces the word "to" in a ratio
@@ -131,8 +139,8 @@ _FUNCTION_WORDS = re.compile(
     r"\\(?:begin|end)\{[a-zA-Z]*\}|(?<![A-Za-z\\])(?:a?sin|a?cos|a?tan|arcsin|arccos|arctan|sinh|cosh|tanh|sqrt|cbrt|root|Rational|Integer|Float"
     r"|Fraction|factorial|binomial|floor|ceil(?:ing)?|infinity)(?![A-Za-z])"
 )
-_INFINITY = Apply("infinity", ())
-_LINE = (Leaf("", Apply("neg", (_INFINITY,))), Leaf("", _INFINITY))
+_INFINITY = FunctionCall("infinity", ())
+_LINE = (Quantity("", FunctionCall("neg", (_INFINITY,))), Quantity("", _INFINITY))
 _MAY_HAVE_UNIT = re.compile(r"\\text|\\mbox|\\mathrm|[\d}] ?[a-z]{2,}|\\circ|[$€£¥\u4e00-\u9fff]")
 _PROBABILITY = re.compile(r"(?:P|E|\\?Pr|Var)\s*[(\[].*[)\]]")
 INTERVALS = frozenset({"()", "[]", "(]", "[)"})
@@ -142,8 +150,8 @@ _PYTHON_MATRIX = re.compile(r"(?:Matrix|(?:np\.)?array)\((\[\[.*\]\])\)", re.DOT
 
 @lru_cache(maxsize=4096)
 def read_answer(text: str) -> Answer:
-    """Parse the whole text. Returns `Unread` if the text cannot be parsed."""
-    text = respelled(text)
+    """Parse the whole text. Returns `UnparsedText` if the text cannot be parsed."""
+    text = normalize_spelling(text)
     quantity = _sum_of_quantities(text)
     if quantity is not None:
         return quantity
@@ -154,16 +162,16 @@ def read_answer(text: str) -> Answer:
 def _list(text: str, *, bracketed: bool = False) -> Answer:
     """Parse one or several answers. In brackets, a comma is never a thousands separator."""
     if not text:
-        return Unread(text)
+        return UnparsedText(text)
     if not bracketed and _THOUSANDS.fullmatch(text):
         return _part(text)
     for separators in ((";",), (AND, OR, ",")):
         pieces, _ = _split(text, separators)
         if not pieces:
-            return Unread(text)
+            return UnparsedText(text)
         if len(pieces) > 1:
             parts = _flat(_list(piece.strip()) for piece in pieces)
-            if any(isinstance(part, Unread) for part in parts):
+            if any(isinstance(part, UnparsedText) for part in parts):
                 return _worded(text)
             ors = OR in text and all(isinstance(part, Bracketed) and part.kind in INTERVALS for part in parts)
             return Bracketed(text, "union" if ors else "list", parts)
@@ -185,8 +193,8 @@ def _flat(parts: Iterable[Answer]) -> tuple[Answer, ...]:
 
 def _worded(text: str) -> Answer:
     plain = text.replace(AND, " and ").replace(OR, " or ").replace(TO, " to ")
-    words = words_in(plain)
-    return Unread(plain) if words is None else Words(words)
+    words = plain_words(plain)
+    return UnparsedText(plain) if words is None else Words(words)
 
 
 def _split(text: str, marks: Container[str]) -> tuple[list[str], list[str]]:
@@ -214,13 +222,13 @@ def _related(text: str) -> Answer:
     if not signs:
         return _part(text)
     parts = tuple(_part(piece.strip()) for piece in pieces)
-    if isinstance(parts[0], Unread) and _PROBABILITY.fullmatch(pieces[0].strip()):
+    if isinstance(parts[0], UnparsedText) and _PROBABILITY.fullmatch(pieces[0].strip()):
         parts = (Words(pieces[0].strip()), *parts[1:])
-    if any(isinstance(part, Unread) for part in parts):
-        return Unread(text)
+    if any(isinstance(part, UnparsedText) for part in parts):
+        return UnparsedText(text)
     if signs in (["="], ["~"]):
         return _equation(text, parts, tuple(signs))
-    if signs == ["in"] and isinstance(parts[1], Bracketed) and isinstance(parts[0], Leaf):
+    if signs == ["in"] and isinstance(parts[1], Bracketed) and isinstance(parts[0], Quantity):
         return replace(parts[1], text=text, variable=parts[0].tree)
     return _interval(text, parts, signs) or Relation(text, parts, tuple(signs))
 
@@ -228,7 +236,7 @@ def _related(text: str) -> Answer:
 def _equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...]) -> Answer:
     r"""Return an equation with the unknown on its left, or two equations for ``x = \pm 2``."""
     left, right = parts
-    if not is_named(left) and (is_named(right) or (_variables(right) and not _variables(left))):
+    if not is_name_answer(left) and (is_name_answer(right) or (_variables(right) and not _variables(left))):
         left, right = right, left
     values = _flat([right])
     if len(values) > 1:
@@ -236,14 +244,14 @@ def _equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...]) -> A
     return Relation(text, (left, right), signs)
 
 
-def is_named(answer: Answer) -> bool:
+def is_name_answer(answer: Answer) -> bool:
     """Return True if an answer is a name: a symbol, a function's value, a ratio or tuple of names, or words."""
     match answer:
         case Words():
-            return answer.number is None and is_name(answer.text)
+            return answer.number is None and names_the_quantity(answer.text)
         case Bracketed(kind="()" | "ratio" | "list"):
-            return all(map(is_named, answer.parts))
-        case Leaf():
+            return all(map(is_name_answer, answer.parts))
+        case Quantity():
             return _names_only(answer.tree)
     return False
 
@@ -252,24 +260,24 @@ def _names_only(tree: Expression) -> bool:
     match tree:
         case Symbol():
             return True
-        case Apply("abs", (inner,)) | Apply("over", (inner,)):
+        case FunctionCall("abs", (inner,)) | FunctionCall("over", (inner,)):
             return _names_only(inner)
-        case Apply("*", (over, Apply("over", (under,)))):
+        case FunctionCall("*", (over, FunctionCall("over", (under,)))):
             return _names_only(over) and _names_only(under)
-        case Apply(function, _):
+        case FunctionCall(function, _):
             return function.startswith("call ")
     return False
 
 
 def _variables(answer: Answer) -> bool:
-    return isinstance(answer, Leaf) and bool(symbols(answer.tree))
+    return isinstance(answer, Quantity) and bool(symbol_names(answer.tree))
 
 
 def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
     """Convert an inequality of a single variable to an interval."""
     if all(sign in (">", ">=") for sign in signs):
         parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
-    leaves = [part for part in parts if isinstance(part, Leaf)]
+    leaves = [part for part in parts if isinstance(part, Quantity)]
     if len(leaves) != len(parts) or not all(sign in ("<", "<=") for sign in signs):
         return None
     if len(leaves) == 2 and _is_variable(leaves[1].tree):
@@ -279,14 +287,14 @@ def _interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracket
     if len(leaves) != 3:
         return None
     low, middle, high = leaves
-    if not _is_variable(middle.tree) or symbols(middle.tree) & (symbols(low.tree) | symbols(high.tree)):
+    if not _is_variable(middle.tree) or symbol_names(middle.tree) & (symbol_names(low.tree) | symbol_names(high.tree)):
         return None
     kind = ("(" if signs[0] == "<" else "[") + (")" if signs[1] == "<" else "]")
     return Bracketed(text, kind, (low, high), middle.tree)
 
 
 def _is_variable(tree: Expression) -> bool:
-    return isinstance(tree, Symbol) or (isinstance(tree, Apply) and tree.function.startswith("call "))
+    return isinstance(tree, Symbol) or (isinstance(tree, FunctionCall) and tree.function.startswith("call "))
 
 
 def _part(text: str) -> Answer:
@@ -294,7 +302,7 @@ def _part(text: str) -> Answer:
     text = text.strip()
     if text in _REALS:
         return Bracketed(text, "()", _LINE)
-    words = words_in(text)
+    words = plain_words(text)
     if text in (r"\emptyset", r"\varnothing", r"\{\}") or words == NO_SOLUTION:
         return Bracketed(text, "set", ())
     if words == NO_VALUE:
@@ -307,12 +315,16 @@ def _part(text: str) -> Answer:
         return _group(text, "union", [_part(piece) for piece in union])
     signs = _TWO_SIGNS.findall(text)
     if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, or Unread if the signs are independent
-        return _with_two_signs(text) or Unread(text)
+        return _with_two_signs(text) or UnparsedText(text)
     return _bracketed(text) or _with_two_signs(text) or _clock(text) or _ratio(text) or _leaf(text)
 
 
 def _group(text: str, kind: str, parts: Sequence[Answer]) -> Answer:
-    return Unread(text) if any(isinstance(part, Unread) for part in parts) else Bracketed(text, kind, tuple(parts))
+    return (
+        UnparsedText(text)
+        if any(isinstance(part, UnparsedText) for part in parts)
+        else Bracketed(text, kind, tuple(parts))
+    )
 
 
 def _bracketed(text: str) -> Answer | None:
@@ -332,12 +344,12 @@ def _bracketed(text: str) -> Answer | None:
     said = _list(inner, bracketed=True)
     if isinstance(said, Bracketed) and said.kind == "list" and said.text == inner:
         return Bracketed(text, kind, said.parts)
-    if tokens[0].group() == r"\{" and not isinstance(said, Unread):
+    if tokens[0].group() == r"\{" and not isinstance(said, UnparsedText):
         return Bracketed(text, kind, (said,))
     if kind == "<>":
         return None
     if kind == "[]":
-        return Bracketed(text, kind, (said,)) if not isinstance(said, Unread) else None
+        return Bracketed(text, kind, (said,)) if not isinstance(said, UnparsedText) else None
     return said if kind == "()" or tokens[0].group() == "{" else None
 
 
@@ -359,14 +371,14 @@ def _with_two_signs(text: str) -> Answer | None:
     return _group(text, "list", [_part(upper), _part(lower)])
 
 
-def _clock(text: str) -> Clock | None:
+def _clock(text: str) -> TimeOfDay | None:
     time = _CLOCK.fullmatch(text)
     if time is None or not (time[2] or time[4]):
         return None
     hours, minutes, seconds = (int(time[place] or 0) for place in (1, 2, 3))
     if hours > 23 or minutes > 59 or seconds > 59:
         return None
-    return Clock(text, 3600 * hours + 60 * minutes + seconds, f"{time[4].lower()}m" if time[4] else "")
+    return TimeOfDay(text, 3600 * hours + 60 * minutes + seconds, f"{time[4].lower()}m" if time[4] else "")
 
 
 def _ratio(text: str) -> Answer | None:
@@ -375,9 +387,9 @@ def _ratio(text: str) -> Answer | None:
 
 
 def _leaf(text: str) -> Answer:
-    plain = unstyled(text)
+    plain = remove_text_commands(text)
     if plain != text:
-        said = number_in_words(plain)
+        said = number_from_words(plain)
         if said is None and len(plain) > 1 and plain.replace(" ", "").isalpha():
             return Words(plain.casefold())
         return Words(plain.casefold(), said) if said is not None else _list(plain)
@@ -386,14 +398,14 @@ def _leaf(text: str) -> Answer:
         return numeral
     if _is_word(text):
         return _quantity(text) or _spoken(text)
-    if _MAY_HAVE_UNIT.search(text) and split_words(text) is not None:
-        return _quantity(text) or Unread(text)
+    if _MAY_HAVE_UNIT.search(text) and split_unit_words(text) is not None:
+        return _quantity(text) or UnparsedText(text)
     try:
         tree = read_expression(text)
     except UnreadableError:
         return _quantity(text) or _spoken(text)
-    letter = split_letter(text)
-    return Leaf(text, tree, measured=None if letter is None else _measured(text, *letter))
+    letter = split_unit_letter(text)
+    return Quantity(text, tree, measured=None if letter is None else _measured(text, *letter))
 
 
 def _numeral(text: str) -> Numeral | None:
@@ -403,7 +415,7 @@ def _numeral(text: str) -> Numeral | None:
         return None
     digits = match["digits"].upper().replace(" ", "")
     name = (match["base"] or match["named"]).strip("(){} ")
-    base = Fraction(name) if name.isdecimal() else number_in_words(name)
+    base = Fraction(name) if name.isdecimal() else number_from_words(name)
     values = [int(digit, 16) for digit in digits if digit.isalnum()]
     if base is None or not max(values) < base <= 36 or digits.isalpha():
         return None
@@ -414,33 +426,33 @@ def _is_word(text: str) -> bool:
     return _WORD_RUN.search(_FUNCTION_WORDS.sub("", text)) is not None
 
 
-def _quantity(text: str) -> Leaf | None:
+def _quantity(text: str) -> Quantity | None:
     """Parse a number with a unit or a scaling word."""
-    scaled = scaled_by_words(text)
+    scaled = split_scaling_word(text)
     if scaled is not None:
         number = _leaf(scaled[0].strip())
         return (
-            replace(number, text=text, tree=Apply("*", (number.tree, Number(scaled[1]))))
-            if isinstance(number, Leaf)
+            replace(number, text=text, tree=FunctionCall("*", (number.tree, Number(scaled[1]))))
+            if isinstance(number, Quantity)
             else None
         )
-    split = split_words(text)
+    split = split_unit_words(text)
     return None if split is None else _measured(text, *split)
 
 
-def _measured(text: str, number: str, unit: Unit) -> Leaf | None:
+def _measured(text: str, number: str, unit: Unit) -> Quantity | None:
     tree = _tree_or_none(number)
-    return None if tree is None else Leaf(text, tree, unit)
+    return None if tree is None else Quantity(text, tree, unit)
 
 
-def _sum_of_quantities(text: str) -> Leaf | None:
+def _sum_of_quantities(text: str) -> Quantity | None:
     """Return a sum such as ``5 ft 6 in`` as one quantity."""
     found = split_quantities(text) if text[:1].isdigit() else None
     if found is None:
         return None
     terms = [(_tree_or_none(number), size) for number, size in found[0]]
-    products = tuple(Apply("*", (tree, Number(size))) for tree, size in terms if tree is not None)
-    return Leaf(text, Apply("+", products), found[1]) if len(products) == len(terms) else None
+    products = tuple(FunctionCall("*", (tree, Number(size))) for tree, size in terms if tree is not None)
+    return Quantity(text, FunctionCall("+", products), found[1]) if len(products) == len(terms) else None
 
 
 def _tree_or_none(text: str) -> Expression | None:
@@ -451,7 +463,7 @@ def _tree_or_none(text: str) -> Expression | None:
 
 
 def _spoken(text: str) -> Answer:
-    words = words_in(text)
+    words = plain_words(text)
     if words is None:
-        return Unread(text)
-    return Words(words, number_in_words(words))
+        return UnparsedText(text)
+    return Words(words, number_from_words(words))

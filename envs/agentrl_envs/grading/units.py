@@ -1,14 +1,15 @@
 r"""Words next to a number: units and their conversions, counted things, and words that change the number.
 
->>> split_words(r"12\text{ cm}^2")[1].dimension, split_words("8 hours")[1].factor, split_words("5 pi")
+>>> split_unit_words(r"12\text{ cm}^2")[1].dimension, split_unit_words("8 hours")[1].factor, split_unit_words("5 pi")
 ((('m', 2),), Fraction(3600, 1), None)
->>> split_words(r"5\text{ factorial}") is None, split_words(r"5\text{ is wrong, it is 6}") is None
+>>> split_unit_words(r"5\text{ factorial}") is None, split_unit_words(r"5\text{ is wrong, it is 6}") is None
 (True, True)
->>> conversion(split_words("5cm")[1], split_words("50 mm")[1]), conversion(split_words("5cm")[1], None)
+>>> (_, short), (_, long) = split_unit_words("50 mm"), split_unit_words("5cm")
+>>> conversion_factor(long, short), conversion_factor(long, None)
 (Fraction(1, 10), Fraction(1, 1))
->>> number_in_words("one hundred and three"), number_in_words("two thirds"), number_in_words("evelyn")
+>>> number_from_words("one hundred and three"), number_from_words("two thirds"), number_from_words("evelyn")
 (Fraction(103, 1), Fraction(2, 3), None)
->>> scaled_by_words("5 million"), scaled_by_words(r"5\text{ hundredths}"), scaled_by_words("5 miles")
+>>> split_scaling_word("5 million"), split_scaling_word(r"5\text{ hundredths}"), split_scaling_word("5 miles")
 (('5', Fraction(1000000, 1)), ('5', Fraction(1, 100)), None)
 """
 
@@ -43,12 +44,12 @@ _SCALED = re.compile(
 )
 
 
-def number_in_words(words: str) -> Fraction | None:
+def number_from_words(words: str) -> Fraction | None:
     """Return the number that the words spell, or None."""
     *others, last = re.split(r"[\s-]+", words.strip().casefold())
     parts = _denominator(last)
     if parts is not None and others and (last.endswith("s") or others in (["one"], ["a"])):
-        count = Fraction(1) if others == ["a"] else number_in_words(" ".join(others))
+        count = Fraction(1) if others == ["a"] else number_from_words(" ".join(others))
         return None if count is None else count / parts
     total = part = 0
     found = False
@@ -64,7 +65,7 @@ def number_in_words(words: str) -> Fraction | None:
     return Fraction(total + part) if found else None
 
 
-def scaled_by_words(text: str) -> tuple[str, Fraction] | None:
+def split_scaling_word(text: str) -> tuple[str, Fraction] | None:
     """Split a scaling word (``million``, ``tenths``, ``k``) off the end. Returns the rest and the factor, or None."""
     match = _SCALED.fullmatch(text)
     if match is None:
@@ -85,7 +86,7 @@ def _denominator(word: str) -> int | None:
     cardinal = re.sub(r"ie$", "y", singular.removesuffix("th"))
     if cardinal in ("hundred", *_SCALES):
         cardinal = f"one {cardinal}"
-    value = number_in_words(cardinal)
+    value = number_from_words(cardinal)
     return None if value is None else int(value)
 
 
@@ -148,7 +149,7 @@ _COUNTED = re.compile(r"(?:[-+\d.,/]+|-?\\frac *(?:\{\d+\}\{\d+\}|\d\d)) [a-z]{4
 _QUANTITIES = re.compile(r"(\d[\d.]*) ?([A-Za-z]+)(?: and |, | |$)")
 
 
-def split_words(text: str) -> tuple[str, Unit] | None:
+def split_unit_words(text: str) -> tuple[str, Unit] | None:
     """Split a unit or counted noun from a text. Returns the rest and the unit, or None."""
     currency = _CURRENCY.fullmatch(text)
     if currency is not None:
@@ -160,14 +161,14 @@ def split_words(text: str) -> tuple[str, Unit] | None:
     for pattern in (_STYLED, _PLAIN):
         match = pattern.fullmatch(text)
         if match is not None and match["rest"]:
-            unit = unit_of(re.sub(_STYLE, r" \1 ", match["words"]))
+            unit = unit_from_words(re.sub(_STYLE, r" \1 ", match["words"]))
             if pattern is _PLAIN and unit is not None and unit.factor is None and match["words"].isascii():
                 return (match["rest"].strip(), unit) if _COUNTED.fullmatch(text) else None
             return None if unit is None else (match["rest"].strip(), unit)
     return None
 
 
-def split_letter(text: str) -> tuple[str, Unit] | None:
+def split_unit_letter(text: str) -> tuple[str, Unit] | None:
     """Split off a single last letter that may be a unit (``5m``). Returns the rest and the unit, or None."""
     match = re.fullmatch(r"(.*\d)\s*([A-Za-z])", text)
     return (match[1], _KNOWN[match[2]]) if match is not None and match[2] in _LETTER_UNITS else None
@@ -182,7 +183,7 @@ def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | Non
     found = _QUANTITIES.findall(plain)
     if len(found) < 2 or "".join(_QUANTITIES.split(plain)[::3]):
         return None
-    units = [unit_of(name) for _, name in found]
+    units = [unit_from_words(name) for _, name in found]
     first, sizes = units[0], [unit.factor for unit in units if unit is not None and unit.factor is not None]
     if first is None or len(sizes) < len(units) or len({unit.dimension for unit in units if unit is not None}) > 1:
         return None
@@ -190,7 +191,7 @@ def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | Non
     return ([(found[place][0], size / sizes[0]) for place, size in enumerate(sizes)], first) if falling else None
 
 
-def conversion(answer: Unit | None, reference: Unit | None) -> Fraction | None:
+def conversion_factor(answer: Unit | None, reference: Unit | None) -> Fraction | None:
     """Return the factor that converts the reference answer's unit to the answer's unit.
 
     Returns 1 if either unit is missing, and None if the units do not match.
@@ -207,7 +208,7 @@ def conversion(answer: Unit | None, reference: Unit | None) -> Fraction | None:
 
 
 @lru_cache(maxsize=4096)
-def unit_of(words: str) -> Unit | None:
+def unit_from_words(words: str) -> Unit | None:
     """Return the unit or counted thing that the words name, or None if the words contain anything else."""
     plain = " ".join(words.replace("~", " ").replace(".", " ").replace(r"\cdot", " ").split())
     plain = re.sub(r" ?\^ ?", "^", plain)

@@ -1,9 +1,9 @@
 r"""Evaluation of an expression at a point: exact if the value is rational and short, otherwise to a given precision.
 
 >>> from agentrl_envs.grading.reader import read_expression
->>> value_of(read_expression("2^{10} + 1/2"), {}, 40)
+>>> evaluate_expression(read_expression("2^{10} + 1/2"), {}, 40)
 Fraction(2049, 2)
->>> value_of(read_expression(r"2^{7^{2023}} \bmod 7"), {}, 40)
+>>> evaluate_expression(read_expression(r"2^{7^{2023}} \bmod 7"), {}, 40)
 Fraction(2, 1)
 
 All costs are bounded in advance: the bits of an exact number, the terms of a sum, the size of an exponent. A power
@@ -24,7 +24,7 @@ from typing import Any, TypeAlias
 import mpmath
 from mpmath import mp
 
-from agentrl_envs.grading.expressions import Apply, Expression, Number, Symbol
+from agentrl_envs.grading.expressions import Expression, FunctionCall, Number, Symbol
 
 # A Fraction, or an mpmath number if the value is irrational or too large. A matrix consists of such values.
 Scalar: TypeAlias = Any
@@ -43,7 +43,7 @@ class NoValueError(Exception):
     """The expression is undefined at this point, or too expensive to evaluate."""
 
 
-def value_of(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Scalar | Matrix:
+def evaluate_expression(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Scalar | Matrix:
     """Return the value at ``point``, which maps symbols to values. Raises NoValueError."""
     with mp.workdps(digits):
         try:
@@ -55,13 +55,15 @@ def value_of(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Sc
 def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
     """Return the value of an integer expression modulo an integer, without computing powers."""
     match tree:
-        case Apply("+", terms):
+        case FunctionCall("+", terms):
             return sum(exact_modulo(term, modulus, value) for term in terms) % modulus
-        case Apply("neg", (term,)):
+        case FunctionCall("neg", (term,)):
             return -exact_modulo(term, modulus, value) % modulus
-        case Apply("*", factors) if not any(isinstance(part, Apply) and part.function == "over" for part in factors):
+        case FunctionCall("*", factors) if not any(
+            isinstance(part, FunctionCall) and part.function == "over" for part in factors
+        ):
             return math.prod(exact_modulo(factor, modulus, value) for factor in factors) % modulus
-        case Apply("^", (base, exponent)):
+        case FunctionCall("^", (base, exponent)):
             return _power_modulo(exact_modulo(base, modulus, value), exponent, modulus, value)
     return _integer(value(tree)) % modulus
 
@@ -125,8 +127,8 @@ class _Evaluation:
 
     def _angle(self, tree: Expression) -> Scalar:
         """Return the value of an angle in radians."""
-        if isinstance(tree, Apply) and tree.function == "degree":
-            return approximate(self.value(tree.arguments[0])) * mp.pi / 180
+        if isinstance(tree, FunctionCall) and tree.function == "degree":
+            return to_mpmath(self.value(tree.arguments[0])) * mp.pi / 180
         return self.value(tree)
 
     def _modulo(self, tree: Expression, by: Expression) -> Scalar:
@@ -135,7 +137,7 @@ class _Evaluation:
             return Fraction(exact_modulo(tree, int(modulus), self.value))
         raise NoValueError("a modulus that is not a positive integer")
 
-    def _series(self, tree: Apply) -> Scalar:
+    def _series(self, tree: FunctionCall) -> Scalar:
         body, index, low_tree, high_tree = tree.arguments
         assert isinstance(index, Symbol)
         low, high = _integer(self.value(low_tree)), _integer(self.value(high_tree))
@@ -152,7 +154,7 @@ class _Evaluation:
         return result
 
 
-def approximate(value: Scalar) -> Scalar:
+def to_mpmath(value: Scalar) -> Scalar:
     """Convert a Fraction to an mpmath number."""
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
@@ -162,10 +164,10 @@ def _arithmetic(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scal
 
     def calculate(left: Scalar, right: Scalar) -> Scalar:
         if not (isinstance(left, Fraction) and isinstance(right, Fraction)):
-            return operation(approximate(left), approximate(right))
+            return operation(to_mpmath(left), to_mpmath(right))
         exact = operation(left, right)
         size = exact.numerator.bit_length() + exact.denominator.bit_length()
-        return exact if size <= _BITS else approximate(exact)
+        return exact if size <= _BITS else to_mpmath(exact)
 
     return calculate
 
@@ -174,7 +176,7 @@ _plus, _times = _arithmetic(operator.add), _arithmetic(operator.mul)
 
 
 def _small(value: Scalar) -> Scalar:
-    number = approximate(value)
+    number = to_mpmath(value)
     if abs(number) > _LARGEST:
         raise NoValueError("a large argument")
     return number
@@ -192,10 +194,10 @@ def _power(base: Scalar, exponent: Scalar) -> Scalar:
             return _integer_power(base, int(exponent))
         if exponent.denominator <= _ROOT_DEGREE:
             return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
-        exponent = approximate(exponent)
+        exponent = to_mpmath(exponent)
     if base == 0:
         raise NoValueError("zero to an irrational power")
-    return mp.power(approximate(base), _small(exponent))
+    return mp.power(to_mpmath(base), _small(exponent))
 
 
 def _integer_power(base: Scalar, exponent: int) -> Scalar:
@@ -206,7 +208,7 @@ def _integer_power(base: Scalar, exponent: int) -> Scalar:
             return base ** (exponent % 2 or 2) if exponent else _ONE
         if (base.numerator.bit_length() + base.denominator.bit_length()) * abs(exponent) <= _BITS:
             return base**exponent
-    return mp.power(approximate(base), _small(exponent))
+    return mp.power(to_mpmath(base), _small(exponent))
 
 
 def _root(value: Scalar, degree: Scalar) -> Scalar:
@@ -222,7 +224,7 @@ def _root(value: Scalar, degree: Scalar) -> Scalar:
             return Fraction(over, under)
     elif mp.im(value) == 0 and mp.re(value) < 0 and number % 2:
         return -_root(-mp.re(value), degree)
-    return mp.root(approximate(value), number)
+    return mp.root(to_mpmath(value), number)
 
 
 def _exact_root(value: int, degree: int) -> int | None:
@@ -264,7 +266,7 @@ def _floor(value: Scalar) -> Scalar:
 def _logarithm(value: Scalar) -> Scalar:
     if value == 0:
         raise NoValueError("the logarithm of zero")
-    return Fraction(0) if value == 1 else mp.log(approximate(value))
+    return Fraction(0) if value == 1 else mp.log(to_mpmath(value))
 
 
 def _trigonometric(name: str, value: Scalar) -> Scalar:
@@ -278,7 +280,7 @@ def _of_integers(function: Callable[..., int]) -> Callable[..., Scalar]:
 def _most(function: Callable[..., object]) -> Callable[..., Scalar]:
     def chosen(*values: Scalar) -> Scalar:
         exact = all(isinstance(value, Fraction) for value in values)
-        return function(*(value if exact else _real(approximate(value)) for value in values))
+        return function(*(value if exact else _real(to_mpmath(value)) for value in values))
 
     return chosen
 
@@ -304,10 +306,10 @@ def _checked(value: Scalar) -> Scalar:
 def _unknown(name: str, values: Sequence[Scalar]) -> Scalar:
     """Return a pseudo-random value of an unknown function, equal for equal arguments."""
     said = name + ",".join(str(value) if isinstance(value, Fraction) else mp.nstr(value, 20) for value in values)
-    return random_number(said)
+    return number_from_name(said)
 
 
-def random_number(name: str) -> Fraction:
+def number_from_name(name: str) -> Fraction:
     """Return a pseudo-random number between 0.4 and 1.7 that depends only on ``name``."""
     drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())
     return Fraction(4_001 + drawn % 12_007, 9_973)

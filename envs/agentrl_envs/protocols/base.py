@@ -103,10 +103,12 @@ _CUT = "\n[... output cut ...]\n"
 
 def result_text(execution: Execution, limit: int) -> str:
     """Return the output or the error: a note if a limit ended the program, otherwise the last line of stderr."""
-    return clip(_NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit)
+    return truncate_output(
+        _NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit
+    )
 
 
-def clip(output: str, limit: int) -> str:
+def truncate_output(output: str, limit: int) -> str:
     """Return ``output``, or its first and last ``limit / 2`` characters if it is longer than ``limit``."""
     if len(output) <= limit:
         return output
@@ -114,7 +116,7 @@ def clip(output: str, limit: int) -> str:
     return output[:head] + _CUT + output[len(output) - (limit - head) :]
 
 
-def with_setup(setup: str, program: str) -> str:
+def prepend_setup(setup: str, program: str) -> str:
     """Return the setup and the program as one module."""
     return "\n".join(part for part in (setup, program) if part)
 
@@ -140,7 +142,7 @@ class TextAnswerProtocol:
 
     def runnable(self, problem: Problem, program: str) -> str:
         """Return the problem's setup and the program."""
-        return with_setup(problem.setup, program)
+        return prepend_setup(problem.setup, program)
 
     def printed_answer(self, stdout: str) -> str | None:
         """Return None, because a program's output is never an answer."""
@@ -151,7 +153,7 @@ class TextAnswerProtocol:
         return result_text(execution, self.observation_limit)
 
 
-def malformed(message: str) -> ParsedTurn:
+def malformed_turn(message: str) -> ParsedTurn:
     """Return a turn with a single malformed call."""
     return ParsedTurn(program=None, answer=None, calls=(MalformedCall(message=message),))
 
@@ -194,7 +196,7 @@ _CLOSING = re.compile(r"^ {0,3}```", re.MULTILINE)
 _FOREIGN_CLOSING = re.compile(r"^ {0,3}```[ \t]*\r?$", re.MULTILINE)
 
 
-class Block(NamedTuple):
+class PythonBlock(NamedTuple):
     """A Python block: the start of its opening fence, its program if closed, and the end of its closing fence."""
 
     start: int
@@ -202,7 +204,7 @@ class Block(NamedTuple):
     end: int
 
 
-def python_blocks(text: str, *, bare: bool = True) -> Iterator[Block]:
+def python_blocks(text: str, *, bare: bool = True) -> Iterator[PythonBlock]:
     """Yield the Python blocks in order. The last block may be open.
 
     With ``bare``, a fence without a language also opens a block.
@@ -213,10 +215,10 @@ def python_blocks(text: str, *, bare: bool = True) -> Iterator[Block]:
         if opening["inline"] or opening["info"].strip().lower() in words:
             closing = _CLOSING.search(text, opening.end())
             if closing is None:
-                yield Block(opening.start(), None, len(text))
+                yield PythonBlock(opening.start(), None, len(text))
                 return
             body = text[opening.end() : closing.start()]
-            yield Block(opening.start(), _source(body, opening["indent"] or ""), closing.end())
+            yield PythonBlock(opening.start(), _source(body, opening["indent"] or ""), closing.end())
             position = closing.end()
             continue
         foreign = _FOREIGN_CLOSING.search(text, opening.end())
@@ -225,7 +227,7 @@ def python_blocks(text: str, *, bare: bool = True) -> Iterator[Block]:
         position = foreign.end()
 
 
-def first_python_block(text: str) -> Block | None:
+def first_python_block(text: str) -> PythonBlock | None:
     """Return the first Python block, open or closed, or None."""
     return next(python_blocks(text), None)
 

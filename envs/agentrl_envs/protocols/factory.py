@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.chat import ChatFormat, plain_format
+from agentrl_envs.chat import ChatFormat, plain_text_format
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.protocols.base import ParsedTurn, Protocol
-from agentrl_envs.protocols.hermes import HermesProtocol, PlainCalls
+from agentrl_envs.protocols.hermes import HermesProtocol, PlainTextCallsProtocol
 from agentrl_envs.protocols.retool import ReToolProtocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.protocols.torl import ToRLProtocol
@@ -72,7 +72,7 @@ class ChatProtocol:
     def observation(self, text: str, results: Sequence[str]) -> str:
         """Return plain text if the model's message continues, otherwise a user message."""
         result = self.text.observation(text, results)
-        return result if self.text.turn_complete(text) else self.chat.reply(result.strip())
+        return result if self.text.turn_complete(text) else self.chat.format_user_reply(result.strip())
 
 
 TITLES: Mapping[str, str] = {"simpletir": "SimpleTIR", "retool": "ReTool", "torl": "ToRL", "hermes": "Hermes"}
@@ -91,7 +91,9 @@ def make_protocol(
     return factory(settings, chat, tools)
 
 
-def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None) -> Protocol:
+def wrap_in_chat_template(
+    protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None
+) -> Protocol:
     """Wrap a text protocol in the template ``chat`` if ``settings.chat`` is ``always``."""
     if settings.chat != "always":
         return protocol
@@ -103,29 +105,31 @@ def in_chat(protocol: Protocol, settings: SimpleTIRSettings | ReasoningSettings,
 def simpletir(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """Create the SimpleTIR protocol: fenced programs and boxed answers."""
     text = SimpleTIRProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
-    return in_chat(text, settings, chat)
+    return wrap_in_chat_template(text, settings, chat)
 
 
 def retool(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """Create the ReTool protocol: programs and answers in tags."""
     text = ReToolProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
-    return in_chat(text, settings, chat)
+    return wrap_in_chat_template(text, settings, chat)
 
 
 def torl(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """Create the ToRL protocol: fenced programs, each followed by an output fence."""
     text = ToRLProtocol(instruction=settings.preamble, observation_limit=settings.observation_limit)
-    return in_chat(text, settings, chat)
+    return wrap_in_chat_template(text, settings, chat)
 
 
 def hermes(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Protocol:
     """Create the hermes protocol: tool calls in the model's chat template or in plain text."""
     plain = settings.chat == "never"
     if plain:
-        chat = plain_format([schema.as_function() for schema in tools.schemas], system=settings.system_prompt)
+        chat = plain_text_format(
+            [schema.as_openai_function() for schema in tools.schemas], system=settings.system_prompt
+        )
     if chat is None:
         raise EpisodeUsageError("protocol hermes requires the policy's chat template: pass chat=")
-    return (PlainCalls if plain else HermesProtocol)(
+    return (PlainTextCallsProtocol if plain else HermesProtocol)(
         instruction=settings.effective_instruction,
         observation_limit=settings.observation_limit,
         chat=chat,

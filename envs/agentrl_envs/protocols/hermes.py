@@ -67,17 +67,17 @@ class HermesProtocol(TextAnswerProtocol):
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """Return the responses between template marks. The content of the responses is encoded as plain text."""
-        return self.chat.responses(results, [call.id for call in self._attempts(self._visible(text))])
+        return self.chat.format_tool_responses(results, [call.id for call in self._attempts(self._visible(text))])
 
     def reply(self, text: str) -> str:
         """Return an environment's response to a turn without a call, as a user message."""
-        return self.chat.reply(text)
+        return self.chat.format_user_reply(text)
 
     def _visible(self, text: str) -> str:
-        return after_thinking(text, opened=self.chat.opens_thoughts)
+        return remove_reasoning(text, opened=self.chat.opens_reasoning)
 
     def _attempts(self, visible: str) -> list[ParsedCall]:
-        return self.chat.calls.find(visible, self._parameters)
+        return self.chat.calls.find_calls(visible, self._parameters)
 
     def _parameters(self, name: str) -> Mapping[str, object] | None:
         schema = self.tools.schema(name)
@@ -97,11 +97,11 @@ class HermesProtocol(TextAnswerProtocol):
             return _error(
                 f"the arguments of {schema.name} contain half of a surrogate pair, which is not a valid character"
             )
-        refusal = schema.refusal(arguments)
+        refusal = schema.find_argument_error(arguments)
         return _error(refusal) if refusal is not None else ToolRequest(name=schema.name, arguments=arguments)
 
 
-class PlainCalls(HermesProtocol):
+class PlainTextCallsProtocol(HermesProtocol):
     """Protocol for tool calls in plain text. A turn ends with its first call."""
 
     @property
@@ -118,11 +118,11 @@ class PlainCalls(HermesProtocol):
         return super().parse(text[: text.index(_PLAIN_END) + len(_PLAIN_END)] if self.turn_complete(text) else text)
 
 
-def after_thinking(text: str, *, opened: bool) -> str:
+def remove_reasoning(text: str, *, opened: bool) -> str:
     """Return the text outside the reasoning. ``opened`` is true if the template writes the opening ``<think>``."""
     _, closed, visible = text.rpartition("</think>")
     return "" if opened and not closed else visible.partition("<think>")[0]
 
 
 def _error(reason: str) -> MalformedCall:
-    return MalformedCall(message=f"CallError: {reason}")
+    return MalformedCall(message=f"ToolCallError: {reason}")

@@ -15,17 +15,17 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import ParsedTurn, TextAnswerProtocol, last_boxed, malformed
+from agentrl_envs.protocols.base import ParsedTurn, TextAnswerProtocol, last_boxed, malformed_turn
 from agentrl_envs.types import Problem
 
 _CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"
 _END = re.compile(f"{_CLOSE_CODE}|{_CLOSE_ANSWER}")
 _FENCE = re.compile(r"```(?:py|python|python3)[ \t]*\r?\n(?P<program>.*)```", re.DOTALL | re.IGNORECASE)
 _FORM = "\n\nThe last part of your reply must be\n<answer>\n\\boxed{your final answer}\n</answer>"
-_NOT_OPENED = "CallError: </code> without <code> before it"
-_OPEN = "CallError: <code> is not closed by </code>"
-_NO_FENCE = "CallError: there is no closed ```python block between <code> and </code>"
-_EMPTY = "CallError: the ```python block is empty"
+_NOT_OPENED = "ToolCallError: </code> without <code> before it"
+_OPEN = "ToolCallError: <code> is not closed by </code>"
+_NO_FENCE = "ToolCallError: there is no closed ```python block between <code> and </code>"
+_EMPTY = "ToolCallError: the ```python block is empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,15 +62,15 @@ class ReToolProtocol(TextAnswerProtocol):
         opened = before.rfind("<code>")
         if end is None or end.group() == _CLOSE_ANSWER:
             if end is None and opened >= 0:
-                return malformed(_OPEN)
+                return malformed_turn(_OPEN)
             return ParsedTurn(program=None, answer=last_boxed(before[max(before.rfind("<answer>"), 0) :]))
         if opened < 0:
-            return malformed(_NOT_OPENED)
+            return malformed_turn(_NOT_OPENED)
         fence = _FENCE.search(before, opened)
         if fence is None:
-            return malformed(_NO_FENCE)
+            return malformed_turn(_NO_FENCE)
         program = fence["program"].replace("\r\n", "\n")
-        return ParsedTurn(program=program, answer=None) if program.strip() else malformed(_EMPTY)
+        return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """Return the result between its tags. A printed ``</interpreter>`` is not escaped."""

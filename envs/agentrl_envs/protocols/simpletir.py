@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import ParsedTurn, first_python_block, last_boxed, result_text, with_setup
+from agentrl_envs.protocols.base import ParsedTurn, first_python_block, last_boxed, prepend_setup, result_text
 from agentrl_envs.types import Ended, Problem
 from agentrl_sandbox.client import Execution
 
@@ -78,7 +78,7 @@ class SimpleTIRProtocol:
 
         A ``from __future__`` import in the program is therefore a syntax error, which the model reads like any other.
         """
-        return with_setup(_FINAL_ANSWER, with_setup(problem.setup, program))
+        return prepend_setup(_FINAL_ANSWER, prepend_setup(problem.setup, program))
 
     def printed_answer(self, stdout: str) -> str | None:
         r"""Return the last complete ``\boxed{...}`` in the output, even if the program failed afterwards."""

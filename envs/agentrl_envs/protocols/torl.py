@@ -14,14 +14,21 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import Block, ParsedTurn, TextAnswerProtocol, last_boxed, malformed, python_blocks
+from agentrl_envs.protocols.base import (
+    ParsedTurn,
+    PythonBlock,
+    TextAnswerProtocol,
+    last_boxed,
+    malformed_turn,
+    python_blocks,
+)
 from agentrl_envs.types import Problem
 
 _OUTPUT = "```output"
-_NO_PROGRAM = "CallError: there is no ```python block before this ```output block"
-_EMPTY = "CallError: the ```python block is empty"
-_OPEN = "CallError: the ```python block is not closed by a line ```"
-_NOT_RUN = "CallError: the program was not run: write ```output on the line after its block"
+_NO_PROGRAM = "ToolCallError: there is no ```python block before this ```output block"
+_EMPTY = "ToolCallError: the ```python block is empty"
+_OPEN = "ToolCallError: the ```python block is not closed by a line ```"
+_NOT_RUN = "ToolCallError: the program was not run: write ```output on the line after its block"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -60,9 +67,9 @@ class ToRLProtocol(TextAnswerProtocol):
         blocks = list(python_blocks(text, bare=False))
         answer = last_boxed(_without(text, blocks))
         if blocks and blocks[-1].program is None:
-            return malformed(_OPEN)
+            return malformed_turn(_OPEN)
         if blocks and answer is None:
-            return malformed(_NOT_RUN)
+            return malformed_turn(_NOT_RUN)
         return ParsedTurn(program=None, answer=answer)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
@@ -72,16 +79,16 @@ class ToRLProtocol(TextAnswerProtocol):
         return f"{opened}{newline}{' '.join(results)}\n```\n"
 
 
-def _called(blocks: list[Block]) -> ParsedTurn:
+def _called(blocks: list[PythonBlock]) -> ParsedTurn:
     if not blocks:
-        return malformed(_NO_PROGRAM)
+        return malformed_turn(_NO_PROGRAM)
     program = blocks[-1].program
     if program is None:
-        return malformed(_OPEN)
-    return ParsedTurn(program=program, answer=None) if program.strip() else malformed(_EMPTY)
+        return malformed_turn(_OPEN)
+    return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY)
 
 
-def _without(text: str, blocks: list[Block]) -> str:
+def _without(text: str, blocks: list[PythonBlock]) -> str:
     """Return the text outside the blocks."""
     kept, position = [], 0
     for block in blocks:

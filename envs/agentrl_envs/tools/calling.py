@@ -5,7 +5,8 @@ A call has one of four outcomes:
 - A result: text, or a JSON value, which is serialized. The items of a generator are concatenated.
 - A call error, which the model reads: an exception that the arguments can cause (`ValueError`, ``KeyError``,
   ``sqlite3.OperationalError`` and so on).
-- A bug of the tool, which ends the run: an exception that validated arguments cannot cause (`BUGS`), or a result that
+- A bug of the tool, which ends the run: an exception that validated arguments cannot cause (`BUG_ERRORS`), or a result
+that
   is neither text nor JSON.
 - An unavailable service (`UnavailableError`, ``ConnectionError`` and similar), which excludes the rollout.
 """
@@ -23,7 +24,7 @@ from agentrl_envs.episode import EnvironmentContractError, UnavailableError
 from agentrl_envs.registry import describe_error
 from agentrl_envs.threads import BlockingRunner
 
-BUGS = (
+BUG_ERRORS = (
     AssertionError,
     AttributeError,
     ImportError,
@@ -36,7 +37,7 @@ BUGS = (
 )
 """Exceptions that indicate a bug in the tool's code, because its arguments have been validated."""
 
-UNREACHABLE = frozenset(
+UNREACHABLE_ERRORS = frozenset(
     {
         "agentrl_sandbox.types.SandboxError",
         "aiohttp.client_exceptions.ClientConnectionError",
@@ -63,7 +64,7 @@ class ToolError(EnvironmentContractError):
     """
 
 
-class CallError(Exception):
+class ToolCallError(Exception):
     """The call failed because of its arguments. The model reads the message."""
 
 
@@ -77,20 +78,20 @@ async def call_tool(
 ) -> str:
     """Call the tool and return the text that the model reads. With ``lenient=True``, no exception counts as a bug.
 
-    Raises CallError, ToolError and UnavailableError.
+    Raises ToolCallError, ToolError and UnavailableError.
     """
     try:
         value = await _value(name, function, arguments, threads)
-    except (CallError, UnavailableError, TimeoutError):
+    except (ToolCallError, UnavailableError, TimeoutError):
         raise
-    except BUGS as error:
+    except BUG_ERRORS as error:
         if lenient and isinstance(error, Exception):
-            raise CallError(f"{type(error).__name__}: {error}") from error
+            raise ToolCallError(f"{type(error).__name__}: {error}") from error
         raise ToolError(f"the tool {name!r} raised {describe_error(error)}") from error
     except Exception as error:
         if is_unreachable(error):
             raise UnavailableError(f"the tool {name!r}: {describe_error(error)}") from error
-        raise CallError(f"{type(error).__name__}: {error}") from error
+        raise ToolCallError(f"{type(error).__name__}: {error}") from error
     return _text(name, value)
 
 
@@ -98,18 +99,18 @@ def is_unreachable(error: BaseException) -> bool:
     """Return True if the error indicates that a service does not respond."""
     if isinstance(error, ConnectionError):
         return True
-    return any(f"{kind.__module__}.{kind.__qualname__}" in UNREACHABLE for kind in type(error).__mro__)
+    return any(f"{kind.__module__}.{kind.__qualname__}" in UNREACHABLE_ERRORS for kind in type(error).__mro__)
 
 
 async def _value(
     name: str, function: Callable[..., object], arguments: Mapping[str, object], threads: BlockingRunner
 ) -> object:
     if inspect.isasyncgenfunction(function):
-        return await Watched(name, _joined(name, function(**arguments)))
+        return await WatchedCoroutine(name, _joined(name, function(**arguments)))
     if inspect.iscoroutinefunction(function):
-        return await Watched(name, function(**arguments))
+        return await WatchedCoroutine(name, function(**arguments))
     value = await threads.run(lambda: _exhausted(name, function(**arguments)), call_name=f"the tool {name!r}")
-    return await Watched(name, value) if inspect.iscoroutine(value) else value
+    return await WatchedCoroutine(name, value) if inspect.iscoroutine(value) else value
 
 
 def _exhausted(name: str, value: object) -> object:
@@ -132,7 +133,7 @@ def _text(name: str, value: object) -> str:
     return value.encode(errors="replace").decode()  # a lone surrogate has no encoding
 
 
-class Watched(Generator[object, object, object]):
+class WatchedCoroutine(Generator[object, object, object]):
     """Awaits a coroutine, and logs a warning, once per tool, if the coroutine blocks the event loop.
 
     All rollouts wait while the event loop is blocked.
@@ -142,7 +143,7 @@ class Watched(Generator[object, object, object]):
         self._name = name
         self._work = work
 
-    def __await__(self) -> Watched:
+    def __await__(self) -> WatchedCoroutine:
         return self
 
     def send(self, value: object) -> object:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 
 from agentrl_envs.episode import EpisodeUsageError, UnavailableError
 from agentrl_envs.registry import PluginError, install_extra
-from agentrl_envs.tools.calling import CallError
+from agentrl_envs.tools.calling import ToolCallError
 from agentrl_envs.tools.schema import ToolSchema, check_schema
 
 if TYPE_CHECKING:
@@ -54,7 +54,7 @@ class McpSession:
         return self._current
 
     async def call(self, tool: str, /, **arguments: object) -> str:
-        """Call a tool and return its text. Raises CallError and UnavailableError."""
+        """Call a tool and return its text. Raises ToolCallError and UnavailableError."""
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -63,7 +63,7 @@ class McpSession:
             return _text(await connection.call(tool, arguments))
         except MCPError as error:
             if error.code != CONNECTION_CLOSED and error.message not in _LOST:
-                raise CallError(str(error)) from error
+                raise ToolCallError(str(error)) from error
             if self._current is connection:  # the next call opens a new connection
                 self._current = None
                 self._lost.append(connection)
@@ -135,13 +135,13 @@ class _Connection:
             self._client.cancel()
 
 
-def session_type(target: str) -> type[McpSession]:
+def make_session_class(target: str) -> type[McpSession]:
     """Return a subclass of `McpSession` for one server."""
     return type("McpServer", (McpSession,), {"target": target})
 
 
 @functools.lru_cache(maxsize=64)
-def server_tools(target: str) -> tuple[ToolSchema, ...]:
+def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
     """List the tools of a server. Raises PluginError if it does not respond, has no tools, or has an invalid schema."""
     try:
         import mcp  # noqa: F401
@@ -189,13 +189,13 @@ def _client(target: str) -> AbstractAsyncContextManager[Client]:
 
 
 def _text(result: CallToolResult) -> str:
-    """Return the text of a result. Raises CallError if the tool reports an error."""
+    """Return the text of a result. Raises ToolCallError if the tool reports an error."""
     pieces = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not pieces and result.structured_content is not None:
         pieces = [json.dumps(result.structured_content, ensure_ascii=False)]
     text = "\n".join(pieces)
     if result.is_error:
-        raise CallError(text)
+        raise ToolCallError(text)
     return text
 
 

@@ -29,7 +29,7 @@ class SignatureError(ValueError):
     """A signature or docstring lacks information for the schema."""
 
 
-def described(function: Callable[..., object]) -> tuple[str, Mapping[str, str]]:
+def parse_docstring(function: Callable[..., object]) -> tuple[str, Mapping[str, str]]:
     """Return a docstring's description (Google style) and the descriptions of its parameters.
 
     >>> def f(a):
@@ -39,7 +39,7 @@ def described(function: Callable[..., object]) -> tuple[str, Mapping[str, str]]:
     ...         a: a number,
     ...             any number
     ...     '''
-    >>> described(f)
+    >>> parse_docstring(f)
     ('Adds one.', {'a': 'a number, any number'})
     """
     text = inspect.getdoc(function) or ""
@@ -117,21 +117,26 @@ _SHOWN_CHARACTERS = 300  # limit of a validation error, because jsonschema inclu
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolSchema:
-    """Name, description and parameters of a tool. ``closed`` rejects arguments that are not in ``parameters``."""
+    """Name, description and parameters of a tool.
+
+    ``forbids_other_arguments`` rejects arguments that are not in ``parameters``.
+    """
 
     name: str
     description: str
     parameters: Mapping[str, object]
-    closed: bool = False
+    forbids_other_arguments: bool = False
 
-    def as_function(self) -> dict[str, object]:
+    def as_openai_function(self) -> dict[str, object]:
         """Return the schema in the form that chat templates expect."""
         function = {"name": self.name, "description": self.description, "parameters": dict(self.parameters)}
         return {"type": "function", "function": function}
 
-    def refusal(self, arguments: Mapping[str, object]) -> str | None:
+    def find_argument_error(self, arguments: Mapping[str, object]) -> str | None:
         """Return the reason why the arguments are invalid, or None."""
-        parameters = {**self.parameters, "additionalProperties": False} if self.closed else self.parameters
+        parameters = (
+            {**self.parameters, "additionalProperties": False} if self.forbids_other_arguments else self.parameters
+        )
         error = next(Draft202012Validator(parameters).iter_errors(arguments), None)
         if error is None:
             return None
@@ -163,14 +168,16 @@ def function_schema(function: Callable[..., object], path: str, *, method: bool 
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
     visible = [parameter for parameter in parameters if parameter.name not in INJECTED]
     try:
-        description, descriptions = described(function)
+        description, descriptions = parse_docstring(function)
         properties = parameters_schema(function, visible, descriptions)
     except SignatureError as error:
         raise PluginError(
             f"{path} cannot be a tool: {error}. Annotate each parameter with a type, and write a docstring that "
             "describes the tool and, under Args:, each parameter"
         ) from error
-    schema = ToolSchema(name=function.__name__, description=description, parameters=properties, closed=True)
+    schema = ToolSchema(
+        name=function.__name__, description=description, parameters=properties, forbids_other_arguments=True
+    )
     check_schema(schema, path)
     return schema
 

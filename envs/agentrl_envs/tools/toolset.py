@@ -15,8 +15,8 @@ from agentrl_envs.episode import UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
 from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
-from agentrl_envs.tools.calling import CallError, ToolError, call_tool
-from agentrl_envs.tools.mcp_tools import MCP, McpSession, server_tools, session_type
+from agentrl_envs.tools.calling import ToolCallError, ToolError, call_tool
+from agentrl_envs.tools.mcp_tools import MCP, McpSession, list_server_tools, make_session_class
 from agentrl_envs.tools.schema import (
     INJECTED,
     PYTHON,
@@ -53,14 +53,14 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolEntry:
-    """One tool: a ``function``, a method of the episode's instance of ``maker``, or a tool of a ``shared`` server.
+    """One tool: a ``function``, a method of the episode's instance of ``tool_class``, or a tool of a ``shared`` server.
 
     ``injected`` contains the names among ``problem`` and ``sandbox`` that are parameters of the tool.
     """
 
     schema: ToolSchema
     function: Callable[..., object] | None = None
-    maker: type | None = None
+    tool_class: type | None = None
     shared: McpSession | None = None
     injected: tuple[str, ...] = ()
 
@@ -77,14 +77,14 @@ class ToolSet:
         return tuple(entry.schema for entry in self.entries)
 
     @property
-    def makers(self) -> tuple[type, ...]:
+    def tool_classes(self) -> tuple[type, ...]:
         """Classes that are instantiated once per episode."""
-        return tuple(dict.fromkeys(entry.maker for entry in self.entries if entry.maker is not None))
+        return tuple(dict.fromkeys(entry.tool_class for entry in self.entries if entry.tool_class is not None))
 
     @property
-    def runs_programs(self) -> bool:
+    def needs_sandbox(self) -> bool:
         """True if a tool needs the sandbox."""
-        asks = [entry.injected for entry in self.entries] + [injected_parameters(maker) for maker in self.makers]
+        asks = [entry.injected for entry in self.entries] + [injected_parameters(maker) for maker in self.tool_classes]
         return self.schema(PYTHON) is not None or any("sandbox" in injected for injected in asks)
 
     async def close(self) -> None:
@@ -117,18 +117,18 @@ def load_tools(names: Sequence[str], *, interpreter: str = "fresh", mcp_sessions
     return ToolSet(tuple(entries))
 
 
-def methods_as_tools(made: type, path: str, reserved: frozenset[str]) -> list[ToolEntry]:
+def methods_as_tools(tool_class: type, path: str, reserved: frozenset[str]) -> list[ToolEntry]:
     """Return the public methods of a class as tools, in order of definition, base classes first."""
     methods = {
         name: member
-        for base in reversed(made.__mro__)
+        for base in reversed(tool_class.__mro__)
         for name, member in _public_functions(base).items()
         if name not in reserved
     }
     return [
         ToolEntry(
             schema=function_schema(method, f"{path}.{name}", method=True),
-            maker=made,
+            tool_class=tool_class,
             injected=injected_parameters(method),
         )
         for name, method in methods.items()
@@ -155,9 +155,12 @@ def _public_functions(base: type) -> dict[str, Callable[..., object]]:
 
 def _of_server(name: str, sessions: str) -> list[ToolEntry]:
     target = name.removeprefix(MCP)
-    made = session_type(target)
+    made = make_session_class(target)
     shared = made() if sessions == "shared" else None
-    return [ToolEntry(schema=schema, maker=None if shared else made, shared=shared) for schema in server_tools(target)]
+    return [
+        ToolEntry(schema=schema, tool_class=None if shared else made, shared=shared)
+        for schema in list_server_tools(target)
+    ]
 
 
 def _entries(name: str, interpreter: str) -> list[ToolEntry]:
@@ -217,15 +220,17 @@ class EpisodeTools:
         sandbox: EpisodeSandbox | None,
         threads: BlockingCalls,
         timeout: float,
-        more: Mapping[str, object] | None = None,
+        extra_arguments: Mapping[str, object] | None = None,
         lenient: bool = False,
     ) -> None:
-        """Create the tools without instantiating classes. ``more`` contains further arguments for ``__init__``.
+        """Create the tools without instantiating classes.
+
+        ``extra_arguments`` contains further arguments for ``__init__``.
 
         With ``lenient``, every exception is a call error, which the model reads.
         """
         self._tools = tools
-        self._more = more or {}
+        self._more = extra_arguments or {}
         self._lenient = lenient
         self._injected: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._more}
         self._threads = threads
@@ -234,18 +239,18 @@ class EpisodeTools:
 
     async def open(self) -> None:
         """Create an instance of each class. Raises ToolError if a constructor fails."""
-        for maker in self._tools.makers:
-            await self.adopt(maker)
+        for maker in self._tools.tool_classes:
+            await self.create_instance(maker)
 
-    async def adopt(self, maker: Callable[..., object]) -> None:
+    async def create_instance(self, tool_class: Callable[..., object]) -> None:
         """Create an instance of one class. Raises ToolError if the constructor fails."""
-        if maker not in self._instances:
-            injected = {name: self._injected[name] for name in injected_parameters(maker, tuple(self._injected))}
-            await self._adopt(maker, functools.partial(maker, **injected))
+        if tool_class not in self._instances:
+            injected = {name: self._injected[name] for name in injected_parameters(tool_class, tuple(self._injected))}
+            await self._adopt(tool_class, functools.partial(tool_class, **injected))
 
-    def instance(self, maker: Callable[..., object]) -> tuple[object, ObjectThread]:
+    def instance(self, tool_class: Callable[..., object]) -> tuple[object, ObjectThread]:
         """Return the instance of a class and the thread of its synchronous methods."""
-        return self._instances[maker]
+        return self._instances[tool_class]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
         """Call a tool. Returns its text for the model and its telemetry. Raises ToolError and UnavailableError.
@@ -263,7 +268,7 @@ class EpisodeTools:
         try:
             async with asyncio.timeout(self._timeout) as limit:
                 result = await call_tool(name, function, {**arguments, **injected}, threads, lenient=self._lenient)
-        except CallError as error:
+        except ToolCallError as error:
             result, outcome = str(error), "error"
         except TimeoutError as error:
             if limit.expired():
@@ -283,7 +288,7 @@ class EpisodeTools:
             sandbox=sandbox,
             threads=self._threads,
             timeout=self._timeout,
-            more=self._more,
+            extra_arguments=self._more,
             lenient=self._lenient,
         )
         shared = {id(self._injected["problem"]): self._injected["problem"], id(self._injected["sandbox"]): sandbox}
@@ -327,7 +332,9 @@ class EpisodeTools:
         """Return the tool's function and its runner. Raises UnavailableError if a server is unreachable."""
         if entry.function is not None:
             return entry.function, self._threads
-        instance, threads = (entry.shared, self._threads) if entry.maker is None else self._instances[entry.maker]
+        instance, threads = (
+            (entry.shared, self._threads) if entry.tool_class is None else self._instances[entry.tool_class]
+        )
         if isinstance(instance, McpSession):
             await instance.connect()  # the time limit does not include the start of a server
             return functools.partial(instance.call, entry.schema.name), threads

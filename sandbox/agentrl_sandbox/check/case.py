@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from agentrl_sandbox.call import Call, to_base64
 from agentrl_sandbox.http import HttpSandbox, JsonObject, ServiceRequest
-from agentrl_sandbox.runner.seccomp import MACHINES, number
+from agentrl_sandbox.runner.seccomp import MACHINES, system_call_number
 from agentrl_sandbox.types import BusyError, Execution, Outcome, SandboxError
 
 Judge = Callable[[Execution], bool]
@@ -21,29 +21,29 @@ ENDED = (Outcome.OK, Outcome.ERROR, Outcome.KILLED, Outcome.MEMORY_LIMIT, Outcom
 class Case:
     """A program and the expected result.
 
-    ``guards`` is ``conformance`` or the property that the program attacks. The program ``after`` runs next and must
-    print ``clean`` if it detects no trace of the first program. Attack programs print ``reached`` for each successful
-    attempt. Their output is trusted, because they are part of this suite.
+    ``property_name`` is ``conformance`` or the property that the program attacks. The program ``after`` runs next and
+    must print ``clean`` if it detects no trace of the first program. Attack programs print ``reached`` for each
+    successful attempt. Their output is trusted, because they are part of this suite.
     """
 
     name: str
     program: str
     passes: Judge
-    guards: str = "conformance"
+    property_name: str = "conformance"
     timeout: float = 20.0
     stdin: str = ""
     after: str | None = None
 
 
-def prints(text: str) -> Judge:
+def expect_output(text: str) -> Judge:
     return lambda run: run.outcome is Outcome.OK and run.stdout == text
 
 
-def ends(*outcomes: Outcome) -> Judge:
+def expect_outcome(*outcomes: Outcome) -> Judge:
     return lambda run: run.outcome in outcomes
 
 
-def fails_with(name: str) -> Judge:
+def expect_exception(name: str) -> Judge:
     """Return a judge that passes if the program ended with an uncaught exception of this name."""
 
     def judge(run: Execution) -> bool:
@@ -53,12 +53,12 @@ def fails_with(name: str) -> Judge:
     return judge
 
 
-def survives(run: Execution) -> bool:
+def expect_any_end(run: Execution) -> bool:
     """Return True if the sandbox reported the program's end."""
     return run.outcome in ENDED
 
 
-def reaches_no_target(run: Execution) -> bool:
+def expect_blocked_attack(run: Execution) -> bool:
     """Return True if all attempts of the program failed or if it was killed."""
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
@@ -74,7 +74,7 @@ def attack_case(guards: str, name: str, body: str, *, prologue: str = "", after:
         )
         + "print('tried')\n"
     )
-    return Case(name, program, reaches_no_target, guards, after=after)
+    return Case(name, program, expect_blocked_attack, guards, after=after)
 
 
 _CALLS = """
@@ -82,7 +82,7 @@ ptrace keyctl add_key bpf io_uring_setup userfaultfd perf_event_open process_vm_
 kexec_load init_module mount unshare setns pivot_root chroot swapon reboot clock_settime fsopen open_tree move_mount
 kcmp shmget semget msgget mq_open acct syslog landlock_create_ruleset seccomp
 """
-_NUMBERS = {machine: {name: number(name, machine) for name in _CALLS.split()} for machine in MACHINES}
+_NUMBERS = {machine: {name: system_call_number(name, machine) for name in _CALLS.split()} for machine in MACHINES}
 _HELPERS = (
     f"SYSTEM_CALLS = {_NUMBERS}\n"
     + '''
@@ -190,26 +190,26 @@ def _keeps_head_and_tail(run: Execution) -> bool:
 
 
 CONFORMANCE = (
-    Case("prints", "print(1 + 1)", prints("2\n")),
-    Case("prints Unicode", "print('∑ π ≈ 3.14159 🙂')", prints("∑ π ≈ 3.14159 🙂\n")),
-    Case("runs as __main__", "print(__name__)", prints("__main__\n")),
-    Case("reads stdin to its end", "import sys\nprint(len(sys.stdin.read()))", prints("3\n"), stdin="abc"),
-    Case("stdin is empty by default", "import sys\nprint(repr(sys.stdin.read()))", prints("''\n")),
-    Case("reports an exception", "print('before')\n1 / 0", fails_with("ZeroDivisionError")),
-    Case("reports a syntax error", "print('before'", fails_with("SyntaxError")),
+    Case("prints", "print(1 + 1)", expect_output("2\n")),
+    Case("prints Unicode", "print('∑ π ≈ 3.14159 🙂')", expect_output("∑ π ≈ 3.14159 🙂\n")),
+    Case("runs as __main__", "print(__name__)", expect_output("__main__\n")),
+    Case("reads stdin to its end", "import sys\nprint(len(sys.stdin.read()))", expect_output("3\n"), stdin="abc"),
+    Case("stdin is empty by default", "import sys\nprint(repr(sys.stdin.read()))", expect_output("''\n")),
+    Case("reports an exception", "print('before')\n1 / 0", expect_exception("ZeroDivisionError")),
+    Case("reports a syntax error", "print('before'", expect_exception("SyntaxError")),
     Case(
         "reports an exit status",
         "import sys\nsys.exit(3)",
         lambda run: run.outcome is Outcome.ERROR and run.exit_code == 3,
     ),
-    Case("treats exit status 0 as success", "import sys\nprint(1)\nsys.exit()", prints("1\n")),
+    Case("treats exit status 0 as success", "import sys\nprint(1)\nsys.exit()", expect_output("1\n")),
     Case(
         "separates standard error",
         "import sys\nprint('out')\nprint('err', file=sys.stderr)",
         lambda run: (run.outcome, run.stdout, run.stderr) == (Outcome.OK, "out\n", "err\n"),
     ),
-    Case("ends an endless loop", "while True:\n    pass", ends(Outcome.TIMEOUT), timeout=1.0),
-    Case("ends a long sleep", "import time\ntime.sleep(60)", ends(Outcome.TIMEOUT), timeout=1.0),
+    Case("ends an endless loop", "while True:\n    pass", expect_outcome(Outcome.TIMEOUT), timeout=1.0),
+    Case("ends a long sleep", "import time\ntime.sleep(60)", expect_outcome(Outcome.TIMEOUT), timeout=1.0),
     Case(
         "keeps output from before a timeout",
         "print('early', flush=True)\nwhile True:\n    pass",
@@ -217,36 +217,36 @@ CONFORMANCE = (
         timeout=1.0,
     ),
     Case("trims long output", f"print('head' + 'x' * {_LONG} + 'tail')", _keeps_head_and_tail),
-    Case("replaces bytes that are not UTF-8", "import os\nos.write(1, b'a\\xffb\\n')", prints("a\ufffdb\n")),
-    Case("reports that memory ran out", "x = bytearray(1 << 40)", ends(Outcome.MEMORY_LIMIT)),
-    Case("has the scientific libraries", f"import {_LIBRARIES}\nprint('all')", prints("all\n"), timeout=60.0),
+    Case("replaces bytes that are not UTF-8", "import os\nos.write(1, b'a\\xffb\\n')", expect_output("a\ufffdb\n")),
+    Case("reports that memory ran out", "x = bytearray(1 << 40)", expect_outcome(Outcome.MEMORY_LIMIT)),
+    Case("has the scientific libraries", f"import {_LIBRARIES}\nprint('all')", expect_output("all\n"), timeout=60.0),
     Case(
         "solves with SymPy",
         "from sympy import *\nx = symbols('x')\nprint(solve(x**2 - 2, x))",
-        prints("[-sqrt(2), sqrt(2)]\n"),
+        expect_output("[-sqrt(2), sqrt(2)]\n"),
     ),
-    Case("computes with NumPy", "import numpy as np\nprint(np.linalg.det(np.eye(50)))", prints("1.0\n")),
+    Case("computes with NumPy", "import numpy as np\nprint(np.linalg.det(np.eye(50)))", expect_output("1.0\n")),
     Case(
         "runs child processes",
         "import multiprocessing as m\nwith m.get_context('fork').Pool(2) as p:\n    print(p.map(abs, [-1, -2]))",
-        prints("[1, 2]\n"),
+        expect_output("[1, 2]\n"),
     ),
     Case(
         "runs threads",
         "import threading\nt = threading.Thread(target=print, args=('in',))\nt.start()\nt.join()",
-        prints("in\n"),
+        expect_output("in\n"),
     ),
-    Case("writes and reads files", "open('f', 'w').write('kept')\nprint(open('f').read())", prints("kept\n")),
+    Case("writes and reads files", "open('f', 'w').write('kept')\nprint(open('f').read())", expect_output("kept\n")),
     Case(
         "removes files between programs",
         "open('left-behind', 'w').close()",
-        ends(Outcome.OK),
+        expect_outcome(Outcome.OK),
         after="import os\nprint('dirty' if os.path.exists('left-behind') else 'clean')",
     ),
     Case(
         "isolates variables and imports",
         "import sys\nsys.modules['left'] = sys\nleft = 1",
-        ends(Outcome.OK),
+        expect_outcome(Outcome.OK),
         after="import sys\nprint('dirty' if 'left' in globals() or 'left' in sys.modules else 'clean')",
     ),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from agentrl_sandbox.check.case import Case, attack_case, ends, reaches_no_target, survives
+from agentrl_sandbox.check.case import Case, attack_case, expect_any_end, expect_blocked_attack, expect_outcome
 from agentrl_sandbox.types import Execution, Outcome
 
 _NETWORK = attack_case(
@@ -243,12 +243,12 @@ _EMPTY = "import os\nprint('dirty' if os.listdir('.') else 'clean')"
 ESCAPES = (
     *(_NETWORK, _READS, _WRITES, _TRACING, _SIGNALS, _KERNEL),
     Case("killing the parent, PID 1 and all processes", _SUICIDE, _ran_or_was_killed, "no_foreign_signals"),
-    Case("daemon that outlives its program", _DAEMON, survives, "nothing_left_behind", after=_NO_DAEMON),
-    Case("shared memory, semaphores and queues", _SHARED, survives, "nothing_left_behind", after=_NOT_SHARED),
-    Case("deep tree with odd names", _TREE, survives, "nothing_left_behind", after=_EMPTY),
-    Case("poisoned interpreter", _POISON, survives, "nothing_left_behind", after=_NOT_POISONED),
-    Case("raised priority", _PRIORITY, reaches_no_target, "no_privileged_calls"),
-    Case("becoming root", _ROOT, reaches_no_target, "no_privileged_calls"),
-    Case("exhausting descriptors", _DESCRIPTORS, ends(Outcome.ERROR), "robust"),
+    Case("daemon that outlives its program", _DAEMON, expect_any_end, "nothing_left_behind", after=_NO_DAEMON),
+    Case("shared memory, semaphores and queues", _SHARED, expect_any_end, "nothing_left_behind", after=_NOT_SHARED),
+    Case("deep tree with odd names", _TREE, expect_any_end, "nothing_left_behind", after=_EMPTY),
+    Case("poisoned interpreter", _POISON, expect_any_end, "nothing_left_behind", after=_NOT_POISONED),
+    Case("raised priority", _PRIORITY, expect_blocked_attack, "no_privileged_calls"),
+    Case("becoming root", _ROOT, expect_blocked_attack, "no_privileged_calls"),
+    Case("exhausting descriptors", _DESCRIPTORS, expect_outcome(Outcome.ERROR), "robust"),
 )
 """Attacks by property. After each attack, ``suite`` checks that the sandbox still works."""

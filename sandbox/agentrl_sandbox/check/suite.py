@@ -18,7 +18,7 @@ _AT_ONCE = 32
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Finding:
+class CaseResult:
     """Result of one case. ``why`` is empty if the case passed."""
 
     name: str
@@ -27,18 +27,18 @@ class Finding:
     why: str = ""
 
     @property
-    def held(self) -> bool:
+    def passed(self) -> bool:
         return not self.why
 
 
-async def run_case(sandbox: Sandbox, case: Case) -> Finding:
+async def run_case(sandbox: Sandbox, case: Case) -> CaseResult:
     """Run the program, its ``after`` program, and a check that the sandbox still works."""
-    return await _find(case.name, case.guards, _run_one(sandbox, case))
+    return await _find(case.name, case.property_name, _run_one(sandbox, case))
 
 
 async def run_suite(
     sandbox: Sandbox, cases: Sequence[Case] = CASES, *, identifiers: bool = True
-) -> AsyncIterator[Finding]:
+) -> AsyncIterator[CaseResult]:
     """Run all cases, then the cases with several programs. ``identifiers``: also test ``request_id``."""
     for case in cases:
         yield await run_case(sandbox, case)
@@ -48,10 +48,10 @@ async def run_suite(
     yield await _find("a neighbour's files", "no_foreign_reads", _neighbours_are_hidden(sandbox))
 
 
-async def _find(name: str, guards: str, running: Awaitable[str]) -> Finding:
+async def _find(name: str, guards: str, running: Awaitable[str]) -> CaseResult:
     began = time.monotonic()
     why = await running
-    return Finding(name=name, guards=guards, seconds=time.monotonic() - began, why=why)
+    return CaseResult(name=name, guards=guards, seconds=time.monotonic() - began, why=why)
 
 
 async def _run_one(sandbox: Sandbox, case: Case) -> str:
@@ -107,7 +107,7 @@ def _told(run: Execution) -> str:
     return f"{run.outcome}{code}: {text[:300]}"
 
 
-async def check(settings: SandboxSettings, *, fusion: bool) -> int:
+async def run_checks(settings: SandboxSettings, *, fusion: bool) -> int:
     """Run the suite and print the results. Returns 0 if all cases passed, else 1. Raises SandboxError."""
     sandbox: Sandbox = FusionSandbox(settings) if fusion else await open_sandbox(settings)
     print(f"{settings.url}: {'SandboxFusion interface' if fusion else sandbox.isolation.describe()}\n", flush=True)
@@ -115,23 +115,23 @@ async def check(settings: SandboxSettings, *, fusion: bool) -> int:
     try:
         async for finding in run_suite(sandbox, identifiers=not fusion):
             findings.append(finding)
-            print(line(finding), flush=True)
+            print(format_result(finding), flush=True)
     finally:
         await sandbox.close()
-    print(f"\n{summary(findings)}")
-    return 0 if all(finding.held for finding in findings) else 1
+    print(f"\n{format_summary(findings)}")
+    return 0 if all(finding.passed for finding in findings) else 1
 
 
-def line(finding: Finding) -> str:
-    verdict = "ok  " if finding.held else "FAIL"
+def format_result(finding: CaseResult) -> str:
+    verdict = "ok  " if finding.passed else "FAIL"
     row = f"{verdict}  {finding.guards:<21}  {finding.name:<42}  {finding.seconds:6.2f} s"
-    return row if finding.held else f"{row}\n      {finding.why}"
+    return row if finding.passed else f"{row}\n      {finding.why}"
 
 
-def summary(findings: Sequence[Finding]) -> str:
+def format_summary(findings: Sequence[CaseResult]) -> str:
     """Format the number of passed cases of each property.
 
-    >>> print(summary([Finding(name="a", guards="robust", seconds=0.1)]))
+    >>> print(format_summary([CaseResult(name="a", guards="robust", seconds=0.1)]))
     robust  1 of 1 held
     """
     guarded = dict.fromkeys(finding.guards for finding in findings)
@@ -139,5 +139,5 @@ def summary(findings: Sequence[Finding]) -> str:
     rows = []
     for name in guarded:
         own = [finding for finding in findings if finding.guards == name]
-        rows.append(f"{name:<{width}}  {sum(finding.held for finding in own)} of {len(own)} held")
+        rows.append(f"{name:<{width}}  {sum(finding.passed for finding in own)} of {len(own)} held")
     return "\n".join(rows)

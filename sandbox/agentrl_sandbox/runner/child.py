@@ -16,13 +16,13 @@ from typing import NoReturn
 
 from agentrl_sandbox.runner import interpreter, kernel, seccomp
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.files import Fetched, fetch_files
-from agentrl_sandbox.runner.usage import INODES, tasks_of_user
+from agentrl_sandbox.runner.files import FetchFileWriter, fetch_files
+from agentrl_sandbox.runner.usage import INODES, count_user_tasks
 
 # Landlock restricts a process to given files and denies TCP ports, signals to other processes and abstract sockets.
 #
 # Paths are opened once, in the zygote. A child only adds the rules and enforces them. All rights that the kernel's
-# Landlock supports are denied unless a rule grants them. Older kernels support fewer rights (``abi``).
+# Landlock supports are denied unless a rule grants them. Older kernels support fewer rights (``landlock_version``).
 
 _CREATE, _ADD_RULE, _RESTRICT = 444, 445, 446  # the same on all architectures
 _VERSION = 1
@@ -56,12 +56,12 @@ class _PathBeneath(ctypes.Structure):
     _fields_ = [("rights", ctypes.c_uint64), ("parent", ctypes.c_int32)]
 
 
-def abi() -> int:
+def landlock_version() -> int:
     """Return the Landlock version of this kernel, or 0."""
     return max(0, kernel.system_call(_CREATE, None, ctypes.c_size_t(0), ctypes.c_uint(_VERSION)))
 
 
-class Rules:
+class LandlockRules:
     """Rules shared by all children: readable files and devices, each with an open descriptor."""
 
     def __init__(self, version: int, rights: Iterable[tuple[str, int]]) -> None:
@@ -72,15 +72,17 @@ class Rules:
         self._flags = _QUIET if version >= 7 else 0
         self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
-    def enforce(self, own: Iterable[tuple[str, int]]) -> None:
-        """Restrict this process and its children permanently. ``own``: additional rules. Raises OSError."""
+    def enforce(self, extra_rules: Iterable[tuple[str, int]]) -> None:
+        """Restrict this process and its children permanently. ``extra_rules``: additional rules. Raises OSError."""
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
-        ruleset = kernel.checked_call("landlock_create_ruleset", _CREATE, *arguments)
-        mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in own]
+        ruleset = kernel.system_call_or_raise("landlock_create_ruleset", _CREATE, *arguments)
+        mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in extra_rules]
         for rule in (*self._rules, *mine):
             where = ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), ctypes.byref(rule), ctypes.c_uint(0)
-            kernel.checked_call("landlock_add_rule", _ADD_RULE, *where)
-        kernel.checked_call("landlock_restrict_self", _RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(self._flags))
+            kernel.system_call_or_raise("landlock_add_rule", _ADD_RULE, *where)
+        kernel.system_call_or_raise(
+            "landlock_restrict_self", _RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(self._flags)
+        )
         for descriptor in (ruleset, *(rule.parent for rule in mine)):
             os.close(descriptor)
 
@@ -104,8 +106,8 @@ _LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
 _BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only
 
 
-def enter_namespaces(readable: Iterable[str]) -> None:
-    """Move this process into new namespaces, with a root that contains only ``readable`` and the system.
+def enter_namespaces(readable_paths: Iterable[str]) -> None:
+    """Move this process into new namespaces, with a root that contains only ``readable_paths`` and the system.
 
     The only network is an unconfigured loopback. Raises OSError if the kernel denies the namespaces.
     """
@@ -113,7 +115,7 @@ def enter_namespaces(readable: Iterable[str]) -> None:
     with contextlib.suppress(OSError):  # a kernel without cgroups has no cgroup namespace
         kernel.unshare(kernel.CLONE_NEWCGROUP)  # hides the host's paths in /proc/self/cgroup
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    sources = _open_sources(readable)
+    sources = _open_sources(readable_paths)
     kernel.mount("root", _BUILD_AT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
     for path, (descriptor, is_directory) in sources.items():
         _bind(descriptor, path, is_directory=is_directory)
@@ -123,7 +125,7 @@ def enter_namespaces(readable: Iterable[str]) -> None:
         os.mkdir(_BUILD_AT + path)
     kernel.mount("proc", _BUILD_AT + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.chdir(_BUILD_AT)
-    kernel.pivot_root_here()
+    kernel.make_current_directory_root()
     kernel.add_mount_attributes("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
 
 
@@ -133,16 +135,19 @@ def mount_proc(flags: int) -> None:
     kernel.mount("/dev/null", "/proc/cmdline", None, kernel.MS_BIND)
 
 
-def become_namespace_root(also: int = 0) -> None:
-    """Enter a new user namespace in which this process's user is root and the only user. ``also``: further flags."""
+def become_namespace_root(extra_flags: int = 0) -> None:
+    """Enter a new user namespace in which this process's user is root and the only user.
+
+    ``extra_flags``: further flags.
+    """
     user, group = os.geteuid(), os.getegid()
-    kernel.unshare(kernel.CLONE_NEWUSER | also)
+    kernel.unshare(kernel.CLONE_NEWUSER | extra_flags)
     for name, text in (("setgroups", "deny"), ("uid_map", f"0 {user} 1"), ("gid_map", f"0 {group} 1")):
         with open(f"/proc/self/{name}", "w", encoding="ascii") as file:
             file.write(text)
 
 
-def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
+def visible_files_and_devices(readable: Iterable[str]) -> tuple[list[str], list[str]]:
     """Return the files and the devices visible to programs. No path is inside another."""
     wanted = [path for path in _SYSTEM if not os.path.islink(path)]
     for path in readable:
@@ -157,7 +162,7 @@ def visible(readable: Iterable[str]) -> tuple[list[str], list[str]]:
 
 def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
     """Open descriptors of all paths to bind, because the new root may cover them."""
-    files, devices = visible(readable)
+    files, devices = visible_files_and_devices(readable)
     chosen = files + devices
     return {path: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for path in chosen}
 
@@ -204,21 +209,23 @@ class Lockdown:
     def __init__(self, config: RunnerConfig) -> None:
         namespaces = config.isolate != "none"
         separate_user = has_separate_users(config)
-        version = abi()
+        version = landlock_version()
         self._filter: seccomp.Filter | None = None
-        if seccomp.available():
-            self._filter = seccomp.Filter(seccomp.build(platform.machine(), separate_user=separate_user or namespaces))
+        if seccomp.seccomp_available():
+            self._filter = seccomp.Filter(
+                seccomp.build_filter(platform.machine(), separate_user=separate_user or namespaces)
+            )
         self._processes = "/proc" if namespaces else "/proc/self"
-        self._rules: Rules | None = None
+        self._rules: LandlockRules | None = None
         if version:
-            files, devices = visible(config.readable)
+            files, devices = visible_files_and_devices(config.readable)
             rights = [(path, READ) for path in files] + [(path, DEVICE) for path in devices]
             if not namespaces:
                 rights += [(path, LOOK) for path in _SYSTEM_STATE]
                 rights += [(_SHARED_MEMORY, OWN_SHARED_MEMORY)] if separate_user else []
-            self._rules = Rules(version, rights)
+            self._rules = LandlockRules(version, rights)
 
-    def close(self, scratch: str) -> None:
+    def apply(self, scratch: str) -> None:
         """Restrict this process permanently, so that it can write only to ``scratch``. Raises OSError."""
         if self._rules is not None:
             self._rules.enforce(((scratch, SCRATCH_RIGHTS), (self._processes, LOOK)))
@@ -233,14 +240,14 @@ def has_separate_users(config: RunnerConfig) -> bool:
 
 def reaches_session_init(config: RunnerConfig) -> bool:
     """Return True if programs can signal other processes of their user, including the init process of their session."""
-    return config.isolate == "none" and abi() < SCOPES_SINCE
+    return config.isolate == "none" and landlock_version() < SCOPES_SINCE
 
 
-def layers(config: RunnerConfig) -> dict[str, int]:
+def available_layers(config: RunnerConfig) -> dict[str, int]:
     """Return the layers available here: the version of Landlock, and 1 or 0 for the others."""
     return {
-        "landlock": abi(),
-        "seccomp": int(seccomp.available()),
+        "landlock": landlock_version(),
+        "seccomp": int(seccomp.seccomp_available()),
         "separate_users": int(has_separate_users(config)),
     }
 
@@ -278,7 +285,7 @@ class ChildLimits:
         size = config.scratch_mb << 20
         processes = config.max_processes
         if config.isolate == "none" and not has_separate_users(config):  # the kernel counts all tasks of this user
-            processes = tasks_of_user(os.geteuid()) + config.max_processes * config.slots + _OTHER_TASKS
+            processes = count_user_tasks(os.geteuid()) + config.max_processes * config.slots + _OTHER_TASKS
         return cls(
             isolate=config.isolate,
             first_user=config.first_user if has_separate_users(config) else None,
@@ -319,10 +326,10 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
     exit_code, leave, write = 70, os._exit, os.write  # programs may replace them
     try:
         _take_descriptors(descriptors)
-        scratch, pid = isolate(limits, slot), os.getpid()
+        scratch, pid = isolate_child(limits, slot), os.getpid()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
         resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
-        limits.lockdown.close(scratch)
+        limits.lockdown.apply(scratch)
         close_other_descriptors(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
         limits.reseed()
         os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are failures of the program
@@ -358,10 +365,10 @@ def close_other_descriptors(*kept: int) -> None:
     os.closerange(first, 65_536)
 
 
-def isolate(limits: ChildLimits, slot: int) -> str:
+def isolate_child(limits: ChildLimits, slot: int) -> str:
     """Leave the zygote's namespaces and user, and enter the scratch directory. Returns its path."""
     os.nice(_NICENESS)
-    kernel.offer_to_oom_killer()
+    kernel.prefer_for_oom_kill()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     user = limits.user(slot)
@@ -385,7 +392,7 @@ def isolate(limits: ChildLimits, slot: int) -> str:
         become_namespace_root()
         kernel.drop_capabilities()
     elif user is not None:
-        kernel.become(user)
+        kernel.switch_user(user)
     os.chdir(directory)
     kernel.set_dumpable()
     kernel.die_with_parent(signal.SIGKILL)
@@ -404,15 +411,15 @@ def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
     def on_out_of_memory() -> None:
         marks.append(OUT_OF_MEMORY)
 
-    task = interpreter.take_task(scratch, on_out_of_memory)
+    task = interpreter.receive_task(scratch, on_out_of_memory)
     if task is None:
         return interpreter.UNCAUGHT, b"".join(marks), ()
-    exit_code = interpreter.run(task, FILE_NAME, interpreter.make_main_module(), on_out_of_memory)
-    exit_code = interpreter.finish(exit_code, on_out_of_memory, leaves=True)
+    exit_code = interpreter.run_program(task, FILE_NAME, interpreter.make_main_module(), on_out_of_memory)
+    exit_code = interpreter.finish_program(exit_code, on_out_of_memory, run_exit_functions=True)
     return exit_code, b"".join(marks[:1]), task.fetch
 
 
 def _fetch(scratch: str, names: tuple[str, ...]) -> None:
     """Fetch files. Ignores all errors, because the program may have broken the interpreter."""
     with contextlib.suppress(BaseException):
-        fetch_files(scratch, names, Fetched(_FETCHED_DESCRIPTOR, names))
+        fetch_files(scratch, names, FetchFileWriter(_FETCHED_DESCRIPTOR, names))

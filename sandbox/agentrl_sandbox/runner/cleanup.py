@@ -19,7 +19,7 @@ from typing import NoReturn
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.child import has_separate_users
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.usage import children, files_of
+from agentrl_sandbox.runner.usage import child_pids, user_files
 
 # Kills the processes that a program left behind.
 
@@ -34,18 +34,18 @@ def kill_leftover_processes(keep: Collection[int], user: int | None = None) -> N
     all processes of the user are killed at once, so that none can escape by forking. Raises TimeoutError.
     """
     deadline = time.monotonic() + _KILL_SECONDS
-    while strays := [pid for pid in children(os.getpid()) if pid not in keep]:
+    while strays := [pid for pid in child_pids(os.getpid()) if pid not in keep]:
         if time.monotonic() > deadline:
             raise TimeoutError(f"{len(strays)} processes of a program did not end within {_KILL_SECONDS:g} s")
         if user is not None:
-            run_helper(user, lambda: os.kill(-1, signal.SIGKILL))
+            run_as_and_wait(user, lambda: os.kill(-1, signal.SIGKILL))
         _end_trees(strays)
         gone = [os.waitpid(pid, os.WNOHANG)[0] for pid in strays]
         if not any(gone):
             time.sleep(_PAUSE_SECONDS)
 
 
-def run_as(user: int | None, action: Callable[[], None]) -> int:
+def fork_as(user: int | None, action: Callable[[], None]) -> int:
     """Run ``action`` in a forked process as ``user`` (None: unchanged). Returns its PID; the caller reaps it."""
     pid = os.fork()
     if pid != 0:
@@ -53,7 +53,7 @@ def run_as(user: int | None, action: Callable[[], None]) -> int:
     status = 1
     try:
         if user is not None:
-            kernel.become(user)
+            kernel.switch_user(user)
         with contextlib.suppress(ProcessLookupError):
             action()
         status = 0
@@ -61,9 +61,9 @@ def run_as(user: int | None, action: Callable[[], None]) -> int:
         os._exit(status)
 
 
-def run_helper(user: int | None, action: Callable[[], None]) -> None:
+def run_as_and_wait(user: int | None, action: Callable[[], None]) -> None:
     """Run ``action`` as ``user`` in a forked process and wait. Raises OSError if ``action`` fails."""
-    _, status = os.waitpid(run_as(user, action), 0)
+    _, status = os.waitpid(fork_as(user, action), 0)
     if status != 0:
         raise OSError(f"a helper process exited with status {os.waitstatus_to_exitcode(status)}")
 
@@ -93,7 +93,7 @@ def _stop_below(roots: list[int], stopped: set[int], own: int) -> set[int]:
         if pid not in stopped:
             _signal(pid, signal.SIGSTOP, own)
             found.add(pid)
-        waiting += children(pid)
+        waiting += child_pids(pid)
     return found
 
 
@@ -118,19 +118,19 @@ def is_clean(scratch: str, user: int | None) -> bool:
     with os.scandir(scratch) as entries:
         if any(entries):
             return False
-    return user is None or next(files_of(user, SHARED_MEMORY), None) is None
+    return user is None or next(user_files(user, SHARED_MEMORY), None) is None
 
 
-def clean(scratch: str, user: int | None) -> None:
+def remove_program_files(scratch: str, user: int | None) -> None:
     """Remove all files of a program. Call it as the program's user, after its last process has ended."""
-    empty(scratch)
+    empty_directory(scratch)
     if user is not None:
-        for path, _ in list(files_of(user, SHARED_MEMORY)):
+        for path, _ in list(user_files(user, SHARED_MEMORY)):
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
 
-def empty(directory: str) -> None:
+def empty_directory(directory: str) -> None:
     """Remove everything in a directory, at any depth and with any permissions.
 
     The traversal moves one level at a time, so paths, open files and the stack do not grow with the depth.
@@ -198,7 +198,7 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
         sys.exit(0)
 
 
-def clean_up(config: RunnerConfig, directory: str) -> None:
+def clean_up_server(config: RunnerConfig, directory: str) -> None:
     """Kill all descendants of this process and remove the scratch directories of all slots."""
     kill_leftover_processes(())
     separate_users = has_separate_users(config)
@@ -206,7 +206,7 @@ def clean_up(config: RunnerConfig, directory: str) -> None:
         for name in os.listdir(directory):
             slot, user = f"{directory}/{name}", config.first_user + int(name) if separate_users else None
             if not is_clean(slot, user):
-                run_helper(user, functools.partial(clean, slot, user))
+                run_as_and_wait(user, functools.partial(remove_program_files, slot, user))
             os.rmdir(slot)
         os.rmdir(directory)
 
@@ -223,7 +223,7 @@ def _check_reach(config: RunnerConfig) -> None:
 
 def _can_list(user: int, path: str) -> bool:
     try:
-        run_helper(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
+        run_as_and_wait(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
     except OSError:
         return False
     return True
@@ -248,5 +248,5 @@ def _wait_and_clean_up(server: int, config: RunnerConfig, directory: str) -> NoR
         told = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
         if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):
             break
-    clean_up(config, directory)
+    clean_up_server(config, directory)
     os._exit(0)

@@ -49,7 +49,7 @@ def read_fetch_file(file: int, names: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
-class Fetched:
+class FetchFileWriter:
     """The child's side of the memory file."""
 
     def __init__(self, file: int, names: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> 
             _copy(source, target, size)
 
 
-def fetch_files(scratch: str, names: Sequence[str], fetched: Fetched) -> None:
+def fetch_files(scratch: str, names: Sequence[str], fetched: FetchFileWriter) -> None:
     """Copy the files in ``names`` into ``fetched``, if they are regular and fit."""
     for index, name in enumerate(names):
         # Missing files, links and unreadable files are skipped.

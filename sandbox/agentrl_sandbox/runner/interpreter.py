@@ -42,7 +42,7 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # forbid further seals, shrinking, growing and w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Order:
+class RunOrder:
     """The server's record of a requested run. ``session`` is the session's number at the server."""
 
     identifier: int
@@ -51,12 +51,12 @@ class Order:
     call: Call
 
     @classmethod
-    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> Order:
+    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> RunOrder:
         call = Call.from_frame(header, blobs)
         return cls(identifier=header["id"], session=header["number"], timeout=call.timeout or 0.0, call=call)
 
 
-def to_memory_file(call: Call) -> int:
+def write_task(call: Call) -> int:
     """Create a memory file for the child, positioned at its start. It is sealed against writes by the program."""
     _, (source, stdin, *contents) = call.frame()
     header = {
@@ -112,7 +112,7 @@ _SEED_BYTES = 32
 _KEY_BYTES = 624 * 4
 
 
-def find_generators() -> tuple[Callable[[], None], ...]:
+def find_random_generators() -> tuple[Callable[[], None], ...]:
     """Return, for each random generator in memory, a function that seeds it from the kernel's randomness.
 
     Slow work is done once, in this function, because a call into NumPy costs a fresh child almost a millisecond. Call
@@ -209,7 +209,7 @@ def make_main_module() -> ModuleType:
     return main
 
 
-def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
+def receive_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
     """Read the task from descriptor 0 and write its files. On failure, prints the reason and returns None.
 
     The caller, often a policy, chooses the number, names and sizes of the files, so exceeding a limit is an error of
@@ -228,7 +228,7 @@ def take_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None
     return task
 
 
-def run(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
+def run_program(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
     """Run the program in ``main``, as ``name`` in tracebacks. Prints an uncaught exception. Returns the exit status."""
     try:
         _execute(task, name, main)
@@ -240,11 +240,14 @@ def run(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], 
     return 0
 
 
-def finish(exit_code: int, on_out_of_memory: Callable[[], None], *, leaves: bool) -> int:
-    """Join non-daemon threads and flush streams. ``leaves``: also run exit functions. Returns the exit status."""
+def finish_program(exit_code: int, on_out_of_memory: Callable[[], None], *, run_exit_functions: bool) -> int:
+    """Join non-daemon threads and flush streams.
+
+    ``run_exit_functions``: also run exit functions. Returns the exit status.
+    """
     threading = sys.modules.get("threading")
     try:
-        if leaves:
+        if run_exit_functions:
             if threading is not None:
                 threading._shutdown()
             atexit._run_exitfuncs()
@@ -252,14 +255,14 @@ def finish(exit_code: int, on_out_of_memory: Callable[[], None], *, leaves: bool
             for thread in threading.enumerate():
                 if thread is not threading.current_thread() and not thread.daemon:
                     thread.join()
-        flush()
+        flush_streams()
     except BaseException as error:  # noqa: BLE001 - these run code of the program
         _report(error, on_out_of_memory)
         return exit_code or 120
     return exit_code
 
 
-def flush() -> None:
+def flush_streams() -> None:
     for stream in (sys.stdout, sys.stderr):
         if stream is not None and not stream.closed:
             stream.flush()

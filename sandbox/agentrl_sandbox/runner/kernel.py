@@ -61,7 +61,7 @@ def system_call(number: int, *arguments: object) -> int:
     return int(_libc.syscall(ctypes.c_long(number), *arguments))
 
 
-def checked_call(name: str, number: int, *arguments: object) -> int:
+def system_call_or_raise(name: str, number: int, *arguments: object) -> int:
     """Make a system call by number. Raises OSError if it fails."""
     return _call("syscall", name, ctypes.c_long(number), *arguments)
 
@@ -82,7 +82,7 @@ def mount(source: str, target: str, kind: str | None, flags: int, data: str | No
     _call("mount", f"mount {source} on {target}", *where, of_kind, ctypes.c_ulong(flags), with_data)
 
 
-def detach(target: str) -> None:
+def unmount_lazily(target: str) -> None:
     _call("umount2", f"umount {target}", target.encode(), ctypes.c_int(MNT_DETACH))
 
 
@@ -91,17 +91,17 @@ def add_mount_attributes(target: str, attributes: int, *, recursive: bool) -> No
     attr = _MountAttr(attr_set=attributes)
     where = ctypes.c_int(_AT_FDCWD), target.encode(), ctypes.c_uint(_AT_RECURSIVE if recursive else 0)
     what = ctypes.byref(attr), ctypes.c_size_t(ctypes.sizeof(attr))
-    checked_call(f"mount_setattr {target}", _SYS_MOUNT_SETATTR, *where, *what)
+    system_call_or_raise(f"mount_setattr {target}", _SYS_MOUNT_SETATTR, *where, *what)
 
 
-def pivot_root_here() -> None:
+def make_current_directory_root() -> None:
     """Make the current directory the root and detach the old root. The directory must be a mount point."""
-    checked_call("pivot_root", _number(_SYS_PIVOT_ROOT), b".", b".")
-    detach(".")
+    system_call_or_raise("pivot_root", _number(_SYS_PIVOT_ROOT), b".", b".")
+    unmount_lazily(".")
     os.chdir("/")
 
 
-def collapse_pages(begin: int, end: int) -> int:
+def collapse_to_huge_pages(begin: int, end: int) -> int:
     """Merge the pages of an address range into huge pages. Returns the number of huge pages, 0 if not supported."""
     aligned = range(-(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE)
     made = 0
@@ -150,7 +150,7 @@ def drop_capabilities() -> None:
         capability += 1
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
-    checked_call("capset", _number(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
+    system_call_or_raise("capset", _number(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
 
 
 def may_change_user() -> bool:
@@ -163,7 +163,7 @@ def may_change_user() -> bool:
     return effective & _CHANGE_USER == _CHANGE_USER
 
 
-def become(user: int) -> None:
+def switch_user(user: int) -> None:
     """Switch to a user and to the group with the same id, and drop all other groups."""
     os.setgroups([])
     os.setresgid(user, user, user)
@@ -171,7 +171,7 @@ def become(user: int) -> None:
 
 
 @contextlib.contextmanager
-def files_of(user: int | None) -> Iterator[None]:
+def file_access_as(user: int | None) -> Iterator[None]:
     """Access files and /proc with a user's rights (None: unchanged), without becoming a target of the user's signals.
 
     A change of the file system user resets ``die_with_parent``, which is restored at the end.
@@ -192,7 +192,7 @@ def files_of(user: int | None) -> Iterator[None]:
         die_with_parent(at_parents_end.value)
 
 
-def offer_to_oom_killer() -> None:
+def prefer_for_oom_kill() -> None:
     """Make this process and its children the first targets of the out-of-memory killer."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w", encoding="ascii") as file:
         file.write("1000")

@@ -20,15 +20,15 @@ from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED, has_separate_us
 from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, python_command
 from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
-from agentrl_sandbox.runner.interpreter import UNCAUGHT, Order, to_memory_file
+from agentrl_sandbox.runner.interpreter import UNCAUGHT, RunOrder, write_task
 from agentrl_sandbox.runner.usage import (
     INODES,
     KernelMemory,
     ScratchUse,
     Usage,
+    process_tree,
     proportional_bytes,
     resident_bytes,
-    tree,
 )
 from agentrl_sandbox.types import Execution, Outcome
 
@@ -37,7 +37,7 @@ from agentrl_sandbox.types import Execution, Outcome
 _CHUNK = 65_536
 
 
-class Capture:
+class OutputCapture:
     """Keeps the first and the last ``limit // 2`` bytes read from a non-blocking descriptor."""
 
     def __init__(self, descriptor: int, limit: int) -> None:
@@ -49,10 +49,10 @@ class Capture:
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
 
-    def drain(self, most: int) -> bool:
-        """Read available data, about ``most`` bytes at most. Returns True while the stream is open."""
+    def drain(self, max_bytes: int) -> bool:
+        """Read available data, about ``max_bytes`` bytes at most. Returns True while the stream is open."""
         taken = 0
-        while self.open and taken < most:
+        while self.open and taken < max_bytes:
             try:
                 data = os.read(self.descriptor, _CHUNK)
             except BlockingIOError:
@@ -101,7 +101,7 @@ _SOCKET_BYTES = "/proc/sys/net/core/wmem_default"
 _USUAL_SOCKET_BYTES = 212_992  # default if the network namespace does not show it
 
 
-class Watch:
+class LimitChecker:
     """Checks a program's limits. ``scratch``: parent of the slots' directories if there are no namespaces."""
 
     def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
@@ -114,7 +114,7 @@ class Watch:
         self._scratch_bytes = config.scratch_mb << 20
         self._first_user = config.first_user if has_separate_users(config) else None
 
-    def memory_is_over(self, program: Program, used: Usage, beyond: int) -> bool:
+    def exceeds_memory(self, program: Program, used: Usage, beyond: int) -> bool:
         """Return True if a program uses more than ``memory_mb``. Pages shared by its processes count once."""
         unshared = used.tables + (used.resident if len(used.processes) == 1 else 0)
         if unshared > self._memory:
@@ -125,22 +125,22 @@ class Watch:
         resident = used.resident
         if resident + used.tables > self._memory:
             resident = proportional_bytes(used.processes, beyond)
-        kernels = KernelMemory(room=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
+        kernels = KernelMemory(limit=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
         kernels.add(used.processes)
-        return kernels.room
+        return kernels.limit
 
-    def scratch_is_over(self, program: Program) -> bool:
+    def exceeds_scratch(self, program: Program) -> bool:
         """Return True if the files exceed ``scratch_mb`` or are too many. With namespaces, the mount enforces this."""
         return bool(self._scratch) and self._seldom(program, "scratch", lambda: self._count(program).is_over)
 
     def _seldom(self, program: Program, what: str, poll: Callable[[], bool]) -> bool:
         """Run a check with the rights of the program's user if it is due. Returns its result."""
         started = time.monotonic()
-        if started < program.due.get(what, 0.0):
+        if started < program.next_checks.get(what, 0.0):
             return False
-        with kernel.files_of(self._user(program)):
+        with kernel.file_access_as(self._user(program)):
             over = poll()
-        program.due[what] = started + _PERIOD * (time.monotonic() - started)
+        program.next_checks[what] = started + _PERIOD * (time.monotonic() - started)
         return over
 
     def _count(self, program: Program) -> ScratchUse:
@@ -149,7 +149,7 @@ class Watch:
         if (user := self._user(program)) is not None:
             use.add_files_of(user, SHARED_MEMORY)
         if program.pid:
-            use.add_unlinked(tree(program.pid))
+            use.add_unlinked(process_tree(program.pid))
         return use
 
     def _user(self, program: Program) -> int | None:
@@ -169,18 +169,18 @@ class Program:
     started: float
     deadline: float
     cpu_limit: int
-    stdout: Capture
-    stderr: Capture
-    status: Capture | None  # None in a session, whose interpreter reports the end
+    stdout: OutputCapture
+    stderr: OutputCapture
+    status: OutputCapture | None  # None in a session, whose interpreter reports the end
     fetch: tuple[str, ...] = ()
     fetched_file: int = -1  # the memory file that returns fetched files
     session: int | None = None
     pid: int = 0  # of the first process, or of the session init
-    due: dict[str, float] = field(default_factory=dict)  # times of the next expensive checks
+    next_checks: dict[str, float] = field(default_factory=dict)  # times of the next expensive checks
     reason: Outcome | None = None  # reason why the server killed the program
 
     @property
-    def captures(self) -> tuple[Capture, ...]:
+    def captures(self) -> tuple[OutputCapture, ...]:
         """Standard output, standard error, and the status pipe if there is one."""
         return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
 
@@ -211,19 +211,19 @@ class Ending:
     why: str = ""
 
 
-def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
+def prepare_program(order: RunOrder, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
     """Start a program's deadline and open its pipes. Returns the program and the descriptors for the child.
 
     The descriptors, which the caller closes, are the memory file, stdout, stderr, the status pipe (outside sessions),
     and the fetch file if there is one.
     """
-    descriptors = [to_memory_file(order.call)]
+    descriptors = [write_task(order.call)]
     limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])
     captures = []
     for limit in limits:
         read, write = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(read, False)
-        captures.append(Capture(read, limit))
+        captures.append(OutputCapture(read, limit))
         descriptors.append(write)
     fetched_file = -1
     if order.call.fetch_files:
@@ -247,7 +247,7 @@ def launch(order: Order, config: RunnerConfig, kind: str, slot: int) -> tuple[Pr
     return program, descriptors
 
 
-def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
+def determine_ending(program: Program, status: int, cpu_seconds: float) -> Ending:
     """Determine the outcome from the wait status, the limits and the status pipe.
 
     The child writes STARTED to the status pipe after it is isolated and before the program runs, so a program cannot
@@ -265,10 +265,10 @@ def judge(program: Program, status: int, cpu_seconds: float) -> Ending:
             return Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
         if exit_code in (-signal.SIGXCPU, -signal.SIGKILL) and cpu_seconds >= program.cpu_limit:
             return Ending(outcome=Outcome.TIMEOUT, exit_code=exit_code)
-    return judge_exit(program, exit_code, out_of_memory=report == STARTED + OUT_OF_MEMORY)
+    return ending_of_exit_code(program, exit_code, out_of_memory=report == STARTED + OUT_OF_MEMORY)
 
 
-def judge_exit(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
+def ending_of_exit_code(program: Program, exit_code: int, *, out_of_memory: bool) -> Ending:
     """Determine the outcome from an exit status (negative for a signal) and the reason for a kill by the server.
 
     ``out_of_memory``: the interpreter reported an uncaught MemoryError. The report counts only with the exit status of

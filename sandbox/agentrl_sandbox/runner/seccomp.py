@@ -56,10 +56,11 @@ MACHINES = tuple(_COLUMN)
 """Machines with known system call numbers."""
 
 
-def number(name: str, machine: str) -> int | None:
+def system_call_number(name: str, machine: str) -> int | None:
     """Return the number of a system call, or None if this machine does not have it.
 
-    >>> number("ptrace", "x86_64"), number("ptrace", "aarch64"), number("iopl", "aarch64")
+    >>> calls = ("ptrace", "x86_64"), ("ptrace", "aarch64"), ("iopl", "aarch64")
+    >>> tuple(system_call_number(*call) for call in calls)
     (101, 117, None)
     """
     return _NUMBERS[name][_COLUMN[machine]]
@@ -81,26 +82,26 @@ _JUMP, _IF_EQUAL, _IF_AT_LEAST, _IF_ANY_BIT = 0x05, 0x15, 0x35, 0x45
 _NUMBER_AT, _ARCHITECTURE_AT, _ARGUMENTS_AT = 0, 4, 16  # offsets in struct seccomp_data, little endian
 
 
-def allow() -> Code:
+def allow_call() -> Code:
     return [(_RETURN, 0, 0, ALLOW)]
 
 
-def kill() -> Code:
+def kill_process() -> Code:
     return [(_RETURN, 0, 0, KILL_PROCESS)]
 
 
-def fail(errno: int) -> Code:
+def fail_with(errno: int) -> Code:
     return [(_RETURN, 0, 0, _ERRNO | errno)]
 
 
 def unless_any_bit(argument: int, bits: int, otherwise: Code) -> Code:
     """Allow the call if none of ``bits`` is set in the lower half of an argument."""
-    return [_load(argument), (_IF_ANY_BIT, 1, 0, bits), *allow(), *otherwise]
+    return [_load(argument), (_IF_ANY_BIT, 1, 0, bits), *allow_call(), *otherwise]
 
 
 def unless_one_of(argument: int, values: tuple[int, ...], otherwise: Code) -> Code:
     """Allow the call if the lower half of an argument is not one of ``values``."""
-    return [_load(argument), *_jump_over_if_equal(values, allow()), *otherwise]
+    return [_load(argument), *_jump_over_if_equal(values, allow_call()), *otherwise]
 
 
 def only_if_one_of(
@@ -113,17 +114,22 @@ def only_if_one_of(
 
 def only_if_null(argument: int, otherwise: Code) -> Code:
     """Allow the call if a pointer argument is null."""
-    upper = [_load(argument, upper=True), *_jump_over_if_equal((0,), otherwise), *allow()]
+    upper = [_load(argument, upper=True), *_jump_over_if_equal((0,), otherwise), *allow_call()]
     return [_load(argument), *_jump_over_if_equal((0,), otherwise), *upper]
 
 
-def decide(architecture: int, actions: Mapping[int, Code], highest: int, beyond: Code) -> bytes:
+def assemble_filter(architecture: int, actions: Mapping[int, Code], highest: int, beyond: Code) -> bytes:
     """Build the filter. Kills other architectures and allows unlisted calls. Above ``highest``, ``beyond`` applies."""
-    numbered = [actions.get(number, allow()) for number in range(highest + 1)] + [beyond]
+    numbered = [actions.get(number, allow_call()) for number in range(highest + 1)] + [beyond]
     starts: list[tuple[int, Code]] = []
     for code, run in groupby(enumerate(numbered), key=lambda entry: entry[1]):
         starts.append((next(run)[0], code))
-    head: Code = [(_LOAD, 0, 0, _ARCHITECTURE_AT), (_IF_EQUAL, 1, 0, architecture), *kill(), (_LOAD, 0, 0, _NUMBER_AT)]
+    head: Code = [
+        (_LOAD, 0, 0, _ARCHITECTURE_AT),
+        (_IF_EQUAL, 1, 0, architecture),
+        *kill_process(),
+        (_LOAD, 0, 0, _NUMBER_AT),
+    ]
     return b"".join(struct.pack("=HBBI", *instruction) for instruction in head + _tree(starts))
 
 
@@ -241,10 +247,10 @@ class Filter:
     def install(self) -> None:
         """Install the filter permanently in this process and its children, after no_new_privileges. Raises OSError."""
         mode = ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_FLAG_SPECULATION_ALLOWED)
-        kernel.checked_call("seccomp", self._call, *mode, ctypes.byref(self._program))
+        kernel.system_call_or_raise("seccomp", self._call, *mode, ctypes.byref(self._program))
 
 
-def available() -> bool:
+def seccomp_available() -> bool:
     """Return True if the kernel supports seccomp and the system call numbers of this machine are known."""
     if platform.machine() not in MACHINES:
         return False
@@ -253,30 +259,30 @@ def available() -> bool:
     return kernel.system_call(_SYS_SECCOMP[platform.machine()], *query) == 0
 
 
-def build(machine: str, *, separate_user: bool) -> bytes:
+def build_filter(machine: str, *, separate_user: bool) -> bytes:
     """Build the filter. ``separate_user``: only the program uses its user id."""
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     refused = [name for group in groups.values() for name in group]
     by_name: dict[str, Code] = {
-        **dict.fromkeys(refused, fail(errno.EPERM)),
-        **dict.fromkeys(MISSING, fail(errno.ENOSYS)),
+        **dict.fromkeys(refused, fail_with(errno.EPERM)),
+        **dict.fromkeys(MISSING, fail_with(errno.ENOSYS)),
         **_by_argument(),
     }
-    numbered = {number(name, machine): code for name, code in by_name.items()}
+    numbered = {system_call_number(name, machine): code for name, code in by_name.items()}
     actions = {call: code for call, code in numbered.items() if call is not None}
-    beyond = fail(errno.ENOSYS)
+    beyond = fail_with(errno.ENOSYS)
     if machine == "x86_64":
-        beyond = [(0x35, 0, 1, 0x4000_0000), *kill(), *beyond]  # this bit marks calls of x32
-    return decide(_ARCHITECTURES[machine], actions, LAST_KNOWN, beyond)
+        beyond = [(0x35, 0, 1, 0x4000_0000), *kill_process(), *beyond]  # this bit marks calls of x32
+    return assemble_filter(_ARCHITECTURES[machine], actions, LAST_KNOWN, beyond)
 
 
 def _by_argument() -> dict[str, Code]:
     """Return rules for calls that are denied only with some arguments."""
-    refuse = fail(errno.EPERM)
+    refuse = fail_with(errno.EPERM)
     node = (0, 0o100000, 0o010000)  # files and pipes, no devices
-    own_process = only_if_one_of(0, (0,), allow(), refuse)
-    connected = only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow(), refuse, mask=_SOCK_KIND)
-    this_process = only_if_one_of(1, (0,), allow(), refuse)
+    own_process = only_if_one_of(0, (0,), allow_call(), refuse)
+    connected = only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow_call(), refuse, mask=_SOCK_KIND)
+    this_process = only_if_one_of(1, (0,), allow_call(), refuse)
     return {
         # The watch cannot count descriptors of a thread with a separate descriptor table.
         "clone": only_if_one_of(
@@ -286,19 +292,19 @@ def _by_argument() -> dict[str, Code]:
             unless_any_bit(0, _NEW_NAMESPACES | _AS_SIBLING, refuse),
             mask=_AS_THREAD | _SHARING_FILES,
         ),
-        "mknod": only_if_one_of(1, node, allow(), refuse, mask=0o170000),
-        "mknodat": only_if_one_of(2, node, allow(), refuse, mask=0o170000),
+        "mknod": only_if_one_of(1, node, allow_call(), refuse, mask=0o170000),
+        "mknodat": only_if_one_of(2, node, allow_call(), refuse, mask=0o170000),
         "ioctl": unless_one_of(1, _IOCTL, refuse),
         "fcntl": unless_one_of(1, _FCNTL, refuse),
         # Shared memory without a file counts toward no limit. The zygote makes Python's mmap use files instead.
         "mmap": only_if_one_of(
             3, (_SHARED_ANONYMOUS,), refuse, unless_any_bit(3, _MAP_HUGETLB, refuse), mask=_MAP_KIND
         ),
-        "personality": only_if_one_of(0, (_QUERY_PERSONALITY,), allow(), refuse),
-        "prctl": only_if_one_of(0, _PRCTL, allow(), refuse),
+        "personality": only_if_one_of(0, (_QUERY_PERSONALITY,), allow_call(), refuse),
+        "prctl": only_if_one_of(0, _PRCTL, allow_call(), refuse),
         # Datagram socket pairs could still send to a name, so only connected types are allowed.
         "socketpair": only_if_one_of(0, (_AF_UNIX,), connected, refuse),
-        "setsockopt": only_if_one_of(1, (_SOL_SOCKET,), unless_one_of(2, _BUFFER_SIZES, refuse), allow()),
+        "setsockopt": only_if_one_of(1, (_SOL_SOCKET,), unless_one_of(2, _BUFFER_SIZES, refuse), allow_call()),
         "sendto": only_if_null(4, refuse),
         "setpriority": only_if_one_of(0, (0,), this_process, refuse),
         "ioprio_set": only_if_one_of(0, (1,), this_process, refuse),

@@ -23,14 +23,22 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_frame, pack
+from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_frame, pack_frame
 from agentrl_sandbox.runner import cleanup, kernel
-from agentrl_sandbox.runner.child import become_namespace_root, enter_namespaces, has_separate_users, layers
+from agentrl_sandbox.runner.child import available_layers, become_namespace_root, enter_namespaces, has_separate_users
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, ProcessMessage, RunnerConfig, ServerRequest, needs_science
-from agentrl_sandbox.runner.interpreter import Order
-from agentrl_sandbox.runner.program import Capture, Ending, Program, Watch, ZygoteHandle, judge, launch
+from agentrl_sandbox.runner.interpreter import RunOrder
+from agentrl_sandbox.runner.program import (
+    Ending,
+    LimitChecker,
+    OutputCapture,
+    Program,
+    ZygoteHandle,
+    determine_ending,
+    prepare_program,
+)
 from agentrl_sandbox.runner.sessions import KIND, SessionManager
-from agentrl_sandbox.runner.usage import usage
+from agentrl_sandbox.runner.usage import measure_usage
 from agentrl_sandbox.types import Outcome
 
 _TICK = 0.1  # seconds between checks of memory and of the parent
@@ -55,7 +63,7 @@ def main() -> None:
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
-    client.sendall(pack({"op": "hello", "why": why, "layers": layers(config)}))
+    client.sendall(pack_frame({"op": "hello", "why": why, "layers": available_layers(config)}))
     if why:
         return
     server = ForkServer(config, client)
@@ -70,7 +78,7 @@ def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
 
     Without root, a zygote can return from a program's PID namespace only to one that it owns.
     """
-    become_namespace_root(also=kernel.CLONE_NEWPID)
+    become_namespace_root(extra_flags=kernel.CLONE_NEWPID)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -96,10 +104,10 @@ class ForkServer:
         self._epoll = select.epoll()
         self._epoll.register(client.fileno(), select.EPOLLIN)
         self._programs: dict[int, Program] = {}
-        self._captures: dict[int, tuple[Program, Capture]] = {}
+        self._captures: dict[int, tuple[Program, OutputCapture]] = {}
         self._slots = list(range(config.workers))
         self._unclean: dict[int, str] = {}  # slot -> the zygote that cleans it
-        self._queues: dict[str, deque[Order]] = {kind: deque() for kind in _KINDS}
+        self._queues: dict[str, deque[RunOrder]] = {kind: deque() for kind in _KINDS}
         self._zygotes: dict[str, ZygoteHandle] = {}
         self._by_descriptor: dict[int, ZygoteHandle] = {}
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -109,7 +117,7 @@ class ForkServer:
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         self._separate_users = has_separate_users(config)
-        self._poll = Watch(config, self._scratch)
+        self._poll = LimitChecker(config, self._scratch)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -133,7 +141,7 @@ class ForkServer:
         for zygote in self._zygotes.values():
             zygote.close()
         if self._bare:
-            cleanup.clean_up(self._config, self._scratch)
+            cleanup.clean_up_server(self._config, self._scratch)
 
     # The client.
 
@@ -155,7 +163,7 @@ class ForkServer:
 
     def _on_frame(self, header: ServerRequest, blobs: list[bytes]) -> None:
         if header["op"] == "run":
-            order = Order.from_frame(header, blobs)
+            order = RunOrder.from_frame(header, blobs)
             if order.session is not None:
                 self._sessions.run(order)
                 return
@@ -175,7 +183,7 @@ class ForkServer:
             self._queues[kind] = deque(order for order in queue if order.identifier != identifier)
 
     def reply(self, header: Mapping[str, object], *blobs: bytes) -> None:
-        self._outgoing += pack(header, *blobs)
+        self._outgoing += pack_frame(header, *blobs)
         self._flush()
 
     def _flush(self) -> None:
@@ -195,9 +203,9 @@ class ForkServer:
             while queue and self._slots and self._zygotes[kind].ready:
                 self._start(queue.popleft(), kind)
 
-    def _start(self, order: Order, kind: str) -> None:
-        program, descriptors = launch(order, self._config, kind, self._slots.pop())
-        self.add(program)
+    def _start(self, order: RunOrder, kind: str) -> None:
+        program, descriptors = prepare_program(order, self._config, kind, self._slots.pop())
+        self.watch_program(program)
         try:
             message: ProcessMessage = {"op": "spawn", "id": order.identifier, "slot": program.slot}
             self._zygotes[kind].request_child({**message, "cpu": program.cpu_limit}, descriptors)
@@ -207,19 +215,19 @@ class ForkServer:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def add(self, program: Program) -> None:
+    def watch_program(self, program: Program) -> None:
         """Watch a program's output and deadline."""
         self._programs[program.identifier] = program
         for capture in (program.stdout, program.stderr):
             self._captures[capture.descriptor] = (program, capture)
             self._epoll.register(capture.descriptor, select.EPOLLIN)
 
-    def drain(self, program: Program) -> None:
+    def drain_output(self, program: Program) -> None:
         for capture in (program.stdout, program.stderr):
             if capture.open and not capture.drain(self._config.flood_limit):
                 self._epoll.unregister(capture.descriptor)
 
-    def report(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]:
+    def finish_program(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]:
         """Stop watching a program, release its resources and return the message about its end."""
         del self._programs[program.identifier]
         for capture in (program.stdout, program.stderr):
@@ -230,8 +238,8 @@ class ForkServer:
         return frame
 
     def _finish(self, program: Program, ending: Ending) -> None:
-        header, blobs = self.report(program, ending)
-        self.release(program.slot, program.zygote)
+        header, blobs = self.finish_program(program, ending)
+        self.release_slot(program.slot, program.zygote)
         self.reply(header, *blobs)
         self._start_queued()
 
@@ -245,7 +253,7 @@ class ForkServer:
         else:
             self._zygotes[program.zygote].send_command("kill", program.identifier)
 
-    def _on_output(self, program: Program, capture: Capture) -> None:
+    def _on_output(self, program: Program, capture: OutputCapture) -> None:
         if not capture.drain(_BURST):
             self._epoll.unregister(capture.descriptor)
         if program.stdout.total + program.stderr.total > self._config.flood_limit:
@@ -253,20 +261,20 @@ class ForkServer:
 
     # Callbacks of sessions.
 
-    def listen(self, descriptor: int, handler: Callable[[], None]) -> None:
+    def add_reader(self, descriptor: int, handler: Callable[[], None]) -> None:
         """Call ``handler`` whenever the descriptor is readable."""
         self._handlers[descriptor] = handler
         self._epoll.register(descriptor, select.EPOLLIN)
 
-    def ignore(self, descriptor: int) -> None:
+    def remove_reader(self, descriptor: int) -> None:
         """Stop listening to a descriptor. No effect if it is not listened to."""
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
-    def zygote(self, kind: str) -> ZygoteHandle:
+    def zygote_of_kind(self, kind: str) -> ZygoteHandle:
         return self._zygotes[kind]
 
-    def release(self, slot: int, kind: str) -> None:
+    def release_slot(self, slot: int, kind: str) -> None:
         """Free a slot. A slot with leftover files becomes free after the zygote has cleaned it."""
         if not self._bare or cleanup.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
             self._give_back(slot)
@@ -282,7 +290,7 @@ class ForkServer:
         if slot < self._config.workers:
             self._slots.append(slot)
         else:
-            self._sessions.give_back(slot)
+            self._sessions.release_slot(slot)
 
     # Zygotes.
 
@@ -308,7 +316,7 @@ class ForkServer:
             self._give_back(message["id"])
             self._start_queued()
         elif message["id"] < 0:
-            self._sessions.on_zygote(message)
+            self._sessions.handle_zygote_report(message)
         elif message["id"] in self._programs:
             self._on_report(self._programs[message["id"]], message)
 
@@ -319,10 +327,10 @@ class ForkServer:
         if message["op"] == "failed":
             ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=message["why"])
         else:
-            self.drain(program)
+            self.drain_output(program)
             assert program.status is not None
             program.status.drain(_BURST)
-            ending = judge(program, message["status"], message["cpu"])
+            ending = determine_ending(program, message["status"], message["cpu"])
         self._finish(program, ending)
 
     def _replace(self, zygote: ZygoteHandle) -> None:
@@ -346,7 +354,7 @@ class ForkServer:
     def _wait_seconds(self) -> float:
         now = time.monotonic()
         nearest = min((program.deadline for program in self._programs.values()), default=now + 1.0)
-        nearest = min(nearest, self._sessions.due())
+        nearest = min(nearest, self._sessions.next_deadline())
         if self._programs:
             nearest = min(nearest, self._next_tick)
         return max(0.0, nearest - now)
@@ -356,13 +364,13 @@ class ForkServer:
             if now >= program.deadline:
                 self.kill(program, Outcome.TIMEOUT)
                 program.deadline = now + 1.0  # kill requested; check again later
-        self._sessions.watch(now)
+        self._sessions.end_overdue(now)
         if not self._programs or now < self._next_tick:
             return
         self._next_tick = now + _TICK
-        self._sessions.watch_usage(count_tasks=not self._separate_users)
+        self._sessions.enforce_usage_limits(count_tasks=not self._separate_users)
         for program in list(self._programs.values()):
-            if self._poll.scratch_is_over(program):
+            if self._poll.exceeds_scratch(program):
                 self.kill(program, Outcome.OUTPUT_LIMIT)
             if program.session is not None:
                 continue
@@ -372,9 +380,9 @@ class ForkServer:
                 self._zygotes[program.zygote].send_command("where", program.identifier)
 
     def _watch_usage(self, program: Program) -> None:
-        used = usage(program.pid, self._zygotes[program.zygote].resident)
+        used = measure_usage(program.pid, self._zygotes[program.zygote].resident)
         # Check tasks first: measuring the memory of a fork bomb takes too long.
         if not self._separate_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)
-        elif self._poll.memory_is_over(program, used, self._zygotes[program.zygote].resident):
+        elif self._poll.exceeds_memory(program, used, self._zygotes[program.zygote].resident):
             self.kill(program, Outcome.MEMORY_LIMIT)

@@ -40,10 +40,10 @@ import warnings
 from typing import NoReturn
 
 from agentrl_sandbox.runner import interpreter, kernel
-from agentrl_sandbox.runner.child import ChildLimits, Lockdown, close_other_descriptors, isolate
+from agentrl_sandbox.runner.child import ChildLimits, Lockdown, close_other_descriptors, isolate_child
 from agentrl_sandbox.runner.config import ProcessMessage
-from agentrl_sandbox.runner.files import Fetched, fetch_files
-from agentrl_sandbox.runner.usage import children, is_alive, tree
+from agentrl_sandbox.runner.files import FetchFileWriter, fetch_files
+from agentrl_sandbox.runner.usage import child_pids, is_alive, process_tree
 
 
 def copy_scratch(source: str, target: str) -> int:
@@ -81,20 +81,20 @@ _MAX_MESSAGE = 4096
 _MOST_DESCRIPTORS = 4
 
 
-def serve_session(control: int, scratch: str, first: str, lockdown: Lockdown) -> NoReturn:
-    """Isolate this process and become a session's interpreter, in a new directory ``first`` inside ``scratch``.
+def serve_session(control: int, scratch: str, directory_name: str, lockdown: Lockdown) -> NoReturn:
+    """Isolate this process and become a session's interpreter, in a new directory inside ``scratch``.
 
     Never returns.
     """
     leave = os._exit  # programs may replace os._exit
     try:
         os.setpgid(0, 0)  # programs' signals to their process group must not reach the session init
-        os.mkdir(f"{scratch}/{first}", 0o700)
+        os.mkdir(f"{scratch}/{directory_name}", 0o700)
         kernel.set_dumpable()
         kernel.die_with_parent(signal.SIGKILL)
-        lockdown.close(scratch)
+        lockdown.apply(scratch)
         close_other_descriptors(control)
-        SessionProcess(control, scratch, first).serve()
+        SessionProcess(control, scratch, directory_name).serve()
     finally:
         leave(70)
 
@@ -143,13 +143,13 @@ class SessionProcess:
         self._out_of_memory = False
         self._programs += 1
         self._restore_streams()
-        task = interpreter.take_task(self._scratch, self._on_out_of_memory)
+        task = interpreter.receive_task(self._scratch, self._on_out_of_memory)
         exit_code = interpreter.UNCAUGHT
         if task is not None:
-            exit_code = interpreter.run(task, f"<program {self._programs}>", self._main, self._on_out_of_memory)
-            exit_code = interpreter.finish(exit_code, self._on_out_of_memory, leaves=False)
+            exit_code = interpreter.run_program(task, f"<program {self._programs}>", self._main, self._on_out_of_memory)
+            exit_code = interpreter.finish_program(exit_code, self._on_out_of_memory, run_exit_functions=False)
         if os.getpid() != self._pid:  # a forked child of the program also returns here
-            os._exit(interpreter.finish(exit_code, self._on_out_of_memory, leaves=True))
+            os._exit(interpreter.finish_program(exit_code, self._on_out_of_memory, run_exit_functions=True))
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
         if fetched:
             self._fetch(task.fetch if task is not None else (), fetched[0])
@@ -158,7 +158,7 @@ class SessionProcess:
 
     def _fetch(self, names: tuple[str, ...], file: int) -> None:
         try:
-            fetch_files(self._scratch, names, Fetched(file, names))
+            fetch_files(self._scratch, names, FetchFileWriter(file, names))
         except Exception:  # noqa: BLE001 - programs may have broken what this needs; the outcome is unchanged
             return
         finally:
@@ -263,7 +263,7 @@ def run_session_init(limits: ChildLimits, slot: int, session: int, descriptors: 
     try:
         server = _take_descriptors(descriptors)
         try:
-            scratch = isolate(limits, slot)
+            scratch = isolate_child(limits, slot)
             # One more process than the limit, because the session init counts too.
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
@@ -298,11 +298,11 @@ class SessionInit:
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
-    def serve(self, first: int) -> None:
+    def serve(self, first_session: int) -> None:
         """Start the first session process, then serve until the last one has ended."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self._start(first)
+        self._start(first_session)
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         while self._pids or self._expected:
@@ -374,7 +374,7 @@ class SessionInit:
             if kind == socket.SCM_CREDENTIALS:
                 pid = _CREDENTIALS.unpack(payload[: _CREDENTIALS.size])[0]
         error = int.from_bytes(data, "big") if len(data) == 4 else 1
-        if error or pid not in children(os.getpid()) or pid in self._pids.values():
+        if error or pid not in child_pids(os.getpid()) or pid in self._pids.values():
             self._send({"op": "born", "id": session, "pid": 0, "error": error or 1})
         else:
             self._add(session, pid)
@@ -432,12 +432,12 @@ class SessionInit:
         """Stop leftover processes, each before its children are listed. Returns their ids, even if unreaped."""
         sessions = {pid: session for session, pid in self._pids.items()}
         found: list[int] = []
-        for child in children(os.getpid()):
+        for child in child_pids(os.getpid()):
             if child not in sessions:
                 if not self._expected:  # otherwise the child may be a fork that has not announced itself yet
-                    found += tree(child, _stop)
+                    found += process_tree(child, _stop)
             elif sessions[child] not in self._running:
-                found += tree(child, _stop)[1:]
+                found += process_tree(child, _stop)[1:]
         return set(found)
 
     def _send(self, message: ProcessMessage) -> None:

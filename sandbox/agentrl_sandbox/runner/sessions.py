@@ -26,14 +26,21 @@ from typing import Protocol
 from agentrl_sandbox.call import ExecutionHeader, Frame
 from agentrl_sandbox.runner.child import reaches_session_init
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
-from agentrl_sandbox.runner.interpreter import Order
-from agentrl_sandbox.runner.program import Ending, Program, Watch, ZygoteHandle, judge_exit, launch
+from agentrl_sandbox.runner.interpreter import RunOrder
+from agentrl_sandbox.runner.program import (
+    Ending,
+    LimitChecker,
+    Program,
+    ZygoteHandle,
+    ending_of_exit_code,
+    prepare_program,
+)
 from agentrl_sandbox.runner.session_process import DONE
-from agentrl_sandbox.runner.usage import Usage, children, usage
+from agentrl_sandbox.runner.usage import Usage, child_pids, measure_usage
 from agentrl_sandbox.types import Outcome
 
 
-class State(Enum):
+class SessionState(Enum):
     """State of a session."""
 
     OPENING = "opening"  # its PID is unknown
@@ -67,8 +74,8 @@ class SessionFamily:
         by_pid = {session.pid: session.identifier for session in self.sessions.values()}
         known: dict[int, Usage] = {}
         stray = Usage()
-        for pid in children(self.pid):
-            used = usage(pid, beyond)
+        for pid in child_pids(self.pid):
+            used = measure_usage(pid, beyond)
             session = by_pid.get(_inner_pid(pid))
             if session is None:
                 stray = stray.add(used)
@@ -78,7 +85,7 @@ class SessionFamily:
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class Fork:
+class PendingFork:
     """A requested fork. The session init reports the new process, and the origin reports its own result."""
 
     request: int
@@ -87,7 +94,7 @@ class Fork:
     origin_error: int | None = None
 
     @property
-    def concluded(self) -> bool:
+    def is_complete(self) -> bool:
         return bool(self.origin_error) or (self.origin_error is not None and self.error is not None)
 
 
@@ -98,20 +105,20 @@ class ServerSession:
     identifier: int
     family: SessionFamily
     control: socket.socket
-    state: State = State.OPENING
-    due: float = math.inf  # deadline of its state
+    state: SessionState = SessionState.OPENING
+    deadline: float = math.inf  # deadline of its state
     request: int = 0  # the request that opened the session, until it is answered
     pid: int = 0  # inside its PID namespace
     serial: int = 0  # of the request that the interpreter must answer
     program: Program | None = None
-    fork: Fork | None = None
-    answer: Frame[Mapping[str, object]] | None = None  # sent to the client when the session is idle
+    fork: PendingFork | None = None
+    held_answer: Frame[Mapping[str, object]] | None = None  # sent to the client when the session is idle
     why: str = ""  # reason for its end
     closers: list[int] = field(default_factory=list)  # requests to close it
 
-    def enter(self, state: State, seconds: float) -> None:
+    def enter(self, state: SessionState, seconds: float) -> None:
         """Enter a state that may last for ``seconds``."""
-        self.state, self.due = state, time.monotonic() + seconds
+        self.state, self.deadline = state, time.monotonic() + seconds
 
 
 def _inner_pid(pid: int) -> int:
@@ -136,15 +143,15 @@ END_SECONDS = 5.0
 class ServerCallbacks(Protocol):
     """Operations of the server that sessions use."""
 
-    def listen(self, descriptor: int, handler: Callable[[], None]) -> None: ...
-    def ignore(self, descriptor: int) -> None: ...
+    def add_reader(self, descriptor: int, handler: Callable[[], None]) -> None: ...
+    def remove_reader(self, descriptor: int) -> None: ...
     def reply(self, header: Mapping[str, object], *blobs: bytes) -> None: ...
-    def add(self, program: Program) -> None: ...
-    def drain(self, program: Program) -> None: ...
-    def report(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]: ...
+    def watch_program(self, program: Program) -> None: ...
+    def drain_output(self, program: Program) -> None: ...
+    def finish_program(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]: ...
     def kill(self, program: Program, reason: Outcome) -> None: ...
-    def zygote(self, kind: str) -> ZygoteHandle: ...
-    def release(self, slot: int, kind: str) -> None: ...
+    def zygote_of_kind(self, kind: str) -> ZygoteHandle: ...
+    def release_slot(self, slot: int, kind: str) -> None: ...
 
 
 class SessionTable:
@@ -155,11 +162,11 @@ class SessionTable:
         self.sessions: dict[int, ServerSession] = {}
         self.families: dict[int, SessionFamily] = {}
 
-    def drop(self, child: ServerSession, origin: ServerSession) -> None:
+    def drop_failed_fork(self, child: ServerSession, origin: ServerSession) -> None:
         origin.family.send_command("forget", child.identifier)
         if child.pid:
             origin.family.send_command("kill", child.identifier)
-        self.leave(child)
+        self.remove(child)
 
     def kill(self, number: int) -> None:
         """Kill an interpreter. Its exit triggers the cleanup."""
@@ -168,7 +175,7 @@ class SessionTable:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # killed when the process is born
-        session.enter(State.ENDING, END_SECONDS)
+        session.enter(SessionState.ENDING, END_SECONDS)
         session.family.send_command("kill", number)
 
     def end(self, session: ServerSession, why: str) -> None:
@@ -185,9 +192,9 @@ class SessionTable:
         """Handle the end of a session init and its processes. ``killed``: its own programs killed it."""
         self.end_processes(family, why, killed=killed)
         if self.families.pop(family.identifier, None) is not None:
-            self._server.ignore(family.init.fileno())
+            self._server.remove_reader(family.init.fileno())
             family.init.close()
-            self._server.release(family.slot, KIND)
+            self._server.release_slot(family.slot, KIND)
 
     def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
         for session in list(family.sessions.values()):
@@ -195,43 +202,43 @@ class SessionTable:
                 if session.program.reason is None and not killed:
                     ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
                 else:
-                    ending = judge_exit(session.program, -signal.SIGKILL, out_of_memory=False)
-                session.answer = self._server.report(session.program, ending)
-            self.gone(session, session.why or why)
+                    ending = ending_of_exit_code(session.program, -signal.SIGKILL, out_of_memory=False)
+                session.held_answer = self._server.finish_program(session.program, ending)
+            self.remove_ended(session, session.why or why)
 
-    def gone(self, session: ServerSession, why: str) -> None:
+    def remove_ended(self, session: ServerSession, why: str) -> None:
         """Remove a session whose process has ended, and answer all waiting requests."""
         if session.fork is not None:
             fork, session.fork = session.fork, None
-            self.drop(fork.child, session)
+            self.drop_failed_fork(fork.child, session)
             self._server.reply({"op": "refused", "id": fork.request, "kind": "unknown", "why": why})
         if session.request:
             self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
         session.program = None
         self._server.reply({"op": "ended", "number": session.identifier, "why": why})
-        if session.answer is not None:  # answers the program that ended the session
-            header, blobs = session.answer
-            session.answer = {**header, "session_ended": True}, blobs
-        self.answer(session)
-        self.leave(session)
+        if session.held_answer is not None:  # answers the program that ended the session
+            header, blobs = session.held_answer
+            session.held_answer = {**header, "session_ended": True}, blobs
+        self.send_held_answer(session)
+        self.remove(session)
 
-    def answer(self, session: ServerSession) -> None:
+    def send_held_answer(self, session: ServerSession) -> None:
         """Send the client the answer that was held back until the session was idle."""
-        if session.answer is not None:
-            header, blobs = session.answer
-            session.answer = None
+        if session.held_answer is not None:
+            header, blobs = session.held_answer
+            session.held_answer = None
             self._server.reply(header, *blobs)
 
-    def enter(self, session: ServerSession, on_message: Callable[[ServerSession], None]) -> None:
+    def add(self, session: ServerSession, on_message: Callable[[ServerSession], None]) -> None:
         """Add a session. ``on_message`` is called for each message of its interpreter."""
         self.sessions[session.identifier] = session
         session.family.sessions[session.identifier] = session
-        self._server.listen(session.control.fileno(), lambda: on_message(session))
+        self._server.add_reader(session.control.fileno(), lambda: on_message(session))
 
-    def leave(self, session: ServerSession) -> None:
+    def remove(self, session: ServerSession) -> None:
         if self.sessions.pop(session.identifier, None) is not None:
             del session.family.sessions[session.identifier]
-            self._server.ignore(session.control.fileno())
+            self._server.remove_reader(session.control.fileno())
             session.control.close()
             for request in session.closers:
                 self._server.reply({"op": "closed", "id": request})
@@ -248,7 +255,7 @@ class SessionManager:
     def __init__(self, config: RunnerConfig, server: ServerCallbacks) -> None:
         self._config = config
         self._server = server
-        self._poll = Watch(config)
+        self._poll = LimitChecker(config)
         self._table = SessionTable(server)
         self._slots = list(range(config.workers, config.slots))
         self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
@@ -267,17 +274,17 @@ class SessionManager:
         else:
             self._close(request, session)
 
-    def run(self, order: Order) -> None:
+    def run(self, order: RunOrder) -> None:
         """Run a program in an idle session."""
         assert order.session is not None
         session = self._idle(order.identifier, order.session)
         if session is None:
             return
-        program, descriptors = launch(order, self._config, KIND, session.family.slot)
+        program, descriptors = prepare_program(order, self._config, KIND, session.family.slot)
         program.pid = session.family.pid
-        self._server.add(program)
+        self._server.watch_program(program)
         session.program = program
-        session.enter(State.RUNNING, math.inf)
+        session.enter(SessionState.RUNNING, math.inf)
         self._send_to_interpreter(session, {"op": "run"}, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -292,11 +299,11 @@ class SessionManager:
         init, inits = _pair()
         family = SessionFamily(identifier=next(self._identifiers), slot=self._slots.pop(), init=init)
         session = ServerSession(identifier=number, family=family, control=ours, request=request)
-        session.enter(State.OPENING, _OPEN_SECONDS)
+        session.enter(SessionState.OPENING, _OPEN_SECONDS)
         self._table.families[family.identifier] = family
-        self._table.enter(session, self._on_process)
-        self._server.listen(init.fileno(), lambda: self._on_init(family))
-        zygote = self._server.zygote(KIND)
+        self._table.add(session, self._on_process)
+        self._server.add_reader(init.fileno(), lambda: self._on_init(family))
+        zygote = self._server.zygote_of_kind(KIND)
         with theirs, inits:
             try:
                 message: ProcessMessage = {"op": "init", "id": family.identifier, "slot": family.slot}
@@ -315,9 +322,9 @@ class SessionManager:
         ours, theirs = _pair()
         birth, births = _pair()
         child = ServerSession(identifier=fork, family=origin.family, control=ours)
-        self._table.enter(child, self._on_process)
-        origin.fork = Fork(request=request, child=child)
-        origin.enter(State.FORKING, _FORK_SECONDS)
+        self._table.add(child, self._on_process)
+        origin.fork = PendingFork(request=request, child=child)
+        origin.enter(SessionState.FORKING, _FORK_SECONDS)
         with theirs, birth, births:
             birth.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             origin.family.send_command("expect", fork, (birth.fileno(),))
@@ -345,13 +352,13 @@ class SessionManager:
     def _idle(self, request: int, number: int) -> ServerSession | None:
         """Return the session if it is idle. Otherwise refuse the request and return None."""
         session = self._table.sessions.get(number)
-        if session is None or session.state is not State.IDLE:
+        if session is None or session.state is not SessionState.IDLE:
             why = "it has ended" if session is None else session.why or f"it is {session.state.value}"
             self._server.reply({"op": "refused", "id": request, "kind": "unknown", "why": why})
             return None
         return session
 
-    def give_back(self, slot: int) -> None:
+    def release_slot(self, slot: int) -> None:
         self._slots.append(slot)
         if self._waiting:
             self._open(*self._waiting.popleft())
@@ -379,38 +386,38 @@ class SessionManager:
         except OSError:
             data = b""
         if not data:  # the session init reports the exit
-            self._server.ignore(session.control.fileno())
+            self._server.remove_reader(session.control.fileno())
             return
         serial, exit_code, out_of_memory, error = DONE.unpack(data) if len(data) == DONE.size else (None, 0, False, 0)
-        if serial != session.serial or session.state not in (State.RUNNING, State.FORKING):
-            self._server.ignore(session.control.fileno())
+        if serial != session.serial or session.state not in (SessionState.RUNNING, SessionState.FORKING):
+            self._server.remove_reader(session.control.fileno())
             self._table.end(session, "its interpreter sent an unexpected message")
         elif session.fork is not None:
             session.fork.origin_error = error
             self._conclude_fork(session, session.fork)
         elif session.program is not None and session.program.reason is None:
-            self._server.drain(session.program)
-            ending = judge_exit(session.program, exit_code, out_of_memory=out_of_memory)
-            session.answer = self._server.report(session.program, ending)
+            self._server.drain_output(session.program)
+            ending = ending_of_exit_code(session.program, exit_code, out_of_memory=out_of_memory)
+            session.held_answer = self._server.finish_program(session.program, ending)
             session.program = None
             self._rest(session)
 
     def _rest(self, session: ServerSession) -> None:
-        session.enter(State.RESTING, END_SECONDS)
+        session.enter(SessionState.RESTING, END_SECONDS)
         session.family.send_command("rest", session.identifier)
 
-    def _conclude_fork(self, origin: ServerSession, fork: Fork) -> None:
-        if not fork.concluded:
+    def _conclude_fork(self, origin: ServerSession, fork: PendingFork) -> None:
+        if not fork.is_complete:
             return
         origin.fork = None
         code = fork.origin_error or fork.error
         if code or fork.child.why or fork.child.identifier not in self._table.sessions:
-            self._table.drop(fork.child, origin)
+            self._table.drop_failed_fork(fork.child, origin)
             why = os.strerror(code) if code is not None and code in errno.errorcode else "it exited immediately"
-            origin.answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
+            origin.held_answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
         else:
-            fork.child.enter(State.IDLE, self._config.session_idle_timeout)
-            origin.answer = {"op": "opened", "id": fork.request}, []
+            fork.child.enter(SessionState.IDLE, self._config.session_idle_timeout)
+            origin.held_answer = {"op": "opened", "id": fork.request}, []
         self._rest(origin)
 
     # Messages of session inits and zygotes.
@@ -423,7 +430,7 @@ class SessionManager:
         except OSError:
             data = b""
         if not data:  # the zygote reports the exit
-            self._server.ignore(family.init.fileno())
+            self._server.remove_reader(family.init.fileno())
             return
         message: ProcessMessage = json.loads(data)
         if message["op"] == "failed":
@@ -432,9 +439,9 @@ class SessionManager:
             session = family.sessions[message["id"]]
             if message["op"] == "born":
                 self._on_born(session, message["pid"], message["error"])
-            elif message["op"] == "rested" and session.state is State.RESTING:
-                self._table.answer(session)
-                session.enter(State.IDLE, self._config.session_idle_timeout)
+            elif message["op"] == "rested" and session.state is SessionState.RESTING:
+                self._table.send_held_answer(session)
+                session.enter(SessionState.IDLE, self._config.session_idle_timeout)
             elif message["op"] == "exit":
                 self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
 
@@ -445,8 +452,8 @@ class SessionManager:
         if session.request:
             self._server.reply({"op": "opened", "id": session.request})
             session.request = 0
-            if session.state is State.OPENING:
-                session.enter(State.IDLE, self._config.session_idle_timeout)
+            if session.state is SessionState.OPENING:
+                session.enter(SessionState.IDLE, self._config.session_idle_timeout)
             return
         for origin in session.family.sessions.values():
             if origin.fork is not None and origin.fork.child is session:
@@ -458,11 +465,13 @@ class SessionManager:
         how = f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
         program = session.program
         if program is not None:
-            self._server.drain(program)
-            session.answer = self._server.report(program, judge_exit(program, exit_code, out_of_memory=False))
-        self._table.gone(session, session.why or f"its interpreter exited with {how}")
+            self._server.drain_output(program)
+            session.held_answer = self._server.finish_program(
+                program, ending_of_exit_code(program, exit_code, out_of_memory=False)
+            )
+        self._table.remove_ended(session, session.why or f"its interpreter exited with {how}")
 
-    def on_zygote(self, message: ProcessMessage) -> None:
+    def handle_zygote_report(self, message: ProcessMessage) -> None:
         """Handle a report about a session init."""
         family = self._table.families.get(message["id"])
         if family is None:
@@ -494,26 +503,26 @@ class SessionManager:
         for family in list(self._table.families.values()):
             self._table.end_family(family, why)
 
-    def due(self) -> float:
-        return min((session.due for session in self._table.sessions.values()), default=math.inf)
+    def next_deadline(self) -> float:
+        return min((session.deadline for session in self._table.sessions.values()), default=math.inf)
 
-    def watch(self, now: float) -> None:
+    def end_overdue(self, now: float) -> None:
         """End sessions that have exceeded the deadline of their state."""
         for session in list(self._table.sessions.values()):
-            if now < session.due:
+            if now < session.deadline:
                 continue
-            session.due = now + END_SECONDS
-            if session.state is State.IDLE:
+            session.deadline = now + END_SECONDS
+            if session.state is SessionState.IDLE:
                 self._table.end(session, f"it was idle for {self._config.session_idle_timeout:g} s")
-            elif session.state is State.FORKING:
+            elif session.state is SessionState.FORKING:
                 self._table.end(session, "it did not fork in time")
             else:  # the session init does not respond
                 session.family.given_up = True
-                self._server.zygote(KIND).send_command("kill", session.family.identifier)
+                self._server.zygote_of_kind(KIND).send_command("kill", session.family.identifier)
 
-    def watch_usage(self, *, count_tasks: bool) -> None:
+    def enforce_usage_limits(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, including its family's stray processes, exceeds a limit."""
-        beyond = self._server.zygote(KIND).resident
+        beyond = self._server.zygote_of_kind(KIND).resident
         for family in self._table.families.values():
             running = [session for session in family.sessions.values() if session.program is not None]
             if not running or not family.pid:
@@ -524,7 +533,7 @@ class SessionManager:
                 assert session.program is not None
                 if count_tasks and used.tasks > self._config.max_processes:
                     self._server.kill(session.program, Outcome.KILLED)
-                elif self._poll.memory_is_over(session.program, used, beyond):
+                elif self._poll.exceeds_memory(session.program, used, beyond):
                     self._server.kill(session.program, Outcome.MEMORY_LIMIT)
 
 

@@ -59,14 +59,14 @@ class Usage:
         )
 
 
-def usage(pid: int, beyond: int = 0) -> Usage:
+def measure_usage(pid: int, beyond: int = 0) -> Usage:
     """Measure a process tree. Counts the memory of each process above ``beyond`` bytes. Dead processes count as 0."""
-    processes = tree(pid)
+    processes = process_tree(pid)
     result = [_resident_and_tables(process) for process in processes]
     return Usage(
         resident=sum(max(0, resident - beyond) for resident, _ in result),
         tables=sum(max(0, tables - _INTERPRETERS_TABLES) for _, tables in result),
-        tasks=sum(len(tasks(process)) for process in processes),
+        tasks=sum(len(task_ids(process)) for process in processes),
         processes=processes,
     )
 
@@ -114,24 +114,24 @@ def _resident_and_tables(pid: int) -> tuple[int, int]:
 def _views(pid: int, name: str) -> Iterator[str]:
     """Yield the paths of a process's file in /proc. If the first thread has ended, only the others have content."""
     yield f"/proc/{pid}/{name}"
-    yield from (f"/proc/{pid}/task/{task}/{name}" for task in tasks(pid))
+    yield from (f"/proc/{pid}/task/{task}/{name}" for task in task_ids(pid))
 
 
 @dataclass(kw_only=True, slots=True)
 class KernelMemory:
-    """Counts kernel memory that processes may hold in addition to their pages, up to ``room`` bytes.
+    """Counts kernel memory that processes may hold in addition to their pages, up to ``limit`` bytes.
 
     Requires the rights of the processes' user, and counts only memory that is visible with these rights. Descriptors in
     flight between sockets are not counted; the kernel allows a user twice RLIMIT_NOFILE of them.
     """
 
-    room: int
+    limit: int
     socket_bytes: int  # capacity of a socket's send buffer
     _seen: set[str] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
-        return self.room < 0
+        return self.limit < 0
 
     def add(self, processes: list[int]) -> None:
         for pid in processes:
@@ -162,11 +162,11 @@ class KernelMemory:
         if target.startswith(("socket:", "pipe:")):
             if target not in self._seen:  # count shared sockets and pipes once
                 self._seen.add(target)
-                self.room -= self.socket_bytes if target.startswith("socket:") else _PIPE
+                self.limit -= self.socket_bytes if target.startswith("socket:") else _PIPE
             return
         with open(details, "rb", buffering=0) as file:
             text = file.read(_RECORDS_READ)
-        self.room -= _RECORD * (text.count(b"\nlock:") + text.count(b"\ntfd:"))
+        self.limit -= _RECORD * (text.count(b"\nlock:") + text.count(b"\ntfd:"))
 
     def _add_mappings(self, pid: int) -> None:
         try:
@@ -175,13 +175,13 @@ class KernelMemory:
         except OSError:
             return
         count = _MOST_MAPPINGS if len(text) == _MAPPINGS_READ else text.count(b"\n")
-        self.room -= _MAPPING * count
+        self.limit -= _MAPPING * count
 
 
-def children(pid: int) -> list[int]:
+def child_pids(pid: int) -> list[int]:
     """Return the children of all threads of a process."""
     result: list[int] = []
-    for task in tasks(pid):
+    for task in task_ids(pid):
         try:
             with open(f"/proc/{pid}/task/{task}/children", encoding="ascii") as file:
                 result += map(int, file.read().split())
@@ -190,7 +190,7 @@ def children(pid: int) -> list[int]:
     return result
 
 
-def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[int]:
+def process_tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[int]:
     """Return a process and all its descendants. ``visit`` is called with each process before its children are listed.
 
     The list is bounded, because a program may fork as fast as it is scanned.
@@ -199,13 +199,13 @@ def tree(pid: int, visit: Callable[[int], None] = lambda process: None) -> list[
     for process in result:  # the list grows during the iteration
         visit(process)
         if len(result) < _MOST_PROCESSES:
-            result += children(process)
+            result += child_pids(process)
     return result
 
 
 def is_alive(pid: int) -> bool:
     """Return True if any thread of a process is running or stopped. The first thread may end before the others."""
-    for task in tasks(pid):
+    for task in task_ids(pid):
         try:
             with open(f"/proc/{pid}/task/{task}/stat", "rb") as file:
                 if file.read().rpartition(b")")[2].split()[0] not in (b"Z", b"X"):
@@ -215,20 +215,20 @@ def is_alive(pid: int) -> bool:
     return False
 
 
-def tasks(pid: int) -> list[str]:
+def task_ids(pid: int) -> list[str]:
     try:
         return os.listdir(f"/proc/{pid}/task")
     except (FileNotFoundError, ProcessLookupError):
         return []
 
 
-def tasks_of_user(user: int) -> int:
+def count_user_tasks(user: int) -> int:
     """Return the number of a user's tasks that /proc lists."""
     total = 0
     for name in os.listdir("/proc"):
         try:
             if name.isdigit() and os.stat(f"/proc/{name}").st_uid == user:
-                total += len(tasks(int(name)))
+                total += len(task_ids(int(name)))
         except FileNotFoundError:
             continue
     return total
@@ -283,7 +283,7 @@ class ScratchUse:
         """Count a user's files in a shared directory, if the directory exists."""
         with contextlib.suppress(FileNotFoundError):
             self._devices.add(os.stat(directory).st_dev)
-        for _, status in files_of(user, directory):
+        for _, status in user_files(user, directory):
             self._add(status)
 
     def add_unlinked(self, processes: list[int]) -> None:
@@ -323,7 +323,7 @@ class ScratchUse:
         self._bytes_left -= status.st_blocks * _BLOCK
 
 
-def files_of(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]]:
+def user_files(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]]:
     """Yield the paths and stat results of a user's files in a shared directory, if the directory exists."""
     with contextlib.suppress(FileNotFoundError, PermissionError), os.scandir(directory) as entries:
         for entry in entries:

@@ -34,7 +34,7 @@ from typing import Any, Self
 from agentrl_sandbox.runner import cleanup, kernel
 from agentrl_sandbox.runner.child import ChildLimits, has_separate_users, limit_children, run_child
 from agentrl_sandbox.runner.config import BARE_MODULES, SCRATCH_VARIABLE, ProcessMessage, RunnerConfig
-from agentrl_sandbox.runner.interpreter import find_generators
+from agentrl_sandbox.runner.interpreter import find_random_generators
 from agentrl_sandbox.runner.session_process import run_session_init
 
 # Makes the objects of a warm interpreter immortal, so that forks share more memory.
@@ -95,7 +95,7 @@ def main() -> None:
     warm_up(science=kind == "science")
     sys.argv[:] = ["<program>"]
     gc.collect()
-    generators = find_generators()
+    generators = find_random_generators()
     freeze_refcounts()
     gc.freeze()
     merge_heap_pages()
@@ -186,7 +186,7 @@ def merge_heap_pages() -> None:
         span, mode, _, _, inode, *_ = line.split()
         if mode.startswith("rw-p") and inode == "0":
             begin, end = (int(edge, 16) for edge in span.split("-"))
-            kernel.collapse_pages(begin, end)
+            kernel.collapse_to_huge_pages(begin, end)
 
 
 class Zygote:
@@ -290,7 +290,7 @@ class Zygote:
         """Start a helper that removes a slot's files, because removing many files would delay other programs."""
         user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
         cleanup.kill_leftover_processes(self._slots, user)
-        self._slots[cleanup.run_as(user, functools.partial(cleanup.clean, directory, user))] = slot
+        self._slots[cleanup.fork_as(user, functools.partial(cleanup.remove_program_files, directory, user))] = slot
 
     def _send(self, message: ProcessMessage) -> None:
         self._server.send(json.dumps(message).encode())

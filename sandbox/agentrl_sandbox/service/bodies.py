@@ -9,7 +9,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, WithJsonSchema
 
-from agentrl_sandbox.call import LONGEST_NAME, Call, to_base64
+from agentrl_sandbox.call import MAX_NAME_LENGTH, Call, to_base64
 from agentrl_sandbox.types import Execution, Outcome
 
 
@@ -38,7 +38,7 @@ Text = Annotated[str, PlainValidator(_any_text), WithJsonSchema({"type": "string
 Content = Annotated[
     bytes, BeforeValidator(from_base64), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
 ]
-Path = Annotated[str, Field(min_length=1, max_length=LONGEST_NAME)]
+Path = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
 class _Body(BaseModel):
@@ -62,7 +62,7 @@ class ProgramRequest(_Body):
     fetch_files: list[Path] = Field([], max_length=1024, description="paths to return after the program has ended")
     echo: bool = Field(False, description="print the value of the last expression, as in a notebook")
 
-    def call(self, session: str | None = None) -> Call:
+    def to_call(self, session: str | None = None) -> Call:
         fields = {name: getattr(self, name) for name in ("program", "timeout", "stdin", "files", "echo")}
         return Call(**fields, session=session, fetch_files=tuple(self.fetch_files))
 
@@ -113,5 +113,5 @@ def execution_json(execution: Execution) -> dict[str, object]:
     return {**fields, "files": to_base64(execution.files)}
 
 
-def encode(value: object) -> bytes:
+def encode_json(value: object) -> bytes:
     return json.dumps(value, separators=(",", ":")).encode("ascii")

@@ -149,11 +149,11 @@ def _runner(options: argparse.Namespace) -> int:
 
 
 def _check(options: argparse.Namespace) -> int:
-    from agentrl_sandbox.check.suite import check
+    from agentrl_sandbox.check.suite import run_checks
 
     # The table reports missing properties, so they must not stop the check.
     given = ["allow_unisolated=true", *options.settings, f"url={options.url}"]
-    return asyncio.run(check(read_settings(SandboxSettings, os.environ, given), fusion=options.fusion))
+    return asyncio.run(run_checks(read_settings(SandboxSettings, os.environ, given), fusion=options.fusion))
 
 
 def _serve(options: argparse.Namespace) -> int:

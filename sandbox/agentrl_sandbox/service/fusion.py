@@ -14,7 +14,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, TypeAdapter, ValidationError
 
-from agentrl_sandbox.call import Call, ImpossibleCallError, to_base64
+from agentrl_sandbox.call import Call, InvalidCallError, to_base64
 from agentrl_sandbox.service.bodies import Base64Error, Path, Text, from_base64
 from agentrl_sandbox.types import Execution, Outcome
 
@@ -111,7 +111,7 @@ async def run_code(request: RunCodeRequest, run: Run) -> RunCodeResponse:
             fetch_files=tuple(request.fetch_files),
         )
         execution = await run(call)
-    except (Base64Error, ImpossibleCallError) as error:
+    except (Base64Error, InvalidCallError) as error:
         return RunCodeResponse(status="SandboxError", message=str(error))
     result = _result(execution)
     return RunCodeResponse(
@@ -133,7 +133,7 @@ async def run_jupyter(request: RunJupyterRequest, run: Run) -> RunJupyterRespons
             fetch_files=(*request.fetch_files, _RESULTS),
         )
         execution = await run(call)
-    except (Base64Error, ImpossibleCallError) as error:
+    except (Base64Error, InvalidCallError) as error:
         return RunJupyterResponse(status="SandboxError", message=str(error))
     files = dict(execution.files)
     results = files.pop(_RESULTS, None)

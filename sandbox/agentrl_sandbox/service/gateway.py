@@ -23,7 +23,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-from agentrl_sandbox.call import Call, ImpossibleCallError
+from agentrl_sandbox.call import Call, InvalidCallError
 from agentrl_sandbox.service import fusion
 from agentrl_sandbox.service.bodies import (
     BatchAnswer,
@@ -32,7 +32,7 @@ from agentrl_sandbox.service.bodies import (
     ExecutionAnswer,
     ProgramRequest,
     SessionAnswer,
-    encode,
+    encode_json,
     execution_json,
 )
 from agentrl_sandbox.service.guard import CONTENT_TYPE, Guard, Metrics
@@ -73,7 +73,7 @@ class Gateway:
         self.metrics = Metrics()
         self.draining = False
         self.calls = 0
-        gauge, registry = self.metrics.gauge, pool.registry
+        gauge, registry = self.metrics.add_gauge, pool.registry
         gauge("queue_length", "calls waiting for a runner", lambda: pool.queue.length)
         gauge("running", "requests in progress", lambda: registry.running)
         gauge("runners", "runners that accept programs", lambda: registry.runners)
@@ -93,7 +93,7 @@ class Gateway:
             execution = await self.pool.run(call, request_id)
         finally:
             self.calls -= 1
-        self.metrics.ran(execution, time.monotonic() - started)
+        self.metrics.record_execution(execution, time.monotonic() - started)
         return execution
 
 
@@ -128,14 +128,14 @@ _STATUS: dict[type[Exception], HTTPStatus] = {
     UnknownSessionError: HTTPStatus.NOT_FOUND,
     BusyError: HTTPStatus.SERVICE_UNAVAILABLE,
     ClosedError: HTTPStatus.SERVICE_UNAVAILABLE,
-    ImpossibleCallError: HTTPStatus.UNPROCESSABLE_ENTITY,
+    InvalidCallError: HTTPStatus.UNPROCESSABLE_ENTITY,
 }
 
 
 def _add_errors(app: FastAPI, gateway: Gateway) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
-        gateway.metrics.refused(status)
+        gateway.metrics.record_refusal(status)
         after = error.retry_after if isinstance(error, BusyError) else 2
         again = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
         body = {"detail": str(error), "error": type(error).__name__}
@@ -144,7 +144,7 @@ def _add_errors(app: FastAPI, gateway: Gateway) -> None:
     async def refuse_body(request: Request, error: Exception) -> Response:
         """Return the first invalid fields, without their values, because NaN and lone surrogates cannot be encoded."""
         assert isinstance(error, RequestValidationError)
-        gateway.metrics.refused(HTTPStatus.UNPROCESSABLE_ENTITY)
+        gateway.metrics.record_refusal(HTTPStatus.UNPROCESSABLE_ENTITY)
         wrong = [{key: field[key] for key in ("loc", "msg", "type")} for field in error.errors()[:_MOST_NAMED]]
         return _json({"detail": wrong}, HTTPStatus.UNPROCESSABLE_ENTITY)
 
@@ -178,24 +178,24 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", tags=["state"])
     async def metrics() -> Response:
         """Return Prometheus metrics."""
-        return Response(gateway.metrics.text(), media_type=CONTENT_TYPE)
+        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
 
 
 def _add_programs(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
         """Run a program. It is killed if the client disconnects."""
-        return _json(execution_json(await gateway.run(request.call(), request.request_id)))
+        return _json(execution_json(await gateway.run(request.to_call(), request.request_id)))
 
     @app.post("/v1/execute_batch", response_model=BatchAnswer, tags=["programs"])
     async def execute_batch(request: BatchRequest) -> Response:
         """Run several programs, or none if the queue lacks room for all."""
         count = len(request.requests)
         if count > gateway.batch_limit:
-            raise ImpossibleCallError(f"a batch may contain at most {gateway.batch_limit} programs; got {count}")
+            raise InvalidCallError(f"a batch may contain at most {gateway.batch_limit} programs; got {count}")
         gateway.check_open()
         gateway.pool.check_room(count)
-        tasks = [asyncio.ensure_future(gateway.run(one.call(), one.request_id)) for one in request.requests]
+        tasks = [asyncio.ensure_future(gateway.run(one.to_call(), one.request_id)) for one in request.requests]
         try:
             executions = await asyncio.gather(*tasks)
         finally:
@@ -216,7 +216,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/sessions/{session}/execute", response_model=ExecutionAnswer, tags=["sessions"])
     async def execute_in_session(session: str, request: ProgramRequest) -> Response:
         """Run a program in a session. The programs of a session run one at a time."""
-        return _json(execution_json(await gateway.run(request.call(session), request.request_id)))
+        return _json(execution_json(await gateway.run(request.to_call(session), request.request_id)))
 
     @app.post(
         "/v1/sessions/{session}/fork", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"]
@@ -245,7 +245,7 @@ def _add_fusion(app: FastAPI, gateway: Gateway) -> None:
 
 
 def _json(value: object, status: int = HTTPStatus.OK) -> Response:
-    return Response(encode(value), status, media_type="application/json")
+    return Response(encode_json(value), status, media_type="application/json")
 
 
 _log = logging.getLogger(__name__)
@@ -359,7 +359,7 @@ async def serve_gateway(
 
     Raises StartError if the address is not available.
     """
-    token = settings.token or kept_token(settings.token_file)
+    token = settings.token or read_or_create_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
     gateway = Gateway(pool, batch_limit=settings.batch_limit)
     max_body = settings.max_body_mb << 20
@@ -390,7 +390,7 @@ def _listening(host: str, port: int) -> socket.socket:
         raise StartError(f"cannot listen at {host}:{port}: {error}") from error
 
 
-def kept_token(file: Path | None) -> str:
+def read_or_create_token(file: Path | None) -> str:
     """Return the token in ``file``, creating the file if needed. Without a file, return a new token and log it once.
 
     Raises StartError if the file cannot be used.

@@ -38,19 +38,19 @@ class Metrics:
         refused = "rejected calls by HTTP status"
         self._refused = Counter("agentrl_sandbox_refused", refused, ["status"], registry=registry)
 
-    def gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+    def add_gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
         """Add a gauge whose value is read at every scrape."""
         Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
 
-    def ran(self, execution: Execution, answer_seconds: float) -> None:
+    def record_execution(self, execution: Execution, answer_seconds: float) -> None:
         self._outcomes.labels(execution.outcome.value).inc()
         self._seconds.observe(execution.seconds)
         self._answer_seconds.observe(answer_seconds)
 
-    def refused(self, status: int) -> None:
+    def record_refusal(self, status: int) -> None:
         self._refused.labels(str(status)).inc()
 
-    def text(self) -> bytes:
+    def render(self) -> bytes:
         return generate_latest(self._registry)
 
 

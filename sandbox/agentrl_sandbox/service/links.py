@@ -30,8 +30,8 @@ from agentrl_sandbox.call import (
     Frame,
     FrameBuffer,
     FrameError,
-    fail_all,
-    pack,
+    fail_futures,
+    pack_frame,
     read_execution,
 )
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
@@ -79,7 +79,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class Hello(_Message):
+class HelloMessage(_Message):
     """A runner's first message: its capacity, isolation and limits."""
 
     op: Literal["hello"]
@@ -93,13 +93,13 @@ class Hello(_Message):
         return Isolation(layers=self.layers, mode=self.mode)
 
 
-class Leaving(_Message):
+class LeavingMessage(_Message):
     """The runner is stopping: it finishes running requests and accepts no new requests."""
 
     op: Literal["leaving"]
 
 
-class Ran(_Message):
+class ExecutionMessage(_Message):
     """Result of a program."""
 
     op: Literal["execution"]
@@ -131,7 +131,7 @@ class RefusedMessage(_Message):
 
 Answer = Execution | SessionMessage | RefusedMessage
 
-RunnerMessage = Hello | Leaving | Ran | SessionMessage | RefusedMessage
+RunnerMessage = HelloMessage | LeavingMessage | ExecutionMessage | SessionMessage | RefusedMessage
 _MESSAGE: TypeAdapter[RunnerMessage] = TypeAdapter(Annotated[RunnerMessage, Field(discriminator="op")])
 
 
@@ -149,7 +149,7 @@ def check_answers_fit(settings: SandboxSettings) -> None:
         )
 
 
-def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
+def hello_header(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
     """Return the header of a runner's first frame."""
     return {
         "op": "hello",
@@ -160,21 +160,21 @@ def hello(settings: SandboxSettings, isolation: Isolation) -> dict[str, object]:
     }
 
 
-def read(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
+def read_message(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
     """Parse a runner's message and its execution, or None. Raises FrameError if the message is invalid."""
     header, blobs = frame
     try:
         message = _MESSAGE.validate_python(header)
     except ValidationError as error:
         raise FrameError(f"an invalid message: {error.errors()[0]['msg']}") from error
-    if isinstance(message, Ran):
+    if isinstance(message, ExecutionMessage):
         return message, _execution(message, blobs)
     if blobs:
         raise FrameError("unexpected bytes after a header")
     return message, None
 
 
-def _execution(message: Ran, blobs: list[bytes]) -> Execution:
+def _execution(message: ExecutionMessage, blobs: list[bytes]) -> Execution:
     if len(blobs) != 2 + len(message.files) or len(set(message.files)) != len(message.files):
         raise FrameError("the size of an execution's payload does not match its header")
     if (message.exit_code is None) != (message.outcome is Outcome.INFRASTRUCTURE_FAILURE):
@@ -188,11 +188,11 @@ _HELLO_SECONDS = 10.0
 _GRACE_SECONDS = 60.0  # after a program's deadline; then the runner counts as hung
 
 
-class RunnerGoneError(ConnectionError):
+class RunnerLostError(ConnectionError):
     """The runner disconnected during a request."""
 
 
-class NotSentError(RunnerGoneError):
+class NotSentError(RunnerLostError):
     """The runner exited before the request was sent, so another runner may run it."""
 
 
@@ -205,7 +205,7 @@ class RunnerLink(asyncio.Protocol):
         self.gone = False
         self.leaving = False
         self.why_gone = "the runner is gone"
-        self.hello: asyncio.Future[Hello] = loop.create_future()
+        self.hello: asyncio.Future[HelloMessage] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._on_change = on_change
         self._frames = FrameBuffer[dict[str, object]](MAX_FRAME)
@@ -238,12 +238,12 @@ class RunnerLink(asyncio.Protocol):
     async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
         """Send a request and return its answer. Cancelling the call cancels the request at the runner.
 
-        Raises NotSentError, RunnerGoneError or FrameError.
+        Raises NotSentError, RunnerLostError or FrameError.
         """
         if self.gone or self._transport is None or self._transport.is_closing():
             raise NotSentError(self.why_gone)
         identifier = next(self._identifiers)
-        frame = pack({**header, "id": identifier}, *blobs)
+        frame = pack_frame({**header, "id": identifier}, *blobs)
         if len(frame) > MAX_FRAME:
             raise FrameError(f"a request of {len(frame)} bytes exceeds the limit of {MAX_FRAME}")
         loop = asyncio.get_running_loop()
@@ -257,7 +257,7 @@ class RunnerLink(asyncio.Protocol):
             return await future
         finally:
             if identifier in self._waiting and not self.gone:
-                self._transport.write(pack({"op": "cancel", "id": identifier}))
+                self._transport.write(pack_frame({"op": "cancel", "id": identifier}))
 
     def abort(self, why: str) -> None:
         if not self.gone:
@@ -282,22 +282,22 @@ class RunnerLink(asyncio.Protocol):
         self.gone = True
         for timer in self._timers.values():
             timer.cancel()
-        fail_all((self.hello, *self._waiting.values()), RunnerGoneError(self.why_gone))
+        fail_futures((self.hello, *self._waiting.values()), RunnerLostError(self.why_gone))
         self._waiting.clear()
         if not self.closed.done():
             self.closed.set_result(None)
         self._on_change(self)
 
     def _on_frame(self, frame: Frame[dict[str, object]]) -> None:
-        message, execution = read(frame)
-        if isinstance(message, Hello) != (not self.hello.done()):
+        message, execution = read_message(frame)
+        if isinstance(message, HelloMessage) != (not self.hello.done()):
             raise FrameError("hello must be sent exactly once, as the first message")
-        if isinstance(message, Hello):
+        if isinstance(message, HelloMessage):
             self.hello.set_result(message)
-        elif isinstance(message, Leaving):
+        elif isinstance(message, LeavingMessage):
             self.leaving = True
             self._disconnect_if_done()
-        elif isinstance(message, Ran) and execution is not None:
+        elif isinstance(message, ExecutionMessage) and execution is not None:
             self._answer(message.id, execution)
         elif isinstance(message, SessionMessage | RefusedMessage):
             self._answer(message.id, message)

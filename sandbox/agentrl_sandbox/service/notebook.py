@@ -41,11 +41,11 @@ def run_cell(number: int, source: str, seconds: float, namespace: dict[str, obje
         os.dup2(stdout.fileno(), 1)
         os.dup2(stderr.fileno(), 2)
         try:
-            result["display"] = execute(number, source, seconds, namespace)
+            result["display"] = execute_source(number, source, seconds, namespace)
         except BaseException as error:  # noqa: BLE001 - a cell may raise anything, and the next one still runs
-            result["error"] = [describe(error)]
+            result["error"] = [jupyter_error(error)]
         for stream, before in kept:
-            flush(sys.stdout if stream == 1 else sys.stderr)
+            flush_stream(sys.stdout if stream == 1 else sys.stderr)
             os.dup2(before, stream)
             os.close(before)
         for name, file in (("stdout", stdout), ("stderr", stderr)):
@@ -54,14 +54,14 @@ def run_cell(number: int, source: str, seconds: float, namespace: dict[str, obje
     return result
 
 
-def execute(number: int, source: str, seconds: float, namespace: dict[str, object]) -> list[dict[str, str]]:
+def execute_source(number: int, source: str, seconds: float, namespace: dict[str, object]) -> list[dict[str, str]]:
     """Run the statements, then the last expression. Returns the expression's value unless it is None."""
     name = f"<cell {number}>"
     tree = ast.parse(source, name)
     last = tree.body[-1] if tree.body else None
     if isinstance(last, ast.Expr):
         tree.body.pop()
-    signal.signal(signal.SIGALRM, stop_cell)
+    signal.signal(signal.SIGALRM, raise_cell_timeout)
     signal.setitimer(signal.ITIMER_REAL, seconds)
     try:
         exec(compile(tree, name, "exec"), namespace)
@@ -73,11 +73,11 @@ def execute(number: int, source: str, seconds: float, namespace: dict[str, objec
         signal.setitimer(signal.ITIMER_REAL, 0)
 
 
-def stop_cell(number: int, frame: object) -> None:
+def raise_cell_timeout(number: int, frame: object) -> None:
     raise CellTimeoutError("the cell took too long")
 
 
-def describe(error: BaseException) -> dict[str, object]:
+def jupyter_error(error: BaseException) -> dict[str, object]:
     """Describe an error in the format of a Jupyter kernel."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals is globals():
@@ -86,7 +86,7 @@ def describe(error: BaseException) -> dict[str, object]:
     return {"ename": type(error).__name__, "evalue": str(error), "traceback": [line.rstrip("\n") for line in lines]}
 
 
-def flush(stream: TextIO | None) -> None:
+def flush_stream(stream: TextIO | None) -> None:
     """Flush a stream that a cell may have closed."""
     if stream is not None and not stream.closed:
         stream.flush()

@@ -11,14 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from agentrl_sandbox.bookkeeping import Once, SessionBook
-from agentrl_sandbox.call import Call, CallSandbox, FrameError, ImpossibleCallError
+from agentrl_sandbox.bookkeeping import SessionRegistry, SharedRuns
+from agentrl_sandbox.call import Call, CallSandbox, FrameError, InvalidCallError
 from agentrl_sandbox.service.links import (
     REFUSALS,
     NotSentError,
     RefusedMessage,
-    RunnerGoneError,
     RunnerLink,
+    RunnerLostError,
     RunnerRegistry,
     SessionMessage,
 )
@@ -39,7 +39,7 @@ from agentrl_sandbox.types import (
 Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the required runner, if any
 
 
-class Queue:
+class RunnerQueue:
     """FIFO queue of calls that wait for a runner. ``links`` returns the connected runners."""
 
     def __init__(self, links: Callable[[], Iterable[RunnerLink]], *, limit: int, seconds: float) -> None:
@@ -71,7 +71,7 @@ class Queue:
         waiter = future, only
         self._waiters.append(waiter)
         self._length += 1
-        self.serve()
+        self.assign_waiting_calls()
         promised: RunnerLink | None = None
         try:
             async with asyncio.timeout(self._seconds):
@@ -82,12 +82,12 @@ class Queue:
         finally:
             self._length -= 1
             if future.cancelled():
-                with contextlib.suppress(ValueError):  # `serve` may have removed it
+                with contextlib.suppress(ValueError):  # `assign_waiting_calls` may have removed it
                     self._waiters.remove(waiter)
             elif future.exception() is None:
                 self._release(future.result())
                 if promised is None:  # cancelled after a runner was assigned
-                    self.serve()
+                    self.assign_waiting_calls()
 
     def close(self) -> None:
         """Fail all waiting calls with ClosedError."""
@@ -96,7 +96,7 @@ class Queue:
                 future.set_exception(ClosedError("the sandbox was closed"))
         self._waiters.clear()
 
-    def serve(self) -> None:
+    def assign_waiting_calls(self) -> None:
         """Assign free capacity to the longest-waiting calls. Must be called whenever capacity may have increased."""
         passed: deque[Waiter] = deque()
         while self._waiters:
@@ -136,7 +136,7 @@ class PoolSessions:
     def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
         self._links = links
         self._background: set[asyncio.Task[object]] = set()
-        self.book = SessionBook[RunnerLink, str]()
+        self.book = SessionRegistry[RunnerLink, str]()
 
     async def close(self) -> None:
         """Stop background work. Sessions end with the connections to their runners."""
@@ -145,12 +145,12 @@ class PoolSessions:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def make(self, like: str | None = None) -> str:
-        """Open a session, or fork the session ``like``. If the caller is cancelled, the new session is closed.
+    async def open_or_fork(self, parent: str | None = None) -> str:
+        """Open a session, or fork the session ``parent``. If the caller is cancelled, the new session is closed.
 
         Raises SessionLimitError, SessionForkError, UnknownSessionError or BusyError.
         """
-        task = self._in_background(self._open() if like is None else self._fork(like))
+        task = self._in_background(self._open() if parent is None else self._fork(parent))
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -162,13 +162,13 @@ class PoolSessions:
         if self.book.has_ended(session):
             return
         found = self.book.find(session)
-        self.book.end(session, "it was closed")
+        self.book.record_end(session, "it was closed")
         with contextlib.suppress(NotSentError):  # the session ended with its runner
-            await asyncio.shield(self._in_background(_request(found.home, "close_session", found.number)))
+            await asyncio.shield(self._in_background(_request(found.owner, "close_session", found.identifier)))
 
     async def _open(self) -> str:
         """Open a session at the runner with capacity that has the fewest sessions."""
-        here = Counter(map(id, self.book.homes()))
+        here = Counter(map(id, self.book.owners()))
         links = sorted((link for link in self._links() if not link.leaving), key=lambda link: here[id(link)])
         full: SessionLimitError | None = None
         for link in links:
@@ -181,11 +181,11 @@ class PoolSessions:
         raise full or BusyError("no runner is connected")
 
     async def _fork(self, session: str) -> str:
-        async with self.book.turn(session) as found:
+        async with self.book.exclusive_use(session) as found:
             try:
-                return self.book.add(found.home, await _request(found.home, "fork_session", found.number))
+                return self.book.add(found.owner, await _request(found.owner, "fork_session", found.identifier))
             except (NotSentError, UnknownSessionError) as error:
-                raise self.book.gone(session, str(error)) from error
+                raise self.book.end_with_error(session, str(error)) from error
 
     def _end_unwanted(self, task: asyncio.Task[str]) -> None:
         if not task.cancelled() and task.exception() is None:
@@ -209,7 +209,7 @@ async def _request(link: RunnerLink, operation: str, name: str | None = None) ->
         answer = await link.request(header, [], timeout=_WORK_SECONDS)
     except NotSentError:
         raise
-    except RunnerGoneError as error:
+    except RunnerLostError as error:
         raise BusyError(f"the runner was lost during a session request: {error}") from error
     if isinstance(answer, SessionMessage):
         return answer.session
@@ -228,9 +228,9 @@ class RunnerPool(CallSandbox):
 
     def __init__(self, directory: Path, *, queue_limit: int, queue_seconds: float) -> None:
         self.registry = RunnerRegistry(directory, self._on_change)
-        self.queue = Queue(self.registry.links.values, limit=queue_limit, seconds=queue_seconds)
+        self.queue = RunnerQueue(self.registry.links.values, limit=queue_limit, seconds=queue_seconds)
         self.sessions = PoolSessions(self.registry.links.values)
-        self._once = Once()
+        self._once = SharedRuns()
         self._closed = False
 
     def open(self) -> None:
@@ -254,7 +254,7 @@ class RunnerPool(CallSandbox):
         """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.
 
         Equal calls with the same ``request_id`` share a run. Raises BusyError, UnknownSessionError, ClosedError or
-        ImpossibleCallError.
+        InvalidCallError.
         """
         if self._closed:
             raise ClosedError("the sandbox was closed")
@@ -264,11 +264,11 @@ class RunnerPool(CallSandbox):
 
     async def open_session(self) -> str:
         """Open a session; see ``Sandbox``. Also raises BusyError."""
-        return await self.sessions.make()
+        return await self.sessions.open_or_fork()
 
     async def fork_session(self, session: str) -> str:
         """Fork a session at the same runner; see ``Sandbox``. Also raises BusyError."""
-        return await self.sessions.make(like=session)
+        return await self.sessions.open_or_fork(parent=session)
 
     async def close_session(self, session: str) -> None:
         """Close a session; see ``Sandbox``. Also raises BusyError."""
@@ -285,21 +285,21 @@ class RunnerPool(CallSandbox):
                 continue
 
     async def _run_in_session(self, call: Call, session: str) -> Execution:
-        async with self.sessions.book.turn(session) as found:
-            link = await self.queue.acquire(only=found.home)
+        async with self.sessions.book.exclusive_use(session) as found:
+            link = await self.queue.acquire(only=found.owner)
             try:
-                return await _run_at(link, replace(call, session=found.number))
+                return await _run_at(link, replace(call, session=found.identifier))
             except (NotSentError, UnknownSessionError) as error:
-                raise self.sessions.book.gone(session, str(error)) from error
+                raise self.sessions.book.end_with_error(session, str(error)) from error
 
     def _on_change(self, link: RunnerLink) -> None:
         if link.gone:
-            self.sessions.book.end_at(link, link.why_gone)
-        self.queue.serve()
+            self.sessions.book.record_end_at_owner(link, link.why_gone)
+        self.queue.assign_waiting_calls()
 
 
 async def _run_at(link: RunnerLink, call: Call) -> Execution:
-    """Run a program at a runner. Raises NotSentError, UnknownSessionError or ImpossibleCallError."""
+    """Run a program at a runner. Raises NotSentError, UnknownSessionError or InvalidCallError."""
     started = time.monotonic()
     header, blobs = call.frame()
     timeout = call.timeout or link.hello.result().limits.get("timeout", 3600.0)
@@ -307,14 +307,14 @@ async def _run_at(link: RunnerLink, call: Call) -> Execution:
         answer = await link.request({"op": "execute", **header}, blobs, timeout=timeout)
     except NotSentError:
         raise
-    except RunnerGoneError as error:
+    except RunnerLostError as error:
         return failed_execution(str(error), started)
     except FrameError as error:
-        raise ImpossibleCallError(str(error)) from error
+        raise InvalidCallError(str(error)) from error
     if isinstance(answer, Execution):
         return answer
     if isinstance(answer, RefusedMessage) and answer.kind == "bad_call":
-        raise ImpossibleCallError(answer.why)
+        raise InvalidCallError(answer.why)
     if isinstance(answer, RefusedMessage) and answer.kind == "unknown_session":
         raise UnknownSessionError(answer.why)
     return failed_execution(

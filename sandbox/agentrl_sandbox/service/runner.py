@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from agentrl_sandbox.call import Call, CallSandbox, Frame, FrameBuffer, FrameError, execution_frame, pack
+from agentrl_sandbox.call import Call, CallSandbox, Frame, FrameBuffer, FrameError, execution_frame, pack_frame
 from agentrl_sandbox.local import open_local
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.service import links
@@ -47,9 +47,9 @@ async def serve_runner(
         loop.add_signal_handler(number, stop.set)
     sandbox = await open_local(settings)
     try:
-        service = RunnerService(sandbox, links.hello(settings, sandbox.isolation))
-        with listening(sockets, name) as listener:
-            server = await loop.create_unix_server(service.connection, sock=listener)
+        service = RunnerService(sandbox, links.hello_header(settings, sandbox.isolation))
+        with listening_socket(sockets, name) as listener:
+            server = await loop.create_unix_server(service.new_connection, sock=listener)
             _log.info("runner %s is ready: %s", name, sandbox.isolation.describe())
             unused = asyncio.create_task(service.wait_without_gateways(linger))
             await asyncio.wait((asyncio.create_task(stop.wait()), unused), return_when=asyncio.FIRST_COMPLETED)
@@ -60,7 +60,7 @@ async def serve_runner(
 
 
 @contextmanager
-def listening(directory: Path, name: str) -> Iterator[socket.socket]:
+def listening_socket(directory: Path, name: str) -> Iterator[socket.socket]:
     """Listen on a socket ``NAME.sock`` that only the directory's owner can reach. The file is removed afterwards.
 
     The file appears when connections are accepted. The directory of another user, such as a directory mounted into a
@@ -123,7 +123,7 @@ class RunnerService:
         self.changed = asyncio.Event()
         self.leaving = False
 
-    def connection(self) -> GatewayConnection:
+    def new_connection(self) -> GatewayConnection:
         return GatewayConnection(self)
 
     async def wait_without_gateways(self, seconds: float | None) -> None:
@@ -208,7 +208,7 @@ class GatewayConnection(asyncio.Protocol):
     def send(self, header: Mapping[str, object], *blobs: bytes) -> None:
         """Write one frame, unless the gateway has disconnected."""
         if self._transport is not None and not self._transport.is_closing():
-            self._transport.write(pack(header, *blobs))
+            self._transport.write(pack_frame(header, *blobs))
 
     def close(self) -> None:
         if self._transport is not None:

@@ -20,14 +20,14 @@ from scipy import stats
 from agentrl.cli import check_training
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
-from agentrl.lab.study.report import _reward_points, markdown, study_figure
+from agentrl.lab.study.report import _reward_points, study_figure, study_markdown
 from agentrl.lab.study.runs import StudyRun, split_cores, study_runs, train_command
 from agentrl.lab.study.settings import StudySettings, parse_study
 from agentrl.lab.study.statistics import (
     HeldOutScore,
     RunCurve,
     StudyRecord,
-    holm,
+    holm_adjusted,
     interquartile_mean,
     mean_over_seeds,
     paired_differences,
@@ -245,7 +245,7 @@ def test_a_step_without_data_is_no_reward_of_zero(tmp_path: Path, fake_train: Pa
 
 def test_what_it_cost_is_asked_of_runs_that_ended():
     runs = (curve("a", 0, 0.2, 0.9), curve("a", 1, status="waiting"), curve("a", 2, status="failed"))
-    text = markdown(StudyRecord(agentrl="1", study=study(variants={"a": {}}, target=0.8), runs=runs))
+    text = study_markdown(StudyRecord(agentrl="1", study=study(variants={"a": {}}, target=0.8), runs=runs))
     assert "| a | 1 of 1 | 1,000 | 80 |" in text
     assert "| 0 of 1 | 1 |" in text.split("## Cost")[0]  # collapsed, failed
 
@@ -333,9 +333,9 @@ def test_scores_areas_costs_and_collapses():
     assert run.cost_to_reach(0.5, run.model_tokens) == 1000
     assert run.cost_to_reach(0.9, run.trajectories) == 160
     assert run.cost_to_reach(1.1, run.model_tokens) is None
-    assert not run.collapsed(0.5)
-    assert curve("a", 0, 0.2, 0.9, 0.3).collapsed(0.5)
-    assert not curve("a", 0, status="failed").collapsed(0.5)  # why it failed is not known
+    assert not run.has_collapsed(0.5)
+    assert curve("a", 0, 0.2, 0.9, 0.3).has_collapsed(0.5)
+    assert not curve("a", 0, status="failed").has_collapsed(0.5)  # why it failed is not known
     assert curve("a", 0, 0.2, 0.4, status="interrupted").final is None
 
 
@@ -345,7 +345,7 @@ def test_differences_are_paired_by_seed():
     expected = stats.ttest_rel([0.2, 0.7, 1.2], [0.1, 0.5, 0.9]).confidence_interval()
     assert (found.variant, found.difference.seeds) == ("other", 3)
     assert (found.difference.low, found.difference.high) == pytest.approx((expected.low, expected.high))
-    assert found.p == 0.25  # all three of one sign: two of eight patterns
+    assert found.p_value == 0.25  # all three of one sign: two of eight patterns
     assert found.adjusted_p == 0.25
 
 
@@ -357,9 +357,9 @@ def test_sign_flips_of_many_seeds_and_of_none():
 
 def test_holm_never_reverses_an_order():
     raw = {"a": 0.2, "b": 0.01, "c": 0.02}
-    assert holm(raw) == {"b": 0.03, "c": 0.04, "a": 0.2}
-    assert holm({"a": 0.03, "b": 0.028, "c": 0.04}) == pytest.approx({"b": 0.084, "a": 0.084, "c": 0.084})
-    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+    assert holm_adjusted(raw) == {"b": 0.03, "c": 0.04, "a": 0.2}
+    assert holm_adjusted({"a": 0.03, "b": 0.028, "c": 0.04}) == pytest.approx({"b": 0.084, "a": 0.084, "c": 0.084})
+    assert holm_adjusted({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 20])
@@ -387,7 +387,7 @@ def test_a_single_seed_has_no_interval():
 
 def test_a_report_without_any_finished_run_says_so():
     record = StudyRecord(agentrl="1", study=study(grid=GRID), runs=(curve("grpo group_size=4", 0, status="waiting"),))
-    text = markdown(record)
+    text = study_markdown(record)
     assert "0 of 1 runs finished" in text
     assert "No variant has two finished seeds in common with the baseline." in text
     assert "| grpo group_size=4 | 0 | waiting |  |" in text

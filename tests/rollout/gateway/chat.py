@@ -81,7 +81,7 @@ def body(messages: Sequence[dict[str, Any]], **more: Any) -> bytes:
 
 
 def request(messages: Sequence[dict[str, Any]], **more: Any) -> AgentRequest:
-    return read_dialect(ChatCompletions, body(messages, **more), model="policy").request(lambda id: ())
+    return read_dialect(ChatCompletions, body(messages, **more), model="policy").to_agent_request(lambda id: ())
 
 
 async def say(one: AgentRollout, messages: Sequence[dict[str, Any]], **more: Any) -> Any:

@@ -10,7 +10,7 @@ from rollout.played import GRADER, PROBLEM, START, Played, PrintingSandbox, play
 from rollout.templates import QWEN, THINKING
 
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.gateway.environment import DeployedHistory
+from agentrl.rollout.gateway.environment import RerenderedEnvironment
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.trajectory import Trajectory
 from agentrl_envs.simpletir import SimpleTIREnvironment
@@ -34,7 +34,7 @@ async def rows(
     )
     if history == "template":
         renderer = ChatRenderer(played.tokenizer, played.codec)
-        environment = DeployedHistory(environment, renderer, [PYTHON_SCHEMA.as_function()])
+        environment = RerenderedEnvironment(environment, renderer, [PYTHON_SCHEMA.as_openai_function()])
     return await play_rows(environment, played.codec, turns, **limits)
 
 

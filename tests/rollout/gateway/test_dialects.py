@@ -184,7 +184,7 @@ def test_items_of_one_reply_are_one_message() -> None:
         {"role": "assistant", "content": "d"},
         {"role": "assistant", "content": "e"},
     ]
-    asked = server.Responses.model_validate({"model": "policy", "input": items}).request(lambda id: ())
+    asked = server.Responses.model_validate({"model": "policy", "input": items}).to_agent_request(lambda id: ())
     assert [(one.role, one.content, one.reasoning) for one in asked.messages] == [
         ("user", "a", None),
         ("assistant", "b", "so"),
@@ -192,7 +192,7 @@ def test_items_of_one_reply_are_one_message() -> None:
         ("assistant", "d", None),
         ("assistant", "e", None),
     ]
-    assert [(call.name, call.parsed) for call in asked.messages[1].calls] == [
+    assert [(call.name, call.parsed_arguments) for call in asked.messages[1].calls] == [
         ("add", {}),
         ("patch", {"input": "+x"}),
         ("math__sub", {}),

@@ -27,14 +27,14 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.gateway import programs
-from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
+from agentrl.rollout.gateway.environment import AgentEnvironment, program_for_environment
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.adapters import verifiers_worker
-from agentrl_envs.chat import Mark, MarkedText
+from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import Environment
 from agentrl_envs.registry import PluginError
 from agentrl_envs.rewards import Conversation, Rewards
@@ -65,7 +65,7 @@ async def play(
 ) -> tuple[list[Group], dict[str, float], Driver]:
     tokenizer, codec = chat_codec()
     settings = AgentGatewaySettings(**{"agent_rewards": True} | gateway)
-    program = load_program(env, options or {}, settings)
+    program = program_for_environment(env, options or {}, settings)
     environment = AgentEnvironment(program, settings, ChatRenderer(tokenizer, codec))
     await environment.open()
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=rollout, seed=7, rewards=rewards)
@@ -88,10 +88,10 @@ def test_without_a_template_messages_stand_one_below_the_other_as_in_a_cold_star
     said = [("system", "Be brief."), ("user", "2 + 3?"), ("assistant", "5"), ("user", "Sure?")]
     messages = tuple(AgentMessage(role=role, content=content) for role, content in said)
     layout = plain.layout(messages, AgentRequest(messages=messages), sampled=[2])
-    assert layout.filled([content for _, content in said]) == "Be brief.\n2 + 3?\n5\nSure?\n"
+    assert layout.fill([content for _, content in said]) == "Be brief.\n2 + 3?\n5\nSure?\n"
     tool = {"type": "function", "function": {"name": "look"}}
     listed = plain.layout(messages[1:2], AgentRequest(messages=messages[1:2], tools=(tool,)))
-    *lines, last = listed.filled(["2 + 3?"]).split("\n")
+    *lines, last = listed.fill(["2 + 3?"]).split("\n")
     assert (len(lines), lines[-1], last) == (2, "2 + 3?", "")
 
 
@@ -121,7 +121,7 @@ async def test_a_line_that_holds_the_event_loop_of_the_agents_is_named(
             agents.NOTICED.set()
 
     handler = Noticed()
-    monkeypatch.setattr(programs, "BLOCKED_SECONDS", 0.01)
+    monkeypatch.setattr(programs, "BLOCKED_LOOP_SECONDS", 0.01)
     programs.logger.addHandler(handler)
     try:
         (group,), _, _ = await play(f"{AGENTS}:rude", saying("x", "no"), samples=2)
@@ -230,11 +230,11 @@ async def test_an_agent_that_fails_is_no_data(agent: str, said: str) -> None:
 async def test_an_agent_that_crashes_in_every_rollout_ends_the_run_with_its_traceback() -> None:
     groups, _, driver = await play(f"{AGENTS}:crashing", saying("x"), samples=2, problems=2)
     with pytest.raises(SettingsError, match="step 1: every rollout failed with the same error") as raised:
-        driver.check_crashes(groups, "step 1")
+        driver.raise_if_all_crashed(groups, "step 1")
     assert "agents.py" in str(raised.value)
     assert str(raised.value).endswith("KeyError: 'no such tool'")
     groups, _, driver = await play(f"{AGENTS}:silent", saying("x"))
-    driver.check_crashes(groups, "step 1")
+    driver.raise_if_all_crashed(groups, "step 1")
 
 
 async def test_a_prompt_without_room_for_a_reply_is_no_data_and_says_so() -> None:
@@ -306,7 +306,7 @@ async def test_a_worker_of_verifiers_asks_again_where_the_gateway_does_not_answe
         serving = contextlib.nullcontext
 
     with pytest.raises(ExceptionGroup) as raised:
-        await Asking(Tasks(), "http://127.0.0.1", 1).work()  # type: ignore[arg-type]
+        await Asking(Tasks(), "http://127.0.0.1", 1).play_rollouts()  # type: ignore[arg-type]
     assert raised.group_contains(ConnectionRefusedError)
     assert answers == []
 
@@ -334,7 +334,7 @@ async def test_a_policy_that_uses_up_its_turns_is_truncated_and_not_a_failure() 
 )
 def test_an_agent_that_is_none_is_one_message(env: str, message: str) -> None:
     with pytest.raises(PluginError) as raised:
-        load_program(env, {}, AgentGatewaySettings())
+        program_for_environment(env, {}, AgentGatewaySettings())
     assert message in str(raised.value)
 
 
@@ -354,14 +354,14 @@ class ChatEpisode:
         return False
 
     async def start(self) -> str:
-        return MarkedText(Mark("<|im_start|>user\n"), self._problem.statement, Mark(REPLY))
+        return MarkedText(TemplateMark("<|im_start|>user\n"), self._problem.statement, TemplateMark(REPLY))
 
     async def step(self, action: str) -> Step:
         self._turns += 1
         if self._turns == 3:
             return Step(observation="", reward=0.5, ended=Ended.ANSWERED)
-        end = Mark("<|im_end|>", ends_turn=True)
-        observation = MarkedText(end, Mark("\n<|im_start|>user\n"), MORE[self._turns - 1], Mark(REPLY))
+        end = TemplateMark("<|im_end|>", ends_turn=True)
+        observation = MarkedText(end, TemplateMark("\n<|im_start|>user\n"), MORE[self._turns - 1], TemplateMark(REPLY))
         return Step(observation=observation, reward=0.0, ended=None)
 
     async def fork(self) -> ChatEpisode:

@@ -11,7 +11,7 @@ from rollout.gateway.chat import chat_codec
 from rollout.gateway.test_environment import saying
 
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.gateway.environment import AgentEnvironment, load_program
+from agentrl.rollout.gateway.environment import AgentEnvironment, program_for_environment
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
@@ -48,7 +48,7 @@ async def play(command: str, engine: Any, *, samples: int) -> Group:
     tokenizer, codec = chat_codec()
     settings = AgentGatewaySettings()
     options = {"build_args": {"BASE_IMAGE": BASE_IMAGE}, "helper_image": BASE_IMAGE, "agent_files": str(EXAMPLE)}
-    program = load_program(f"harbor:{EXAMPLE}/tasks:{command}", options, settings)
+    program = program_for_environment(f"harbor:{EXAMPLE}/tasks:{command}", options, settings)
     environment = AgentEnvironment(program, settings, ChatRenderer(tokenizer, codec))
     await environment.open()
     info = {"task": str(EXAMPLE / "tasks" / "write-word")}

@@ -292,7 +292,7 @@ async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
         assert (await post(waiting, b"soon", gateway.key))[0] == 400
         assert (await post(waiting, b"", gateway.key))[0] == 204
         asking = asyncio.create_task(post(waiting, b'{"wait": 50}', gateway.key))
-        offered = asyncio.create_task(gateway.taken(access))
+        offered = asyncio.create_task(gateway.wait_until_taken(access))
         status, told = await asking
         await offered
         assert (status, told["base_url"], told["api_key"], told["model"]) == (
@@ -309,7 +309,7 @@ async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
         assert (await post(f"{place}/reward", b'{"reward": 1}', gateway.key))[0] == 200
         assert (await post(f"{place}/finish", b"[]", gateway.key))[0] == 400
         assert (await post(f"{place}/finish", b'{"error": "no tool"}', gateway.key))[0] == 200
-        await gateway.finished(access)
+        await gateway.wait_until_finished(access)
     assert (one.reward, one.given_up) == (1.0, "the agent failed: no tool")
 
 

@@ -7,7 +7,7 @@ import msgspec
 from agentrl.cluster.processes import free_port
 from agentrl.rollout.engines.base import Completion, EngineFacts, EnginePlugin, ServerSettings
 from agentrl.rollout.engines.processes import ServerPlan
-from agentrl.rollout.engines.replica import Identity, Replica
+from agentrl.rollout.engines.replica import Replica, ServerIdentity
 from agentrl.rollout.engines.servers import ManagedServers
 
 
@@ -19,7 +19,7 @@ class ToyReplica(Replica):
         if about["vocabulary"] != needs.vocabulary:
             raise self.unusable_error(f"its model has {about['vocabulary']} tokens, the policy has {needs.vocabulary}")
         self.has_checksums = True
-        return Identity(release="1.0", version=about["version"])
+        return ServerIdentity(release="1.0", version=about["version"])
 
     async def generate(self, request):
         if request.sampling.top_p < 1:

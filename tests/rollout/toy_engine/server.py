@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from agentrl.weights.verify import checksums, with_tied_head
+from agentrl.weights.verify import add_tied_head, checksums
 
 path, host, port = sys.argv[1:]
 model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
@@ -41,7 +41,7 @@ def score(token_ids):
 
 
 def sums():
-    return {name: (one.values, one.total) for name, one in with_tied_head(checksums(model.named_parameters())).items()}
+    return {name: (one.values, one.total) for name, one in add_tied_head(checksums(model.named_parameters())).items()}
 
 
 def load(directory):

@@ -20,7 +20,7 @@ from agentrl_sandbox.service import links
 from agentrl_sandbox.service.gateway import DrainingServer, Gateway, build_app, server_config
 from agentrl_sandbox.service.guard import Guard
 from agentrl_sandbox.service.pool import RunnerPool
-from agentrl_sandbox.service.runner import RunnerService, listening
+from agentrl_sandbox.service.runner import RunnerService, listening_socket
 from agentrl_sandbox.types import PROPERTIES
 
 TOKEN = "the-token"
@@ -97,14 +97,14 @@ class RunningRunner:
 
     def __init__(self, directory: Path, name: str, workers: int) -> None:
         self.sandbox = SteeredSandbox()
-        self.hello = links.hello(SandboxSettings(workers=workers), HELD)
+        self.hello = links.hello_header(SandboxSettings(workers=workers), HELD)
         self.service = RunnerService(self.sandbox, self.hello)
         self._directory, self._name = directory, name
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
-        listener = self._stack.enter_context(listening(self._directory, self._name))
-        server = await asyncio.get_running_loop().create_unix_server(self.service.connection, sock=listener)
+        listener = self._stack.enter_context(listening_socket(self._directory, self._name))
+        server = await asyncio.get_running_loop().create_unix_server(self.service.new_connection, sock=listener)
         self._stack.callback(server.close)
 
     async def kill(self) -> None:

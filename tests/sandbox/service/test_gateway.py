@@ -7,7 +7,7 @@ import base64
 
 import pytest
 
-from agentrl_sandbox.bookkeeping import Once
+from agentrl_sandbox.bookkeeping import SharedRuns
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.client import ClosedError, Execution, Outcome
 from agentrl_sandbox.service.links import NotSentError, RunnerLink
@@ -304,7 +304,7 @@ async def test_the_interface_describes_itself(gateway):
 
 
 async def test_what_finished_is_forgotten_by_size():
-    once, runs = Once(remembered_bytes=5000), []
+    once, runs = SharedRuns(remembered_bytes=5000), []
 
     async def run(key):
         runs.append(key)

@@ -8,7 +8,7 @@ import stat
 
 import pytest
 
-from agentrl_sandbox.service.gateway import kept_token
+from agentrl_sandbox.service.gateway import read_or_create_token
 from agentrl_sandbox.settings import GatewaySettings, SandboxSettings, ServiceSettingsError, read_settings
 
 JSON = {"Content-Type": "application/json"}
@@ -192,14 +192,14 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(gat
 
 def test_a_made_token_is_kept_for_its_owner_alone(tmp_path):
     file = tmp_path / "token"
-    token = kept_token(file)
+    token = read_or_create_token(file)
     assert len(token) >= 32
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert kept_token(file) == token
+    assert read_or_create_token(file) == token
 
 
 def test_without_a_file_every_start_has_another_token():
-    assert kept_token(None) != kept_token(None)
+    assert read_or_create_token(None) != read_or_create_token(None)
 
 
 def test_it_binds_to_this_machine_unless_told():

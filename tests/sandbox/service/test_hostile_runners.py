@@ -12,14 +12,14 @@ from typing import Any
 
 import pytest
 
-from agentrl_sandbox.call import FrameBuffer, FrameError, pack
+from agentrl_sandbox.call import FrameBuffer, FrameError, pack_frame
 from agentrl_sandbox.client import SandboxSettings
 from agentrl_sandbox.service import links
 from agentrl_sandbox.types import PROPERTIES, Isolation
 
 pytestmark = pytest.mark.slow
 
-HELLO = links.hello(SandboxSettings(workers=4), Isolation(layers=dict.fromkeys(PROPERTIES, "x"), mode="root"))
+HELLO = links.hello_header(SandboxSettings(workers=4), Isolation(layers=dict.fromkeys(PROPERTIES, "x"), mode="root"))
 DONE = {"op": "execution", "outcome": "ok", "exit_code": 0, "seconds": 0.1, "truncated": False, "files": []}
 DONE |= {"session_ended": False}
 
@@ -36,7 +36,7 @@ async def scripted_runner(path: Path, reply: Reply, hello: bytes | None = None) 
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         serving.add(asyncio.current_task())
         connections.append(1)
-        writer.write(pack(HELLO) if hello is None else hello)
+        writer.write(pack_frame(HELLO) if hello is None else hello)
         frames = FrameBuffer()
         try:
             while data := await reader.read(65536):
@@ -56,7 +56,7 @@ async def scripted_runner(path: Path, reply: Reply, hello: bytes | None = None) 
 
 
 def answer(**changes: object) -> Callable[[dict[str, Any]], bytes]:
-    return lambda request: pack({**DONE, "id": request["id"], **changes}, b"out", b"err")
+    return lambda request: pack_frame({**DONE, "id": request["id"], **changes}, b"out", b"err")
 
 
 def raw(header: bytes, body: bytes = b"") -> Callable[[dict[str, Any]], bytes]:
@@ -82,7 +82,7 @@ BREACHES: dict[str, Callable[[dict[str, Any]], bytes]] = {
     "files without contents": answer(files=["a"]),
     "an answer that nobody asked for": lambda request: answer()({"id": request["id"] + 7}),
     "two answers": lambda request: answer()(request) * 2,
-    "a second hello": lambda request: pack(HELLO),
+    "a second hello": lambda request: pack_frame(HELLO),
 }
 
 
@@ -106,11 +106,11 @@ async def test_who_breaks_the_protocol_is_dropped_and_others_serve(
 @pytest.mark.parametrize(
     "hello",
     [
-        pack({**HELLO, "workers": 0}),
-        pack({**HELLO, "workers": 10**9}),
-        pack({**HELLO, "layers": "all"}),
-        pack({**HELLO, "limits": {"timeout": "1"}}),
-        pack({"op": "leaving"}),
+        pack_frame({**HELLO, "workers": 0}),
+        pack_frame({**HELLO, "workers": 10**9}),
+        pack_frame({**HELLO, "layers": "all"}),
+        pack_frame({**HELLO, "limits": {"timeout": "1"}}),
+        pack_frame({"op": "leaving"}),
         b"SSH-2.0-OpenSSH\r\n" * 10,
     ],
 )
@@ -161,7 +161,7 @@ async def test_a_socket_left_behind_is_passed_over_and_can_be_taken_again(socket
 
 async def test_output_that_is_no_text_is_replaced(sockets, running_gateway):
     async def reply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        writer.write(pack({**DONE, "id": request["id"]}, b"\xff\xfe", b"\x00"))
+        writer.write(pack_frame({**DONE, "id": request["id"]}, b"\xff\xfe", b"\x00"))
 
     async with scripted_runner(sockets / "odd.sock", reply), running_gateway(sockets) as gateway:
         ran = (await gateway.run("p")).json()
@@ -170,4 +170,4 @@ async def test_output_that_is_no_text_is_replaced(sockets, running_gateway):
 
 def test_frames_are_bounded_by_the_reader():
     with pytest.raises(FrameError):
-        FrameBuffer(10).feed(pack({"id": 1}, b"x" * 10))
+        FrameBuffer(10).feed(pack_frame({"id": 1}, b"x" * 10))

@@ -18,7 +18,7 @@ from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import EngineRequest
 from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.replica import Replica, ServerNeeds
+from agentrl.rollout.engines.replica import Replica, ServerRequirements
 from agentrl.rollout.engines.served_weights import ServedAdapters, ServedWeights
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.servers import ManagedServers
@@ -27,7 +27,7 @@ from agentrl.rollout.engines.vllm.plan import (
     adapter_rank,
     adapters_in_use,
     listed_tokens,
-    policy_servers,
+    plan_policy_servers,
     policy_with_untied_head,
 )
 from agentrl.rollout.engines.vllm.plugin import VLLMSettings
@@ -39,7 +39,7 @@ from agentrl.weights.sources import TransferTarget
 
 def vllm_engine(
     servers: Sequence[ServerProcess | str],
-    needs: ServerNeeds,
+    needs: ServerRequirements,
     rollout: RolloutSettings,
     *,
     label: bool = True,
@@ -91,7 +91,7 @@ class ManagedVLLM(ManagedServers):
         start = request.folder / ".weights" / "start"
         # Weights that never change can stay tied, even on a CPU.
         copied = request.trained and not self._rank
-        return policy_servers(
+        return plan_policy_servers(
             request.rollout,
             request.policy,
             request.policy_path,
@@ -103,9 +103,9 @@ class ManagedVLLM(ManagedServers):
             routes=request.routes,
         )
 
-    def way(self) -> TransferTarget:
+    def transfer_method(self) -> TransferTarget:
         return TransferTarget(
-            opener="" if self._backend == "file" else "agentrl.weights.native:open_native",
+            opener="" if self._backend == "file" else "agentrl.weights.native:open_native_transfer",
             backend=self._backend,
             form=self._form,
             older_versions=max(1, adapters_in_use(self.request.rollout) if self._rank else 0),
@@ -148,7 +148,7 @@ def serve_policy(
     """
     model = str(policy.path)
     with tempfile.TemporaryDirectory(prefix="agentrl-policy-") as folder:
-        (plan,) = policy_servers(
+        (plan,) = plan_policy_servers(
             rollout,
             policy,
             model,
@@ -172,7 +172,9 @@ async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report:
     server = ServerProcess(plan, folder)
     engine = vllm_engine(
         [server],
-        ServerNeeds.of(plan.tokenizer, TextCodec(read_tokenizer(plan.tokenizer)), max_tokens=plan.max_tokens),
+        ServerRequirements.from_policy(
+            plan.tokenizer, TextCodec(read_tokenizer(plan.tokenizer)), max_tokens=plan.max_tokens
+        ),
         rollout,
         label=False,
     )
@@ -185,7 +187,7 @@ async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report:
             report(f"serving {plan.tokenizer} at {plan.address}")
             while not stopping.done():
                 await asyncio.wait({stopping}, timeout=1.0)
-                if server.ended and not stopping.done():
+                if server.has_exited and not stopping.done():
                     raise WorldError(f"the vLLM server has exited; end of its log:\n{server.log_excerpt()}")
     finally:
         for task in (opening, stopping):

@@ -139,7 +139,7 @@ def adapter_rank(rollout: RolloutSettings, policy: ModelSettings) -> int:
     return policy.lora.rank if rollout.vllm.lora == "adapter" else 0
 
 
-def policy_servers(
+def plan_policy_servers(
     rollout: RolloutSettings,
     policy: ModelSettings,
     policy_path: str,

@@ -116,12 +116,12 @@ class VLLMPlugin(EnginePlugin):
                 yield f"rollout.vllm.addresses: {address!r} is not an address; valid: http://HOST:PORT"
 
     def check_machine(self, settings: EngineSections, *, longest: int, training_gpus: int) -> None:
-        from agentrl.rollout.engines.vllm.plan import policy_servers
+        from agentrl.rollout.engines.vllm.plan import plan_policy_servers
 
         if settings.rollout.vllm.placement == "external":
             return
         path = str(settings.model.path)
-        policy_servers(
+        plan_policy_servers(
             settings.rollout,
             settings.model,
             path,

@@ -24,10 +24,10 @@ from agentrl.rollout.engines.base import CacheUse, Completion
 from agentrl.rollout.engines.replica import (
     LONG_TIMEOUT,
     QUICK_TIMEOUT,
-    Identity,
     InvalidResponseError,
     Replica,
-    ServerNeeds,
+    ServerIdentity,
+    ServerRequirements,
     StatusError,
     TurnRequest,
 )
@@ -35,7 +35,7 @@ from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, li
 
 logger = logging.getLogger(__name__)
 
-GENERATE = "/inference/v1/generate"
+GENERATE_PATH = "/inference/v1/generate"
 _MASS_ERROR = 1e-3  # of a sum of float32 probabilities
 _SEEDS = 1 << 63
 # vLLM encodes minus infinity and NaN as this number.
@@ -227,14 +227,14 @@ def read_cache_use(metrics: str) -> CacheUse:
         raise InvalidResponseError(f"the server's metrics lack its KV cache usage: {error!r}") from error
 
 
-def read_tokens(metrics: str) -> int | None:
+def read_computed_tokens(metrics: str) -> int | None:
     """Return the tokens that a server has sampled and prefilled, from its Prometheus metrics; None if absent.
 
-    >>> read_tokens('''vllm:prompt_tokens_total{engine="0"} 40.0
+    >>> read_computed_tokens('''vllm:prompt_tokens_total{engine="0"} 40.0
     ... vllm:generation_tokens_total{engine="0"} 1.2e+03
     ... vllm:generation_tokens_created{engine="0"} 1.7e+09''')
     1240
-    >>> read_tokens("vllm:kv_cache_usage_perc 0.5") is None
+    >>> read_computed_tokens("vllm:kv_cache_usage_perc 0.5") is None
     True
     """
     try:
@@ -246,10 +246,10 @@ def read_tokens(metrics: str) -> int | None:
     return int(sum(counts)) if counts else None
 
 
-def read_models(answer: object) -> frozenset[str]:
+def read_model_names(answer: object) -> frozenset[str]:
     """Return the names of the model and its adapters.
 
-    >>> sorted(read_models({"data": [{"id": "policy"}, {"id": "policy-1"}]}))
+    >>> sorted(read_model_names({"data": [{"id": "policy"}, {"id": "policy-1"}]}))
     ['policy', 'policy-1']
     """
     found = answer.get("data") if isinstance(answer, Mapping) else None
@@ -348,12 +348,12 @@ class VLLMReplica(Replica):
 
     async def generate(self, request: TurnRequest) -> Completion:
         body = generate_body(request, seeded=self._seeded)
-        content = await self.http.post_bytes(GENERATE, body, seconds=None)
+        content = await self.http.post_bytes(GENERATE_PATH, body, seconds=None)
         return read_completion(content, request)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]:
         body = score_body(token_ids, salt=salt, adapter=self.adapter)
-        return read_scores(await self.http.post(GENERATE, body, seconds=LONG_TIMEOUT), token_ids)
+        return read_scores(await self.http.post(GENERATE_PATH, body, seconds=LONG_TIMEOUT), token_ids)
 
     # -- control --------------------------------------------------------------------------------------------------
 
@@ -366,7 +366,7 @@ class VLLMReplica(Replica):
 
     async def tokens_so_far(self) -> int | None:
         try:
-            return read_tokens(await self.http.get_text("/metrics", seconds=QUICK_TIMEOUT))
+            return read_computed_tokens(await self.http.get_text("/metrics", seconds=QUICK_TIMEOUT))
         except (StatusError, InvalidResponseError):
             return None
 
@@ -387,7 +387,7 @@ class VLLMReplica(Replica):
         await self.http.post("/collective_rpc", body, seconds=LONG_TIMEOUT)
 
     async def adapters(self) -> frozenset[str]:
-        return read_models(await self.http.get("/v1/models", seconds=QUICK_TIMEOUT))
+        return read_model_names(await self.http.get("/v1/models", seconds=QUICK_TIMEOUT))
 
     async def load_adapter(self, name: str, directory: str) -> None:
         body = {"lora_name": name, "lora_path": directory}
@@ -399,9 +399,9 @@ class VLLMReplica(Replica):
     async def set_version_label(self, version: int) -> None:
         await self.http.post("/update_weight_version", {"new_version": str(version)}, seconds=QUICK_TIMEOUT)
 
-    async def forget_prefixes(self, *, running_too: bool) -> None:
+    async def forget_prefixes(self, *, recompute_running: bool) -> None:
         await self.http.post(
-            f"/reset_prefix_cache?reset_running_requests={str(running_too).lower()}", seconds=LONG_TIMEOUT
+            f"/reset_prefix_cache?reset_running_requests={str(recompute_running).lower()}", seconds=LONG_TIMEOUT
         )
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
@@ -418,7 +418,7 @@ class VLLMReplica(Replica):
 
     # -- checks ---------------------------------------------------------------------------------------------------
 
-    async def identify(self, needs: ServerNeeds) -> Identity:
+    async def identify(self, needs: ServerRequirements) -> ServerIdentity:
         """Check the server's endpoints, settings, token limit, tokenizer and vocabulary size against the run's needs.
 
         Raises SettingsError with the difference and the fix, and ServerCallError if the server does not respond.
@@ -440,7 +440,7 @@ class VLLMReplica(Replica):
         if not vllm.startswith(RELEASE):
             logger.warning("the server %s runs vLLM %s; agentrl supports vLLM %s", self.address, vllm, RELEASE)
         note = f"logits in {_head_dtype(config['model_config'], needs.head_dtype)}"
-        return Identity(release=vllm, version=version, workers=workers, note=note)
+        return ServerIdentity(release=vllm, version=version, workers=workers, note=note)
 
     async def _config(self) -> Mapping[str, Any]:
         info = await self.http.get("/server_info?config_format=json", seconds=4 * QUICK_TIMEOUT)
@@ -457,7 +457,7 @@ class VLLMReplica(Replica):
             raise InvalidResponseError(f"{self.address}{path} returned no {name}: {answer!r:.100}")
         return value
 
-    def _check_config(self, config: Mapping[str, Any], needs: ServerNeeds) -> None:
+    def _check_config(self, config: Mapping[str, Any], needs: ServerRequirements) -> None:
         model = config["model_config"]
         if model.get("logprobs_mode") != "processed_logprobs":
             raise self.unusable_error(
@@ -512,7 +512,9 @@ class VLLMReplica(Replica):
             await self.score((1, 2), salt="check")
         except StatusError as error:
             if error.status in (403, 404):
-                raise self.unusable_error(f"it does not serve {GENERATE}: start it with --enable-scale-out") from error
+                raise self.unusable_error(
+                    f"it does not serve {GENERATE_PATH}: start it with --enable-scale-out"
+                ) from error
             raise
 
     async def _check_tokenizer(self, codec: TextCodec) -> None:
