@@ -263,7 +263,9 @@ async def measure_forks(count: int) -> None:
     after = resident_mb(own)
     print(f"{count} forks of {STATE_MB} MB: {1e3 * seconds / count:.1f} ms each; memory {before:.0f} MB, with forks")
     print(f"{idle:.0f} MB ({(idle - before) / count:.2f} MB each), after a program in each {after:.0f} MB")
+    began = time.perf_counter()
     await asyncio.gather(*map(sandbox.close_session, forks))
+    print(f"closed at the same time in {time.perf_counter() - began:.1f} s")
 
     fork, sibling = [await sandbox.fork_session(origin) for _ in range(2)]
     began = time.perf_counter()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner.config import RunnerConfig
 from agentrl_sandbox.runner.interpreter import RunOrder
-from agentrl_sandbox.runner.sessions import SessionManager
+from agentrl_sandbox.runner.sessions import SessionFamily, SessionManager
 
 CONFIG = RunnerConfig(
     isolate="none", memory_mb=64, max_processes=8, scratch_mb=8, output_limit=1000, flood_limit=1000, fetch_limit=1000,
@@ -72,3 +72,18 @@ def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid()
     for session in manager._table.sessions.values():
         session.control.close()
         session.family.init.close()
+
+
+def test_no_command_is_lost_while_the_session_init_is_busy():
+    init, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    init.setblocking(False)
+    with init, theirs:
+        family = SessionFamily(identifier=-1, slot=0, init=init)
+        for session in range(2_000):
+            family.send_command("kill", session)
+        assert family.unsent  # more than the socket's buffer holds
+        received = []
+        while len(received) < 2_000:
+            received.append(json.loads(theirs.recv(1_000))["id"])
+            family.flush()
+    assert received == list(range(2_000))

@@ -306,14 +306,17 @@ class SessionInit:
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         while self._pids or self._expected:
-            for descriptor, _ in self._poll.poll():
-                if descriptor == self._wake_read:
-                    os.read(self._wake_read, 4096)
-                    self._reap()
-                elif descriptor in self._expected:
+            ready = [descriptor for descriptor, _ in self._poll.poll()]
+            for descriptor in ready:
+                if descriptor in self._expected:
                     self._on_birth(descriptor)
                 elif descriptor == self._server.fileno() and not self._receive():
                     return
+            # After all commands, because looking for leftovers takes longer the more sessions there are: if all are
+            # closed at once, they are killed first and reaped together.
+            if self._wake_read in ready and not self._has_command():
+                os.read(self._wake_read, 4096)
+                self._reap()
 
     def _start(self, session: int) -> None:
         pid = os.fork()
@@ -323,6 +326,9 @@ class SessionInit:
             serve_session(_PROCESS_SOCKET, self._scratch, str(session), self._lockdown)
         close_other_descriptors(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
         self._add(session, pid)
+
+    def _has_command(self) -> bool:
+        return bool(select.select([self._server], [], [], 0)[0])
 
     def _receive(self) -> bool:
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
@@ -393,19 +399,23 @@ class SessionInit:
     # Ends.
 
     def _reap(self) -> None:
+        exits: list[tuple[int, int]] = []
         while True:
             try:
                 pid, status = os.waitpid(-1, os.WNOHANG)
             except ChildProcessError:
-                return
+                break
             if pid == 0:
                 self._stop_resting()
-                return
+                break
             for session in [session for session, process in self._pids.items() if process == pid]:
                 del self._pids[session]
                 self._running.discard(session)
-                self._kill_leftovers()
-                self._send({"op": "exit", "id": session, "status": status})
+                exits.append((session, status))
+        if exits:
+            self._kill_leftovers()
+        for session, status in exits:
+            self._send({"op": "exit", "id": session, "status": status})
 
     def _kill_leftovers(self) -> None:
         """Kill orphans and the descendants of session processes at rest. Raises TimeoutError.

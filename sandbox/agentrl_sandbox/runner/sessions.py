@@ -61,13 +61,27 @@ class SessionFamily:
     pid: int = 0
     given_up: bool = False  # the session init did not respond, so the server killed it
     sessions: dict[int, ServerSession] = field(default_factory=dict)
+    unsent: deque[tuple[bytes, tuple[int, ...]]] = field(default_factory=deque)  # commands with their descriptors
 
     def send_command(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
         """Send a command to the session init. Ignored if the session init has exited, which its zygote reports."""
-        try:
-            socket.send_fds(self.init, [json.dumps({"op": operation, "id": session}).encode()], descriptors)
-        except OSError:
-            return
+        message = json.dumps({"op": operation, "id": session}).encode()
+        self.unsent.append((message, tuple(map(os.dup, descriptors))))
+        self.flush()
+
+    def flush(self) -> None:
+        """Send commands in order until the buffer of the socket is full, which holds about 280 commands."""
+        while self.unsent:
+            message, descriptors = self.unsent[0]
+            try:
+                socket.send_fds(self.init, [message], descriptors)
+            except BlockingIOError:
+                return
+            except OSError:  # the session init has exited
+                pass
+            self.unsent.popleft()
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
         """Return the usage of each session, and the usage of stray processes."""
@@ -120,6 +134,10 @@ class ServerSession:
         """Enter a state that may last for ``seconds``."""
         self.state, self.deadline = state, time.monotonic() + seconds
 
+    def enter_end(self, state: SessionState) -> None:
+        """Enter a state in which the session init stops or kills the interpreter."""
+        self.enter(state, END_SECONDS + SECONDS_PER_SESSION * len(self.family.sessions))
+
 
 def _inner_pid(pid: int) -> int:
     """Return the PID of a process inside its PID namespace, or 0 if it has exited."""
@@ -138,6 +156,9 @@ KIND = "science"
 
 END_SECONDS = 5.0
 """Seconds for the session init to stop or kill a process. After that, the session init is killed."""
+
+SECONDS_PER_SESSION = 0.05
+"""Added to END_SECONDS for each session of the family, because all of them may be closed at once."""
 
 
 class ServerCallbacks(Protocol):
@@ -175,7 +196,7 @@ class SessionTable:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # killed when the process is born
-        session.enter(SessionState.ENDING, END_SECONDS)
+        session.enter_end(SessionState.ENDING)
         session.family.send_command("kill", number)
 
     def end(self, session: ServerSession, why: str) -> None:
@@ -194,6 +215,7 @@ class SessionTable:
         if self.families.pop(family.identifier, None) is not None:
             self._server.remove_reader(family.init.fileno())
             family.init.close()
+            family.flush()  # discards the commands
             self._server.release_slot(family.slot, KIND)
 
     def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
@@ -403,7 +425,7 @@ class SessionManager:
             self._rest(session)
 
     def _rest(self, session: ServerSession) -> None:
-        session.enter(SessionState.RESTING, END_SECONDS)
+        session.enter_end(SessionState.RESTING)
         session.family.send_command("rest", session.identifier)
 
     def _conclude_fork(self, origin: ServerSession, fork: PendingFork) -> None:
@@ -432,6 +454,7 @@ class SessionManager:
         if not data:  # the zygote reports the exit
             self._server.remove_reader(family.init.fileno())
             return
+        family.flush()
         message: ProcessMessage = json.loads(data)
         if message["op"] == "failed":
             self._table.end_processes(family, message["why"])
@@ -508,6 +531,8 @@ class SessionManager:
 
     def end_overdue(self, now: float) -> None:
         """End sessions that have exceeded the deadline of their state."""
+        for family in self._table.families.values():
+            family.flush()
         for session in list(self._table.sessions.values()):
             if now < session.deadline:
                 continue
