@@ -90,26 +90,27 @@ async def test_training_renormalizes_over_the_tokens_that_the_engine_sampled_fro
             assert sets_of(completion) == [likely(row, **limits) for row in whole.softmax(-1)]
         else:
             assert not len(completion.support_sizes)
-    policy = PolicyModel(tiny_model(), backend="chunked")
+    model = model.double()
+    policy = PolicyModel(tiny_model().double(), backend="chunked")
     policy.causal_lm.load_state_dict(model.state_dict())
     items = [trajectory(number, *pair) for number, pair in enumerate(zip(asked, found, strict=True))]
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(items))
     statistics, _ = policy(batch.row, batch.rows, batch.columns, TEMPERATURE, support=batch.support)
     engine = batch.rollout_log_probs[batch.response_mask]
-    torch.testing.assert_close(statistics.log_probs.detach(), engine, rtol=0, atol=2e-5)
+    torch.testing.assert_close(statistics.log_probs.detach(), engine.double(), rtol=0, atol=2e-5)
     rows = torch.cat([log_probs(model, *pair) for pair in zip(asked, found, strict=True)])
     p, targets = rows.exp(), torch.tensor([token for one in found for token in one.token_ids])
     expected = rows.gather(1, targets[:, None])[:, 0]
     entropy = -torch.where(p > 0, p * rows.clamp(min=-1e9), 0.0).sum(-1)
-    torch.testing.assert_close(statistics.log_probs, expected, rtol=0, atol=2e-6)
-    torch.testing.assert_close(statistics.entropy, entropy, rtol=0, atol=2e-6)
+    torch.testing.assert_close(statistics.log_probs, expected, rtol=0, atol=1e-10)
+    torch.testing.assert_close(statistics.entropy, entropy, rtol=0, atol=1e-10)
     energy = 1 - 2 * expected.exp() + p.square().sum(-1)
-    torch.testing.assert_close(statistics.energy, energy.detach(), rtol=0, atol=2e-6)
+    torch.testing.assert_close(statistics.energy, energy.detach(), rtol=0, atol=1e-10)
     mix = torch.linspace(-1, 1, len(targets)) / len(targets)
     (mix * statistics.log_probs + 0.1 * mix * statistics.entropy).sum().backward()
     (mix * expected + 0.1 * mix * entropy).sum().backward()
     for one, other in zip(policy.causal_lm.parameters(), model.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(one.grad, other.grad, rtol=1e-8, atol=1e-10)
 
 
 def test_a_support_is_stored_and_contains_its_token() -> None:
