@@ -25,9 +25,11 @@ from typing import Any
 
 import pytest
 import torch
+from rollout.fakes import played
 from torch import Tensor
 from warm import LIBRARIES, WarmPopen, run_warm
 
+from agentrl.batch import Batch, MicroBatch
 from agentrl.config import load_settings
 from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.settings import ModelSettings, TinyModelSettings
@@ -39,6 +41,9 @@ from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
 from agentrl.rollout.engines.vllm.replica import VLLMReplica
 from agentrl.rollout.settings import longest_request
+from agentrl.training.settings import TeacherSettings
+from agentrl.training.step.served_teacher import ServedTeacher
+from agentrl.trajectory import Segment
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
 from agentrl.weights.verify import Probe
@@ -180,6 +185,22 @@ def test_an_evaluation_samples_from_the_server_and_says_so(policy: Path, address
     assert results["benchmarks"]["sums"]["rollouts"] == 6
     assert (tmp_path / "out" / "report.html").is_file()
     assert requests_of(address) >= asked + 6
+
+
+def test_a_teacher_scores_what_the_policy_sampled(policy: Path, address: str) -> None:
+    prompt, sampled = (1, 2, 3), (40, 41, 42, 43)
+    turn = {"log_probs": (-1.0,) * 4, "version_spans": ((0, 4),)}
+    segment = Segment(origin="model", token_ids=sampled, text="", **turn)  # type: ignore[arg-type]
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories([played(prompt_ids=prompt, segments=(segment,))]))
+    teacher = ServedTeacher(TeacherSettings(url=f"{address}/v1", path="policy", top_tokens=3), refused_ids={})
+    found, top = teacher.score_batch(batch)
+    model = read_model(policy, FLOAT32)
+    assert largest_difference(teacher_forced(model, prompt, sampled, 1.0), tuple(found[0].tolist())) < 1e-4
+    with torch.inference_mode():
+        logits = model(input_ids=torch.tensor([prompt + sampled]), use_cache=False).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).topk(3)
+    torch.testing.assert_close(top.log_probs, expected.values, rtol=0, atol=1e-4)
+    assert top.ids.tolist() == expected.indices.tolist()
 
 
 def requests_of(address: str) -> float:
