@@ -66,7 +66,7 @@ def rollout(
         "sample_index": 0,
         "name": "r",
         "seed": 0,
-        "began": 0.0,
+        "start_time": 0.0,
     } | place
     return AgentRollout(
         policy=TokenPolicy(settings=settings, engine=engine, codec=codec, **values),
