@@ -191,7 +191,7 @@ async def test_special_tokens_in_what_others_say_are_text() -> None:
 async def test_an_undelivered_reply_carries_no_loss_until_the_client_sends_it_back() -> None:
     one = rollout(engine_of("one", "two", "three"))
     first = await say(one, [user("a")])
-    one.sent(first, received=False)
+    one.record_delivery(first, received=False)
     again = await say(one, [user("a")])
     (trajectory,) = played(one)
     assert [segment.text for segment in trajectory.segments] == ["two"]
@@ -275,7 +275,7 @@ class Agent:
             if action == "frozen":
                 self.frozen.add(reply.id)
             if action == "gone":
-                self.one.sent(reply, received=False)
+                self.one.record_delivery(reply, received=False)
             self.conversations.append([*messages, heard(reply)])
         if action == "gone":
             self.conversations.pop()  # the client never heard it
@@ -338,7 +338,7 @@ def test_whatever_an_agent_does_every_sampled_token_is_trained_once_behind_what_
         assert [row.reward for row in rows] == [0.0] * (len(rows) - 1) + [1.0]
         for row in rows:
             first = generations[next(segment.log_probs[0] for segment in row.segments if segment.origin == "model")]
-            before = [value for each in first.path[:-1] if each.counts for value in each.completion.log_probs]
+            before = [value for each in first.path[:-1] if each.is_trained for value in each.completion.log_probs]
             assert trained_before(rows, row) == before
 
 
@@ -362,7 +362,7 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
 
     def checked(request: Any) -> Any:
         match = original(request)
-        keys = [message.key for message in request.messages]
+        keys = [message.content_key for message in request.messages]
         depths = [
             len(told)
             for digest, told, thoughts, _ in history
@@ -381,7 +381,7 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
     def noted(generation: Any, digest: str) -> None:
         add(generation, digest)
         thoughts = {place: each.reply.reasoning or "" for place, each in generation.replies.items()}
-        history.append((digest, [message.key for message in generation.conversation], thoughts, generation))
+        history.append((digest, [message.content_key for message in generation.conversation], thoughts, generation))
 
     agent.one.tree.match, agent.one.tree.add = checked, noted  # type: ignore[method-assign]
 
