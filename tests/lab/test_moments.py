@@ -231,7 +231,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
         for name in ("log_probs", "token_energy", "cross_energy", "hidden_norm_squared", "sum_pi_squared"):
             torch.testing.assert_close(getattr(sample, name)[row, :width], getattr(alone, name)[0])
     passes: list[int] = []
-    policy.register_forward_pre_hook(lambda _, given: passes.append(len(given[0].starts)))
+    policy.register_forward_pre_hook(lambda _, given: passes.append(len(given[0].response_starts)))
     Gradients(policy, sample, temperature=0.8, memory=KEEP).group_products(groups, given)
     assert passes == [1] * (5 if weighted else 4) + [3, 2]
 
