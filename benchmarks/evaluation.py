@@ -115,7 +115,7 @@ class OpenedScript:
     def model(self) -> Mapping[str, Any]:
         return {"name": "scripted", "fingerprint": self._engine.fingerprint()}
 
-    def player(self, environment: Environment) -> RolloutRunner:
+    def rollout_runner(self, environment: Environment) -> RolloutRunner:
         return TokenRolloutRunner(
             environment=environment,
             engine=self._engine,
