@@ -136,7 +136,7 @@ class HeldUp(FakeEngine):
         self.go, self.error = Event(), error
 
     def copy_rank_state(self) -> RankState:
-        part = super().part()
+        part = super().copy_rank_state()
 
         def write(path: Path) -> None:
             assert self.go.wait(60)
