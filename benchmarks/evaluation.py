@@ -121,7 +121,6 @@ class OpenedScript:
             engine=self._engine,
             codec=self._codec,
             settings=self._settings.rollout,
-            top_p=self._settings.evaluation.top_p,
             seed=self._settings.seed,
         )
 
