@@ -44,7 +44,7 @@ PRESENT = [
 ]
 # fmt: on
 """What the machine has: torch and transformers with their requirements, and pyarrow, which is too large to pack."""
-UNUSED = ["agentrl-sandbox", "matplotlib"]
+UNUSED = ["agentrl-sandbox", "docker", "matplotlib"]
 """Requirements of the project that no part imports; the sandbox is part of the source."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
 
