@@ -68,7 +68,7 @@ class AlgorithmSettings(_Settings):
     truncated: Literal["train", "mask", "exclude"] = "train"
     """use of rollouts that ended at a limit of turns, tokens or time. train: like any other rollout; mask: tokens are
     removed from the loss, but the reward stays in the baseline; exclude: the rollout is removed from its group and
-    counted. docs/reference/estimators.md describes the bias of each value"""
+    counted. docs/concepts/exclusion.md describes the bias of each value"""
     accuracy_range: tuple[float, float] | None = None
     """drop groups whose fraction of correct verdicts is outside this range (SimpleTIR: 0.1, 0.9); null: keep all
     groups"""

@@ -126,7 +126,7 @@ class Explanation:
         else:
             alone = not any(len(item.positions) > self.index for item in others)
         if tail is not None and alone:
-            rule = {"zero": "b = 0", "self": "b = G", "carry": "b of the last index that a sibling reaches"}
+            rule = {"zero": "b = 0", "self": "b = G", "carry": "b of the last index that another rollout reaches"}
             yield (
                 f"  no other trajectory of the group has a model token {self.index}, so tail={tail} sets the baseline: "
                 f"{rule[str(tail)]}"

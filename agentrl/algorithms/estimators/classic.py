@@ -47,7 +47,7 @@ def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("treerl", options=ScalarOptions, group_based=True, per_token=True)
 def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute A = ((V - V_root) + (V - V_parent)) / sqrt(L) for each edge (Hou et al., arXiv 2506.11902, Eq. 2-4).
+    """Compute A = ((V - V_root) + (V - V_parent)) / sqrt(L) for each edge (Hou et al., arXiv 2506.11902).
 
     V is the weighted mean R over the L leaves below the edge, V_parent over those below the edge above it, and V_root
     over the group, which is also the parent of a tree's first edge. Without forks, A = 2 (R - mean). A group of one:

@@ -134,7 +134,7 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
 
         By default, a call receives one or more complete groups. With span="step", it receives all rows of the step, on
         rank 0. With span="ranks", it receives all rows of its rank, and exchanges sums with other ranks through
-        `inputs.calls`. `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set
+        `inputs.communicator`. `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set
         `equal_groups` if groups of equal rewards have advantages other than 0, so that they are not dropped. Set
         `group_based` if the baseline is computed from the group's trajectories, `per_token` if the advantages of a
         trajectory's tokens differ, and `by_column` if a branched rollout has one baseline.
