@@ -352,7 +352,7 @@ def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Yield settings that cannot train on tokens that were sampled from a part of the vocabulary."""
+    """Yield settings that cannot be combined with sampling from a part of the vocabulary."""
     rollout = settings.rollout
     if command == "eval" or not rollout.restricts_sampling:
         return
@@ -376,7 +376,7 @@ def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _route_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Yield settings with which routes cannot be replayed."""
+    """Yield settings that cannot be combined with route replay."""
     replay, engine = settings.correction.route_replay, settings.rollout.engine
     if command != "train" or replay == "off":
         return

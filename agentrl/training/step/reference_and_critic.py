@@ -138,7 +138,7 @@ def open_teacher(
     """Open the teacher on this rank: ``teacher.path``, by default the initial policy ``start``, or a server.
 
     Raises SettingsError if the model cannot be read, if its vocabulary is smaller than the policy's, or if its
-    tokenizer has other ids for ordinary tokens. A special token with another id is refused when it occurs.
+    tokenizer has different ids for ordinary tokens. A special token with a different id is refused when it occurs.
     """
     teacher = settings.teacher
     path = teacher.path or start
@@ -171,7 +171,7 @@ def _frozen_policy(
 ) -> tuple[PolicyModel, Callable[[PolicyModel], Callable[..., Any]]]:
     """Return a model and the function that freezes it.
 
-    For the base model ``start`` of a policy with adapters, the policy is used with its adapters off.
+    For the base model ``start`` of a policy with adapters, the policy is used with its adapters disabled.
     """
     training = settings.training
     if settings.model.lora.rank and path == start:

@@ -36,7 +36,7 @@ from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, li
 logger = logging.getLogger(__name__)
 
 GENERATE_PATH = "/inference/v1/generate"
-_MASS_ERROR = 1e-3  # of a sum of float32 probabilities
+_MASS_ERROR = 1e-3  # rounding error of a sum of float32 probabilities
 _SEEDS = 1 << 63
 # vLLM encodes minus infinity and NaN as this number.
 _FLOOR = -9999.0
