@@ -5,10 +5,10 @@
     python benchmarks/packing.py --sharing 1 2 4 8         forked rollouts whose shared prefixes are computed once, or
                                                            with every branch; --record FILE writes the figures
 
-Both sides use the built-in tiny policy and the same whole groups, in micro-batches of ``--budget`` tokens. The trainer's
-planner packs the packed side. The padded side takes groups from the longest to the shortest, padded to the longest
-trajectory of the micro-batch. The sides alternate; compare them by the ratio of CPU seconds. Peak memory is the memory
-of a separate process for one side, without the model.
+Both sides use the built-in tiny policy and the same whole groups, in micro-batches of ``--budget`` tokens. The planner
+of the trainer fills the packed micro-batches. The padded ones contain groups from the longest to the shortest, padded
+to the longest trajectory of the micro-batch. The sides alternate; compare them by the ratio of CPU seconds. Peak memory
+is that of a separate process for one side, without the model.
 
 A sharing ratio is the number of tokens of all branches with their prompts, divided by the number of distinct tokens
 (`policy/prefix_sharing`). A tree has one root, four branches and 32 leaves on paths of ``--length`` tokens, in one row.
