@@ -47,7 +47,7 @@ class QueueState(TypedDict):
 class SkippedProblemError(Exception):
     """Raised if the prompt of a problem is too long.
 
-    ``replacement``: the group to play instead; None to leave the problem out.
+    ``replacement``: the group to play instead; None to omit the problem.
     """
 
     def __init__(self, replacement: Group | None) -> None:

@@ -52,10 +52,11 @@ class FrozenPolicy:
     ) -> None:
         """``freeze`` returns the policy's forward on this rank's device, possibly with sharded parameters.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary, which ``beta`` selects (:func:`.full_kl`).
-        Unless the head is frozen, this requires a copy of the head on every rank. Rows of the head beyond
-        ``vocabulary`` are left out: no tokenizer has these ids, which only pad the vocabulary. With ``hinted``, the
-        policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to the reasons.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary; ``beta`` selects the divergence
+        (:func:`.full_kl`). Unless the head is frozen, this requires a copy of the head on every rank. Rows of the head
+        beyond ``vocabulary`` are omitted, because they only pad the vocabulary: no tokenizer has these ids. With
+        ``hinted``, the policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to error
+        messages.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)

@@ -84,7 +84,7 @@ class HarborEnvironment(Environment):
         await self._containers.open()
 
     def episode(self, problem: Problem) -> Episode:
-        """Create an episode. Its container starts with it."""
+        """Create an episode. Its container starts with the first command."""
         return self._terminals.episode(problem)
 
     async def close(self) -> None:

@@ -44,7 +44,7 @@ _GRACE = 30.0  # seconds that Docker may need beyond the time limit of a command
 _HELPER_SECONDS = 60.0
 # The first line is the process group of the command. A plain pipe to `head` would wait for background processes.
 _RUN = 'echo $$; exec timeout -k 1 "$0" bash -c "$1" 2>&1'
-_TIMED_OUT, _SIGNALED = 124, 128  # exit codes of `timeout`, and those of signals minus the signal
+_TIMED_OUT, _SIGNALED = 124, 128  # exit codes: of `timeout`; of a signal, minus its number
 # Sends a socket that listens in the helper's network to this process, which then serves it without the helper.
 _LISTEN = """
 import socket, sys
