@@ -183,7 +183,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     }
     if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
-    if not on_device:  # to and from the host: gradients, master copy, moments; below stage 3 also the weight
+    if not on_device:  # in host memory: gradients, master copy, moments; below stage 3 also the weight
         moved += (16 + (setup.size if setup.stage < 3 else 0)) * part
         moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
     return RankMemory(

@@ -16,7 +16,7 @@ from typing import Final
 from agentrl.rollout.settings import UNMEASURED_WIDTH
 from agentrl.trajectory import Trajectory
 
-# An estimate for a turn requires this decayed number of forks.
+# An estimate for a turn requires at least this number of forks, and of trees, with decayed weights.
 _ENOUGH: Final = 8.0
 
 
