@@ -161,8 +161,9 @@ class TeacherSettings(_Settings):
     one. vLLM limits the number by --max-logprobs (20)"""
     objective: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
     """divergence between policy and teacher at each model token. reverse_kl: KL(policy || teacher); forward_kl:
-    KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary.
-    sampled: reverse_kl, estimated from the log-probabilities of the sampled token"""
+    KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary, or
+    with url over top_tokens and the rest. sampled: reverse_kl, estimated from the log-probabilities of the sampled
+    token"""
     beta: float = Field(0.5, gt=0, lt=1)
     """weight of the teacher in the mixture of objective=jsd"""
     coefficient: float = Field(1.0, gt=0)
