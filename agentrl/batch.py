@@ -79,9 +79,9 @@ class MicroBatch:
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
     routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.Routes`)
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
-    support_sizes: np.ndarray | None = None  # [N] int64, number of them for each model token, 0 for all tokens
+    support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
-    teacher_row: PackedRow | None = None  # the trajectories with other prompts, which a teacher reads
+    teacher_row: PackedRow | None = None  # the same responses after the prompts that a teacher reads
 
     @classmethod
     def from_trajectories(
@@ -94,7 +94,7 @@ class MicroBatch:
         counted: bool = True,
         teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
     ) -> MicroBatch:
-        """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of those removed from the loss.
+        """Pack trajectories. ``no_loss``: (group, sample, branch) of each trajectory without a loss.
 
         ``home_ranks`` maps each group to the rank that receives its trajectories in a statistics pass. If
         ``home_ranks`` is None, rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of
@@ -158,9 +158,9 @@ class MicroBatch:
 
 
 def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
-    """Return the routes [L, R] of the tokens of ``row``, -1 where the engine did not return any. None without any.
+    """Return the routes [L, R] of the tokens of ``row``, -1 for tokens without a route; None if there are no routes.
 
-    A token of several trajectories has the route of the first of them, because it sampled the token.
+    A token of several trajectories has the route of the first trajectory, which sampled the token.
     """
     routed = None
     for number, item in reversed([*enumerate(items)]):

@@ -56,9 +56,9 @@ class Segment:
     ``version_spans`` contains (policy version, number of tokens) in order. ``reward`` is assigned to the last token.
     ``support_ids`` and ``support_sizes`` contain the tokens to which the distribution of each model token was
     restricted, concatenated, and their numbers. Both are empty if tokens were sampled from the whole vocabulary.
-    ``routes`` contains the experts (int16) of each token in every layer, for the tokens after those of the previous
-    model segment's routes and before the last token of this segment, which is not computed. It is empty if routes are
-    not replayed. It is left out of records, because it needs up to a kilobyte per token.
+    ``routes`` contains the experts (int16) of tokens in every layer. The tokens follow those of the previous model
+    segment's routes, and end before the last token of this segment, which the engine does not compute. ``routes`` is
+    empty if routes are not replayed. It is omitted from records, because it needs up to a kilobyte per token.
     """
 
     origin: Literal["model", "observation"]
@@ -112,13 +112,14 @@ class Trajectory:
     run.
 
     A rollout of an agent program may have several ``branches``. Each branch is a trajectory with the same ``group`` and
-    ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the
-    conversation of another branch, ``parent`` is the index of that branch, and ``fork`` is the number of its model
-    tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens.
-    A *forked* rollout is a tree of alternatives, and its branches are the edges: a branch that ended as ``forked``
-    continues in several others, and every other branch ends a path with its own reward. ``path_weight`` is the weight
-    of the branch (:func:`with_path_weights`), and None in rollouts that are not forked. ``weight`` then counts tokens
-    with it, and ``reward`` is the reward of the path, or of a forked branch the mean over its paths.
+    ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the conversation
+    of another branch, ``parent`` is the index of that branch, and ``fork`` is the number of its model tokens that the
+    prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens. A *forked* rollout is a tree of
+    alternatives, and its branches are the edges: a branch that ended as ``forked`` continues in several others, and
+    every other branch ends a path with its own reward. ``path_weight`` is the weight of the branch
+    (:func:`with_path_weights`), and None in rollouts that are not forked. In forked rollouts, the tokens in ``weight``
+    are weighted by ``path_weight``, and ``reward`` is the reward of the path or, for a forked branch, the mean over its
+    paths.
 
     ``problem_weight`` is a factor in the loss, which gives problems with different numbers of rollouts the same weight.
 

@@ -1,16 +1,16 @@
-"""A training forward and backward over packed trajectories against the same over padded rows. Goal: 1.5 times as fast.
+"""Compare forward and backward passes over packed trajectories with padded rows. Goal: 1.5 times as fast.
 
     python benchmarks/packing.py                          lengths of responses from a log-normal with sigma 1
     python benchmarks/packing.py --run runs/NAME --step 9  the trajectories of a step of a run, packed and padded
     python benchmarks/packing.py --sharing 1 2 4 8         forked rollouts whose shared prefixes are computed once, or
                                                            with every branch; --record FILE writes the figures
 
-Both sides take the embedded tiny policy and the same whole groups in micro-batches of ``--budget`` tokens: the packed
-side by the trainer's planner, the padded side from the longest group to the shortest, padded to the longest trajectory
-of the micro-batch. They alternate; read the ratio of CPU seconds. Peak memory is what a process of its own needs beyond
-the model for one side.
+Both sides use the built-in tiny policy and the same whole groups, in micro-batches of ``--budget`` tokens. The planner
+of the trainer fills the packed micro-batches. The padded ones contain groups from the longest to the shortest, padded
+to the longest trajectory of the micro-batch. The sides alternate; compare them by the ratio of CPU seconds. Peak memory
+is that of a separate process for one side, without the model.
 
-A sharing ratio is the number of tokens of all branches with their prompts, divided by the number of distinct ones
+A sharing ratio is the number of tokens of all branches with their prompts, divided by the number of distinct tokens
 (`policy/prefix_sharing`). A tree has one root, four branches and 32 leaves on paths of ``--length`` tokens, in one row.
 """
 
@@ -79,7 +79,7 @@ def main() -> None:
 def compare(sides: dict[str, Side], options: argparse.Namespace, *last: str) -> dict[str, float] | None:
     """Print and return the figures of two sides, the faster first. With ``--only``, print one side's peak memory.
 
-    ``last``: arguments that select these sides in a process of its own.
+    ``last``: arguments that select these sides in a separate process.
     """
     if options.only is not None:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, which includes the parent's
@@ -110,7 +110,10 @@ def compare(sides: dict[str, Side], options: argparse.Namespace, *last: str) -> 
 
 
 def tree(ratio: float, length: int) -> list[tuple[Tensor, Tensor]]:
-    """Prompts and responses of a tree's branches: a root of 3 a tokens, 4 branches of a, 32 leaves of length - 4 a."""
+    """Return the prompts and responses of a tree's branches.
+
+    The root has 3 a tokens, each of the 4 branches has a, and each of the 32 leaves has length - 4 a.
+    """
     # Paths have 3 a + 4 * 4 a + 32 length tokens, of which 32 length - 121 a are distinct.
     a = round(32 * length * (ratio - 1) / (19 + 121 * ratio))
     generator = torch.Generator().manual_seed(1)
@@ -127,7 +130,7 @@ def tree(ratio: float, length: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def one_row(documents: Sequence[tuple[Tensor, Tensor]], *, share: bool) -> Side:
-    """All documents through the policy, in one row."""
+    """Run all documents through the policy, in one row."""
     policy = PolicyModel(tiny_model())
     row = pack_row(documents, share_prefixes=share)
     lengths = torch.tensor([len(response) for _, response in documents])

@@ -1,10 +1,10 @@
-"""Bias and noise of the policy gradient if rollouts come from a policy with rounded weights, for every correction.
+"""Bias and noise of the policy gradient for each correction, with rollouts from a policy with rounded weights.
 
     python benchmarks/quantized_rollouts.py [--tokens 4]
 
 A tiny policy over 6 tokens answers with a fixed number of tokens, so all answers are enumerated and both figures are
-exact. The rounded policy samples; the gradient is that of the exact policy, with importance weights and masks from
-`agentrl.algorithms.rollout_correction`. The reward is the share of one token.
+exact. The rounded policy samples the answers. The gradient is the exact policy's, with importance weights and masks
+from `agentrl.algorithms.rollout_correction`. The reward is the fraction of one token in the answer.
 
 bias: norm of the error of the expected gradient, relative to the norm of the true gradient.
 noise: variance of one trajectory's gradient, relative to rollouts of the exact policy.
@@ -43,7 +43,7 @@ def policy_of(model: Qwen2ForCausalLM) -> PolicyModel:
 
 
 def log_probs(policy: PolicyModel, ids: Tensor) -> Tensor:
-    """Log-probabilities [B, T] of all tokens after the first."""
+    """Return the log-probabilities [B, T] of all tokens after the first."""
     mask = torch.ones_like(ids[:, 1:], dtype=torch.bool)
     statistics, _ = policy(*pack_padded(ids, torch.ones_like(ids[:, 0]), mask))
     return statistics.log_probs.view(mask.shape)
@@ -52,7 +52,7 @@ def log_probs(policy: PolicyModel, ids: Tensor) -> Tensor:
 def moments(
     policy: PolicyModel, ids: Tensor, sampled: Tensor, advantages: Tensor, weights: Tensor
 ) -> tuple[Tensor, float]:
-    """The expected gradient and the expected squared norm under the probabilities ``sampled`` [B]."""
+    """Return the expected gradient and its expected squared norm under the probabilities ``sampled`` [B]."""
     policy.zero_grad()
     (sampled * advantages * (weights * log_probs(policy, ids)).sum(-1)).sum().backward()
     mean = torch.cat([parameter.grad.flatten() for parameter in policy.parameters()])

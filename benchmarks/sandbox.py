@@ -1,25 +1,29 @@
-"""Programs a second: the sandbox against a fork loop, a fresh interpreter a program, and `docker exec`.
+"""Compare programs per second: the sandbox, a fork loop, a fresh interpreter per program, and `docker exec`.
 
     python benchmarks/sandbox.py [--concurrency 1 16 256] [--seconds 5] [--repeat 3] [--queued 45000] [--container NAME]
     python benchmarks/sandbox.py --forks 1000
 
-Two programs: ``print`` prints a sum, ``sympy`` solves a quadratic. What runs them, all in one go on one machine:
+There are two programs: ``print`` prints a sum, ``sympy`` solves a quadratic equation. All kinds run on one machine:
 
-fork loop   one process that forks a warm interpreter a program, one after the other, without isolation and limits:
-            no sandbox on one core can be faster. For ``print`` nothing scientific is imported, for ``sympy`` SymPy is.
-fresh       ``python -c`` a program, as many at once as asked for: what SandboxFusion does.
-local       ``local://``, this package inside the caller's process.
-service     ``agentrl-sandbox serve`` and a client of its own process over HTTP, the whole way.
+fork loop   one process that forks a warm interpreter for each program in turn, without isolation and limits. No sandbox
+            on one core can be faster. SymPy is imported for ``sympy``, and no scientific package for ``print``.
+fresh       ``python -c`` for each program, with the given concurrency, as SandboxFusion does.
+local       ``local://``: this package inside the caller's process.
+service     ``agentrl-sandbox serve`` and a client in another process, over HTTP.
 docker      ``docker exec`` of ``python -c`` in the running ``--container``, if one is given.
 
 A row is the median of ``--repeat`` rounds; the kinds take turns within a round. ``ideal`` is the time that a call would
-wait if all in flight were answered one after the other at the measured rate: concurrency / rate. With ``--queued`` so
-many calls are sent to the service at once; every one must be answered with its own sum, and the memory of the
+wait if all calls in flight were answered in turn at the measured rate: concurrency / rate. ``--queued`` sends this
+number of calls to the service at the same time. Every reply must contain the sum of its call. The memory of the
 service's processes is compared between the first and the last tenth.
 
-``--forks N`` measures sessions instead: N forks of a session that holds 100 MB, first idle, then after each has written
-to one page (copy-on-write: memory must not grow by the state); 256 sessions that fork into 8 leaves each, of which
-``max_sessions`` refuses those over 1,024; a fork that fills its memory; and forks of a session that was killed.
+``--forks N`` measures sessions instead:
+
+- N forks of a session that holds 100 MB, first idle, then after each has written to one page. Because of copy-on-write,
+  memory must not grow by the state.
+- 256 sessions that fork into 8 leaves each. ``max_sessions`` refuses the forks beyond 1,024 sessions.
+- A fork that fills its memory.
+- Forks of a session that was killed.
 """
 
 from __future__ import annotations
@@ -248,7 +252,7 @@ FILLS = "rows = []\nwhile True: rows.append(bytes(range(256)) * 4096)"
 
 
 async def measure_forks(count: int) -> None:
-    """Forks of sessions, under load and under attack."""
+    """Measure forks of sessions, under load and under attack."""
     # The forks of a session share max_processes.
     sandbox = await open_sandbox(SandboxSettings(max_sessions=1024, max_processes=1100, session_idle_timeout=3600.0))
     own = psutil.Process()
@@ -273,12 +277,12 @@ async def measure_forks(count: int) -> None:
     await _succeeds(sandbox, "print(len(state) + 1)", sibling)
     await _succeeds(sandbox, "print(len(state) + 1)", origin)
     print(f"a fork that fills its memory: {filled.outcome} after {time.perf_counter() - began:.1f} s; its sibling and")
-    print("its origin go on")
+    print("its origin continue")
 
     await sandbox.execute("import os; os.abort()", session=origin)
     refusals = [await _refused(sandbox, origin) for _ in range(2)]
     await _succeeds(sandbox, "print(len(state) + 1)", sibling)
-    print(f"forks of a killed session: {' and '.join(refusals)}; its earlier fork goes on")
+    print(f"forks of a killed session: {' and '.join(refusals)}; its earlier fork continues")
     await sandbox.close_session(sibling)
 
     began = time.perf_counter()

@@ -70,7 +70,7 @@ Before a run starts, the same comparison decides how training reads trajectories
 
 | `model.rows` | trajectories of a micro-batch | requires |
 |---|---|---|
-| `packed` | one row without padding, which contains a shared prefix once | positions and transformers' attention |
+| `packed` | one row without padding, in which a shared prefix is stored once | positions and transformers' attention |
 | `padded` | padded on the right, in batches of nearly equal lengths | a causal model with a linear head |
 | `auto` | `packed` if the small copy is exact with it, else `padded` | |
 

@@ -35,8 +35,8 @@ def compute_advantages(
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record. All trajectories of a group must be in one call. If `estimator_needs(...).step_wide` (whitening,
     pooled baselines, and gpg's c), the rows of the whole optimizer step, of all ranks, must be in one call. Unless the
-    estimator's span is "step", every rank may instead make a call with its groups, if `communicator` connects these
-    calls. A rank without groups passes no rows.
+    estimator's span is "step", each rank may instead call this function with its own groups, and `communicator`
+    connects these calls. A rank without groups passes no rows.
 
     Raises UnknownNameError for an unknown estimator or option, InvalidOptionError for an invalid option,
     MissingInputError for a missing input, and InvalidInputError for an invalid input.

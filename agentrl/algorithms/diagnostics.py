@@ -83,9 +83,9 @@ class HeadVarianceAccumulator:
     ) -> None:
         """Add the groups of a micro-batch: B trajectories with N model tokens in total.
 
-        hidden [N, D], targets [N], advantages [N]; rows [N] is the trajectory 0 .. B-1 of each token,
-        groups [B] the group of each trajectory. The size of a group includes trajectories without a token here.
-        `support`: the sets to which the distributions of the N tokens are restricted.
+        hidden [N, D], targets [N], advantages [N]; rows [N] is the trajectory 0 .. B-1 of each token, groups [B] the
+        group of each trajectory. The size of a group includes trajectories without a token here. `support` contains the
+        sets to which the distributions of the N tokens are restricted.
 
         Ranks that share the trajectories pass only the states of their own tokens, hidden [n, D], and the indices of
         these tokens, `token_indices` [n]. `over_ranks` all-reduces a tensor over these ranks, so that all ranks have
@@ -95,7 +95,7 @@ class HeadVarianceAccumulator:
         own = torch.arange(count, device=hidden.device) if token_indices is None else token_indices
         if not (targets.shape == advantages.shape == rows.shape == (count,) and len(own) == len(hidden)):
             raise InvalidInputError(
-                "targets, advantages and rows must be [N], with a row of hidden [N, D] per token, or per entry of held"
+                "targets, advantages and rows must be [N], with a row of hidden per token, or per token index"
             )
         _, labels, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         token_labels = labels[rows]

@@ -83,8 +83,8 @@ def _objective_contradictions(settings: Settings) -> Iterator[str]:
     for key in ("hint", "url"):
         if getattr(teacher, key) is not None and teacher.over_vocabulary and shared > 1:
             yield (
-                f"teacher.{key} with training.sequence_parallel={shared}: a rank would hold other tokens of the "
-                "teacher than of the policy; set teacher.objective=sampled or training.sequence_parallel=1"
+                f"teacher.{key} with training.sequence_parallel={shared}: a rank would hold different tokens "
+                "of the teacher and of the policy; set teacher.objective=sampled or training.sequence_parallel=1"
             )
     if teacher.url is not None:
         if teacher.path is None or teacher.hint is not None:
@@ -343,7 +343,7 @@ def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
             "order of arrival, which affects the last digits of their log-probabilities"
         )
     if command == "train" and facts.approximation and not settings.correction.active:
-        yield f"{facts.approximation} samples from another policy than the trained one: set correction.weights=token"
+        yield f"{facts.approximation} samples from a policy other than the trained one: set correction.weights=token"
     if command != "eval" and facts.shares_gpus and settings.training.zero_stage not in (1, 2):
         yield (
             f"{facts.shares_gpus} conflicts with {_pairs(settings, 'training.zero_stage')}, because DeepSpeed moves "
@@ -352,7 +352,7 @@ def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Yield settings that cannot train on tokens that were sampled from a part of the vocabulary."""
+    """Yield settings that cannot be combined with sampling from a part of the vocabulary."""
     rollout = settings.rollout
     if command == "eval" or not rollout.restricts_sampling:
         return
@@ -376,7 +376,7 @@ def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _route_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Yield settings with which routes cannot be replayed."""
+    """Yield settings that cannot be combined with route replay."""
     replay, engine = settings.correction.route_replay, settings.rollout.engine
     if command != "train" or replay == "off":
         return

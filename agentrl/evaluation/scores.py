@@ -11,9 +11,9 @@ these* to new problems from the same distribution. Both are Wilson's score inter
 within a problem cannot be estimated and is bounded instead: *this benchmark* then covers more than 95 %, up to 100 %.
 
 maj@n is the correctness of the most frequent answer. Answers are grouped by mathematical equality. Samples without an
-answer and excluded samples do not vote. An answer whose comparison times out is grouped only with identical text.
-Ties are split evenly, so that a problem's score is a fraction and not a random draw. All correct answers form one
-group. The grader decides which of the other answers are equal.
+answer and excluded samples do not vote. An answer whose comparison times out is grouped only with identical text. Ties
+are split evenly, so a problem's score can be a fraction and is never a random draw. All correct answers form one group.
+The grader decides which of the other answers are equal.
 """
 
 from __future__ import annotations

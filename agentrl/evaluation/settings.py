@@ -218,7 +218,7 @@ def quoted_override(key: str, text: str) -> str:
 
 
 def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
-    """Return ``settings.rollout`` with the token limits and the sampling of evaluation."""
+    """Return ``settings.rollout`` with the token limits and sampling parameters of evaluation."""
     evaluation = settings.evaluation
     rollout = settings.rollout
     whole = rollout.max_response_tokens if evaluation.max_response_tokens is None else evaluation.max_response_tokens

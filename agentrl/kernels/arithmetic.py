@@ -21,7 +21,7 @@ def apply_cap_and_temperature(logits: Tensor, cap: float, temperature: float) ->
 def cap_derivative(tempered: Tensor, cap: float, temperature: float = 1.0) -> Tensor:
     """Compute dz/dx = 1 - tanh(x / cap)^2 from the result of :func:`apply_cap_and_temperature`.
 
-    It is 0 where that is -inf.
+    The derivative is 0 where that result is -inf.
     """
     return 1 - (tempered * (temperature / cap)).clamp(min=-1.0).square()
 

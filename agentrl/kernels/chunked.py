@@ -63,7 +63,7 @@ class _ChunkedStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.cap, ctx.support = temperature, cap, support
-        clamp = bias is not None or support is not None  # only then can a logit be -inf
+        clamp = bias is not None or support is not None  # a logit can be -inf only then
         dtype = statistics_dtype(hidden, weight)
         columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
         kept = None

@@ -45,8 +45,9 @@ def full_kl(
     p = softmax(z / temperature) with z = x = hidden head_weight^T + bias, or z = cap tanh(x / cap) with a cap. p_ref is
     defined in the same way, with its own temperature (default: the same) and cap. hidden [N, D], head_weight [V, D],
     reference_hidden [N, E], reference_weight [V, E], biases [V] or None. The two hidden sizes may differ. A term with
-    p(v) = 0 is 0; if only p_ref(v) = 0, the result is inf, or the reverse with beta = 0. The result is float64 if any
-    input is. A `support` restricts both distributions of a row to the same set, over which they are renormalized.
+    p(v) = 0 is 0. With beta = 1, the result is inf if p_ref(v) = 0 < p(v) for any v; with beta = 0, if p(v) = 0 <
+    p_ref(v). The result is float64 if any input is. A `support` restricts both distributions of a row to the same set,
+    over which they are renormalized.
 
     The gradient with respect to hidden, head_weight and bias is exact. For example, dKL(p || p_ref)/dx_v =
     p(v) (ln p(v) - ln p_ref(v) - KL) dz_v/dx_v / temperature for the head's output x_v. The reference receives no
@@ -86,7 +87,7 @@ def top_divergence(
     cap: float | None = None,
     beta: float = 1.0,
 ) -> Tensor:
-    """Compute the divergence of :func:`full_kl` [N] over K tokens of each row, and all other tokens as one.
+    """Compute the divergence of :func:`full_kl` [N] over K tokens of each row, with all other tokens counted as one.
 
     ``ids`` [N, K] are distinct tokens with ``reference_log_probs`` [N, K]. ``log_probs`` [N] are the policy's at
     ``targets`` [N], from :func:`.token_statistics`, and connected to the graph. Other arguments and the gradient are as
@@ -126,7 +127,7 @@ class _ChosenOutputs(torch.autograd.Function):
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:
-    """Append the logarithm of the remaining probability to ln p [N, K], at least 1e-6 because of rounding."""
+    """Append the logarithm of the remaining probability, at least 1e-6 despite rounding, to ln p [N, K]."""
     rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     return torch.cat([log_probs, rest], dim=-1)
 

@@ -210,7 +210,7 @@ class LayerEnergies:
     ) -> None:
         """`active` [B, S]: positions whose state affects a counted log-probability;
 
-        `positions` [B, S]: their indices in the layers' input. `dtype`: of the products.
+        `positions` [B, S]: their indices in the layers' input. `dtype`: dtype of the products.
         """
         self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
         self._active = active

@@ -73,7 +73,7 @@ class Support:
         columns = self.ids[before : before + len(lines)].long() - start
         here = (columns >= 0) & (columns < logits.shape[1])
         outside = (sizes > 0).to(logits.device)[:, None].expand(logits.shape).clone()
-        # An index of a token in another slice is written to a column that is discarded.
+        # Ids outside the slice are written to an extra column, which is discarded.
         outside = torch.nn.functional.pad(outside, (0, 1))
         outside[lines, torch.where(here, columns, logits.shape[1])] = False
         return logits.masked_fill_(outside[:, :-1], -torch.inf)

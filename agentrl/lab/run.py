@@ -59,7 +59,7 @@ def variance_command(
     """Measure the policy in ``model`` on rollouts of ``problems``.
 
     The policy in ``behaviour`` samples the rollouts. If it is None, the measured policy samples them. If it is one of
-    :data:`.FORMATS`, the measured policy with weights rounded to this format samples them.
+    :data:`.FORMATS`, the measured policy samples them with weights rounded to this format.
 
     Moments, results and plots are written to ``output``. An existing measurement is continued.
     """

@@ -71,7 +71,7 @@ class FrozenHead:
 
 @dataclass(frozen=True, kw_only=True)
 class TopTokens:
-    """The most likely tokens of a frozen policy that returns no hidden states."""
+    """The most likely tokens of a frozen policy whose hidden states are not available."""
 
     ids: Tensor  # [N, K]
     log_probs: Tensor  # [N, K]
@@ -86,7 +86,7 @@ class TopTokens:
         temperature: float,
         support: Support | None,
     ) -> Tensor:
-        """Return the divergence as :meth:`FrozenHead.divergence` does, with all other tokens as one."""
+        """Like :meth:`FrozenHead.divergence`, with all other tokens counted as one."""
         assert support is None  # the settings refuse restricted sampling with a server
         return top_divergence(
             hidden,
@@ -177,7 +177,7 @@ class FusedHead(nn.Linear):
 class PolicyModel(nn.Module):
     """A causal language model of `transformers` whose head is a :class:`FusedHead`.
 
-    Processes trajectories as one packed row without padding, which contains a shared prefix once.
+    Processes trajectories as one packed row without padding, in which a shared prefix is stored once.
     """
 
     def __init__(

@@ -1,11 +1,12 @@
 """Route replay: the experts of every token and layer, recorded in one forward pass and used again in another.
 
-A router selects the experts of a token by the largest scores, so rounding can select others in training than in the
-engine. With routes from the engine, the trainer computes the same experts. Their weights are the trainer's own scores,
-through which gradients reach the router.
+A router selects the experts with the largest scores for each token. Because of rounding, the trainer and the engine can
+select different experts. With routes from the engine, the trainer computes the same experts. The experts are weighted
+by the trainer's scores, through which gradients reach the router.
 
 One mechanism serves all families: while a block of experts runs, a call of `topk` over the scores of all its experts
-returns the scores of the replayed experts. :func:`routes_obstacle` tests on a small copy that a model routes this way.
+returns the scores of the replayed experts. :func:`routes_obstacle` tests with a small copy whether a model routes this
+way.
 
 Routes have the shape [tokens, layers * k] for k experts per token, with zeros in layers without experts.
 """
@@ -56,7 +57,7 @@ class Routes:
         return torch.cat([self.chosen.get(layer, empty) for layer in range(self.layers)], dim=-1).short()
 
     def difference(self) -> tuple[Tensor, int]:
-        """Return (number, total) of routes of a token and layer: those that differ as sets from the replayed ones."""
+        """Return (changed, total): numbers of replayed routes. A route is changed if the scores select another set."""
         assert self.replayed is not None
         count = next(iter(self.chosen.values())).shape[-1]
         total, other = 0, torch.zeros((), dtype=torch.int64, device=self.replayed.device)
@@ -147,8 +148,8 @@ def _leave(block: nn.Module, arguments: object, output: object) -> None:
 def routes_obstacle(config: PreTrainedConfig) -> str | None:
     """Return the reason why the routes of a model cannot be replayed, or None if they can.
 
-    Compares a small random copy of the model with itself: it must record one route in every layer with experts, compute
-    the same states with these routes, and other states with other routes.
+    Tests a small random copy of the model. It must record one route in every layer with experts, compute the same
+    states with these routes, and compute different states with different routes.
     """
     from agentrl.models.exactness import random_model, small_config, two_test_sequences
 
@@ -176,7 +177,7 @@ def routes_obstacle(config: PreTrainedConfig) -> str | None:
             f"{name}: {len(routes.chosen)} of its {layers} layers with experts select them by one top-k of all scores"
         )
     same, _ = states(routes.recorded())
-    others, _ = states(routes.recorded().flip(0))  # those of other tokens
+    others, _ = states(routes.recorded().flip(0))  # the routes of other tokens
     if not torch.equal(plain, same) or torch.equal(plain, others):
         return f"{name}: its experts do not follow the selected indices"
     return None

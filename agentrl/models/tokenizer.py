@@ -170,7 +170,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def different_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, owner: str) -> dict[int, str]:
     """Return the ids of special tokens that differ between two tokenizers, each with a message that names it.
 
-    Raises SettingsError if an ordinary token differs. ``owner`` describes the other tokenizer's model.
+    Raises SettingsError if an ordinary token differs. ``owner`` describes the model of the other tokenizer.
     """
     tables = [{index: token for token, index in item.get_vocab().items()} for item in (policy, other)]
     added = policy.added_tokens_decoder.keys() | other.added_tokens_decoder.keys()

@@ -137,7 +137,7 @@ class RankMemory:
 
 
 def memory_lines(parts: Bytes, total: str = "") -> Iterator[str]:
-    """Yield a line for each part that is not 0, and for their sum if it has a name."""
+    """Yield a line for each part that is not 0, and a line for the sum if ``total`` names it."""
     for name, size in (parts | ({total: sum(parts.values())} if total else {})).items():
         if size:
             yield f"  {name:<26} {size / 2**20:12,.1f} MiB"
@@ -183,7 +183,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     }
     if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
-    if not on_device:  # gradients, master copy, moments; below stage 3 a weight
+    if not on_device:  # in host memory: gradients, master copy, moments; below stage 3 also the weight
         moved += (16 + (setup.size if setup.stage < 3 else 0)) * part
         moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
     return RankMemory(
@@ -322,7 +322,7 @@ def shape_from_config(name: str, config: PreTrainedConfig, lora: LoRASettings | 
     adapted = [model.get_submodule(name) for name in target_layers(model, lora or LoRASettings())]
     text = config.get_text_config()
 
-    def dimension(field: str, default: int) -> int:  # which some architectures' configurations lack
+    def dimension(field: str, default: int) -> int:  # missing in the configurations of some architectures
         return getattr(text, field, None) or default
 
     heads, experts = dimension("num_attention_heads", 1), dimension("num_experts_per_tok", 0)

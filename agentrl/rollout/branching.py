@@ -1,8 +1,9 @@
-"""Estimates of where forks pay, by turn, from the forked rollouts of earlier steps (docs/reference/formulas.md 10).
+"""Estimates of the best number of branches after each turn, from earlier forks (docs/reference/formulas.md 10).
 
 A rollout costs ``c1`` tokens up to a fork and ``c2`` tokens after it. The variance of its reward among the rollouts of
-a problem is ``v_before + v_after``, where ``v_after`` remains once the history up to the fork is known. For a given
-number of tokens, the mean reward has the smallest variance with ``sqrt(c1 / c2 * v_after / v_before)`` branches.
+a problem is ``v_before + v_after``, where ``v_after`` is the variance that remains once the history up to the fork is
+known. For a given number of tokens, the mean reward has the smallest variance with ``sqrt(c1 / c2 * v_after /
+v_before)`` branches.
 """
 
 from __future__ import annotations
@@ -15,12 +16,12 @@ from typing import Final
 from agentrl.rollout.settings import UNMEASURED_WIDTH
 from agentrl.trajectory import Trajectory
 
-# Forks after a turn, with decayed weights, that an estimate requires.
+# An estimate for a turn requires at least this number of forks, and of trees, with decayed weights.
 _ENOUGH: Final = 8.0
 
 
 class ForkStatistics:
-    """Decayed sums over forks, by turn. After every training step, earlier forks count ``decay`` times as much.
+    """Decayed sums over forks, by turn. Every training step multiplies the weight of earlier forks by ``decay``.
 
     The estimated best numbers of branches depend on earlier steps only, so the gradient estimate stays unbiased.
     """
@@ -42,7 +43,7 @@ class ForkStatistics:
     def widths(self, most: int) -> tuple[int, ...]:
         """Return the estimated best number of branches after each turn, at most ``most``.
 
-        After turns with too few earlier forks, rollouts fork in two, which measures them.
+        After a turn with too few earlier forks, rollouts fork into two branches to measure the turn.
         """
         return tuple(self._width(sums, most) for sums in self._sums)
 
@@ -73,7 +74,7 @@ class ForkStatistics:
         v_before = total / trees - v_after
         if v_after <= 0:
             return 1
-        # Estimates of v_before can be negative; then only what follows the fork matters.
+        # The estimate of v_before can be negative. Then all variance is assumed to arise after the fork.
         best = math.sqrt(before / after * v_after / v_before) if v_before > 0 else math.inf
         return most if best > most else max(1, round(best))
 
@@ -102,7 +103,7 @@ class _Fork:
 
 
 def _forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
-    """Yield the forks of a rollout with at least two branches, from its branches (parents first)."""
+    """Yield the forks with at least two branches in a rollout, given its branches (parents first)."""
     turns, tokens = {-1: 0}, {-1: 0}
     for item in branches:
         turns[item.branch] = turns[item.parent] + item.turns

@@ -328,11 +328,11 @@ class Driver:
         measure: Measure = _unmeasured,
         rollouts: int | None = None,
     ) -> AsyncGenerator[Group, None]:
-        """Yield groups from jobs that arrive over time.
+        """Yield groups from jobs that arrive over time, for training.
 
-        The groups can be trained. A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is
-        set. Rollouts fork as set in ``rollout.branching``. ``rollouts``: the number of jobs, if known. With
-        ``deterministic``, turns are played in rounds only if the number is known.
+        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. Rollouts fork as set in
+        ``rollout.branching``. ``rollouts``: the number of jobs, if known. With ``deterministic``, turns are played in
+        rounds only if the number is known.
         """
         return self._run(
             jobs,

@@ -76,7 +76,7 @@ class LoopThrottle:
 
 
 class TurnBarrier:
-    """A gate before every turn. It opens when all ``count`` wait, and releases them in the order of request ids.
+    """A gate before every turn. It opens when all players wait, and releases them in the order of request ids.
 
     A player takes part until it calls :meth:`remove_participant`. Tools may return in any order. The requests of a
     round reach the engine together and sorted, so a batch depends only on the trajectories.
@@ -246,7 +246,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
     ``step``, ``group`` and ``sample_index`` identify the rollout in training and, with ``seed``, key its randomness.
     ``name`` identifies the rollout in the engine. ``trained``: the engine returns the supports of restricted sampling.
-    ``routed``: it returns routes. ``routed_tokens``: number of tokens of this branch whose routes are recorded.
+    ``routed``: the engine returns routes. ``routed_tokens``: number of tokens of this branch whose routes are recorded.
     ``measure`` receives the prompt's length in tokens and may raise. ``rewarded_later``: the environment may omit the
     reward. ``turn_barrier``: the gate before each turn, if any.
 
@@ -380,8 +380,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     def fork(self) -> Sequence[TokenPolicy]:
         """Return the branches in which the rollout continues after this turn, or () if it does not fork.
 
-        The number of branches depends only on the rollout so far and on earlier steps. Branches divide the leaves of
-        their parent in advance.
+        The number of branches depends only on the rollout so far and on earlier steps. The leaves of the parent are
+        divided among its branches in advance.
         """
         assert self.turn is not None
         width = self.branching.width_after(
@@ -417,8 +417,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ) -> tuple[Trajectory, ...]:
         """Play the branches. Returns the edges of the tree, parents first.
 
-        Branches are played on parallel tracks, each of which plays every n-th branch. Which branches follow each other
-        therefore does not depend on durations.
+        Branches are played on n parallel tracks, each of which plays every n-th branch. The order of branches on a
+        track therefore does not depend on timing.
         """
         running = min(self.live, len(self.children))
         if self.turn_barrier is not None:

@@ -38,7 +38,7 @@ class BranchingSettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     width: int = Field(
-        1, ge=1, description="number of branches at a fork, with where=measured at most; 1: rollouts do not fork"
+        1, ge=1, description="number of branches at a fork; with where=measured, the maximum; 1: rollouts do not fork"
     )
     where: (
         tuple[Annotated[int, Field(ge=1)], ...]
@@ -171,7 +171,10 @@ class RolloutSettings(BaseModel):
         "its distribution over the tokens that the engine kept (support replay), as it does for top_k and min_p",
     )
     min_p: float = Field(
-        0.0, ge=0, lt=1, description="sample from tokens with at least this fraction of the largest probability"
+        0.0,
+        ge=0,
+        lt=1,
+        description="sample from tokens with at least this fraction of the largest probability; 0: from all tokens",
     )
     max_prompt_tokens: int = Field(
         2048, ge=1, description="maximum prompt length in tokens; problems with longer prompts are skipped and counted"

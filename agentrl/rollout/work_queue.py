@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 _MOST_SKIPPED = 1000
 # Number of skipped problems that are logged individually.
 _MOST_LOGGED = 10
-# Fields of an issued group in a checkpoint, beside its problem.
+# Fields of an issued group in a checkpoint, besides its problem.
 _FIELDS = ("index", "size", "problem_weight", "key", "widths")
 
 
@@ -47,7 +47,7 @@ class QueueState(TypedDict):
 class SkippedProblemError(Exception):
     """Raised if the prompt of a problem is too long.
 
-    ``replacement``: the group to play instead; None to leave the problem out.
+    ``replacement``: the group to play instead; None to omit the problem.
     """
 
     def __init__(self, replacement: Group | None) -> None:

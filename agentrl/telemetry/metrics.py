@@ -162,10 +162,10 @@ _POLICY = (
            "Mean `|log p_trainer - log p_engine|` of the trajectory with the largest mean; in float32, the run stops "
            "above the same bound.", "well below the bound in float32", _TRAINED),
     Metric("policy/engine_abs_diff_own_routes", "nats/token",
-           "Mean `|log p_trainer - log p_engine|` of the step's first micro-batch if the trainer's router selects the "
-           "experts.", "above `policy/engine_abs_diff`", _ROUTES),
-    Metric("policy/other_routes", "share", "Fraction of replayed routes (a token in a layer) for which the trainer's "
-           "router would have selected other experts.", "small", _ROUTES),
+           "Mean `|log p_trainer - log p_engine|` of the step's first micro-batch, computed without "
+           "route replay.", "above `policy/engine_abs_diff`", _ROUTES),
+    Metric("policy/other_routes", "share", "Fraction of replayed routes (one per token and layer) for which the "
+           "trainer's router would select other experts.", "small", _ROUTES),
     Metric("policy/kl_engine_k1", "nats/token", "Mean `log p_engine - log p_trainer`.", "near 0", _TRAINED),
     Metric("policy/kl_engine_k3", "nats/token", "Mean `rho - log rho - 1`, `rho = p_trainer / p_engine`.", "near 0",
            _TRAINED, "KL, k3 estimate"),

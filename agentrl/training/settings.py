@@ -149,7 +149,7 @@ class TeacherSettings(_Settings):
     """On-policy distillation: the policy learns from a frozen teacher on the tokens that the policy samples."""
 
     path: str | None = None
-    """directory or Hugging Face id of the teacher; null: no teacher, or with hint the initial policy"""
+    """directory or Hugging Face id of the teacher; null: no teacher or, with hint, the initial policy"""
     hint: str | None = None
     """text that only the teacher reads, at the start of its prompt. {statement}, {answer} and the names of further
     columns in braces are replaced by the values of the problem; null: the teacher reads the prompt of the policy"""
@@ -157,18 +157,19 @@ class TeacherSettings(_Settings):
     """base URL of a server that scores token ids and serves the teacher as path, such as http://HOST:8000/v1 of vLLM;
     null: the teacher is loaded on the training ranks"""
     top_tokens: int = Field(20, ge=1)
-    """with url, number of most likely tokens per position that exact objectives distinguish; all others count as one
-    token. vLLM limits it by --max-logprobs (20)"""
+    """with url: number of most likely tokens per position that exact objectives distinguish; all other tokens count as
+    one. vLLM limits the number by --max-logprobs (20)"""
     objective: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
     """divergence between policy and teacher at each model token. reverse_kl: KL(policy || teacher); forward_kl:
-    KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary.
-    sampled: reverse_kl, estimated from the log-probabilities of the sampled token"""
+    KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary, or
+    with url over top_tokens and the rest. sampled: reverse_kl, estimated from the log-probabilities of the sampled
+    token"""
     beta: float = Field(0.5, gt=0, lt=1)
     """weight of the teacher in the mixture of objective=jsd"""
     coefficient: float = Field(1.0, gt=0)
     """weight of the divergence in the loss. With algorithm.estimator=none, the divergence is the whole loss"""
     final_coefficient: float = Field(0.0, ge=0)
-    """weight after decay_steps; without decay_steps, it has no effect. 0: the teacher is no longer computed"""
+    """weight after decay_steps; no effect without decay_steps. 0: the teacher is not computed after decay_steps"""
     decay_steps: int | None = Field(None, ge=1)
     """number of steps in which the weight changes linearly from coefficient to final_coefficient; null: the weight is
     constant"""
@@ -249,8 +250,9 @@ class CorrectionSettings(_Settings):
     divergence_high: float = Field(0.1, gt=0)
     """upper bound of divergence_mask"""
     route_replay: Literal["off", "rollout", "trainer"] = "off"
-    """experts that the trainer computes for each token of a mixture-of-experts model. off: those that its router
-    selects in each forward; rollout: those that the engine computed; trainer: those of its first forward in a step"""
+    """experts that the trainer computes for each token of a mixture-of-experts model. off: its router selects them in
+    each forward pass; rollout: the experts that the engine computed; trainer: the experts of the trainer's first
+    forward pass in a step"""
 
     @model_validator(mode="after")
     def _consistent(self) -> CorrectionSettings:

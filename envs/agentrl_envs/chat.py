@@ -5,8 +5,8 @@ strings are rendered once, from a synthetic conversation, where the tokenizer is
 (`agentrl.models.chat_template`). A conversation is then written by joining the strings with texts. Model turns are
 therefore never rendered again, and never lose text that the template would strip.
 
-The result is a `MarkedText`, a ``str`` that also stores its parts. The tokenizer encodes marks with special tokens. It
-encodes all other text (statements, program output) as plain text.
+The result is a `MarkedText`, a ``str`` that also stores its parts. The tokenizer encodes marks with special tokens. All
+other text (statements, program output) is encoded as plain text.
 
 >>> end, start = TemplateMark("<|im_end|>", ends_turn=True), TemplateMark("\\n<|im_start|>user\\n")
 >>> text = MarkedText(end, start, "<|im_end|> is text here")

@@ -43,7 +43,7 @@ class _Service(HttpSandbox):
         self.address = settings.url
         self.error: SandboxError | None = UnreachableServiceError(
             "not checked yet", begun=False
-        )  # why it receives no calls
+        )  # reason why it receives no calls
         self.failing_since = math.inf  # finite from a failure until the service recovers or is lost
         self.workers = 1
         self.calls: set[asyncio.Timeout] = set()
@@ -108,7 +108,7 @@ class SeveralSandboxes(ServiceSandbox):
         self._checks = [asyncio.create_task(self._watch(service)) for service in self._services]
 
     async def close_session(self, session: str) -> None:
-        with contextlib.suppress(UnknownSessionError):  # it has ended, possibly with its service
+        with contextlib.suppress(UnknownSessionError):  # the session has ended, possibly with its service
             await super().close_session(session)
         self._book.record_end(session, "it was closed")
 

@@ -73,7 +73,7 @@ def test_the_jensen_shannon_divergence_tends_to_a_multiple_of_either_kl(beta, li
 
 
 def coarse(policy: list[Tensor], reference: list[Tensor], ids: Tensor, beta: float, cap: float | None) -> Tensor:
-    """The divergence over the chosen tokens and the rest, through plain autograd."""
+    """Compute the divergence over the chosen tokens and the rest with plain autograd."""
     x = policy[0] @ policy[1].t() + policy[2]
     p = ((x if cap is None else cap * torch.tanh(x / cap)) / 0.7).softmax(-1)
     q = (reference[0] @ reference[1].t() + reference[2]).softmax(-1)

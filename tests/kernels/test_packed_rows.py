@@ -19,7 +19,10 @@ pytestmark = pytest.mark.on_device
 
 
 def documents(draw: random.Random, count: int) -> tuple[Tensor, list[int], list[int]]:
-    """Padded documents over three prompts or parts of other documents, their prompt lengths and their lengths."""
+    """Return padded documents, the lengths of their prompts, and their lengths.
+
+    Prompts are one of three, or parts of other documents.
+    """
 
     def tokens(least: int, most: int) -> list[int]:
         return [draw.randrange(50) for _ in range(draw.randint(least, most))]
@@ -55,7 +58,7 @@ def indices_of(row: PackedRow, prompts: list[int], lengths: list[int]) -> list[l
 
 
 def distinct_tokens(ids: Tensor, prompts: list[int], lengths: list[int]) -> int:
-    """Tokens of a row, if each prompt shares its longest_document prefix with the documents that have a shorter one."""
+    """Return the tokens of a row if each prompt shares its longest prefix with a document that has a shorter prompt."""
     total = 0
     before: list[list[int]] = []
     for number in sorted(range(len(prompts)), key=prompts.__getitem__):
@@ -149,7 +152,7 @@ def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:
     now = AttentionPass(row=row, backend="sdpa")
     query, key, value = torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind()
     before = attend(now, query, key, value)
-    own = int(row.prefix_lengths.argmax())  # the end of the longest_document path
+    own = int(row.prefix_lengths.argmax())  # the end of the longest path
     changed = slice(int(row.segment_starts[own]), int(row.segment_starts[own] + row.lengths[own]))
     for states in (query, key, value):
         states[:, :, changed] = torch.nan

@@ -150,7 +150,7 @@ def test_the_kernels_of_gpus_give_what_sdpa_gives_for_shared_prefixes(
 
 
 def statistics_and_gradients(kind: str, changes: dict[str, Any], batch: Batch, attention: Any) -> dict[str, Tensor]:
-    """Of a packed batch in which some documents share a prefix; energies too where they have a closed form."""
+    """Compute statistics, gradients and exact energies of a packed batch in which some documents share a prefix."""
     model = build_tiny(kind, **changes).double().train()
     policy = PolicyModel(model, attention=attention)
     places = (batch.input_ids, batch.prompt_lengths, batch.response_mask)
@@ -161,7 +161,7 @@ def statistics_and_gradients(kind: str, changes: dict[str, Any], batch: Batch, a
 
 
 def ends(batch: Batch, row: int) -> bool:
-    """Whether no other document contains the first response token of ``row``."""
+    """Return True if no other document contains the path to the first response token of ``row``."""
     count = int(batch.prompt_lengths[row]) + 1
     return int((batch.input_ids[:, :count] == batch.input_ids[row, :count]).all(-1).sum()) == 1
 

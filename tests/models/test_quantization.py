@@ -1,4 +1,4 @@
-"""Rounded weights: at most half a step away, with the head and the embeddings as they were."""
+"""Rounded weights differ by at most half a step. The head and the embeddings are unchanged."""
 
 from __future__ import annotations
 

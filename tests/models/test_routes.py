@@ -1,4 +1,4 @@
-"""Route replay: the engine's experts in training, against a model whose router is written out with fixed routes."""
+"""Route replay: training with the engine's experts equals a model whose router is replaced by fixed routes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def model(request: pytest.FixtureRequest) -> Any:
 
 
 async def conversation(engine: TransformersEngine, name: str, *, start: tuple[int, ...], turns: int = 3) -> Trajectory:
-    """Turns with observations between them, each of which asks for the routes that are not yet known."""
+    """Generate turns with observations between them. Each turn requests the routes that are not yet recorded."""
     segments: list[Segment] = []
     context, known = start, 0
     for turn in range(turns):
@@ -101,7 +101,7 @@ async def conversation(engine: TransformersEngine, name: str, *, start: tuple[in
 
 
 async def played(model: Any) -> list[Trajectory]:
-    """Two trajectories that share their prompt and one that does not."""
+    """Sample two trajectories with the same prompt, and one with another prompt."""
     async with serving(model) as engine:
         starts = ((7, 8, 9), (7, 8, 9), (3, 1, 2, 250))
         return await asyncio.gather(*(conversation(engine, str(n), start=start) for n, start in enumerate(starts)))
@@ -114,7 +114,7 @@ def routes_of(item: Trajectory) -> Tensor:
 
 
 async def test_the_engine_returns_the_experts_of_every_token(model: Any) -> None:
-    """Over turns, with cached prefixes and a shared prompt: the routes of one plain forward."""
+    """Over several turns, with cached prefixes and a shared prompt, the routes equal those of one plain forward."""
     items = await played(model)
     for item in items:
         ids = torch.tensor([item.prompt_ids + item.response_ids])
@@ -127,7 +127,7 @@ async def test_the_engine_returns_the_experts_of_every_token(model: Any) -> None
 
 
 def with_fixed_routes(model: Any, routes: Callable[[], Tensor]) -> None:
-    """Write the routers out: softmax of all scores, those at the given experts, normalized."""
+    """Replace the routers: softmax of all scores, gathered at the given experts and normalized."""
     for layer, block in enumerate(model.model.layers):
         gate = getattr(block.mlp, "gate", None)
         if not hasattr(block.mlp, "experts"):

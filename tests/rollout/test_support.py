@@ -49,7 +49,7 @@ def sets_of(completion: Completion) -> list[list[int]]:
 
 
 def likely(p: torch.Tensor, *, top_p: float = 1.0, top_k: int = 0, min_p: float = 0.0) -> list[int]:
-    """The tokens that the limits keep, one by one from the most likely."""
+    """Return the tokens that the limits keep, added one at a time from the most likely."""
     order = [v for v in p.argsort(descending=True).tolist() if p[v] >= min_p * p.max()][: top_k or None]
     total = float(p[order].sum())
     reached = itertools.accumulate((float(p[v]) / total for v in order), initial=0.0)
@@ -80,7 +80,7 @@ def trajectory(number: int, prompt: tuple[int, ...], completion: Completion) -> 
 
 
 async def test_training_renormalizes_over_the_tokens_that_the_engine_sampled_from() -> None:
-    """Sets, log-probabilities, entropies, energies and gradients of the plain restricted softmax."""
+    """Sets, log-probabilities, entropies, energies and gradients equal those of a plain restricted softmax."""
     model, asked = tiny_model(), prompts(10)
     found = await completions(model, asked)
     for prompt, completion, limits in zip(asked, found, itertools.cycle(LIMITS), strict=False):
@@ -141,7 +141,7 @@ async def test_an_incomplete_list_is_no_support() -> None:
     async with fakes(CODEC) as (server,), opened([server], request_retries=0) as engine:
         content = [{"token_id": 8, "logprob": -0.2231, "top_logprobs": LISTED[:1]}]
         server.on_generate = lambda body: (200, {"choices": [sampled([8], logprobs={"content": content})]})
-        with pytest.raises(EngineError, match=r"probability of 0\.8000 together, so others were sampled from too"):
+        with pytest.raises(EngineError, match=r"total probability of 0\.8000, so the server samples from other tokens"):
             await ask(engine, max_tokens=1, top_k=1, returns_support=True)
 
 
@@ -165,7 +165,7 @@ def test_a_server_with_another_quantization_is_refused() -> None:
 
 def test_quantized_rollouts_need_a_correction() -> None:
     message = refused("rollout.engine=vllm", "rollout.vllm.quantization=fp8_per_block", "training.zero_stage=2")
-    assert "rollout.vllm.quantization=fp8_per_block samples from another policy" in message
+    assert "rollout.vllm.quantization=fp8_per_block samples from a policy other than" in message
     assert "set correction.weights=token" in message
 
 

@@ -68,7 +68,7 @@ async def test_scores_are_of_the_prompts_own_tokens() -> None:
 
 
 async def test_routes_are_read_as_they_are_encoded() -> None:
-    """Of the context's tokens from the requested index on, and of the sampled tokens except the last."""
+    """Routes cover the context from the requested index on, and the sampled tokens except the last one."""
     experts = np.arange(4 * 3 * 2, dtype=np.uint8).reshape(4, 3, 2)
     file = io.BytesIO()
     np.save(file, experts)

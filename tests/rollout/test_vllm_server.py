@@ -153,7 +153,7 @@ async def converse(engine: ServerEngine, model: Any, number: int) -> None:
 
 
 async def check_support(engine: ServerEngine, model: Any) -> None:
-    """The server lists the tokens that the restricted distribution contains, and samples from it."""
+    """Check that the server lists the tokens of the restricted distribution, and samples only from them."""
     limits = {"top_k": 8, "top_p": 0.9, "min_p": 0.01}
     prompt = (5, 6, 7)
     answer = await turn(engine, prompt, "restricted", temperature=0.8, returns_support=True, **limits)

@@ -55,7 +55,7 @@ def test_only_the_teacher_reads_the_hint() -> None:
 
 
 class Server(BaseHTTPRequestHandler):
-    """Scores prompts with a tiny model, as vLLM answers; the first request of every server fails."""
+    """Scores prompts with a tiny model in vLLM's format. The first request to every server fails."""
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -83,7 +83,7 @@ class Server(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as made:
         made.requests = []
-        made.model = tiny_model()  # once: threads that make models at the same time would mix their random numbers
+        made.model = tiny_model()  # once: threads that create models concurrently would share random numbers
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
         yield made
@@ -112,7 +112,7 @@ def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPS
         found.append((log_probs, statistics.teacher_divergence.detach(), gradient))
     for here, there in zip(*found[:2], strict=True):
         torch.testing.assert_close(there, here, rtol=1e-4, atol=2e-5)
-    assert bool((found[2][1] < found[0][1]).all())  # twenty tokens and the rest distinguish less
+    assert bool((found[2][1] < found[0][1]).all())  # smaller, because all but twenty tokens count as one
     assert {request["model"] for request in server.requests} == {"teacher"}
 
 

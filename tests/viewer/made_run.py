@@ -39,7 +39,7 @@ def make_run(
     estimator: str = "tir_otb",
     forked: bool = False,
 ) -> RunDirectory:
-    """A run of ``steps`` steps. ``said`` stands in every first turn, ``words`` times.
+    """A run of ``steps`` steps. The first turn of each trajectory contains ``said`` ``words`` times.
 
     ``forked``: the trajectories of a group are one tree, which forks into all others after the first one.
     """

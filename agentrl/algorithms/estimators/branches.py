@@ -71,8 +71,8 @@ class CompactLayout:
 class TokenTrees:
     """Paths from the root of the conversation to each token, in R rollouts. A rollout is one row [W] of model tokens.
 
-    The sequences of a rollout form trees: a branch begins after a token of another branch. The row contains tokens that
-    several paths share once.
+    The sequences of a rollout form trees: a branch begins after a token of another branch. A token on several paths is
+    stored once.
 
     >>> mask = torch.tensor([[True, True, True]])
     >>> paths = TokenTrees(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first

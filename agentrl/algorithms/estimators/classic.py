@@ -33,9 +33,10 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("tree_grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
 def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute the sum of grpo's A over the leaves of the tree and over the group (Ji et al., arXiv 2509.21240).
+    """Compute grpo's A within the tree plus grpo's A within the group (Ji et al., arXiv 2509.21240).
 
-    A tree with one leaf has only the second term, so without forks this is `grpo`. Leaves have their weights.
+    Rewards are those of the leaves, and means are weighted by the leaves' weights. A tree with one leaf has only the
+    second term, so without forks this is `grpo`.
     """
     totals, forest = inputs.totals, inputs.forest
     advantages = _standardized(totals, inputs.groups)
@@ -49,9 +50,9 @@ def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute A = ((V - V_root) + (V - V_parent)) / sqrt(L) for each edge (Hou et al., arXiv 2506.11902).
 
-    V is the weighted mean R over the L leaves below the edge, V_parent over those below the edge above it, and V_root
-    over the group, which is also the parent of a tree's first edge. Without forks, A = 2 (R - mean). A group of one:
-    A = R.
+    V is the weighted mean of R over the L leaves below the edge. V_parent is this mean for the parent edge, and V_root
+    for the whole group. The parent of a tree's first edge is the group. Without forks, A = 2 (R - mean). A group of
+    one: A = R.
     """
     totals, forest, root = inputs.totals, inputs.forest, group_means(inputs)
     if forest is None:
@@ -150,7 +151,7 @@ def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
 
 @register_estimator("none", options=ScalarOptions, equal_groups=True)
 def none(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute A = 0: rewards are measured, but do not train. For distillation from a teacher."""
+    """Return A = 0: rewards are measured, but do not train the policy. For distillation from a teacher."""
     return advantages_from_baselines(inputs.totals, inputs.totals)
 
 

@@ -5,7 +5,7 @@ from the root to a fork, between two forks, or from a fork to a leaf. Every path
 rollout with a separate return. The weight of a leaf is the product of 1 / children over the forks above it, and the
 weight of an edge is the sum of the weights of its leaves (docs/reference/formulas.md 10).
 
-Estimators receive one row per leaf, with its weight. Therefore a mean over rows estimates the mean over rollouts for
+Estimators receive one row per leaf, with its weight. Therefore, a mean over rows estimates the mean over rollouts for
 trees of any shape. A token of an edge receives the weighted mean of its advantages over the leaves below it.
 
 :class:`LeafRowMapping` maps edges to leaves and back. :class:`Forest` computes sums over the siblings of a branch.

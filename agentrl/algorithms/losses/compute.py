@@ -41,7 +41,7 @@ def policy_loss(
     The metrics are detached scalars over the mask: those of the loss, and `ratio_mean`, `ratio_max`, `ratio_min`,
     `approx_kl` (k3 of old || new) and `tokens`, the weight of the means of micro-batches.
 
-    `old_log_probs` of the ratio's denominator are detached; None: the policy of `log_probs`, so every ratio is 1.
+    `old_log_probs`, the ratio's denominator, are detached. None means the policy of `log_probs`, so every ratio is 1.
     `response_mask` (default: the loss mask) marks all model tokens; the ratio of a sequence includes rejected tokens.
     `weights` (rollout correction) are detached and multiply the result. `selected` is the result of `step_selection`
     for these rows; without it, a step-wide loss treats this call as the whole step. Values where the mask is False have

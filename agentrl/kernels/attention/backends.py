@@ -2,7 +2,7 @@
 
 `sdpa` calls torch's function for documents of nearly equal lengths. It needs no mask [L, L], because every document is
 a separate batch entry, and a causal query never reads the padding after a document. `flash` and `flex` call kernels
-that take the boundaries of segments. The states of a segment depend on the path to the segment and on no other tokens.
+that take the boundaries of segments. The states of a segment depend only on its tokens and on the path to it.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def _mask(
     if width == count and not needed and (window is None or window >= count):
         return None
     columns = torch.arange(count, device=keys.device)
-    # The padding after the last query attends to the last key: a line without any key would have undefined gradients.
+    # The padding after the last query attends to the last key, because a query without any key has undefined gradients.
     positions = (first[:, None] + torch.arange(width, device=keys.device)).clamp(max=count - 1)[:, None, :, None]
     seen = columns <= positions
     if window is not None:

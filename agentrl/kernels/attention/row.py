@@ -102,7 +102,7 @@ AttentionBackend = Literal["sdpa", "flex", "flash", "padded"]
 
 
 class VarlenBounds(NamedTuple):
-    """Lengths of the segments of a row, and of their keys: the keys of all tokens before them, then their own."""
+    """Lengths of a row's segments and of their keys: the keys of all tokens on the path to the segment's end."""
 
     indices: Tensor | None  # [K] int64, index in the row of each key; None: keys are the row in order
     queries: Tensor  # [S + 1] int32, cumulative lengths
@@ -116,9 +116,9 @@ class PackedRow:
     """B documents, each a prompt and a response, as S segments of one row of L tokens.
 
     The segments form a tree. A segment continues another one or starts a document. A token attends to the tokens before
-    it in its segment, and to all tokens on the path to its segment. Every segment is followed by the segments that
-    continue it, directly or not, before any other one. Segments stay on the host, where attention plans its calls;
-    nothing is read back from the device.
+    it in its segment, and to all tokens on the path to its segment. All segments that continue a segment, directly or
+    indirectly, follow it before any other segment. Segments stay on the host, where attention plans its calls; nothing
+    is read back from the device.
 
     Two documents with the prompt (7, 8), and a third one whose prompt continues the first:
 
@@ -259,8 +259,8 @@ class PackedRow:
         """Batches of segments with nearly equal numbers of queries and keys, for one attention call each.
 
         ([(row indices [n, w] of the queries, row indices [n, k] of the keys, position [n] or [1] of each first query)
-        of each call], index [L] of each token of the row in the concatenation of all queries). Tables are padded with
-        the last index of each line. If w = k, the queries are whole documents.
+        of each call], index [L] of each token of the row in the concatenation of all queries). Each row of a table is
+        padded with its last index. If w = k, the queries are whole documents.
         """
         # Causal calls without a mask skip half of a document's scores. Therefore, only segments that are shorter than
         # the tokens before them are computed alone. In any case, a token's states depend on no other document.
@@ -306,7 +306,7 @@ def _nearly_equal(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Group indices whose counts differ by at most a fifth, or by a few tokens. Equal counts are whole documents."""
     parts: dict[tuple[int, ...], list[int]] = {}
     for number, own in enumerate(counts):
-        sizes = (int(math.log(count + 32, 1.25)) for count in own)  # padding short lines costs less than a call
+        sizes = (int(math.log(count + 32, 1.25)) for count in own)  # padding short segments costs less than a call
         parts.setdefault((len({*own}), *sizes), []).append(number)
     return [*parts.values()]
 
@@ -337,7 +337,7 @@ class PrefixTree:
             found = bisect_left(range(most), True, key=lambda n: document[: 4 * n + 4] != other[: 4 * n + 4])
             shared, owner = max((shared, owner), (found, number))
         while owner >= 0 and shared <= self.branches[owner][1]:
-            owner = self.branches[owner][0]  # contains the last shared token after the prefix that it shares itself
+            owner = self.branches[owner][0]  # to the document that itself stores the last shared token
         self._sorted.insert(index, (document, len(self.branches)))
         self.branches.append((owner, shared))
         return shared
@@ -380,7 +380,7 @@ def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool
             length += stop - start
             parent, start = len(segments) - 1, stop
             ends[number, stop] = parent, length
-        # The segments that continue the last one come first.
+        # A stack: the document with the longest shared prefix, which continues the newest segment, is packed next.
         stack += sorted(own, key=lambda child: branches[child][1])
     return PackedRow(
         token_ids=torch.cat(segments),

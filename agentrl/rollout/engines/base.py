@@ -42,9 +42,10 @@ class EngineError(RuntimeError):
 class Sampling:
     """Sampling parameters of one turn: the tempered distribution, restricted by ``min_p``, ``top_k`` and ``top_p``.
 
-    They apply in this order, and each to the renormalized result of those before. Temperature 0 means greedy sampling.
-    ``returns_support``: return the tokens to which each distribution was restricted. ``routes_from``: return the routes
-    of the context's tokens from this index on, and of the sampled tokens except the last; None: return no routes.
+    They apply in this order, each to the renormalized result of the previous limits. Temperature 0 means greedy
+    sampling. ``returns_support``: return the tokens to which each distribution was restricted. ``routes_from``: return
+    the routes of the context's tokens from this index on, and of the sampled tokens except the last; None: return no
+    routes.
     """
 
     max_tokens: int
@@ -269,7 +270,7 @@ class EngineFacts:
     returns_routes: bool = False
     """Whether the engine can return the experts of each token in every layer."""
     approximation: str = ""
-    """The setting, as ``key=value``, with which the sampling policy is not the trained one; empty without such one."""
+    """The setting, as ``key=value``, that makes the sampling policy differ from the trained one; empty: none."""
     prompt_limit: int | None = None
     """Length in tokens of the longest accepted prompt."""
     servers: int = 0

@@ -65,9 +65,9 @@ def restrict(log_probs: Tensor, *, min_ps: Tensor, top_ks: Tensor, top_ps: Tenso
     """Restrict each row to its likely tokens and renormalize it. All other log-probabilities are -inf.
 
     Keeps the tokens with at least the fraction ``min_p`` [n] of the largest probability (0: all). Of these, it keeps
-    the ``top_k`` [n] most likely ones (0: all), of equally likely ones those with the smallest ids. Of these, it keeps
-    the smallest set of most likely tokens whose renormalized probability reaches ``top_p`` [n] (1: all; Holtzman et al.
-    2020). A row without limits is unchanged.
+    the ``top_k`` [n] most likely ones (0: all), with ties broken by the smaller id. Of these, it keeps the smallest set
+    of most likely tokens whose renormalized probability reaches ``top_p`` [n] (1: all; Holtzman et al. 2020). A row
+    without limits is unchanged.
 
     >>> row = torch.tensor([[0.5, 0.3, 0.2]]).log()
     >>> restrict(row, min_ps=torch.tensor([0.0]), top_ks=torch.tensor([0]), top_ps=torch.tensor([0.6])).exp()

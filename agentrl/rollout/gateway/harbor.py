@@ -1,6 +1,6 @@
 """Commands that play tasks in Harbor's format inside the tasks' containers: ``--env harbor:DIRECTORY:COMMAND``.
 
-A container has no network, except an address on its loopback interface that this process serves: the gateway.
+A container has no network except the gateway, which this process serves on the container's loopback interface.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from agentrl_envs.types import Problem
 PORT = 42731
 """Port of the gateway on the loopback interface of every container."""
 
-_LOG = "/tmp/agentrl-agent.log"  # in the container, because the agent's output may be long
+_LOG = "/tmp/agentrl-agent.log"  # a file in the container, because the agent's output may be long
 _LOG_SECONDS = 30.0
 
 

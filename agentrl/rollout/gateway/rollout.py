@@ -106,9 +106,10 @@ class AgentRollout:
         )
 
     def conversation_up_to(self, id: str) -> tuple[AgentMessage, ...]:
-        """Return the conversation up to a reply, without its instructions. ``id``: of the response or of an item of it.
+        """Return the conversation up to a reply, without its instructions.
 
-        Raises GatewayRequestError if this rollout has no such reply.
+        ``id`` identifies the reply: the id of the response or of one of its items. Raises GatewayRequestError if this
+        rollout has no such reply.
         """
         number = id.partition(f"_{self.policy.name}-")[2].partition("/")[0]
         for generation in self.tree.generations:

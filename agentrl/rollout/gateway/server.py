@@ -90,9 +90,10 @@ class _Server(uvicorn.Server):
 
 
 def _limited(most: int) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with at most ``most`` open connections, which end if no request arrives.
+    """Return uvicorn's HTTP protocol with at most ``most`` open connections, closed if no request arrives.
 
-    uvicorn has neither limit: it refuses requests, but keeps their connections, and waits for a first request forever.
+    uvicorn has neither limit. Beyond its limit, it refuses requests but keeps their connections. It waits forever for a
+    connection's first request.
     """
     base: Any = AutoHTTPProtocol
 

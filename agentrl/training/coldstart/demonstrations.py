@@ -123,8 +123,9 @@ _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}
 def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
     """Return the demonstrations of ``settings`` in the format of the environment's protocol.
 
-    Raises SettingsError if the environment is a class and the demonstrations are generated, because these call other
-    tools. Raises SettingsError for a file of demonstrations as :func:`check_tool_calls` does.
+    Raises SettingsError if the environment is a class and the demonstrations are generated, because generated
+    demonstrations call different tools. Raises SettingsError for a file of demonstrations as :func:`check_tool_calls`
+    does.
     """
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):

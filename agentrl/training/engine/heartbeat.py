@@ -29,7 +29,7 @@ class HeartbeatState:
 
     ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same calls and
     marks, so positions are comparable. ``allowed_seconds`` is the time in seconds until the next mark, unless the rank
-    waits for ranks at the same or an earlier position. ``waits`` is true if the rank waits for the worker only.
+    waits for ranks at the same or an earlier position. ``waits`` is True if the rank waits only for the worker.
     ``progress_count`` counts the marks.
     """
 

@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def exit_with_parent(parent_pid: int) -> None:
-    """Kill this process when the process ``parent_pid`` exits, because nothing else would stop this process."""
+    """Kill this process when its parent ``parent_pid`` exits, because nothing else would stop it."""
     watched = select.poll()
     try:
         watched.register(os.pidfd_open(parent_pid), select.POLLIN)

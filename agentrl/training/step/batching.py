@@ -47,9 +47,9 @@ class RankPlan:
     updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
     statistics_pass_batches: tuple[
         MicroBatch, ...
-    ]  # with one forward only: all but the last of units of several micro-batches
+    ]  # without reasons: the micro-batches of split groups, except the last one of each group
     tokens: float  # over all ranks, that the filters keep in the loss, with the weights of their problems
-    sequences: float  # of these tokens, with these weights and the branches of a rollout as one
+    sequences: float  # with these tokens and weights; the branches of a rollout count as one
     model_tokens: tuple[int, ...]  # of each update, over all ranks
     head_exact: bool
     trajectories: int  # over all ranks

@@ -1,4 +1,4 @@
-"""A batch from the forward to the loss: rollout correction, rewards with penalties, advantages."""
+"""Completion of batches for the loss: rollout correction, rewards with penalties, advantages."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, estimato
 
 _OF_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
 _LARGEST = ("max_abs_difference", "rho_max")
-_COUNTS = ("tokens", "trajectories", "ess")  # ess is not a mean over micro-batches: see effective_sample_size_metrics
+_COUNTS = ("tokens", "trajectories", "ess")  # ess is not a mean over micro-batches; see effective_sample_size_metrics
 
 
 class RolloutCorrector:

@@ -76,7 +76,7 @@ class PolicyObjective:
 
         A penalty that depends on the sampled token is weighted like the policy loss: with ratio = p / p_behaviour,
         E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. Entropy and exact KL do not depend on the sampled token, so
-        a ratio would add noise, and a truncated ratio also bias.
+        a ratio would only add noise, and a truncated ratio would add bias too.
         """
         mask, log_probs = batch.trained_mask, statistics.log_probs
         per_token, metrics = policy_loss(

@@ -52,10 +52,11 @@ class FrozenPolicy:
     ) -> None:
         """``freeze`` returns the policy's forward on this rank's device, possibly with sharded parameters.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary, which ``beta`` selects (:func:`.full_kl`).
-        Unless the head is frozen, this requires a copy of the head on every rank. Rows of the head beyond
-        ``vocabulary`` are left out: no tokenizer has these ids, which only pad the vocabulary. With ``hinted``, the
-        policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to the reasons.
+        ``over_vocabulary`` enables the divergence over the whole vocabulary; ``beta`` selects the divergence
+        (:func:`.full_kl`). Unless the head is frozen, this requires a copy of the head on every rank. Rows of the head
+        beyond ``vocabulary`` are omitted, because they only pad the vocabulary: no tokenizer has these ids. With
+        ``hinted``, the policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to error
+        messages.
         """
         self._logit_map = policy.head.logit_map
         nothing: tuple[Tensor | None, Tensor | None] = (None, None)
@@ -138,7 +139,7 @@ def open_teacher(
     """Open the teacher on this rank: ``teacher.path``, by default the initial policy ``start``, or a server.
 
     Raises SettingsError if the model cannot be read, if its vocabulary is smaller than the policy's, or if its
-    tokenizer has other ids for ordinary tokens. A special token with another id is refused when it occurs.
+    tokenizer has different ids for ordinary tokens. A special token with a different id is refused when it occurs.
     """
     teacher = settings.teacher
     path = teacher.path or start
@@ -171,7 +172,7 @@ def _frozen_policy(
 ) -> tuple[PolicyModel, Callable[[PolicyModel], Callable[..., Any]]]:
     """Return a model and the function that freezes it.
 
-    For the base model ``start`` of a policy with adapters, the policy is used with its adapters off.
+    For the base model ``start`` of a policy with adapters, the policy is used with its adapters disabled.
     """
     training = settings.training
     if settings.model.lora.rank and path == start:

@@ -28,7 +28,7 @@ _REQUEST_SECONDS = 600.0
 
 
 class ServedTeacher:
-    """A frozen policy that a server computes, at temperature 1. A rank requests the trajectories of a micro-batch."""
+    """A frozen policy on a server, at temperature 1. Each rank requests the scores of its micro-batches."""
 
     def __init__(self, settings: TeacherSettings, *, refused_ids: Mapping[int, str], deadline: float = 300.0) -> None:
         """``deadline``: seconds for which failed requests are retried. ``refused_ids``: see :class:`.FrozenPolicy`."""

@@ -258,7 +258,7 @@ class LocalService:
         return [plan for plan in plans for _ in range(sharing)]
 
     def _teacher_prompt(self, item: Trajectory) -> tuple[int, ...]:
-        """Return the prompt with the hint for the teacher, after the tokenizer's prefix."""
+        """Return the teacher's prompt: the tokenizer's prefix, the hint, and the policy's prompt."""
         codec, prompt, hint = self._driver.codec, item.prompt_ids, self._settings.teacher.hint or ""
         start = len(codec.prefix_ids) if prompt[: len(codec.prefix_ids)] == codec.prefix_ids else 0
         problem = item.problem

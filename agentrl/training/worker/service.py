@@ -226,10 +226,10 @@ def receive_message(
     stop_timeout: float = STOP_TIMEOUT,
     while_waiting: Callable[[], None] = lambda: None,
 ) -> Any:
-    """Wait for the next message and return it. Raises WorkerLostError if the other end exits, or after ``seconds``.
+    """Wait for the next message and return it.
 
-    Once ``stop_requested`` is set, the other end must respond within ``stop_timeout`` seconds. ``while_waiting`` is
-    called twice a second.
+    Raises WorkerLostError if the other end exits, or if no message arrives within ``seconds``. Once ``stop_requested``
+    is set, the other end must respond within ``stop_timeout`` seconds. ``while_waiting`` is called twice a second.
     """
     began = time.monotonic()
     deadline = began + seconds

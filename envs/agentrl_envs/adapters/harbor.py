@@ -28,7 +28,7 @@ _UNLIMITED = 1e9  # seconds. The container enforces the limit of a command; wait
 
 
 class Terminal:
-    """The built-in agent's side of one task: a container, which starts with the first command, and the tool."""
+    """State of the built-in agent in one task: the tool and its container, which starts with the first command."""
 
     def __init__(self, containers: TaskContainers, problem: Problem, seconds: float) -> None:
         self.done = False
@@ -40,7 +40,7 @@ class Terminal:
         self._container: TaskContainer | None = None
 
     def reset(self) -> None:
-        """Do nothing, because the container starts with the first command: a prompt needs no container."""
+        """Do nothing. The container starts with the first command, because the prompt does not depend on it."""
 
     async def bash(self, command: str) -> str:
         """Run a command in a new bash shell and return its output. Files are kept between commands.
@@ -84,7 +84,7 @@ class HarborEnvironment(Environment):
         await self._containers.open()
 
     def episode(self, problem: Problem) -> Episode:
-        """Create an episode. Its container starts with it."""
+        """Create an episode. Its container starts with the first command."""
         return self._terminals.episode(problem)
 
     async def close(self) -> None:

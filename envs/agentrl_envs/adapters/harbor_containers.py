@@ -1,6 +1,6 @@
 """Containers of Harbor tasks, in the local Docker engine. Only this module and the sandbox use the Docker SDK.
 
-Containers have no network. They end when their standard input is closed, so they also end if this process is killed.
+Containers have no network. They exit when their standard input is closed, and therefore also if this process is killed.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _GRACE = 30.0  # seconds that Docker may need beyond the time limit of a command
 _HELPER_SECONDS = 60.0
 # The first line is the process group of the command. A plain pipe to `head` would wait for background processes.
 _RUN = 'echo $$; exec timeout -k 1 "$0" bash -c "$1" 2>&1'
-_TIMED_OUT, _SIGNALED = 124, 128  # exit codes of `timeout`, and those of signals minus the signal
+_TIMED_OUT, _SIGNALED = 124, 128  # exit codes: of `timeout`; of a signal, minus its number
 # Sends a socket that listens in the helper's network to this process, which then serves it without the helper.
 _LISTEN = """
 import socket, sys
@@ -215,13 +215,13 @@ class TaskContainer:
     def _execute(self, command: str, timeout: float, user: str, environment: dict[str, str]) -> CommandResult:
         began, kept, full = time.monotonic(), bytearray(), False
         with self._started(["bash", "-c", _RUN, f"{timeout:.3f}", command], user, environment) as (run, chunks):
-            for chunk in chunks:  # to the end, because Docker blocks if nobody reads
+            for chunk in chunks:  # read to the end, because Docker blocks otherwise
                 kept += chunk[: _MOST_OUTPUT - len(kept)]
                 if len(kept) == _MOST_OUTPUT and not full:
                     full = True
                     group = kept.partition(b"\n")[0].decode()
                     kill = partial(self._complete, f"kill -9 -- -{group} {group}", user)
-                    # In a thread, because this command cannot start while the output of the other is not read.
+                    # In a thread, because this command cannot start until the output of the other command is read.
                     threading.Thread(target=_ignoring_docker, args=(kill,), daemon=True).start()
         code = int(self._containers.client.api.exec_inspect(run)["ExitCode"] or 0)
         late = code >= _TIMED_OUT and time.monotonic() - began >= timeout
@@ -250,7 +250,7 @@ class TaskContainer:
         try:
             yield name, (chunk for _, chunk in frames_iter(stream, tty=False))
         finally:
-            stream._response.close()  # the SDK leaves the connection open
+            stream._response.close()  # the SDK does not close the connection
 
     async def verify(self) -> float:
         """Run the task's tests and return the reward. Raises UnavailableError if they crash or report no reward."""
@@ -369,7 +369,7 @@ class TaskContainer:
 
 
 def _ignoring_docker(call: Callable[..., object], *arguments: object) -> None:
-    """Call the Docker SDK. Ignores errors, for example because the container has ended."""
+    """Call the Docker SDK. Ignores errors, for example if the container has exited."""
     with contextlib.suppress(DockerException, OSError):
         call(*arguments)
 

@@ -1,4 +1,4 @@
-r"""Normalization of an answer's spelling for the parsers. Computes nothing.
+r"""Normalization of an answer's spelling for the parsers. Nothing is evaluated.
 
 >>> tuple(map(normalize_spelling, (r"$\left( \dfrac{1}{2},\, 90° \right)$.", "12 000", "2 1/2")))
 ('( \\frac{1}{2}, 90^{\\circ} )', '12000', '2\\frac{1}{2}')

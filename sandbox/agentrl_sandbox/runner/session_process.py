@@ -312,8 +312,8 @@ class SessionInit:
                     self._on_birth(descriptor)
                 elif descriptor == self._server.fileno() and not self._receive():
                     return
-            # After all commands, because looking for leftovers takes longer the more sessions there are: if all are
-            # closed at once, they are killed first and reaped together.
+            # Run after all commands: a search for leftovers takes longer with more sessions. If all sessions are closed
+            # at once, they are killed first and then reaped together.
             if self._wake_read in ready and not self._has_command():
                 os.read(self._wake_read, 4096)
                 self._reap()

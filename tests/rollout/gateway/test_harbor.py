@@ -21,7 +21,7 @@ from agentrl_envs.types import Ended, Problem
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
 SETTINGS = RolloutSettings(max_turn_tokens=4000, max_response_tokens=8000, retries=0)
 
-# What an agent can reach, written to the file that the task asks for.
+# Writes what an agent can reach to the file that the task requires.
 PROBE = """python3 - <<'END'
 import json, os, socket, urllib.error, urllib.request
 

@@ -393,7 +393,7 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
 
 
 async def test_every_branch_has_the_routes_of_all_its_tokens() -> None:
-    """Of its prompt too, which other branches and a generation without loss have sampled."""
+    """Includes prompt tokens that other branches or a generation without loss have sampled."""
     one = rollout(engine_of("one", "two", "three", "four"), routed=True)
     first = await say(one, [user("a")])
     one.tree.generations[0].trainable = False

@@ -36,7 +36,7 @@ from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, li
 logger = logging.getLogger(__name__)
 
 GENERATE_PATH = "/inference/v1/generate"
-_MASS_ERROR = 1e-3  # of a sum of float32 probabilities
+_MASS_ERROR = 1e-3  # rounding error of a sum of float32 probabilities
 _SEEDS = 1 << 63
 # vLLM encodes minus infinity and NaN as this number.
 _FLOOR = -9999.0
@@ -175,8 +175,8 @@ def _support(token: _Token) -> list[int]:
     total = math.fsum(math.exp(item.logprob) for item in kept)
     if abs(total - 1) > _MASS_ERROR:
         raise InvalidResponseError(
-            f"the {len(kept)} tokens that the server listed have a probability of {total:.4f} together, so others were "
-            "sampled from too: more tokens than rollout.top_k are equally likely, or the server ignores top_k"
+            f"the {len(kept)} tokens that the server listed have a total probability of {total:.4f}, so the server "
+            "samples from other tokens too: more than rollout.top_k tokens are equally likely, or it ignores top_k"
         )
     return [item.token_id for item in kept]
 
