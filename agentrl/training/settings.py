@@ -180,9 +180,12 @@ class TeacherSettings(_Settings):
     @classmethod
     def _readable(cls, value: str | None) -> str | None:
         try:
-            [*string.Formatter().parse(value or "")]
+            fields = [*string.Formatter().parse(value or "")]
         except ValueError as error:
             raise ValueError(f"{value!r} is not a template ({error}); write {{{{ and }}}} for plain braces") from None
+        for _, name, specification, conversion in fields:
+            if name is not None and (not name or name.isdigit() or {*name} & {*".["} or specification or conversion):
+                raise ValueError(f"{value!r} must name columns only, such as {{answer}}")
         return value
 
     @property

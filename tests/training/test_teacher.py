@@ -151,6 +151,9 @@ def test_an_id_that_means_something_else_to_the_teacher_is_refused_when_it_occur
 def test_hints_that_cannot_be_read() -> None:
     with pytest.raises(SettingsError, match=r"teacher\.hint .*is not a template .*write \{\{ and \}\}"):
         load_settings(overrides=["teacher.hint='{answer'"])
+    for hint in ("{}", "{0}", "{answer:d}", "{answer!r}", "{answer.x}", "{answer[a]}"):
+        with pytest.raises(SettingsError, match=r"teacher\.hint .*must name columns only, such as \{answer\}"):
+            load_settings(overrides=[f"teacher.hint='{hint}'"])
     shared = ["teacher.hint='{answer}'", "training.num_processes=2", "training.sequence_parallel=2"]
     with pytest.raises(SettingsError, match=r"teacher\.hint with training\.sequence_parallel=2"):
         load_settings(overrides=shared)

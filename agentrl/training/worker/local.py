@@ -265,7 +265,7 @@ class LocalService:
         values = {**problem.info, "statement": problem.statement, "answer": problem.answer}
         try:
             text = hint.format_map(values)
-        except (KeyError, IndexError) as error:
+        except KeyError as error:
             raise SettingsError(
                 f"teacher.hint={hint!r} uses {error}, which problem {problem.id!r} lacks; its columns: "
                 f"{', '.join(sorted(values))}"
