@@ -278,7 +278,7 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
     said = command_line.run(*command, environment=bare)
     assert "policy: made/policy, trained in" in said
     assert "cold start: the policy solves 0 of 8 problems of the demonstrations, 0.000 [0.000, 0." in said
-    assert "warning: the policy solves no problem after its cold start, so training has no success to" in said
+    assert "warning: the policy solves no problem after its cold start, so training has little success to" in said
     assert "Traceback" not in said
     made = command_line.folder / "made"
     assert [path.name for path in made.iterdir()] == ["policy"]
@@ -328,6 +328,8 @@ def test_a_cached_policy_shows_the_stored_score(tmp_path: Path, monkeypatch: pyt
     assert "double or triple coldstart.steps" in warning
     assert "coldstart.count" in warning
     assert len(shown(solved=1)) == 2
+    *_, warning = shown(problems=64, solved=2)
+    assert "warning: the policy solves only 2 of 64 problems after its cold start" in warning
     # Rewards between 0 and 1 are something to learn from.
     assert shown(mean_reward=0.25, highest_reward=0.5)[1:] == [f"{line}; mean reward 0.250"]
     assert len(shown(mean_reward=-1.0, highest_reward=-1.0)) == 3

@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 _LINES = 20  # number of progress lines without a live display
 _PLAYED = 64  # number of problems that a new policy attempts
+_FEW = 0.05  # fraction of solved problems below which training usually has too little success to reinforce
 _SCORE = "coldstart.json"  # file name, beside the policy
 
 
@@ -73,15 +74,17 @@ class StartScore:
         atomic_write(policy / _SCORE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
 
     def print(self, console: Console) -> None:
-        """Print how many problems the policy solves, and a warning with advice if no rollout was rewarded."""
+        """Print how many problems the policy solves, and a warning with advice if there were hardly any."""
         said = f"cold start: the policy solves {self.solved} of {self.problems} problems of {self.source}, "
         said += f"{self.solved / self.problems:.3f} [{self.low:.3f}, {self.high:.3f}]"
         if not self.solved and self.highest_reward > 0:
             said += f"; mean reward {self.mean_reward:.3f}"
         console.note(said)
-        if not self.solved and self.highest_reward <= 0:
+        # Without a solved problem, a reward of partial success is still something to reinforce.
+        if self.solved < _FEW * self.problems and (self.solved or self.highest_reward <= 0):
+            few = f"only {self.solved} of {self.problems} problems" if self.solved else "no problem"
             console.warning(
-                "the policy solves no problem after its cold start, so training has no success to reinforce: double or "
+                f"the policy solves {few} after its cold start, so training has little success to reinforce: double or "
                 "triple coldstart.steps (a loss on a plateau can fall again later), add demonstrations "
                 "(coldstart.count, or more rows), or start with easier problems (docs/how-to/data.md)"
             )
