@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
-from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, agent_variables
+from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, UnscoredRolloutError, agent_variables
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
@@ -51,7 +51,7 @@ class ContainerCommand(AgentProgram):
                 stack.push_async_callback(container.close)
                 listener = await container.listener(PORT, self._options.helper_image)
             except UnavailableError as error:
-                raise AgentFailureError(str(error)) from error
+                raise UnscoredRolloutError(str(error)) from error
             stack.callback((await self._gateway.serve(listener)).close)
             self._ready[access.name] = container, stack.pop_all()
 
@@ -75,7 +75,7 @@ class ContainerCommand(AgentProgram):
                     raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
                 return await container.verify()
             except UnavailableError as error:
-                raise AgentFailureError(str(error)) from error
+                raise UnscoredRolloutError(str(error)) from error
 
     def describe(self) -> str:
         return f"agent: {self._command}, in a container for each rollout; {self._containers.describe()}"
