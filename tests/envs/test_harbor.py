@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
 import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -171,6 +173,24 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
     finally:
         await container.close()
     assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=task"})
+
+
+@pytest.mark.slow
+async def test_output_that_arrives_with_the_head_of_the_response_is_kept(
+    containers: TaskContainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = await containers.start(read_task(TASKS / "write-word"))
+    begin = http.client.HTTPResponse.begin
+
+    def begin_late(response: http.client.HTTPResponse) -> None:  # like a thread that waits for a processor
+        time.sleep(1.0)
+        begin(response)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "begin", begin_late)
+    try:
+        assert (await container.execute("echo hello", timeout=30)).output == "hello\n"
+    finally:
+        await container.close()
 
 
 @pytest.mark.slow

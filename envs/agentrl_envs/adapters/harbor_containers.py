@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound, NotFound
-from docker.utils.socket import frames_iter
 
 from agentrl_envs.adapters.harbor_tasks import HarborTask
 from agentrl_envs.episode import UnavailableError
@@ -247,8 +246,9 @@ class TaskContainer:
         api = self._containers.client.api
         name: str = api.exec_create(self._container.id, words, user=user, environment=environment)["Id"]
         stream = api.exec_start(name, socket=True)
+        api._disable_socket_timeout(stream)  # a command may print nothing for minutes
         try:
-            yield name, (chunk for _, chunk in frames_iter(stream, tty=False))
+            yield name, _output(stream._response.raw._fp.fp)
         finally:
             stream._response.close()  # the SDK leaves the connection open
 
@@ -366,6 +366,19 @@ class TaskContainer:
                 self._stdin._response.close()
             if self._container is not None:
                 _ignoring_docker(partial(self._container.remove, force=True))
+
+
+def _output(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the output in a stream of frames, each of which has a head of 8 bytes.
+
+    ``stream``: the buffered stream of a response. The SDK reads the socket below it, and so loses output that arrives
+    together with the head of the response, for example while this machine is busy.
+    """
+    while len(head := stream.read(8)) == 8:
+        left = int.from_bytes(head[4:], "big")
+        while left and (chunk := stream.read1(left)):  # type: ignore[attr-defined]
+            left -= len(chunk)
+            yield chunk
 
 
 def _ignoring_docker(call: Callable[..., object], *arguments: object) -> None:
