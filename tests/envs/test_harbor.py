@@ -166,6 +166,8 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
             ("echo nan > /logs/verifier/reward.txt", "nan"),
             ("ln -s /etc/hostname /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
             ("yes 1 | head -c 1000000 > /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
+            ("yes 1 | head -c 65600 > /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
+            ("yes [ | head -c 60000 > /logs/verifier/reward.json", "it is nested too deeply"),
         ):
             (task.directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n", encoding="utf-8")
             with pytest.raises(UnavailableError, match=f"returned no reward: .*{reason}"):
@@ -173,6 +175,21 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
     finally:
         await container.close()
     assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=task"})
+
+
+@pytest.mark.slow
+async def test_the_directory_of_the_reward_belongs_to_the_user_of_the_verifier(
+    containers: TaskContainers, tmp_path: Path
+) -> None:
+    directory = a_task(tmp_path / "task", toml="[verifier]\nuser = 0")
+    with (directory / "environment" / "Dockerfile").open("a", encoding="utf-8") as file:
+        file.write("USER 1000\n")
+    container = await containers.start(read_task(directory))
+    try:
+        assert await container.verify() == 1.0
+        assert (await container.execute("id -u; stat -c %u /logs/verifier", timeout=30)).output == "1000\n0\n"
+    finally:
+        await container.close()
 
 
 @pytest.mark.slow

@@ -255,7 +255,7 @@ class TaskContainer:
     async def verify(self) -> float:
         """Run the task's tests and return the reward. Raises UnavailableError if they crash or report no reward."""
         verifier = self.task.config.verifier
-        owner = verifier.user or self._container.attrs["Config"]["User"] or "root"
+        owner = self._container.attrs["Config"]["User"] or "root" if verifier.user is None else verifier.user
         prepare = (
             f"rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /logs/artifacts && chown {owner} /logs/verifier"
         )
@@ -308,14 +308,19 @@ class TaskContainer:
                 continue
             data = bytearray()
             for chunk in stream:
-                data += chunk[: _MOST_REWARD - len(data)]
-            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                entry = archive.next()
-                if entry is None or not entry.isreg() or entry.size > len(data):
-                    raise ValueError(f"{name} is not a file of at most {_MOST_REWARD >> 10} KiB")
-                file = archive.extractfile(entry)
-                assert file is not None, "it is a regular file"
-                return _read_reward(file.read().decode(errors="replace").strip(), name)
+                data += chunk[: _MOST_REWARD + tarfile.BLOCKSIZE - len(data)]
+            refusal = f"{name} is not a file of at most {_MOST_REWARD >> 10} KiB"
+            try:
+                with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                    entry = archive.next()
+                    if entry is None or not entry.isreg():
+                        raise ValueError(refusal)
+                    file = archive.extractfile(entry)
+                    assert file is not None, "it is a regular file"
+                    text = file.read().decode(errors="replace").strip()
+            except tarfile.TarError as error:  # the rest of the archive was left out
+                raise ValueError(refusal) from error
+            return _read_reward(text, name)
         raise ValueError("it wrote neither /logs/verifier/reward.txt nor reward.json")
 
     async def listener(self, port: int, image: str) -> socket.socket:
@@ -395,7 +400,10 @@ def _read_reward(text: str, name: str) -> float:
     """
     if name == "reward.txt":
         return as_reward(float(text))
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if isinstance(values, dict):
         values = values.get("reward") if "reward" in values or len(values) != 1 else next(iter(values.values()))
     return as_reward(values)
