@@ -61,6 +61,14 @@ def test_an_environment_of_tasks_trains_on_its_directory() -> None:
         load_settings(f"harbor:{TASKS}", overrides=["rollout.branching.width=2"])
 
 
+@pytest.mark.parametrize("command", ["", ":python /agent/agent.py"])
+def test_rollouts_in_rounds_need_a_container_each(command: str) -> None:
+    rounds = ["training.deterministic=true", "environment.containers=4"]
+    with pytest.raises(SettingsError, match=r"containers=4 < rollout\.concurrency=\d+: set rollout\.concurrency=4"):
+        load_settings(f"harbor:{TASKS}{command}", overrides=rounds)
+    load_settings(f"harbor:{TASKS}{command}", overrides=[*rounds, "rollout.concurrency=4"])
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
