@@ -21,6 +21,8 @@ from agentrl.config.layers import load_settings
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
+from agentrl.rollout.gateway.environment import program_for_environment
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.adapters.harbor import Terminal
 from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest
@@ -101,6 +103,27 @@ def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> 
         read_task(task)
     with pytest.raises(PluginError, match=r"contains no tasks: neither task\.toml nor \*/task\.toml exists"):
         list(task_rows(str(task / "environment")))
+
+
+@pytest.mark.parametrize("command", ["", ":python3 /agent/agent.py"])
+def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: Path) -> None:
+    def load(files: Path) -> None:
+        if command:
+            program_for_environment(f"harbor:{TASKS}{command}", {"agent_files": str(files)}, AgentGatewaySettings())
+        else:
+            resolve_environment(f"harbor:{TASKS}")(HarborSettings(agent_files=str(files)))
+
+    load(TASKS.parent / "agent")
+    for files in (TASKS.parent, TASKS, TASKS / "write-word"):
+        with pytest.raises(PluginError, match=r"agent_files=.* contains tasks of .*, so agents could read their tests"):
+            load(files)
+    with pytest.raises(PluginError, match="missing is not a directory"):
+        load(tmp_path / "missing")
+
+
+def test_an_empty_command_is_refused() -> None:
+    with pytest.raises(PluginError, match="env=harbor:tasks: +names no command"):
+        program_for_environment("harbor:tasks: ", {}, AgentGatewaySettings())
 
 
 def test_sizes_of_the_first_schema_version_are_read(tmp_path: Path) -> None:

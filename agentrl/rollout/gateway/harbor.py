@@ -14,8 +14,9 @@ from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
-from agentrl_envs.adapters.harbor_tasks import task_of
+from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of
 from agentrl_envs.episode import UnavailableError
+from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import HarborAgentSettings
 from agentrl_envs.types import Problem
 
@@ -90,5 +91,9 @@ class ContainerCommand(AgentProgram):
 def load_container_command(
     named: str, options: HarborAgentSettings, settings: AgentGatewaySettings
 ) -> ContainerCommand:
-    """Return the program for ``DIRECTORY:COMMAND``."""
-    return ContainerCommand(named.partition(":")[2], options, settings)
+    """Return the program for ``DIRECTORY:COMMAND``. Raises PluginError if it is invalid."""
+    directory, _, command = named.partition(":")
+    if not command.strip():
+        raise PluginError(f"env=harbor:{named} names no command: write harbor:DIRECTORY:COMMAND or harbor:DIRECTORY")
+    check_agent_files(options.agent_files, directory)
+    return ContainerCommand(command, options, settings)

@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
-from agentrl_envs.adapters.harbor_tasks import task_of
+from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
@@ -101,6 +101,7 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
     """Creates environments of the built-in terminal agent."""
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._classes = ClassEnvironmentFactory(f"harbor:{directory}", Terminal)
 
     @property
@@ -119,6 +120,7 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
         *,
         chat: ChatFormat | None = None,
     ) -> HarborEnvironment:
+        check_agent_files(settings.agent_files, self._directory)
         containers = TaskContainers(settings)
         terminals = self._classes(_class_settings(settings, containers), sandbox, grader, chat=chat)
         return HarborEnvironment(terminals, containers)
