@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import http.client
+import io
 import json
 import shutil
 import subprocess
@@ -122,7 +123,7 @@ def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: P
 
 
 def test_an_empty_command_is_refused() -> None:
-    with pytest.raises(PluginError, match="env=harbor:tasks: +names no command"):
+    with pytest.raises(PluginError, match=r"env=harbor:tasks: +names no command"):
         program_for_environment("harbor:tasks: ", {}, AgentGatewaySettings())
 
 
@@ -187,7 +188,7 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
         assert (await run("yes", timeout=30)).stopped == "its output exceeded 1048576 bytes"
         assert (await run("sleep 60 & echo started", timeout=30)).output == "started\n"
         assert (await run("python3 -c 'bytearray(200 << 20)'", timeout=30)).exit_code == 137
-        assert "fork" in (await run("for i in $(seq 99); do sleep 600 & done", timeout=1)).output
+        assert "fork" in (await run("for i in $(seq 99); do sleep 600 & done", timeout=5)).output
         assert await container.verify() == 1.0  # after the agent's processes were killed, but process 1 was not
         assert int((await run("ls -d /proc/[0-9]* | wc -l", timeout=5)).output) < 9  # neither processes nor zombies
         for test, reason in (
@@ -222,6 +223,36 @@ async def test_the_directory_of_the_reward_belongs_to_the_user_of_the_verifier(
         assert (await container.execute("id -u; stat -c %u /logs/verifier", timeout=30)).output == "1000\n0\n"
     finally:
         await container.close()
+
+
+def built(containers: TaskContainers, dockerfile: str) -> str:
+    image, _ = containers.client.images.build(fileobj=io.BytesIO(dockerfile.encode()), labels={LABEL: "test"}, rm=True)
+    return str(image.id)
+
+
+@pytest.mark.slow
+async def test_a_helper_runs_as_any_user_and_leaves_nothing_if_it_fails(containers: TaskContainers) -> None:
+    container = await containers.start(read_task(TASKS / "write-word"))
+    try:
+        with pytest.raises(UnavailableError, match="python3"):
+            await container.listener(42731, built(containers, "FROM scratch\nLABEL empty=true\n"))
+        assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=helper"})
+        (await container.listener(42731, built(containers, f"FROM {BASE_IMAGE}\nUSER 1000\n"))).close()
+    finally:
+        await container.close()
+
+
+@pytest.mark.slow
+async def test_an_image_that_was_removed_is_built_again(containers: TaskContainers, tmp_path: Path) -> None:
+    directory = a_task(tmp_path / "task")
+    with (directory / "environment" / "Dockerfile").open("a", encoding="utf-8") as file:
+        file.write("LABEL removed=true\n")
+    container = await containers.start(read_task(directory))
+    await container.close()
+    containers.client.images.remove(container.image, force=True)
+    with pytest.raises(UnavailableError, match="No such image"):
+        await containers.start(read_task(directory))
+    await (await containers.start(read_task(directory))).close()
 
 
 @pytest.mark.slow

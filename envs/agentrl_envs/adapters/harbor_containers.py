@@ -102,7 +102,12 @@ class TaskContainers:
                 image = asyncio.ensure_future(self.call(partial(self._image, task)))
                 self._images[task.directory] = image
             container.image = await asyncio.shield(image)  # other rollouts wait for the same build
-            await self.call(container.create)
+            try:
+                await self.call(container.create)
+            except UnavailableError:
+                if self._images.get(task.directory) is image:  # it may have been removed
+                    del self._images[task.directory]
+                raise
         except BaseException as error:
             await container.close()
             if isinstance(error, UnavailableError):
@@ -342,15 +347,21 @@ class TaskContainer:
                 image,
                 ["-c", _LISTEN, str(port)],
                 entrypoint=["python3"],
+                user=f"{os.getuid()}:{os.getgid()}",  # may open the directory
                 auto_remove=True,
                 network_mode=f"container:{self._container.id}",
                 volumes={directory: {"bind": "/run/agentrl", "mode": "rw"}},
                 labels={LABEL: "helper"},
             )
-            helper.start()
-            connection, _ = server.accept()
-            with connection:
-                _, sockets, _, _ = socket.recv_fds(connection, 1, 1)
+            try:
+                helper.start()
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(_HELPER_SECONDS)
+                    _, sockets, _, _ = socket.recv_fds(connection, 1, 1)
+            except BaseException:
+                _ignoring_docker(helper.remove, force=True)
+                raise
         return socket.socket(fileno=sockets[0])
 
     async def close(self) -> None:
@@ -370,7 +381,7 @@ class TaskContainer:
             if self._stdin is not None:
                 self._stdin._response.close()
             if self._container is not None:
-                _ignoring_docker(partial(self._container.remove, force=True))
+                _ignoring_docker(self._container.remove, force=True)
 
 
 def _output(stream: BinaryIO) -> Iterator[bytes]:
@@ -386,10 +397,10 @@ def _output(stream: BinaryIO) -> Iterator[bytes]:
             yield chunk
 
 
-def _ignoring_docker(call: Callable[..., object], *arguments: object) -> None:
+def _ignoring_docker(call: Callable[..., object], **options: object) -> None:
     """Call the Docker SDK. Ignores errors, for example because the container has ended."""
     with contextlib.suppress(DockerException, OSError):
-        call(*arguments)
+        call(**options)
 
 
 def _read_reward(text: str, name: str) -> float:
