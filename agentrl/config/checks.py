@@ -15,7 +15,7 @@ from agentrl.models.settings import LoRASettings
 from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
 from agentrl.rollout.gateway.settings import is_agent, runs_in_separate_process
-from agentrl_envs.settings import ChatSettings, SimpleTIRSettings, ToolChatSettings
+from agentrl_envs.settings import ChatSettings, ContainerSettings, SimpleTIRSettings, ToolChatSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
 
@@ -39,7 +39,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     ]
     problems += _adapter_problems(settings, command)
     problems += _session_problems(settings)
-    problems += _agent_problems(settings, command)
+    problems += [*_agent_problems(settings, command), *_container_problems(settings)]
     problems += _support_problems(settings, command)
     problems += _route_problems(settings, command)
     if problems:
@@ -233,6 +233,19 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
             f"env={settings.env!r} has no reward: set a reward function with --reward module:function, or "
             "set gateway.agent_rewards=true to accept rewards from the program "
             "(docs/how-to/agents.md describes the risks)"
+        )
+
+
+def _container_problems(settings: Settings) -> Iterator[str]:
+    """Yield settings with which rollouts wait for each other's containers forever."""
+    if not (settings.env.startswith(HARBOR) and settings.training.deterministic):
+        return
+    default = ContainerSettings.model_fields["containers"].default
+    containers = (settings.environment.model_extra or {}).get("containers", default)
+    if isinstance(containers, int) and containers < settings.rollout.concurrency:
+        yield (
+            f"training.deterministic=true samples the turns of all rollouts together, but environment.containers="
+            f"{containers} < {_pairs(settings, 'rollout.concurrency')}: set rollout.concurrency={containers}"
         )
 
 

@@ -29,7 +29,7 @@ from agentrl_sandbox.client import (
 _SPARE_SECONDS = 10  # for starting the interpreter
 # Runs in the Daytona sandbox. Its argument is a call, and its output the result, as JSON.
 _RUNNER = """
-import base64, json, os, subprocess, sys, tempfile
+import base64, json, os, signal, subprocess, sys, tempfile
 call = json.loads(base64.b64decode(sys.argv[1]))
 with tempfile.TemporaryDirectory() as here:
     for name, data in {**call["files"], "main.py": call["program"]}.items():
@@ -37,12 +37,24 @@ with tempfile.TemporaryDirectory() as here:
         os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "wb") as file:
             file.write(base64.b64decode(data))
-    try:
-        run = subprocess.run([sys.executable, "main.py"], cwd=here, input=base64.b64decode(call["stdin"]),
-                             capture_output=True, timeout=call["timeout"])
-        code, out, err = run.returncode, run.stdout, run.stderr
-    except subprocess.TimeoutExpired as late:
-        code, out, err = None, late.stdout or b"", late.stderr or b""
+    # Files instead of pipes: processes that the program leaves behind would keep pipes open.
+    with tempfile.TemporaryFile() as stdin, tempfile.TemporaryFile() as stdout, tempfile.TemporaryFile() as stderr:
+        stdin.write(base64.b64decode(call["stdin"]))
+        stdin.seek(0)
+        run = subprocess.Popen([sys.executable, "main.py"], cwd=here, stdin=stdin, stdout=stdout, stderr=stderr,
+                               start_new_session=True)
+        try:
+            code = run.wait(call["timeout"])
+        except subprocess.TimeoutExpired:
+            code = None
+        try:
+            os.killpg(run.pid, signal.SIGKILL)
+        except ProcessLookupError:
+            pass
+        run.wait()
+        stdout.seek(0)
+        stderr.seek(0)
+        out, err = stdout.read(call["most"]), stderr.read(call["most"])
     paths = [(name, os.path.join(here, name)) for name in call["fetch"]]
     fetched = {name: base64.b64encode(open(path, "rb").read()).decode() for name, path in paths if os.path.isfile(path)}
 print(json.dumps({"code": code, "out": out.decode(errors="replace"), "err": err.decode(errors="replace"),
@@ -63,6 +75,7 @@ class DaytonaSandbox:
         self._client = AsyncDaytona()
         self._slots = asyncio.Semaphore(settings.concurrency)
         self._calls: dict[str, asyncio.Task[Execution]] = {}
+        self._running: set[asyncio.Task[Execution]] = set()
         self._closed = False
 
     @property
@@ -94,12 +107,15 @@ class DaytonaSandbox:
             "program": _encoded(program.encode()),
             "stdin": _encoded(stdin.encode()),
             "timeout": limit,
+            "most": 4 * self._settings.output_limit + 1,  # bytes; a character has up to four
             "files": {name: _encoded(data) for name, data in (files or {}).items()},
             "fetch": list(fetch_files),
         }
         task = self._calls.get(request_id or "")
         if task is None:
             task = asyncio.create_task(self._run(call, limit))
+            self._running.add(task)
+            task.add_done_callback(self._running.discard)
             if request_id is not None:
                 self._calls[request_id] = task
                 task.add_done_callback(lambda _: self._calls.pop(request_id, None))
@@ -111,7 +127,8 @@ class DaytonaSandbox:
         try:
             async with self._slots:
                 sandbox = await self._client.create(
-                    CreateSandboxFromSnapshotParams(snapshot=self._snapshot, network_block_all=True)
+                    # ephemeral: Daytona deletes it when it stops, which it does after a time if this process is killed
+                    CreateSandboxFromSnapshotParams(snapshot=self._snapshot, network_block_all=True, ephemeral=True)
                 )
                 try:
                     began = time.monotonic()
@@ -150,7 +167,7 @@ class DaytonaSandbox:
         """Wait for running programs, whose time is limited, and close the client. May be called more than once."""
         if not self._closed:
             self._closed = True
-            await asyncio.gather(*self._calls.values(), return_exceptions=True)
+            await asyncio.gather(*self._running, return_exceptions=True)
             await self._client.close()
 
 

@@ -36,6 +36,8 @@ async def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert second == first
     assert fake.created == 1  # equal calls share a run
     assert (await sandbox.execute("while True: pass", timeout=1)).outcome is Outcome.TIMEOUT
+    left = "import subprocess, sys; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)']); print('x')"
+    assert (await sandbox.execute(left, timeout=10)).outcome is Outcome.OK
     failed = await sandbox.execute("1 / 0")
     assert (failed.outcome, failed.exit_code) == (Outcome.ERROR, 1)
     assert "ZeroDivisionError" in failed.stderr
@@ -46,8 +48,13 @@ async def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fake.alive
     with pytest.raises(RefusedError, match="no sessions"):
         await sandbox.open_session()
+    fake.fails = False
+    abandoned = asyncio.create_task(sandbox.execute("import time; time.sleep(1)"))
+    await asyncio.sleep(0.5)
+    abandoned.cancel()
     await sandbox.close()
     await sandbox.close()
+    assert not fake.alive
     with pytest.raises(ClosedError):
         await sandbox.execute("1")
     await fake.stop()

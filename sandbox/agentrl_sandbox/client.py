@@ -60,10 +60,12 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
     """
     for entry in entry_points(group=PLUGINS, name=settings.scheme):
         plugged: Sandbox = await entry.load()(settings)
-        if plugged.isolation.missing and not settings.allow_unisolated:
+        layers = plugged.isolation.layers
+        missing = tuple(name for name in PROPERTIES if layers.get(name) is None)  # or not mentioned
+        if missing and not settings.allow_unisolated:
             await plugged.close()
             why = "Set allow_unisolated=true to run programs without these properties"
-            raise UnisolatedError(settings.url, plugged.isolation.missing, why)
+            raise UnisolatedError(settings.url, missing, why)
         return plugged
     if settings.scheme == "docker":
         from agentrl_sandbox.docker import open_docker

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import http.client
+import io
 import json
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +22,10 @@ from agentrl.config.layers import load_settings
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
+from agentrl.rollout.gateway.environment import program_for_environment
+from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.adapters.harbor import Terminal
 from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest
 from agentrl_envs.adapters.harbor_tasks import HarborTask, read_task, task_rows
 from agentrl_envs.episode import UnavailableError
@@ -58,6 +64,14 @@ def test_an_environment_of_tasks_trains_on_its_directory() -> None:
         load_settings(f"harbor:{TASKS}", overrides=["rollout.branching.width=2"])
 
 
+@pytest.mark.parametrize("command", ["", ":python /agent/agent.py"])
+def test_rollouts_in_rounds_need_a_container_each(command: str) -> None:
+    rounds = ["training.deterministic=true", "environment.containers=4"]
+    with pytest.raises(SettingsError, match=r"containers=4 < rollout\.concurrency=\d+: set rollout\.concurrency=4"):
+        load_settings(f"harbor:{TASKS}{command}", overrides=rounds)
+    load_settings(f"harbor:{TASKS}{command}", overrides=[*rounds, "rollout.concurrency=4"])
+
+
 @pytest.mark.parametrize(
     ("toml", "message"),
     [
@@ -90,6 +104,27 @@ def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> 
         read_task(task)
     with pytest.raises(PluginError, match=r"contains no tasks: neither task\.toml nor \*/task\.toml exists"):
         list(task_rows(str(task / "environment")))
+
+
+@pytest.mark.parametrize("command", ["", ":python3 /agent/agent.py"])
+def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: Path) -> None:
+    def load(files: Path) -> None:
+        if command:
+            program_for_environment(f"harbor:{TASKS}{command}", {"agent_files": str(files)}, AgentGatewaySettings())
+        else:
+            resolve_environment(f"harbor:{TASKS}")(HarborSettings(agent_files=str(files)))
+
+    load(TASKS.parent / "agent")
+    for files in (TASKS.parent, TASKS, TASKS / "write-word"):
+        with pytest.raises(PluginError, match=r"agent_files=.* contains tasks of .*, so agents could read their tests"):
+            load(files)
+    with pytest.raises(PluginError, match="missing is not a directory"):
+        load(tmp_path / "missing")
+
+
+def test_an_empty_command_is_refused() -> None:
+    with pytest.raises(PluginError, match=r"env=harbor:tasks: +names no command"):
+        program_for_environment("harbor:tasks: ", {}, AgentGatewaySettings())
 
 
 def test_sizes_of_the_first_schema_version_are_read(tmp_path: Path) -> None:
@@ -153,7 +188,7 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
         assert (await run("yes", timeout=30)).stopped == "its output exceeded 1048576 bytes"
         assert (await run("sleep 60 & echo started", timeout=30)).output == "started\n"
         assert (await run("python3 -c 'bytearray(200 << 20)'", timeout=30)).exit_code == 137
-        assert "fork" in (await run("for i in $(seq 99); do sleep 600 & done", timeout=1)).output
+        assert "fork" in (await run("for i in $(seq 99); do sleep 600 & done", timeout=5)).output
         assert await container.verify() == 1.0  # after the agent's processes were killed, but process 1 was not
         assert int((await run("ls -d /proc/[0-9]* | wc -l", timeout=5)).output) < 9  # neither processes nor zombies
         for test, reason in (
@@ -164,6 +199,8 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
             ("echo nan > /logs/verifier/reward.txt", "nan"),
             ("ln -s /etc/hostname /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
             ("yes 1 | head -c 1000000 > /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
+            ("yes 1 | head -c 65600 > /logs/verifier/reward.txt", "is not a file of at most 64 KiB"),
+            ("yes [ | head -c 60000 > /logs/verifier/reward.json", "it is nested too deeply"),
         ):
             (task.directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n", encoding="utf-8")
             with pytest.raises(UnavailableError, match=f"returned no reward: .*{reason}"):
@@ -171,6 +208,69 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
     finally:
         await container.close()
     assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=task"})
+
+
+@pytest.mark.slow
+async def test_the_directory_of_the_reward_belongs_to_the_user_of_the_verifier(
+    containers: TaskContainers, tmp_path: Path
+) -> None:
+    directory = a_task(tmp_path / "task", toml="[verifier]\nuser = 0")
+    with (directory / "environment" / "Dockerfile").open("a", encoding="utf-8") as file:
+        file.write("USER 1000\n")
+    container = await containers.start(read_task(directory))
+    try:
+        assert await container.verify() == 1.0
+        assert (await container.execute("id -u; stat -c %u /logs/verifier", timeout=30)).output == "1000\n0\n"
+    finally:
+        await container.close()
+
+
+def built(containers: TaskContainers, dockerfile: str) -> str:
+    image, _ = containers.client.images.build(fileobj=io.BytesIO(dockerfile.encode()), labels={LABEL: "test"}, rm=True)
+    return str(image.id)
+
+
+@pytest.mark.slow
+async def test_a_helper_runs_as_any_user_and_leaves_nothing_if_it_fails(containers: TaskContainers) -> None:
+    container = await containers.start(read_task(TASKS / "write-word"))
+    try:
+        with pytest.raises(UnavailableError, match="python3"):
+            await container.listener(42731, built(containers, "FROM scratch\nLABEL empty=true\n"))
+        assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=helper"})
+        (await container.listener(42731, built(containers, f"FROM {BASE_IMAGE}\nUSER 1000\n"))).close()
+    finally:
+        await container.close()
+
+
+@pytest.mark.slow
+async def test_an_image_that_was_removed_is_built_again(containers: TaskContainers, tmp_path: Path) -> None:
+    directory = a_task(tmp_path / "task")
+    with (directory / "environment" / "Dockerfile").open("a", encoding="utf-8") as file:
+        file.write("LABEL removed=true\n")
+    container = await containers.start(read_task(directory))
+    await container.close()
+    containers.client.images.remove(container.image, force=True)
+    with pytest.raises(UnavailableError, match="No such image"):
+        await containers.start(read_task(directory))
+    await (await containers.start(read_task(directory))).close()
+
+
+@pytest.mark.slow
+async def test_output_that_arrives_with_the_head_of_the_response_is_kept(
+    containers: TaskContainers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    container = await containers.start(read_task(TASKS / "write-word"))
+    begin = http.client.HTTPResponse.begin
+
+    def begin_late(response: http.client.HTTPResponse) -> None:  # like a thread that waits for a processor
+        time.sleep(1.0)
+        begin(response)
+
+    monkeypatch.setattr(http.client.HTTPResponse, "begin", begin_late)
+    try:
+        assert (await container.execute("echo hello", timeout=30)).output == "hello\n"
+    finally:
+        await container.close()
 
 
 @pytest.mark.slow
@@ -195,6 +295,17 @@ async def test_the_built_in_agent_calls_bash_and_gets_the_reward() -> None:
     assert (await second).reward == 0.0
     await waiting.close()
     await environment.close()
+
+
+@pytest.mark.slow
+async def test_the_commands_of_a_turn_run_in_their_order(containers: TaskContainers) -> None:
+    problem = Problem(id="a", statement="Copy it.", answer=None, source="", info={"task": str(TASKS / "copy-file")})
+    terminal = Terminal(containers, problem, 30.0)
+    commands = ("sleep 1; echo one > x", "cat x; echo two > x", "cat x")
+    try:
+        assert await asyncio.gather(*map(terminal.bash, commands)) == ["", "one\n", "two\n"]
+    finally:
+        await terminal.close()
 
 
 def called(command: str) -> str:

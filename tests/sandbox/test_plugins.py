@@ -23,7 +23,10 @@ class Toy:
 
     def __init__(self, settings: SandboxSettings) -> None:
         place = settings.url.removeprefix("toy://")
-        self.isolation = Isolation(layers=dict.fromkeys(PROPERTIES, None if place == "open" else "toy"), mode="none")
+        self.isolation = Isolation(
+            layers={} if place == "silent" else dict.fromkeys(PROPERTIES, None if place == "open" else "toy"),
+            mode="none",
+        )
         self.closed = False
         opened.append(self)
 
@@ -63,9 +66,11 @@ async def test_the_scheme_of_a_url_selects_the_sandbox_of_a_package() -> None:
 async def test_a_package_that_does_not_isolate_programs_needs_permission() -> None:
     with pytest.raises(UnisolatedError, match="toy://open: missing no_network"):
         await open_sandbox(SandboxSettings(url="toy://open"))
-    assert [one.closed for one in opened] == [True]
+    with pytest.raises(UnisolatedError, match="toy://silent: missing no_network"):
+        await open_sandbox(SandboxSettings(url="toy://silent"))
+    assert [one.closed for one in opened] == [True, True]
     await open_sandbox(SandboxSettings(url="toy://open", allow_unisolated=True))
-    assert [one.closed for one in opened] == [True, False]
+    assert [one.closed for one in opened] == [True, True, False]
 
 
 @pytest.mark.usefixtures("installed")

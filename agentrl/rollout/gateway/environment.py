@@ -24,6 +24,7 @@ from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gateway.programs import (
     AgentFailureError,
     AgentProgram,
+    UnscoredRolloutError,
     load_agent_program,
     load_verifiers_worker,
     load_worker_program,
@@ -205,7 +206,8 @@ class AgentEnvironment(Environment):
         failure = failure or rollout.given_up
         if failure is None and rollout.reward is None and not rollout.policy.rewarded_later:
             failure = f"the agent returned no reward ({_REWARD_SOURCES})"
-        if failure is not None and rollout.reward is None and rollout.stopped in _LIMITED:
+        limited = rollout.stopped in _LIMITED and not isinstance(crash, UnscoredRolloutError)
+        if failure is not None and rollout.reward is None and limited:
             return None  # the policy used up its turns or tokens: a truncation without reward
         return None if failure is None else rollout.failure or failure
 

@@ -9,13 +9,14 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
-from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, agent_variables
+from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, UnscoredRolloutError, agent_variables
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
-from agentrl_envs.adapters.harbor_tasks import task_of
+from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of
 from agentrl_envs.episode import UnavailableError
+from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import HarborAgentSettings
 from agentrl_envs.types import Problem
 
@@ -51,7 +52,7 @@ class ContainerCommand(AgentProgram):
                 stack.push_async_callback(container.close)
                 listener = await container.listener(PORT, self._options.helper_image)
             except UnavailableError as error:
-                raise AgentFailureError(str(error)) from error
+                raise UnscoredRolloutError(str(error)) from error
             stack.callback((await self._gateway.serve(listener)).close)
             self._ready[access.name] = container, stack.pop_all()
 
@@ -75,7 +76,7 @@ class ContainerCommand(AgentProgram):
                     raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
                 return await container.verify()
             except UnavailableError as error:
-                raise AgentFailureError(str(error)) from error
+                raise UnscoredRolloutError(str(error)) from error
 
     def describe(self) -> str:
         return f"agent: {self._command}, in a container for each rollout; {self._containers.describe()}"
@@ -90,5 +91,9 @@ class ContainerCommand(AgentProgram):
 def load_container_command(
     named: str, options: HarborAgentSettings, settings: AgentGatewaySettings
 ) -> ContainerCommand:
-    """Return the program for ``DIRECTORY:COMMAND``."""
-    return ContainerCommand(named.partition(":")[2], options, settings)
+    """Return the program for ``DIRECTORY:COMMAND``. Raises PluginError if it is invalid."""
+    directory, _, command = named.partition(":")
+    if not command.strip():
+        raise PluginError(f"env=harbor:{named} names no command: write harbor:DIRECTORY:COMMAND or harbor:DIRECTORY")
+    check_agent_files(options.agent_files, directory)
+    return ContainerCommand(command, options, settings)

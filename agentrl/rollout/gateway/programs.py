@@ -54,7 +54,11 @@ BLOCKED_LOOP_SECONDS = 1.0
 
 
 class AgentFailureError(Exception):
-    """The agent crashed or returned no reward. Its rollout is excluded."""
+    """The agent crashed or returned no reward. Its rollout is excluded, unless the policy reached a limit."""
+
+
+class UnscoredRolloutError(AgentFailureError):
+    """The container or the verifier failed. The rollout is excluded, even if the policy reached a limit."""
 
 
 class AgentProgram(ABC):

@@ -57,6 +57,8 @@ _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE = 15.0  # seconds between comments in a stream while the engine samples
 _BODY_SECONDS = 60.0  # for the body of a request, so that slow clients do not hold memory
 _IDLE_SECONDS = 60.0  # for the head of a request, so that silent clients do not hold connections
+_MOST_HEAD = 2**20  # bytes of a request's head; more than asyncio reads at once
+_CHUNKED = 8  # bytes that arrive for a byte of the body, at most: chunks of one byte take six
 _BACKLOG = 2048
 _EPOCH = "1970-01-01T00:00:00Z"
 _LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
@@ -89,33 +91,76 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _limited(most: int) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with at most ``most`` open connections, closed if no request arrives.
+def _limited(connections: int, request_bytes: int) -> type[asyncio.Protocol]:
+    """Return uvicorn's HTTP protocol with limits that uvicorn does not have.
 
-    uvicorn has neither limit. Beyond its limit, it refuses requests but keeps their connections. It waits forever for a
-    connection's first request.
+    At most ``connections`` are open: uvicorn refuses requests, but keeps their connections. A connection ends if no
+    request arrives, or if the client does not read. With httptools, the size of a head and of trailers is unlimited.
     """
     base: Any = AutoHTTPProtocol
+    whole = _MOST_HEAD + _CHUNKED * request_bytes
 
     class Limited(base):  # type: ignore[misc]
+        _size = 0  # bytes of the request that is arriving
+        _most: int | None = None  # their maximum; None between requests, and with h11, which has limits
+        _stall: asyncio.TimerHandle | None = None
+
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self._watch()
-            if len(self.connections) > most:
+            self._check = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
+            if len(self.connections) > connections:
                 transport.abort()
 
         def connection_lost(self, error: Exception | None) -> None:
             self._check.cancel()
+            self._end_stall()
             super().connection_lost(error)
 
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            self._size += len(data)
+            if self._most is not None and self._size > self._most:
+                self.transport.abort()
+
+        def on_message_begin(self) -> None:
+            super().on_message_begin()
+            self._size, self._most = 0, _MOST_HEAD
+
+        def on_headers_complete(self) -> None:
+            super().on_headers_complete()
+            self._most = whole
+
+        def on_message_complete(self) -> None:
+            super().on_message_complete()
+            self._most = None
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            self._stall = self.loop.call_later(_IDLE_SECONDS, self.transport.abort)
+
+        def resume_writing(self) -> None:
+            super().resume_writing()
+            self._end_stall()
+
+        def _end_stall(self) -> None:
+            if self._stall is not None:
+                self._stall.cancel()
+
         def _watch(self) -> None:
+            self._check.cancel()
             self._check = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
 
         def _close_if_idle(self) -> None:
+            if self.transport.is_closing():  # it waits for a client that does not read
+                self.transport.abort()
+                return
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.close()
-            else:
-                self._watch()
+            self._watch()
 
     return Limited
 
@@ -141,7 +186,7 @@ class AgentGateway:
             raise SettingsError(f"cannot listen on gateway.host={host}, gateway.port={port}: {error}") from error
         config = uvicorn.Config(
             self.app(),
-            http=_limited(self._settings.max_connections),
+            http=_limited(self._settings.max_connections, self._settings.max_request_bytes),
             lifespan="off",
             log_level="warning",
             access_log=False,

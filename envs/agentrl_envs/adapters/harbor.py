@@ -14,7 +14,7 @@ from pydantic import BaseModel
 
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
-from agentrl_envs.adapters.harbor_tasks import task_of
+from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
@@ -36,7 +36,7 @@ class Terminal:
         self._problem = problem
         self._seconds = seconds
         self._used = 0.0  # seconds that commands took
-        self._starting = asyncio.Lock()
+        self._lock = asyncio.Lock()  # a turn may contain several commands, which run in their order
         self._container: TaskContainer | None = None
 
     def reset(self) -> None:
@@ -48,13 +48,14 @@ class Terminal:
         Args:
             command: The command line or script to run.
         """
-        container = await self._started()
-        agent = container.task.config.agent
-        began, most = time.monotonic(), agent.timeout_sec or math.inf
-        limit = min(self._seconds, max(1.0, most - self._used))
-        done = await container.execute(command, timeout=limit, user=agent.user)
-        self._used += time.monotonic() - began
-        self.done = self._used >= most
+        async with self._lock:
+            container = await self._started()
+            agent = container.task.config.agent
+            began, most = time.monotonic(), agent.timeout_sec or math.inf
+            limit = min(self._seconds, max(1.0, most - self._used))
+            done = await container.execute(command, timeout=limit, user=agent.user)
+            self._used += time.monotonic() - began
+            self.done = self._used >= most
         end = f"stopped because {done.stopped}" if done.stopped else f"exit code {done.exit_code}"
         return done.output if not done.exit_code else f"{done.output.rstrip()}\n[{end}]".lstrip()
 
@@ -66,10 +67,9 @@ class Terminal:
             await self._container.close()
 
     async def _started(self) -> TaskContainer:
-        async with self._starting:  # a turn may contain several commands
-            if self._container is None:
-                self._container = await self._containers.start(task_of(self._problem))
-            return self._container
+        if self._container is None:
+            self._container = await self._containers.start(task_of(self._problem))
+        return self._container
 
 
 class HarborEnvironment(Environment):
@@ -101,6 +101,7 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
     """Creates environments of the built-in terminal agent."""
 
     def __init__(self, directory: str) -> None:
+        self._directory = directory
         self._classes = ClassEnvironmentFactory(f"harbor:{directory}", Terminal)
 
     @property
@@ -119,6 +120,7 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
         *,
         chat: ChatFormat | None = None,
     ) -> HarborEnvironment:
+        check_agent_files(settings.agent_files, self._directory)
         containers = TaskContainers(settings)
         terminals = self._classes(_class_settings(settings, containers), sandbox, grader, chat=chat)
         return HarborEnvironment(terminals, containers)

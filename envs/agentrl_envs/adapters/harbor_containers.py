@@ -20,11 +20,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, BinaryIO, TypeVar
 
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound, NotFound
-from docker.utils.socket import frames_iter
 
 from agentrl_envs.adapters.harbor_tasks import HarborTask
 from agentrl_envs.episode import UnavailableError
@@ -103,7 +102,12 @@ class TaskContainers:
                 image = asyncio.ensure_future(self.call(partial(self._image, task)))
                 self._images[task.directory] = image
             container.image = await asyncio.shield(image)  # other rollouts wait for the same build
-            await self.call(container.create)
+            try:
+                await self.call(container.create)
+            except UnavailableError:
+                if self._images.get(task.directory) is image:  # it may have been removed
+                    del self._images[task.directory]
+                raise
         except BaseException as error:
             await container.close()
             if isinstance(error, UnavailableError):
@@ -247,15 +251,16 @@ class TaskContainer:
         api = self._containers.client.api
         name: str = api.exec_create(self._container.id, words, user=user, environment=environment)["Id"]
         stream = api.exec_start(name, socket=True)
+        api._disable_socket_timeout(stream)  # a command may print nothing for minutes
         try:
-            yield name, (chunk for _, chunk in frames_iter(stream, tty=False))
+            yield name, _output(stream._response.raw._fp.fp)
         finally:
             stream._response.close()  # the SDK does not close the connection
 
     async def verify(self) -> float:
         """Run the task's tests and return the reward. Raises UnavailableError if they crash or report no reward."""
         verifier = self.task.config.verifier
-        owner = verifier.user or self._container.attrs["Config"]["User"] or "root"
+        owner = self._container.attrs["Config"]["User"] or "root" if verifier.user is None else verifier.user
         prepare = (
             f"rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /logs/artifacts && chown {owner} /logs/verifier"
         )
@@ -308,14 +313,19 @@ class TaskContainer:
                 continue
             data = bytearray()
             for chunk in stream:
-                data += chunk[: _MOST_REWARD - len(data)]
-            with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-                entry = archive.next()
-                if entry is None or not entry.isreg() or entry.size > len(data):
-                    raise ValueError(f"{name} is not a file of at most {_MOST_REWARD >> 10} KiB")
-                file = archive.extractfile(entry)
-                assert file is not None, "it is a regular file"
-                return _read_reward(file.read().decode(errors="replace").strip(), name)
+                data += chunk[: _MOST_REWARD + tarfile.BLOCKSIZE - len(data)]
+            refusal = f"{name} is not a file of at most {_MOST_REWARD >> 10} KiB"
+            try:
+                with tarfile.open(fileobj=io.BytesIO(data)) as archive:
+                    entry = archive.next()
+                    if entry is None or not entry.isreg():
+                        raise ValueError(refusal)
+                    file = archive.extractfile(entry)
+                    assert file is not None, "it is a regular file"
+                    text = file.read().decode(errors="replace").strip()
+            except tarfile.TarError as error:  # the rest of the archive was left out
+                raise ValueError(refusal) from error
+            return _read_reward(text, name)
         raise ValueError("it wrote neither /logs/verifier/reward.txt nor reward.json")
 
     async def listener(self, port: int, image: str) -> socket.socket:
@@ -337,15 +347,21 @@ class TaskContainer:
                 image,
                 ["-c", _LISTEN, str(port)],
                 entrypoint=["python3"],
+                user=f"{os.getuid()}:{os.getgid()}",  # may open the directory
                 auto_remove=True,
                 network_mode=f"container:{self._container.id}",
                 volumes={directory: {"bind": "/run/agentrl", "mode": "rw"}},
                 labels={LABEL: "helper"},
             )
-            helper.start()
-            connection, _ = server.accept()
-            with connection:
-                _, sockets, _, _ = socket.recv_fds(connection, 1, 1)
+            try:
+                helper.start()
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(_HELPER_SECONDS)
+                    _, sockets, _, _ = socket.recv_fds(connection, 1, 1)
+            except BaseException:
+                _ignoring_docker(helper.remove, force=True)
+                raise
         return socket.socket(fileno=sockets[0])
 
     async def close(self) -> None:
@@ -365,13 +381,26 @@ class TaskContainer:
             if self._stdin is not None:
                 self._stdin._response.close()
             if self._container is not None:
-                _ignoring_docker(partial(self._container.remove, force=True))
+                _ignoring_docker(self._container.remove, force=True)
 
 
-def _ignoring_docker(call: Callable[..., object], *arguments: object) -> None:
+def _output(stream: BinaryIO) -> Iterator[bytes]:
+    """Yield the output in a stream of frames, each of which has a head of 8 bytes.
+
+    ``stream``: the buffered stream of a response. The SDK reads the socket below it, and so loses output that arrives
+    together with the head of the response, for example while this machine is busy.
+    """
+    while len(head := stream.read(8)) == 8:
+        left = int.from_bytes(head[4:], "big")
+        while left and (chunk := stream.read1(left)):  # type: ignore[attr-defined]
+            left -= len(chunk)
+            yield chunk
+
+
+def _ignoring_docker(call: Callable[..., object], **options: object) -> None:
     """Call the Docker SDK. Ignores errors, for example if the container has exited."""
     with contextlib.suppress(DockerException, OSError):
-        call(*arguments)
+        call(**options)
 
 
 def _read_reward(text: str, name: str) -> float:
@@ -382,7 +411,10 @@ def _read_reward(text: str, name: str) -> float:
     """
     if name == "reward.txt":
         return as_reward(float(text))
-    values = json.loads(text)
+    try:
+        values = json.loads(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
     if isinstance(values, dict):
         values = values.get("reward") if "reward" in values or len(values) != 1 else next(iter(values.values()))
     return as_reward(values)

@@ -116,6 +116,21 @@ def task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
         yield str(file), {"id": task.name, "problem": task.instruction, "task": str(task.directory)}
 
 
+def check_agent_files(files: str | None, directory: str) -> None:
+    """Raise PluginError unless ``environment.agent_files`` is a directory that contains no tasks of ``directory``."""
+    if files is None:
+        return
+    mounted = Path(files).absolute().resolve()
+    if not mounted.is_dir():  # Docker would create it
+        raise PluginError(f"environment.agent_files={files} is not a directory")
+    tasks = Path(directory).expanduser().absolute().resolve()
+    if tasks.is_relative_to(mounted) or (mounted.is_relative_to(tasks) and next(mounted.rglob("task.toml"), None)):
+        raise PluginError(
+            f"environment.agent_files={files} contains tasks of {directory}, so agents could read their tests and "
+            "solutions: name a directory with only the agent's files"
+        )
+
+
 def task_of(problem: Problem) -> HarborTask:
     """Return the task of a problem. Raises PluginError if the problem does not refer to a task."""
     directory = problem.info.get("task")

@@ -13,6 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import openai
 import pytest
 import torch
 from rollout.fakes import tiny_model
@@ -30,7 +31,7 @@ from agentrl.rollout.gateway import programs
 from agentrl.rollout.gateway.environment import AgentEnvironment, program_for_environment
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest
+from agentrl.rollout.gateway.wire import Access, AgentMessage, AgentRequest
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.adapters import verifiers_worker
@@ -75,6 +76,39 @@ async def play(
     finally:
         await environment.close()
     return sorted(groups, key=lambda group: group.index), driver.metrics(), driver
+
+
+class Unverified(programs.AgentProgram):
+    """Reaches the limit of generations, and has no result, like a command whose verifier crashed."""
+
+    def __init__(self, failure: Exception) -> None:
+        self._failure = failure
+
+    async def run(self, problem: Problem, access: Access) -> float:
+        async with client(access.base_url, access.api_key, max_retries=0) as policy:
+            message: Any = {"role": "user", "content": problem.statement}
+            with contextlib.suppress(openai.APIStatusError):
+                while True:
+                    await policy.chat.completions.create(model="policy", messages=[message])
+        raise self._failure
+
+    def describe(self) -> str:
+        return "unverified"
+
+
+@pytest.mark.parametrize(
+    ("failure", "ended"),
+    [
+        (programs.AgentFailureError("exit code 1"), Ended.TURN_LIMIT),
+        (programs.UnscoredRolloutError("the verifier crashed"), Ended.INFRASTRUCTURE_FAILURE),
+    ],
+)
+async def test_a_rollout_that_reached_a_limit_is_excluded_if_its_verifier_failed(
+    failure: Exception, ended: Ended, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(globals(), "program_for_environment", lambda *_: Unverified(failure))
+    groups, _, _ = await play("", saying("hi"), max_generations=1)
+    assert [row.ended for row in groups[0].trajectories] == [ended]
 
 
 def saying(*texts: str) -> Any:

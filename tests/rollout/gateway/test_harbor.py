@@ -47,7 +47,7 @@ END"""
 async def play(command: str, engine: Any, *, samples: int) -> Group:
     tokenizer, codec = chat_codec()
     settings = AgentGatewaySettings()
-    options = {"build_args": {"BASE_IMAGE": BASE_IMAGE}, "helper_image": BASE_IMAGE, "agent_files": str(EXAMPLE)}
+    options = {"build_args": {"BASE_IMAGE": BASE_IMAGE}, "helper_image": BASE_IMAGE, "agent_files": f"{EXAMPLE}/agent"}
     program = program_for_environment(f"harbor:{EXAMPLE}/tasks:{command}", options, settings)
     environment = AgentEnvironment(program, settings, ChatRenderer(tokenizer, codec))
     await environment.open()

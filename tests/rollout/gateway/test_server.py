@@ -415,3 +415,54 @@ async def test_connections_are_limited_and_end_if_no_request_arrives(monkeypatch
         async with client(access.base_url, access.api_key, max_retries=2) as policy:
             reply = await policy.chat.completions.create(model="policy", messages=HELLO)
     assert reply.choices[0].message.content == "hi"
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        b"GET /rollouts/x HTTP/1.1\r\nx-long: ",
+        b"GET /",
+        b"POST /rollouts/x/reward HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: ",
+    ],
+)
+async def test_a_head_or_trailer_of_any_length_is_not_kept_in_memory(start: bytes) -> None:
+    async with served(rollout(engine("hi")), max_request_bytes=2**20) as (gateway, _):
+        _, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+        writer.write(start)
+
+        async def send_on() -> None:
+            while True:
+                writer.write(b"a" * 2**20)
+                await writer.drain()
+
+        with pytest.raises(ConnectionError):
+            await asyncio.wait_for(send_on(), 20)
+        writer.close()
+
+
+async def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_IDLE_SECONDS", 0.2)
+    async with served(rollout(engine("hi"))) as (gateway, _):
+        _, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"), limit=1)
+        assert gateway._server is not None
+        connections = gateway._server.server_state.connections
+        request = b"POST /v1/messages HTTP/1.1\r\nx-session-id: " + b"\xe4" * 900_000 + b"\r\ncontent-length: 0\r\n\r\n"
+        async with asyncio.timeout(20):
+            for _ in range(10):  # the replies, which quote the id, are larger than the buffers of the connection
+                writer.write(request)
+            while not connections:
+                await asyncio.sleep(0)
+            while connections:
+                await asyncio.sleep(0.05)
+        writer.close()
+
+
+async def test_a_connection_is_kept_after_a_reply(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(server, "_IDLE_SECONDS", 1.0)
+    async with served(rollout(engine("hi"))) as (gateway, _):
+        reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
+        for _ in range(3):  # longer than a silent connection is kept, but not since the last reply
+            await asyncio.sleep(0.6)
+            writer.write(b"GET /rollouts/x HTTP/1.1\r\n\r\n")
+            assert (await reader.read(4096)).startswith(b"HTTP/1.1 404")
+        writer.close()
