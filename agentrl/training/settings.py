@@ -393,9 +393,9 @@ class ColdstartSettings(_Settings):
     variants: int = Field(4, ge=1)
     """number of copies of each formula problem, each with different numbers"""
     direct_share: float = Field(0.0, ge=0, le=1)
-    """fraction of the demonstrations that state the answer immediately: in a box, or, if the environment is a class, by
-    their last turn. A policy that imitates them guesses, so that reinforcement learning can improve it by using the
-    tool. The tiny preset sets it only for generated demonstrations"""
+    """fraction of the demonstrations that state the answer immediately: in a box, also for agent programs, or, if the
+    environment is a class, by their last turn. A policy that imitates them guesses, so that reinforcement learning can
+    improve it by using the tool. The tiny preset sets it only for generated demonstrations"""
     direct_turn: Literal["first", "any"] = "first"
     """turn of a direct answer. first: the first turn; any: a random turn before the last, after observations that do
     not yet determine the answer. With any, the policy learns to give up early, and more often in longer tasks"""

@@ -229,7 +229,8 @@ class _FunctionAgent(AgentProgram):
                     logger.warning(
                         "agent %s: %s:%s blocked the event loop and all other rollouts for more than %g s: %s\n"
                         "Use an asynchronous version of this call, asyncio.to_thread(...), or a plain function as the "
-                        "agent, which runs in a thread",
+                        "agent, which runs in a thread. If the call is already asynchronous, the machine is busy, and "
+                        "the warning is harmless",
                         self._name,
                         at.filename,
                         at.lineno,

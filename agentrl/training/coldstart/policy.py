@@ -132,7 +132,7 @@ def create_policy(settings: Settings, output: Path, console: Console, problems: 
     console.note(f"policy: {output}, trained in {time.monotonic() - began:.0f} s, final perplexity {perplexity:.3f}")
     cold = settings.coldstart
     late = (cold.direct_steps or 0) if cold.direct_share else 0  # the last steps use other demonstrations
-    console.note(describe_loss_trend(losses[: max(0, cold.steps - late)] or losses))
+    console.note(describe_loss_trend(losses, final=late))
     try:
         score = asyncio.run(_play(settings, output, problems))
     except (AgentRLError, UnavailableError) as error:  # the policy is saved; only its score is missing
@@ -198,10 +198,11 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
     )
 
 
-def describe_loss_trend(losses: Sequence[float]) -> str:
+def describe_loss_trend(losses: Sequence[float], *, final: int = 0) -> str:
     """Describe the trend of the loss: compare the last tenth of the steps with the tenth before it.
 
-    The loss falls if the two means differ by more than two standard errors.
+    The loss falls if the two means differ by more than two standard errors. The ``final`` steps, which include direct
+    answers, are ignored unless there are no others.
 
     >>> describe_loss_trend([1.0, 1.2] * 20)
     'cold start: the loss is on a plateau (1.100, before 1.100)'
@@ -209,18 +210,24 @@ def describe_loss_trend(losses: Sequence[float]) -> str:
     'cold start: the loss is still falling (0.625, before 0.665): raise coldstart.steps to lower it further'
     >>> describe_loss_trend([0.02 - step / 2000 for step in range(40)])
     'cold start: the loss is near 0 (0.001, before 0.003)'
+    >>> describe_loss_trend([0.0] * 40 + [0.8] * 10, final=10)
+    'cold start: in steps 1 to 40, without direct answers, the loss is near 0 (0.000, before 0.000)'
     """
+    where = "cold start:"
+    if 0 < final < len(losses):
+        losses = losses[:-final]
+        where = f"cold start: in steps 1 to {len(losses)}, without direct answers,"
     count = max(4, len(losses) // 10)
     if len(losses) < 2 * count:
-        return "cold start: too few steps to determine whether the loss is still falling"
+        return f"{where} too few steps to determine whether the loss is still falling"
     before, last = losses[-2 * count : -count], losses[-count:]
     error = math.sqrt((statistics.variance(before) + statistics.variance(last)) / count)
     means = f"({statistics.fmean(last):.3f}, before {statistics.fmean(before):.3f})"
     if statistics.fmean(last) < 0.01:  # the demonstrations are memorized, so more steps do not help
-        return f"cold start: the loss is near 0 {means}"
+        return f"{where} the loss is near 0 {means}"
     if statistics.fmean(before) - statistics.fmean(last) > 2 * error:
-        return f"cold start: the loss is still falling {means}: raise coldstart.steps to lower it further"
-    return f"cold start: the loss is on a plateau {means}"
+        return f"{where} the loss is still falling {means}: raise coldstart.steps to lower it further"
+    return f"{where} the loss is on a plateau {means}"
 
 
 def _direct_answers(cold: ColdstartSettings) -> str:
