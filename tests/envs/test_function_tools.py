@@ -187,6 +187,17 @@ class Shop:
         self._database.close()
 
 
+class Busy:
+    """A tool that cannot be copied at the moment."""
+
+    def wait(self) -> str:
+        """Waits."""
+        return "waited"
+
+    def fork(self) -> Busy:
+        raise UnavailableError("no room")
+
+
 class Counter:
     """State that a deep copy copies."""
 
@@ -362,6 +373,15 @@ async def test_a_fork_has_the_state_and_its_own_future() -> None:
         assert await said(twin, count, call("count_up")) == ["[[4]]", "2"]
         assert await said(made, count, call("count_up")) == ["[[5]]", "3"]
         await twin.close()
+
+
+async def test_a_fork_that_fails_closes_what_it_has_copied() -> None:
+    async with episode("Shop", "Busy") as made:
+        assert Shop.open_shops == 1
+        with pytest.raises(UnavailableError, match="no room"):
+            await made.fork()
+        assert Shop.open_shops == 1
+        assert await said(made, call("query", sql="select 7")) == ["[[7]]"]
 
 
 @pytest.mark.parametrize("how", ["gone", "gone too", "said"])

@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.factory import OptionsFactory
+from agentrl_envs.forks import repeat_actions
 from agentrl_envs.registry import PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward, thaw
@@ -383,9 +384,7 @@ class OpenEnvEpisode:
         """Repeat all actions in a new session. The copy is exact only if the environment is deterministic."""
         twin = OpenEnvEpisode(self.problem, self._environment)
         if self._session is not None:
-            await twin.start()
-        for action in self._actions:
-            await twin.step(action)
+            await repeat_actions(twin, self._actions)
         return twin
 
     async def close(self) -> None:

@@ -13,6 +13,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
+from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
 from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
 from agentrl_envs.tools.calling import ToolCallError, ToolError, call_tool
@@ -292,11 +293,12 @@ class EpisodeTools:
             lenient=self._lenient,
         )
         shared = {id(self._injected["problem"]): self._injected["problem"], id(self._injected["sandbox"]): sandbox}
-        for maker, (instance, _) in self._instances.items():
-            custom = getattr(instance, "fork", None)
-            await twin._adopt(
-                maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))), verb="copying"
-            )
+        async with closed_on_failure(twin):
+            for maker, (instance, _) in self._instances.items():
+                custom = getattr(instance, "fork", None)
+                await twin._adopt(
+                    maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))), verb="copying"
+                )
         return twin
 
     async def close(self) -> None:
