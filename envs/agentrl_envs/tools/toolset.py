@@ -281,7 +281,7 @@ class EpisodeTools:
     async def fork(self, sandbox: EpisodeSandbox | None) -> EpisodeTools:
         """Copy the instances with their ``fork()`` method, or else with `copy.deepcopy`.
 
-        Raises ToolError if an instance cannot be copied.
+        A ``fork()`` method may be asynchronous. Raises ToolError if an instance cannot be copied.
         """
         twin = EpisodeTools(
             self._tools,
@@ -299,6 +299,9 @@ class EpisodeTools:
                 await twin._adopt(
                     maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))), verb="copying"
                 )
+                copied, name = twin._instances[maker][0], type(instance).__name__
+                if not isinstance(copied, type(instance)):
+                    raise ToolError(f"fork() of {name} returned {copied!r:.100}; it must return another {name}")
         return twin
 
     async def close(self) -> None:
@@ -321,8 +324,11 @@ class EpisodeTools:
     async def _adopt(self, maker: Callable[..., object], make: Callable[[], object], verb: str = "creating") -> None:
         thread = ObjectThread(name=_name(maker))
         try:
-            instance = await thread.run(make, timeout=self._timeout)
-        except UnavailableError:
+            if inspect.iscoroutinefunction(make):
+                instance = await make()
+            else:
+                instance = await thread.run(make, timeout=self._timeout)
+        except (UnavailableError, asyncio.CancelledError):
             thread.close()
             raise
         except Exception as error:
