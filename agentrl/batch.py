@@ -335,8 +335,8 @@ class Batch:
 
     @property
     def trajectory_ids(self) -> Tensor:
-        """Unique number [B] of each trajectory in the step."""
-        return (self.groups << 24) + self.samples
+        """Unique number [B] of each trajectory in the step. The branches of a rollout have different numbers."""
+        return (self.branches << 48) + (self.groups << 24) + self.samples
 
     @property
     def prompt_lengths(self) -> Tensor:

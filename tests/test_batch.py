@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout.fakes import played
 
+from agentrl.algorithms import step_selection
 from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.trajectory import Segment, Trajectory
 
@@ -104,6 +105,28 @@ def test_every_tensor_is_that_of_the_trajectories(seed: int, rows: int, multiple
         assert tuple(batch.versions[row, :count].tolist()) == one.versions
         assert not batch.response_mask[row, count:].any()
         assert int(batch.response_lengths[row]) == count
+
+
+def test_branches_of_a_rollout_have_different_numbers() -> None:
+    fork = {"path_weight": 0.5, "parent": 0, "fork": 2, "branches": 3, "group": 7, "sample": 1}
+    root = trajectory(model(1, 2), **{**fork, "parent": -1, "fork": 0, "path_weight": 1.0})
+    leaves = [trajectory(model(3 + branch), prompt_ids=(11, 12, 1, 2), branch=branch, **fork) for branch in (1, 2)]
+    other = trajectory(model(4), group=8, sample=1)
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories([root, *leaves, other]))
+    assert batch.trajectory_ids.unique().numel() == 4
+    # Losses that select tokens over the step refuse rows with equal numbers.
+    values = torch.where(batch.response_mask, batch.rollout_log_probs, 0.0)
+    options = {"covariance_fraction": 1.0, "covariance_low": -1e9, "covariance_high": 1e9}
+    selected = step_selection(
+        "clip_cov",
+        log_probs=values,
+        old_log_probs=values,
+        advantages=values,
+        loss_mask=batch.loss_mask,
+        trajectory_ids=batch.trajectory_ids,
+        **options,
+    )
+    assert selected.shape == batch.response_mask.shape
 
 
 def test_scattered_tokens_stand_in_row_major_order_and_carry_gradients() -> None:

@@ -276,6 +276,12 @@ def _fork_problems(settings: Settings) -> Iterator[str]:
         value = getattr(settings.correction, key)
         if value not in (None, "token"):
             yield f"{forks} and correction.{key}={value}: ratios of sequences need whole responses; use token ratios"
+    for key in ("void_turns", "truncated"):
+        if getattr(settings.algorithm, key) == "mask":
+            yield (
+                f"{forks} and algorithm.{key}=mask: the tokens before a fork would train on the rewards of masked "
+                "branches; use exclude or train"
+            )
     from agentrl.algorithms import ESTIMATORS, LOSSES  # imports torch, so only if rollouts fork
 
     name, loss = settings.algorithm.estimator, settings.algorithm.loss

@@ -19,6 +19,7 @@ from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call, tool_call_of_execution
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
+from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest, truncate_output
 from agentrl_envs.protocols.factory import TITLES, make_protocol
@@ -121,10 +122,11 @@ class SimpleTIREpisode:
             threads=self._threads,
         )
         twin._turns, twin._state = self._turns, self._state
-        if self._sandbox is not None:
-            twin._sandbox = await self._sandbox.fork()
-        if self._episode_tools is not None:
-            twin._episode_tools = await self._episode_tools.fork(twin._sandbox)
+        async with closed_on_failure(twin):
+            if self._sandbox is not None:
+                twin._sandbox = await self._sandbox.fork()
+            if self._episode_tools is not None:
+                twin._episode_tools = await self._episode_tools.fork(twin._sandbox)
         return twin
 
     async def close(self) -> None:

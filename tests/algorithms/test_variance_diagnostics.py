@@ -1,5 +1,8 @@
 """The gradient-variance diagnostics against gradients from autograd, and their statistical identity."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,7 +13,8 @@ from agentrl.algorithms import (
     diagnostics,
     diagonal_proxy,
 )
-from agentrl.training.step.diagnostics import variance_proxies
+from agentrl.models.policy import FusedHead
+from agentrl.training.step.diagnostics import HeadExactMonitor, variance_proxies
 
 TEMPERATURE = 0.8
 
@@ -170,3 +174,45 @@ def test_total_power_signal_strength_and_pure_noise_are_the_published_ones():
     assert variance_proxies(total_power=6.0, gradient_norm=2.0, trajectories=5)["variance/pure_noise"] == 0.5
     alone = variance_proxies(total_power=6.0, gradient_norm=1e200, trajectories=1)
     assert alone == {"variance/signal_strength": float("inf")}
+
+
+def test_a_tree_counts_as_one_rollout_with_the_weights_of_its_branches() -> None:
+    """Group 1: a root of 2 tokens with branches of 1 and 3 tokens, and a plain rollout. Group 2: a plain rollout."""
+    lengths = (2, 1, 3, 2, 2)
+    generator = torch.Generator().manual_seed(0)
+    linear = torch.nn.Linear(4, 9, bias=False, dtype=torch.float64)
+    hidden = torch.randn(sum(lengths), 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(0, 9, (len(hidden),), generator=generator)
+    advantages = torch.randn(len(lengths), max(lengths), generator=generator, dtype=torch.float64)
+    mask = torch.arange(max(lengths)) < torch.tensor(lengths)[:, None]
+    rows, columns = mask.nonzero(as_tuple=True)
+    paths = torch.tensor([1.0, 0.5, 0.5, 1.0, 1.0], dtype=torch.float64)
+    counts = torch.tensor(lengths, dtype=torch.float64) * paths
+    batch: Any = SimpleNamespace(
+        row=SimpleNamespace(response_token_ids=lambda *_: targets),
+        rows=rows,
+        columns=columns,
+        groups=torch.tensor([1, 1, 1, 1, 2]),
+        advantages=advantages,
+        path_weights=paths,
+        weights=torch.cat([counts[:3] / counts[:3].sum(), torch.ones(2, dtype=torch.float64)]),
+        support=None,
+    )
+    policy: Any = SimpleNamespace(
+        head=FusedHead.from_linear(linear), sequence=None, local_token_indices=lambda *_: None
+    )
+    monitor = HeadExactMonitor(policy, temperature=TEMPERATURE)
+    monitor.add(batch, hidden)
+    by_rollout = HeadVarianceAccumulator(linear.weight, temperature=TEMPERATURE)
+    rollouts = torch.tensor([0, 0, 0, 1, 2])
+    by_rollout.update(
+        hidden=hidden,
+        targets=targets,
+        advantages=(advantages * paths[:, None])[rows, columns],
+        rows=rollouts[rows],
+        groups=torch.tensor([1, 1, 2]),
+    )
+    found, expected = monitor.metrics(lambda values: values), by_rollout.result()
+    assert found["variance/head_exact_total_power"] == pytest.approx(expected.power, rel=1e-12)
+    assert found["variance/head_exact_signal_strength"] == pytest.approx(expected.signal, rel=1e-12)
+    assert found["variance/head_exact_pure_noise"] == pytest.approx(expected.variance, rel=1e-12)

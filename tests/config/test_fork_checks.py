@@ -17,6 +17,8 @@ FORKS = "rollout.branching.width=2"
         ("algorithm.estimator=otb", "algorithm.estimator=otb"),
         ("algorithm.loss=gspo", "algorithm.loss=gspo"),
         ("correction.weights=sequence", "correction.weights=sequence"),
+        ("algorithm.void_turns=mask", "algorithm.void_turns=mask"),
+        ("algorithm.truncated=mask", "algorithm.truncated=mask"),
         ("reward.functions={environment: 1.0}", "reward.functions"),
         ("environment.history=template", "environment.history=template"),
     ],

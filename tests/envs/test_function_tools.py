@@ -187,6 +187,17 @@ class Shop:
         self._database.close()
 
 
+class Busy:
+    """A tool that cannot be copied at the moment."""
+
+    def wait(self) -> str:
+        """Waits."""
+        return "waited"
+
+    def fork(self) -> Busy:
+        raise UnavailableError("no room")
+
+
 class Counter:
     """State that a deep copy copies."""
 
@@ -197,6 +208,21 @@ class Counter:
         """Counts."""
         self.count += 1
         return self.count
+
+
+class ForksLater(Counter):
+    """A fork that is awaited."""
+
+    async def fork(self) -> ForksLater:
+        await asyncio.sleep(0)
+        twin = ForksLater()
+        twin.count = self.count
+        return twin
+
+
+class ForksNothing(Counter):
+    def fork(self) -> None:
+        """Forgets to return the copy."""
 
 
 class AsksTooMuch:
@@ -362,6 +388,26 @@ async def test_a_fork_has_the_state_and_its_own_future() -> None:
         assert await said(twin, count, call("count_up")) == ["[[4]]", "2"]
         assert await said(made, count, call("count_up")) == ["[[5]]", "3"]
         await twin.close()
+
+
+async def test_a_fork_may_be_asynchronous_and_must_return_a_copy() -> None:
+    async with episode("ForksLater") as made:
+        await made.step(call("count_up"))
+        twin = await made.fork()
+        assert await said(twin, call("count_up")) == ["2"]
+        await twin.close()
+    async with episode("ForksNothing") as made:
+        with pytest.raises(ToolError, match=r"fork\(\) of ForksNothing returned None; it must return another ForksNo"):
+            await made.fork()
+
+
+async def test_a_fork_that_fails_closes_what_it_has_copied() -> None:
+    async with episode("Shop", "Busy") as made:
+        assert Shop.open_shops == 1
+        with pytest.raises(UnavailableError, match="no room"):
+            await made.fork()
+        assert Shop.open_shops == 1
+        assert await said(made, call("query", sql="select 7")) == ["[[7]]"]
 
 
 @pytest.mark.parametrize("how", ["gone", "gone too", "said"])

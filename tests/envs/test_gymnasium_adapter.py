@@ -18,6 +18,7 @@ from agentrl_envs.episode import (
     EnvironmentContractError,
     Episode,
     EpisodeUsageError,
+    UnavailableError,
 )
 from agentrl_envs.gym import UnicodeText
 from agentrl_envs.reasoning import ReasoningEnvironment
@@ -77,6 +78,20 @@ class StuckEnv(GuessEnv):
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
         self.let_go.wait()
         return super().step(action)
+
+
+class FickleEnv(GuessEnv):
+    """The first instance continues after every guess, and the others end."""
+
+    instances = 0
+
+    def __init__(self) -> None:
+        super().__init__()
+        type(self).instances += 1
+        self.number = self.instances
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        return "", 0.0, self.number > 1, False, {}
 
 
 class Nothing:
@@ -141,6 +156,22 @@ async def test_fork_replays_the_actions(environment: Environment, problem: Probl
         assert (await each.step("4")).ended is None
         assert (await each.step("4")).ended is Ended.TURN_LIMIT
         await each.close()
+
+
+async def test_a_fork_that_ends_while_it_is_repeated_is_unavailable_and_closed(problem: Problem) -> None:
+    environment = GymnasiumEnvironment(FickleEnv)
+    await environment.open()
+    episode = environment.episode(problem)
+    await episode.start()
+    await episode.step("1")
+    await episode.step("2")
+    CLOSED.clear()
+    with pytest.raises(UnavailableError, match="ended as answered when its action 1 of 2 was repeated"):
+        await episode.fork()
+    assert CLOSED == ["toy-0"]
+    assert (await episode.step("3")).ended is None
+    await episode.close()
+    await environment.close()
 
 
 async def test_errors_of_the_environment_are_not_swallowed(environment: Environment, problem: Problem) -> None:

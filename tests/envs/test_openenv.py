@@ -85,6 +85,53 @@ async def test_a_fork_replays_what_was_done(server: GuessServer) -> None:
     await twin.close()
 
 
+async def test_a_fork_that_fails_while_it_is_repeated_is_unavailable_and_closed(server: GuessServer) -> None:
+    environment = await opened(server.url)
+    episode = environment.episode(PROBLEM)
+    await episode.start()
+    await episode.step("4")
+    answer = server.answer
+
+    def broken(message: dict[str, Any], number: int) -> dict[str, Any]:
+        if message["type"] == "step":
+            return {"type": "error", "data": {"message": "no episode", "code": "SESSION_ERROR"}}
+        return answer(message, number)
+
+    server.answer = broken  # type: ignore[method-assign]
+    with pytest.raises(UnavailableError, match=r"ended as infrastructure_failure when its action 1 of 1 was repeated"):
+        await episode.fork()
+    server.answer = answer  # type: ignore[method-assign]
+    await server.closed.wait()
+    assert server.open == 1
+    assert (await episode.step("6")).ended is Ended.ANSWERED
+    await episode.close()
+
+
+async def test_forks_do_not_wait_for_sessions_that_only_forks_hold() -> None:
+    async with guess_server(sessions=2) as server:
+        environment = await opened(server.url)
+        first, second = (environment.episode(PROBLEM) for _ in range(2))
+        await first.start()
+        await second.start()
+        with pytest.raises(TimeoutError):  # learns the limit, and waits for the second episode
+            await asyncio.wait_for(first.fork(), 0.5)
+        waiting = asyncio.create_task(first.fork())
+        await asyncio.sleep(0.1)
+        with pytest.raises(UnavailableError, match="allows 2 concurrent sessions, and forked rollouts hold all"):
+            await second.fork()
+        assert not waiting.done()
+        await second.close()
+        twin = await waiting
+        assert (await twin.step("6")).ended is Ended.ANSWERED
+        await twin.close()
+        await first.close()
+        third = environment.episode(PROBLEM)  # sessions of forked episodes have been returned
+        await third.start()
+        fork = await third.fork()
+        await fork.close()
+        await third.close()
+
+
 async def test_more_episodes_than_sessions_stand_in_line() -> None:
     async with guess_server(sessions=2) as server:
         environment = await opened(server.url)

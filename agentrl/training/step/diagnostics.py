@@ -120,14 +120,18 @@ class HeadExactMonitor:
     def add(self, batch: Batch, hidden: Tensor) -> None:
         """Add whole groups: ``hidden`` [N, D] of the model tokens in row-major order, or of this rank's part of them.
 
+        A group's gradient is the mean over its rollouts. The tokens of a forked rollout have their weights in the tree.
         Ranks that share rows exchange their parts of the head's gradient, but no hidden states.
         """
         sequence = self._policy.sequence
+        _, labels, sizes = torch.unique(batch.groups, return_inverse=True, return_counts=True)
+        rollouts = batch.weights.new_zeros(len(sizes)).index_add_(0, labels, batch.weights)
+        factors = batch.path_weights * (sizes / rollouts)[labels]  # the accumulator divides by the number of rows
         held = self._policy.local_token_indices(batch.row, batch.rows, batch.columns)
         self._accumulator.update(
             hidden=hidden if held is None else hidden[: len(held)],
             targets=batch.row.response_token_ids(batch.rows, batch.columns),
-            advantages=batch.advantages[batch.rows, batch.columns],
+            advantages=(batch.advantages * factors[:, None])[batch.rows, batch.columns],
             rows=batch.rows,
             groups=batch.groups,
             token_indices=held,

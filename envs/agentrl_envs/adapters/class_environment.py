@@ -32,6 +32,7 @@ from agentrl_envs.chat import ChatFormat, plain_text_format
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
+from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, ToolRequest, truncate_output
 from agentrl_envs.protocols.hermes import HermesProtocol, PlainTextCallsProtocol
@@ -296,8 +297,9 @@ class ClassEpisode:
         )
         twin._turns, twin._ended = self._turns, self._ended
         if self._tools is not None:
-            twin._sandbox = None if self._sandbox is None else await self._sandbox.fork()
-            twin._tools = await self._tools.fork(twin._sandbox)
+            async with closed_on_failure(twin):
+                twin._sandbox = None if self._sandbox is None else await self._sandbox.fork()
+                twin._tools = await self._tools.fork(twin._sandbox)
         return twin
 
     async def close(self) -> None:

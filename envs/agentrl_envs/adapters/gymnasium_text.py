@@ -17,6 +17,7 @@ from typing import Any, TypeAlias, TypeVar
 import gymnasium
 
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError
+from agentrl_envs.forks import repeat_actions
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.types import Ended, Problem, Step, Verdict, as_reward
@@ -90,9 +91,7 @@ class GymnasiumEpisode:
         """Repeat all actions in a new environment. The copy is exact only if the environment is deterministic."""
         twin = GymnasiumEpisode(self.problem, make=self._make, threads=self._threads, call_deadline=self._call_deadline)
         if self._env is not None:
-            await twin.start()
-        for action in self._actions:
-            await twin.step(action)
+            await repeat_actions(twin, self._actions)
         return twin
 
     async def close(self) -> None:

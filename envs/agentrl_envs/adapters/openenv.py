@@ -27,6 +27,7 @@ from urllib.parse import urlsplit
 
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
 from agentrl_envs.factory import OptionsFactory
+from agentrl_envs.forks import repeat_actions
 from agentrl_envs.registry import PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward, thaw
@@ -119,6 +120,7 @@ class OpenEnvServer:
         self._proxied = self._parts.hostname not in _HERE
         self._most: int | None = None  # maximum number of sessions; None until the server reports it
         self._held = 0
+        self._forked = 0  # sessions of episodes that have been forked, and end after their forks
         self._ended = asyncio.Event()
 
     async def schemas(self) -> Mapping[str, object]:
@@ -142,14 +144,22 @@ class OpenEnvServer:
             raise PluginError(f"{self.url} is not an OpenEnv server: {address} is not a JSON object")
         return schemas
 
-    async def open_session(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession, StepResult | ErrorResponse]:
+    async def open_session(
+        self, reset: Mapping[str, object], *, fork: bool = False
+    ) -> tuple[OpenEnvSession, StepResult | ErrorResponse]:
         """Wait for a free session.
 
-        Returns the session and the response to ``reset``. The caller must call `close_session`.
+        Returns the session and the response to ``reset``. The caller must call `close_session`. ``fork``: the session
+        is for a fork. Raises UnavailableError if all sessions belong to forked episodes, which would wait forever.
         """
         wait = _FIRST_WAIT
         while True:
             while self._most is not None and self._held >= self._most:
+                if fork and self._forked >= self._held:
+                    raise UnavailableError(
+                        f"OpenEnv server {self.url} allows {self._most} concurrent sessions, and forked rollouts hold "
+                        "all of them: raise the server's limit, or lower rollout.concurrency or rollout.branching.live"
+                    )
                 self._ended.clear()
                 await self._ended.wait()
             self._held += 1
@@ -163,8 +173,13 @@ class OpenEnvServer:
                 await asyncio.wait_for(self._ended.wait(), wait)
             wait = min(_LONGEST_WAIT, 1.5 * wait)
 
-    async def close_session(self, session: OpenEnvSession) -> None:
-        """End a session, so that the next episode in the queue can start."""
+    def record_fork(self) -> None:
+        """Record that an episode is forked, which is then not played any further."""
+        self._forked += 1
+
+    async def close_session(self, session: OpenEnvSession, *, forked: bool = False) -> None:
+        """End a session, so that the next episode in the queue can start. ``forked``: after `record_fork`."""
+        self._forked -= forked
         try:
             await session.close()
         finally:
@@ -330,6 +345,8 @@ class OpenEnvEpisode:
         self._session: OpenEnvSession | None = None
         self._actions: list[str] = []
         self._ended = False
+        self._is_fork = False
+        self._is_forked = False
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -350,7 +367,7 @@ class OpenEnvEpisode:
         environment = self._environment
         seed = zlib.crc32(self.problem.id.encode()) & 0x7FFFFFFF
         columns = cast("dict[str, object]", thaw(self.problem.info))
-        self._session, reply = await environment.server.open_session({"seed": seed, **columns})
+        self._session, reply = await environment.server.open_session({"seed": seed, **columns}, fork=self._is_fork)
         if isinstance(reply, ErrorResponse):
             raise EnvironmentContractError(
                 f"reset of OpenEnv server {environment.server.url} failed for problem {self.problem.id}: "
@@ -382,10 +399,12 @@ class OpenEnvEpisode:
     async def fork(self) -> OpenEnvEpisode:
         """Repeat all actions in a new session. The copy is exact only if the environment is deterministic."""
         twin = OpenEnvEpisode(self.problem, self._environment)
+        twin._is_fork = True
         if self._session is not None:
-            await twin.start()
-        for action in self._actions:
-            await twin.step(action)
+            if not self._is_forked:
+                self._is_forked = True
+                self._environment.server.record_fork()
+            await repeat_actions(twin, self._actions)
         return twin
 
     async def close(self) -> None:
@@ -393,7 +412,7 @@ class OpenEnvEpisode:
         self._ended = True
         session, self._session = self._session, None
         if session is not None:
-            await self._environment.server.close_session(session)
+            await self._environment.server.close_session(session, forked=self._is_forked)
 
     def _step(self, reply: StepResult | ErrorResponse) -> Step:
         last = Ended.TURN_LIMIT if len(self._actions) >= self._environment.settings.max_turns else None

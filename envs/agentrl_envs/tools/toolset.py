@@ -13,6 +13,7 @@ from typing import Protocol, cast, runtime_checkable
 
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
+from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
 from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
 from agentrl_envs.tools.calling import ToolCallError, ToolError, call_tool
@@ -280,7 +281,7 @@ class EpisodeTools:
     async def fork(self, sandbox: EpisodeSandbox | None) -> EpisodeTools:
         """Copy the instances with their ``fork()`` method, or else with `copy.deepcopy`.
 
-        Raises ToolError if an instance cannot be copied.
+        A ``fork()`` method may be asynchronous. Raises ToolError if an instance cannot be copied.
         """
         twin = EpisodeTools(
             self._tools,
@@ -292,11 +293,15 @@ class EpisodeTools:
             lenient=self._lenient,
         )
         shared = {id(self._injected["problem"]): self._injected["problem"], id(self._injected["sandbox"]): sandbox}
-        for maker, (instance, _) in self._instances.items():
-            custom = getattr(instance, "fork", None)
-            await twin._adopt(
-                maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))), verb="copying"
-            )
+        async with closed_on_failure(twin):
+            for maker, (instance, _) in self._instances.items():
+                custom = getattr(instance, "fork", None)
+                await twin._adopt(
+                    maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))), verb="copying"
+                )
+                copied, name = twin._instances[maker][0], type(instance).__name__
+                if not isinstance(copied, type(instance)):
+                    raise ToolError(f"fork() of {name} returned {copied!r:.100}; it must return another {name}")
         return twin
 
     async def close(self) -> None:
@@ -319,8 +324,11 @@ class EpisodeTools:
     async def _adopt(self, maker: Callable[..., object], make: Callable[[], object], verb: str = "creating") -> None:
         thread = ObjectThread(name=_name(maker))
         try:
-            instance = await thread.run(make, timeout=self._timeout)
-        except UnavailableError:
+            if inspect.iscoroutinefunction(make):
+                instance = await make()
+            else:
+                instance = await thread.run(make, timeout=self._timeout)
+        except (UnavailableError, asyncio.CancelledError):
             thread.close()
             raise
         except Exception as error:
