@@ -90,7 +90,7 @@ def program_for_environment(env: str, options: Mapping[str, object], settings: A
     return load_agent_program(env.removeprefix(AGENT).strip(), settings)
 
 
-class _PromptEpisode:
+class _AgentDrivenEpisode:
     """An episode that contains only a prompt, because the agent program conducts the conversation."""
 
     stop_strings: tuple[str, ...] = ()
@@ -107,8 +107,8 @@ class _PromptEpisode:
     async def step(self, action: str) -> Step:
         raise EpisodeUsageError("conversations of an agent program cannot be played turn by turn")
 
-    async def fork(self) -> _PromptEpisode:
-        return _PromptEpisode(self._prompt)
+    async def fork(self) -> _AgentDrivenEpisode:
+        return _AgentDrivenEpisode(self._prompt)
 
     async def close(self) -> None:
         """Do nothing, because there are no resources to release."""
@@ -137,9 +137,9 @@ class AgentEnvironment(Environment):
             await self._gateway.open()
             await self._program.open(self._gateway)
 
-    def episode(self, problem: Problem) -> _PromptEpisode:
+    def episode(self, problem: Problem) -> _AgentDrivenEpisode:
         """Return an episode that contains only the prompt, for demonstrations."""
-        return _PromptEpisode(self._prompt(problem))
+        return _AgentDrivenEpisode(self._prompt(problem))
 
     def _prompt(self, problem: Problem) -> MarkedText:
         if self._renderer is None:
@@ -277,9 +277,9 @@ class RerenderedEnvironment(Environment):
         """Close the environment."""
         await self._environment.close()
 
-    def with_turns(self, max_turns: int) -> RerenderedEnvironment:
+    def with_default_max_turns(self, max_turns: int) -> RerenderedEnvironment:
         """Return a copy with at most ``max_turns`` turns per trajectory, unless the environment has its own limit."""
-        return RerenderedEnvironment(self._environment.with_turns(max_turns), self._renderer, self._tools)
+        return RerenderedEnvironment(self._environment.with_default_max_turns(max_turns), self._renderer, self._tools)
 
     def describe(self) -> list[str]:
         """Return lines for the console about the environment and the rendering of earlier turns."""

@@ -345,7 +345,7 @@ class TrainingEngine(Generic[_Module_co]):
     def learning_rate(self) -> float:
         return float(self._engine.get_lr()[0])
 
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Sum ``values`` in place over ranks with different rows, and return the sum."""
         if self.groups.replicas > 1:
             torch.distributed.all_reduce(values, group=self.groups.peers)

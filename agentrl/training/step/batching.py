@@ -116,7 +116,7 @@ def own_tokens(rows: Sequence[Trajectory]) -> list[int]:
 
 def _add(tree: PrefixTree, row: Trajectory) -> int:
     tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
-    return len(tokens) - tree.add(tokens.tobytes(), len(row.prompt_ids))
+    return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
 
 
 def packed_tokens(rows: Sequence[Trajectory]) -> int:

@@ -27,7 +27,7 @@ from agentrl_sandbox.client import SandboxSettings
 _UNLIMITED = 1e9  # seconds. The container enforces the limit of a command; waiting for a container has no limit
 
 
-class Terminal:
+class TaskShell:
     """The built-in agent's side of one task: a container, which starts with the first command, and the tool."""
 
     def __init__(self, containers: TaskContainers, problem: Problem, seconds: float) -> None:
@@ -101,7 +101,7 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
     """Creates environments of the built-in terminal agent."""
 
     def __init__(self, directory: str) -> None:
-        self._classes = ClassEnvironmentFactory(f"harbor:{directory}", Terminal)
+        self._classes = ClassEnvironmentFactory(f"harbor:{directory}", TaskShell)
 
     @property
     def tools(self) -> ToolSet:
