@@ -259,7 +259,7 @@ def all_to_all(
 class TrainingEngine(Generic[_Module_co]):
     """A module trained by DeepSpeed. ``backward`` accumulates gradients; ``step`` clips, applies and clears them.
 
-    DeepSpeed averages gradients over ranks, so multiply a loss that is normalised over all ranks by :attr:`world_size`.
+    DeepSpeed averages gradients over ranks, so multiply a loss that is normalized over all ranks by :attr:`world_size`.
     Ranks that share rows compute the same loss, and each computes the gradient through its slice. Their sum is the
     gradient of one loss. Sums over rows are all-reduced over ranks with different rows, :attr:`groups.peers`.
     """

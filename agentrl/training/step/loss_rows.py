@@ -59,7 +59,7 @@ class RolloutCorrector:
         )
 
     def energy_weights(self, batch: Batch) -> Tensor:
-        """Return unnormalised energy weights [B, T], because a group may span micro-batches."""
+        """Return unnormalized energy weights [B, T], because a group may span micro-batches."""
         if not self._active:
             return batch.loss_mask.to(batch.log_probs.dtype)
         return self._correction_over(batch, self_normalize=False).importance_weights
