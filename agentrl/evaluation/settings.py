@@ -250,4 +250,4 @@ def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
 def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
     """Return an open ``environment`` with the turn limit of evaluation. The original must still be closed."""
     turns = settings.evaluation.max_turns
-    return environment if turns is None else environment.with_default_max_turns(turns)
+    return environment if turns is None else environment.with_turns(turns)

@@ -204,7 +204,7 @@ class Environment(ABC):
     async def close(self) -> None:
         """Release the shared resources. May be called more than once."""
 
-    def with_default_max_turns(self, max_turns: int) -> Environment:
+    def with_turns(self, max_turns: int) -> Environment:
         """Return the environment with at most ``max_turns`` turns per episode (``evaluation.max_turns``).
 
         The original environment remains responsible for closing the shared resources. An environment that defines a

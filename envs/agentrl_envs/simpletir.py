@@ -279,7 +279,7 @@ class SimpleTIREnvironment(Environment):
             sandbox, self._sandbox = self._sandbox, None
             await sandbox.close()
 
-    def with_default_max_turns(self, max_turns: int) -> SimpleTIREnvironment:
+    def with_turns(self, max_turns: int) -> SimpleTIREnvironment:
         """Return a copy with up to ``max_turns`` turns per episode.
 
         The copy shares the sandbox and the grader of this environment and does not close them.

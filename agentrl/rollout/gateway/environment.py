@@ -277,9 +277,9 @@ class RerenderedEnvironment(Environment):
         """Close the environment."""
         await self._environment.close()
 
-    def with_default_max_turns(self, max_turns: int) -> RerenderedEnvironment:
+    def with_turns(self, max_turns: int) -> RerenderedEnvironment:
         """Return a copy with at most ``max_turns`` turns per trajectory, unless the environment has its own limit."""
-        return RerenderedEnvironment(self._environment.with_default_max_turns(max_turns), self._renderer, self._tools)
+        return RerenderedEnvironment(self._environment.with_turns(max_turns), self._renderer, self._tools)
 
     def describe(self) -> list[str]:
         """Return lines for the console about the environment and the rendering of earlier turns."""
