@@ -45,7 +45,7 @@ def main(run: Path, step: str, trajectory: str) -> None:
 
 
 def screenshot(run: Path, step: str, trajectory: str) -> bytes:
-    """A PNG of the trajectory's page, coloured by share of the gradient, with its strongest token selected."""
+    """A PNG of the trajectory's page, colored by share of the gradient, with its strongest token selected."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page_file = Path(folder) / "run.html"
         subprocess.run(["agentrl", "view", str(run), "--export", str(page_file), "--steps", step], check=True)
@@ -53,7 +53,7 @@ def screenshot(run: Path, step: str, trajectory: str) -> bytes:
         page = browser.new_page(viewport={"width": 1000, "height": 1200}, device_scale_factor=2)
         page.goto(f"file://{page_file}")
         page.evaluate("path => { location.hash = path }", f"#/run/run/{step}/{trajectory}")
-        page.get_by_label("Colour by").select_option(label="Share of the gradient")
+        page.get_by_label("Color by").select_option(label="Share of the gradient")
         page.get_by_role("button", name="Largest").click()
         page.evaluate("scrollTo(0, 0)")
         prompt = page.get_by_text("prompt ·").bounding_box()

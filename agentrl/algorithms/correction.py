@@ -69,7 +69,7 @@ class CorrectionOptions(Options):
             check_order("weight_low", self.weight_low, "weight_high", self.weight_high)
         check_order("ratio_low", self.ratio_low, "ratio_high", self.ratio_high)
         if self.self_normalize and self.weights is None:
-            raise InvalidOptionError("self_normalize=True has no weights to normalise: set weights")
+            raise InvalidOptionError("self_normalize=True has no weights to normalize: set weights")
 
     @property
     def step_wide(self) -> bool:
@@ -117,7 +117,7 @@ def rollout_correction(
 
     Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
     `rho_min`, `rho_max`, `truncated_fraction` (weight capped or set to 0), `masked_fraction` (rejected here, of the
-    tokens left before) and `weight_mean` (over the tokens left, before normalisation).
+    tokens left before) and `weight_mean` (over the tokens left, before normalization).
 
     Values off the response mask have no effect. Raises UnknownNameError or InvalidOptionError for invalid options, and
     InvalidInputError for invalid tensors.
@@ -165,7 +165,7 @@ class _Parts:
     model: Tensor  # the response mask
     before: Tensor  # the input loss mask
     left: Tensor  # the resulting loss mask
-    weights: Tensor  # bounded, not normalised, 0 off the model tokens
+    weights: Tensor  # bounded, not normalized, 0 off the model tokens
     bounded: Tensor  # bool, True if the bound changed the weight
 
     def sums(self, record: CorrectionOptions) -> Tensor:

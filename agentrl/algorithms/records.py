@@ -73,7 +73,7 @@ class Advantages:
     tokens.
 
     `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` the
-    subtracted values. Without normalisation, advantages = returns - baselines, except for gpg's factor c and grpo's
+    subtracted values. Without normalization, advantages = returns - baselines, except for gpg's factor c and grpo's
     standard deviation.
     """
 

@@ -52,7 +52,7 @@ def nodes_with_capacity(
     return roomy_nodes
 
 
-def record_placement(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
+def place_bundles(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
     """Add each bundle to ``taken``, on the fullest node with room. Raises UnplaceableError if no node has room."""
     for bundle in bundles:
         room = nodes_with_capacity(bundle, nodes, taken)
@@ -75,7 +75,7 @@ def plan_table(
     taken: dict[str, list[Bundle]] = {node.address: [] for node in nodes}
     for node, bundle in zip(assign_nodes(bundles, nodes), bundles, strict=True):
         taken[node.address].append(bundle)
-    record_placement(beside, nodes, taken)
+    place_bundles(beside, nodes, taken)
     if everywhere is not None:
         for node in nodes_with_capacity(everywhere, nodes, taken):
             taken[node.address].append(everywhere)

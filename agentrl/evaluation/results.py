@@ -69,7 +69,7 @@ class RolloutIndex:
         }
 
     @property
-    def finished(self) -> int:
+    def finished_count(self) -> int:
         """Number of rollouts that need no further attempt."""
         return sum(rollout.ended is not Ended.INFRASTRUCTURE_FAILURE for rollout in self._rollouts.values())
 

@@ -263,10 +263,10 @@ class _Display:
         self._index = index
         self._total = total
         self._every = _DISPLAY_EVERY[0] if console.live else _DISPLAY_EVERY[1]
-        self._progress = console.progress(total, index.finished, unit="rollout")
+        self._progress = console.progress(total, index.finished_count, unit="rollout")
         self._began = self._shown = time.monotonic()
         self._tokens = 0
-        self._done = index.finished
+        self._done = index.finished_count
 
     def __enter__(self) -> _Display:
         return self

@@ -234,7 +234,7 @@ def head_energies(
     weight [V, D] in any dtype.
 
     Logits are materialized for one block of the vocabulary at a time. They are computed once if all fit into a block,
-    otherwise twice, because the normaliser needs a first pass.
+    otherwise twice, because the normalizer needs a first pass.
     """
     blocks = _Blocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
     hidden = hidden.to(coefficients.dtype)

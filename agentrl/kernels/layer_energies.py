@@ -280,7 +280,7 @@ class LayerEnergies:
         site.input = site.gradient = None
         site.done = True
         with torch.autocast(inputs.device.type, enabled=False):
-            for rows, columns in self._chunks(site, inputs, gradients):
+            for rows, columns in self._active_blocks(site, inputs, gradients):
                 active = self._active[rows, columns]
                 active = active.reshape(*active.shape, *[1] * (inputs.ndim - 1))
                 places = self._positions[rows, columns]
@@ -288,7 +288,7 @@ class LayerEnergies:
                 gradient = torch.where(active, gradients[places], 0.0)
                 self.totals[rows] += site.energy(part, gradient, self._dtype)
 
-    def _chunks(self, site: _Site, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
+    def _active_blocks(self, site: _Site, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield rows to process at once, and the columns in which any of them is active."""
         width = max(1, self._active.shape[1])
         product = min(width, inputs.shape[-1]) * gradients.shape[-1] if isinstance(site.module, nn.Linear) else 0

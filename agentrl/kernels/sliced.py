@@ -100,9 +100,9 @@ class VocabularyShards:
 
 
 def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
-    """Return (statistics [4, N], normalisers [N, 2]) from the final state [N, 6], or [N, 7] with a cap.
+    """Return (statistics [4, N], normalizers [N, 2]) from the final state [N, 6], or [N, 7] with a cap.
 
-    The statistics are log_prob, entropy, sum_pi_squared and energy. The normalisers b and L satisfy
+    The statistics are log_prob, entropy, sum_pi_squared and energy. The normalizers b and L satisfy
     ln p(v) = (z_v - b) / T - L.
     """
     top, ties, lower, squares, moment, target, *steep = sums.unbind(-1)

@@ -53,7 +53,7 @@ class GroupProducts:
         return float(self.squared.sum() - self.sum_squared / count) / (count - 1)
 
     @property
-    def mean_squared(self) -> float:
+    def squared_norm_of_mean(self) -> float:
         """Unbiased squared norm of the expected gradient: the mean of <g_m, g_m'> over m != m'."""
         count = len(self.squared)
         return float(self.sum_squared - self.squared.sum()) / (count * (count - 1))
@@ -394,7 +394,7 @@ def _moments_of_groups(
     for index, (item, values) in enumerate(zip(products, advantages, strict=True)):
         yield GradientMoments(
             variance=item.variance,
-            mean_squared=item.mean_squared,
+            mean_squared=item.squared_norm_of_mean,
             along=float(along[index]),
             reference_squared=truth.squared,
             reference_along=paired,

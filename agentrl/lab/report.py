@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-_MARKERS = "osD^vPX"  # their number differs from the number of colours, so combinations repeat late
+_MARKERS = "osD^vPX"  # their number differs from the number of colors, so combinations repeat late
 
 
 def draw_all(folder: Path, lines: Sequence[EstimatorResult], problems: Sequence[ProblemLine]) -> list[Path]:

@@ -130,7 +130,9 @@ def compute_problem_advantages(
     greedy = "greedy_returns" in needs.inputs
     dropped = torch.zeros(len(samples), groups, dtype=torch.bool)
     if drop_zero_variance and not ESTIMATORS[choice.name].equal_groups:
-        dropped = torch.stack([_equal(sample, indices, greedy) for sample, indices in zip(samples, rows, strict=True)])
+        dropped = torch.stack(
+            [_has_equal_rewards(sample, indices, greedy) for sample, indices in zip(samples, rows, strict=True)]
+        )
     result = [
         torch.zeros(groups, size, sample.batch.rewards.shape[1], dtype=torch.float64)  # as in inputs_of
         for sample in samples
@@ -153,10 +155,10 @@ def compute_problem_advantages(
     return result
 
 
-def _equal(sample: ProblemSample, rows: Tensor, greedy: bool) -> Tensor:
-    """Return a mask [M] of groups with equal rewards, including the greedy rollout's reward if ``greedy``."""
+def _has_equal_rewards(sample: ProblemSample, rows: Tensor, include_greedy: bool) -> Tensor:
+    """Return a mask [M] of groups with equal rewards, including the greedy rollout's reward if ``include_greedy``."""
     returns = sample.returns[rows]  # [M, N]
-    if greedy:
+    if include_greedy:
         returns = torch.nn.functional.pad(returns, (0, 1), value=sample.greedy_return)
     # Same tolerance as the filter of groups in training.
     return returns.amax(-1) - returns.amin(-1) <= 1e-8

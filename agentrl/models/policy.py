@@ -246,7 +246,7 @@ class PolicyModel(nn.Module):
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         given = None if row.routes is None else row.routes[rank_slice(row, self.sequence)]
-        self.routes = Routes(layers=layers, replayed=given) if self.records_routes or given is not None else None
+        self.routes = Routes(num_layers=layers, replayed=given) if self.records_routes or given is not None else None
         with routing(self.routes):
             states = packed_states(
                 row, self.backbone, layers=layers, backend=self.attention, sequence=self.sequence

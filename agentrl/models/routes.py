@@ -33,9 +33,9 @@ if TYPE_CHECKING:
 
 @dataclass(eq=False)
 class Routes:
-    """The routes of one forward pass. ``layers``: number of layers of the model, with or without experts."""
+    """The routes of one forward pass. ``num_layers``: number of layers of the model, with or without experts."""
 
-    layers: int
+    num_layers: int
     replayed: Tensor | None = None  # [tokens, layers * k]; a negative expert: the token is routed by its own scores
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [tokens, k] by layer, selected by the scores
     modes: list[TorchFunctionMode] = field(default_factory=list)  # of the running block
@@ -54,7 +54,7 @@ class Routes:
         """Return the routes [tokens, layers * k] that the scores selected, int16."""
         first = next(iter(self.chosen.values()))
         empty = torch.zeros_like(first)
-        return torch.cat([self.chosen.get(layer, empty) for layer in range(self.layers)], dim=-1).short()
+        return torch.cat([self.chosen.get(layer, empty) for layer in range(self.num_layers)], dim=-1).short()
 
     def difference(self) -> tuple[Tensor, int]:
         """Return (changed, total): numbers of replayed routes. A route is changed if the scores select another set."""
@@ -166,7 +166,7 @@ def routes_obstacle(config: PreTrainedConfig) -> str | None:
     ids = two_test_sequences(text.vocab_size)[0][None]
 
     def states(replayed: Tensor | None) -> tuple[Tensor, Routes]:
-        routes = Routes(layers=text.num_hidden_layers, replayed=replayed)
+        routes = Routes(num_layers=text.num_hidden_layers, replayed=replayed)
         with routing(routes):
             return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state, routes
 

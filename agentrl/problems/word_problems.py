@@ -71,7 +71,7 @@ class Formula:
             tree = ast.parse(re.sub(r"(?<=\d),(?=\d{3})", "", left).strip(), mode="eval").body
         except SyntaxError as error:
             raise FormulaError("whose formula is malformed") from error
-        formula = cls(_checked(tree))
+        formula = cls(_to_integer_arithmetic(tree))
         if equals and str(formula.value()) != right.strip().replace(",", ""):
             raise FormulaError("whose formula does not evaluate to its result")
         return formula
@@ -102,12 +102,12 @@ class Formula:
         return Formula(ast.parse(text, mode="eval").body)
 
 
-def _checked(node: ast.expr) -> ast.expr:
+def _to_integer_arithmetic(node: ast.expr) -> ast.expr:
     """Convert constants to integers and ``/`` to ``//``. Raises FormulaError for nodes that are not arithmetic."""
     if isinstance(node, ast.BinOp):
         sign = ast.FloorDiv() if isinstance(node.op, ast.Div) else node.op
         if type(sign) in _OPERATORS:
-            return ast.BinOp(left=_checked(node.left), op=sign, right=_checked(node.right))
+            return ast.BinOp(left=_to_integer_arithmetic(node.left), op=sign, right=_to_integer_arithmetic(node.right))
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         if node.value != int(node.value):
             raise FormulaError("whose formula has decimals")
@@ -118,7 +118,7 @@ def _checked(node: ast.expr) -> ast.expr:
 def _value(node: ast.expr, floor: bool) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
-    assert isinstance(node, ast.BinOp)  # ensured by `_checked`
+    assert isinstance(node, ast.BinOp)  # ensured by `_to_integer_arithmetic`
     left, right = _value(node.left, floor), _value(node.right, floor)
     if isinstance(node.op, ast.FloorDiv) and (right == 0 or (left % right and not floor)):
         raise FormulaError("whose division leaves a remainder")

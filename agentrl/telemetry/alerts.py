@@ -112,7 +112,7 @@ def reward_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
     """Compare the mean rewards of the first and last steps, up to five each. Returns None for fewer than two steps."""
     scored = [row for row in rows if "reward/stderr" in row]
     count = min(_RECENT, len(scored) // 2)
-    return _compared(scored[:count], scored[-count:]) if count else None
+    return _reward_change(scored[:count], scored[-count:]) if count else None
 
 
 def held_out_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
@@ -207,7 +207,7 @@ def _below_the_start(rows: Sequence[Metrics]) -> str | None:
     last = scored[-count:]
     # A policy that collapses early has few good steps. Averaging them with later steps would hide the fall.
     for first in (scored[:number] for number in range(1, min(_RECENT, len(scored) - count) + 1)):
-        change = _compared(first, last)
+        change = _reward_change(first, last)
         groups = sum(row.get("groups/issued", 0.0) for row in first)
         if groups < _GROUPS or change["end"] > 0.5 * change["start"] or _errors(change) <= _FALL:
             continue
@@ -469,7 +469,7 @@ def _constant(rows: Sequence[Metrics]) -> float | None:
     return values.pop() if alike else None
 
 
-def _compared(first: Sequence[Metrics], last: Sequence[Metrics]) -> ChangeRecord:
+def _reward_change(first: Sequence[Metrics], last: Sequence[Metrics]) -> ChangeRecord:
     """Compare the mean reward of the first and last rows.
 
     If the variance of the first rows is smaller, it is raised to the variance of the last rows, because the means of a

@@ -309,7 +309,7 @@ _CORRECTIONS = (
            _CORRECTION),
     Metric("correction/masked_fraction", "share", "Fraction of tokens that the correction rejects.", "small",
            _CORRECTION),
-    Metric("correction/weight_mean", "", "Mean weight of the remaining tokens, before normalisation.", "near 1",
+    Metric("correction/weight_mean", "", "Mean weight of the remaining tokens, before normalization.", "near 1",
            _CORRECTION),
 )  # fmt: skip
 _CRITICS = (

@@ -4,7 +4,7 @@ Shaded bands and error bars are 95 % intervals: ``reward/mean`` +- 1.96 ``reward
 ``eval/high``. Every plot has a version for dark pages, ``NAME-dark.png``. Evaluations, studies and measurements style
 their figures with this module.
 
-Plots, viewer and reports share the palette. Any two of its colours differ by at least 20 in CIELAB, also under
+Plots, viewer and reports share the palette. Any two of its colors differ by at least 20 in CIELAB, also under
 simulated deuteranopia (tests/telemetry/test_palette.py). Lines also differ in their dashes.
 """
 
@@ -40,7 +40,7 @@ def line_style(index: int) -> tuple[int, tuple[float, ...]]:
 
 
 def palette_css() -> str:
-    """Return a style sheet with colours and dashes, ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
+    """Return a style sheet with colors and dashes, ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
 
     def dashes(index: int) -> str:
         return " ".join(f"{length * _LINE_WIDTH:g}" for length in line_style(index)[1]) or "none"
@@ -166,7 +166,7 @@ def add_legend_below(axes: Axes, columns: int = 2) -> None:
 
 
 def line_options(index: int) -> dict[str, Any]:
-    """Return the colour and dashes of the n-th line of a plot as matplotlib arguments."""
+    """Return the color and dashes of the n-th line of a plot as matplotlib arguments."""
     colour, dashes = line_style(index)
     return {"color": LIGHT[colour], "linestyle": (0, dashes) if dashes else "-"}
 
@@ -182,7 +182,7 @@ def save_themes(figure: Figure, path: Path) -> list[Path]:
 
 
 def _darken(figure: Figure) -> None:
-    """Replace the colours of a figure by their counterparts for dark pages."""
+    """Replace the colors of a figure by their counterparts for dark pages."""
     from matplotlib.collections import Collection
     from matplotlib.colors import to_hex, to_rgba
     from matplotlib.lines import Line2D
@@ -205,7 +205,7 @@ def _darken(figure: Figure) -> None:
     for item in figure.findobj():
         if isinstance(item, Text):
             item.set_color(dark(item.get_color()))
-        elif isinstance(item, Line2D):  # caps of error bars have separate edge colours
+        elif isinstance(item, Line2D):  # caps of error bars have separate edge colors
             face, edge = dark(item.get_markerfacecolor()), dark(item.get_markeredgecolor())
             item.set(color=dark(item.get_color()), markerfacecolor=face, markeredgecolor=edge)
         elif isinstance(item, Patch):
@@ -217,7 +217,7 @@ def _darken(figure: Figure) -> None:
 
 
 def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
-    """Draw the n-th line: the values in a pale colour with a bold running mean, or only the values if there are few."""
+    """Draw the n-th line: the values in a pale color with a bold running mean, or only the values if there are few."""
     steps, values = metric_series(rows, key)
     if not steps:
         return False

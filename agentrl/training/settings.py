@@ -86,7 +86,7 @@ class AlgorithmSettings(_Settings):
     def _known_use(cls, value: object) -> object:
         new = {"remove": "exclude", "loss_only": "mask"}.get(str(value))
         if new is not None:
-            raise ValueError(f"{value} has a new name: {new}")
+            raise ValueError(f"{value} was renamed: write {new} instead")
         return value
 
     @model_validator(mode="after")
@@ -264,7 +264,7 @@ class CorrectionSettings(_Settings):
         if self.ratio_low > self.ratio_high:
             raise ValueError(f"ratio_low={self.ratio_low} is above ratio_high={self.ratio_high}")
         if self.self_normalize and self.weights is None:
-            raise ValueError("self_normalize=true has no weights to normalise: set weights")
+            raise ValueError("self_normalize=true has no weights to normalize: set weights")
         return self
 
     @property

@@ -99,7 +99,7 @@ def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
     }
 
 
-def main() -> None:
+def answer_stdin() -> None:
     """Answer every line of the standard input."""
     # Output of plug-ins is redirected to the standard error, so that it cannot break the lines of JSON.
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
@@ -111,4 +111,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    answer_stdin()

@@ -300,7 +300,7 @@ def test_what_needs_a_statistics_pass():
         ({"divergence_mask": "k1"}, InvalidOptionError, "divergence_mask='k1' is not one of"),
         ({"divergence_level": "mean"}, InvalidOptionError, "divergence_level='mean' is not one of"),
         ({"divergence_high": math.nan}, InvalidOptionError, "divergence_high=nan"),
-        ({"self_normalize": True}, InvalidOptionError, "self_normalize=True has no weights to normalise"),
+        ({"self_normalize": True}, InvalidOptionError, "self_normalize=True has no weights to normalize"),
     ],
 )
 def test_options_that_make_no_sense(options, error, message):

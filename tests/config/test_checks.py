@@ -42,7 +42,7 @@ from agentrl.config import (
         ),
         (["kl.controller=adaptive"], "kl (command line): controller=adaptive scales the coefficient, which is 0"),
         (["algorithm.estimator=none"], "algorithm.estimator=none trains only with a teacher: set teacher.path"),
-        (["correction.self_normalize=true"], "self_normalize=true has no weights to normalise: set weights"),
+        (["correction.self_normalize=true"], "self_normalize=true has no weights to normalize: set weights"),
         (
             ["training.deterministic=true", "rollout.schedule=overlapped"],
             "training.deterministic=true conflicts with rollout.schedule=overlapped, because with concurrent sampling",
@@ -51,8 +51,14 @@ from agentrl.config import (
             ["rollout.schedule=asynchronous", "rollout.engine=vllm", "rollout.vllm.placement=colocated"],
             "rollout.schedule=asynchronous conflicts with rollout.vllm.placement=colocated, because the engine sleeps",
         ),
-        (["algorithm.void_turns=loss_only"], "algorithm.void_turns (command line): loss_only has a new name: mask"),
-        (["algorithm.void_turns=remove"], "algorithm.void_turns (command line): remove has a new name: exclude"),
+        (
+            ["algorithm.void_turns=loss_only"],
+            "algorithm.void_turns (command line): loss_only was renamed: write mask instead",
+        ),
+        (
+            ["algorithm.void_turns=remove"],
+            "algorithm.void_turns (command line): remove was renamed: write exclude instead",
+        ),
         (
             ["algorithm.truncated=drop"],
             'algorithm.truncated="drop" (command line): expected one of train, mask, exclude',

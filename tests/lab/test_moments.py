@@ -448,7 +448,7 @@ def test_the_variance_of_groups_is_unbiased_over_all_divisions() -> None:
         products = GroupProducts(
             with_scores=means @ vectors.T, squared=means.square().sum(1), sum_squared=means.sum(0).square().sum()
         )
-        assert products.mean_squared == pytest.approx(float(means[0] @ means[1]))
+        assert products.squared_norm_of_mean == pytest.approx(float(means[0] @ means[1]))
         variances.append(products.variance)
     assert sum(variances) / 3 == pytest.approx(float(vectors.var(0).sum()) / 2)
 

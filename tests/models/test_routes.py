@@ -118,7 +118,7 @@ async def test_the_engine_returns_the_experts_of_every_token(model: Any) -> None
     items = await played(model)
     for item in items:
         ids = torch.tensor([item.prompt_ids + item.response_ids])
-        routes = Routes(layers=LAYERS)
+        routes = Routes(num_layers=LAYERS)
         with torch.inference_mode(), routing(routes):
             model.get_decoder()(input_ids=ids, use_cache=False)
         known = routes_of(item)

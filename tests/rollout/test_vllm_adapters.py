@@ -27,7 +27,7 @@ async def passes(replica: Replica) -> str | None:
 @asynccontextmanager
 async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[ServerEngine]:
     settings = rollout([server])
-    engine = vllm_engine([server.address], NEEDS, settings, rank=rank)
+    engine = vllm_engine([server.address], NEEDS, settings, adapter_rank=rank)
     try:
         await engine.open()
         yield engine

@@ -214,7 +214,7 @@ def test_a_token_shows_the_values_that_training_used(page: Page, address: str, r
     expect(page.locator("[data-index].current")).to_have_attribute("data-index", str(len(item.tokens) - 1))
     page.keyboard.press("Home")
     expect(page.locator("[data-index='0']")).to_have_class("current")
-    page.get_by_label("Colour by").select_option("energy")
+    page.get_by_label("Color by").select_option("energy")
     page.get_by_role("button", name="Largest").click()
     largest = int(item.tokens.energy.argmax())
     expect(page.locator(f"[data-index='{largest}']")).to_have_class("current")
@@ -389,8 +389,8 @@ def test_a_constant_advantage_is_coloured_and_the_page_opens_with_a_field_that_v
     run = make_run(tmp_path / "runs" / "first", estimator="grpo")
     with serving(run.path.parent) as url:
         open_tokens(page, url)
-        expect(page.get_by_label("Colour by")).to_have_value("gradient_share")
-        page.get_by_label("Colour by").select_option("advantages")
+        expect(page.get_by_label("Color by")).to_have_value("gradient_share")
+        page.get_by_label("Color by").select_option("advantages")
         assert page.locator("[data-index='0']").evaluate("item => item.style.backgroundColor").startswith("rgb")
         shades = page.evaluate(
             """async () => {
@@ -404,7 +404,7 @@ def test_a_constant_advantage_is_coloured_and_the_page_opens_with_a_field_that_v
 
 def test_an_address_opens_the_same_token_and_copied_text_is_the_models(page: Page, address: str) -> None:
     open_tokens(page, address)
-    page.get_by_label("Colour by").select_option("energy")
+    page.get_by_label("Color by").select_option("energy")
     page.locator("[data-index='4']").click()
     page.keyboard.press("ArrowRight")
     page.wait_for_url("**token=5*")
@@ -412,7 +412,7 @@ def test_an_address_opens_the_same_token_and_copied_text_is_the_models(page: Pag
     page.goto("about:blank")
     page.goto(sent)
     expect(page.locator("[data-index='5']")).to_have_class("current")
-    expect(page.get_by_label("Colour by")).to_have_value("energy")
+    expect(page.get_by_label("Color by")).to_have_value("energy")
     copied = page.locator(".tokens").first.evaluate(
         "box => (getSelection().selectAllChildren(box), getSelection().toString())"
     )

@@ -97,7 +97,7 @@ def column_baselines(columns: BaselineColumns, *, tail: str, leave_one_out: bool
     without such a column. A group with one row has baseline 0 everywhere. Values outside the mask are arbitrary.
     """
     sums = _Sums.of(columns)
-    shared = sums.excluding_own() if leave_one_out else sums.mean()
+    shared = sums.mean_of_others() if leave_one_out else sums.mean()
     baselines = _with_tail(columns, sums.count, shared, tail)
     return baselines.masked_fill_((columns.sizes == 1)[:, None, None], 0.0)
 
@@ -130,7 +130,7 @@ class _Sums:
         total = self.weights.sum(1, keepdim=True).masked_fill_(self.count == 0, 1.0)
         return self.lowest + (self.weights * self.above).sum(1, keepdim=True) / total
 
-    def excluding_own(self) -> Tensor:
+    def mean_of_others(self) -> Tensor:
         """Return the weighted mean over the other rows, [J, N, C]; undefined if there are no other rows.
 
         Subtracting a row from the total cancels if the row dominates it, so the sums without the heaviest row are

@@ -327,13 +327,13 @@ class PrefixTree:
         self.branches: list[tuple[int, int]] = []  # (document, shared tokens); (-1, 0): no shared tokens
         self._sorted: list[tuple[bytes, int]] = []
 
-    def add(self, document: bytes, prompt: int) -> int:
-        """Add a document with a prompt of ``prompt`` tokens, and return the number of its shared tokens."""
+    def add_and_count_shared(self, document: bytes, prompt_tokens: int) -> int:
+        """Add a document with a prompt of ``prompt_tokens`` tokens, and return the number of its shared tokens."""
         index = bisect_left(self._sorted, (document, 0))
         shared, owner = 0, -1
         # In lexicographic order, a neighbor has the longest common prefix.
         for other, number in self._sorted[max(0, index - 1) : index + 1]:
-            most = min(prompt, len(other) // 4)
+            most = min(prompt_tokens, len(other) // 4)
             found = bisect_left(range(most), True, key=lambda n: document[: 4 * n + 4] != other[: 4 * n + 4])
             shared, owner = max((shared, owner), (found, number))
         while owner >= 0 and shared <= self.branches[owner][1]:
@@ -355,7 +355,7 @@ def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool
     order = sorted(range(len(documents)), key=limits.__getitem__)
     tree = PrefixTree()
     for number in order:
-        tree.add(tokens[number].numpy().tobytes(), limits[number])
+        tree.add_and_count_shared(tokens[number].numpy().tobytes(), limits[number])
     pairs = zip(order, tree.branches, strict=True)
     branches = {number: (order[owner] if owner >= 0 else -1, shared) for number, (owner, shared) in pairs}
     children: dict[int, list[int]] = {}

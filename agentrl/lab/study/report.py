@@ -169,7 +169,7 @@ def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
 
 
 def study_figure(record: StudyRecord) -> Figure:
-    """Draw all variants in one panel, or in one panel per variant if there are more variants than colours."""
+    """Draw all variants in one panel, or in one panel per variant if there are more variants than colors."""
     variants = curves_by_variant(record)
     seeds = sorted({len(runs) for runs in variants.values()})
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))

@@ -88,7 +88,7 @@ class StudySettings(BaseModel):
         result: dict[str, SettingValues] = {}
         for (name, values), point in itertools.product(named.items(), itertools.product(*self.grid.values())):
             chosen: SettingValues = dict(zip(self.grid, point, strict=True))
-            words = [name, *(_word(key, value) for key, value in chosen.items())]
+            words = [name, *(_name_part(key, value) for key, value in chosen.items())]
             result[" ".join(word for word in words if word) or "default"] = values | chosen
         return result
 
@@ -102,10 +102,10 @@ def file_name(variant: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", variant)
 
 
-def _word(key: str, value: object) -> str:
+def _name_part(key: str, value: object) -> str:
     """Format a grid value for a variant's name, with the last part of the key unless it is the estimator.
 
-    >>> _word("algorithm.estimator", "grpo"), _word("rollout.group_size", 4)
+    >>> _name_part("algorithm.estimator", "grpo"), _name_part("rollout.group_size", 4)
     ('grpo', 'group_size=4')
     """
     last = key.rpartition(".")[2]

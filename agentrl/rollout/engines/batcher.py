@@ -388,7 +388,7 @@ class Batcher:
         """Return the hidden states [m, q, D] and, if a request needs them, the routes [m, q, R] on the host."""
         mask = self._cache.select(rows, positions, width)
         wanted = any(row.request is not None and row.request.sampling.routes_from is not None for row in self._rows)
-        routes = Routes(layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
+        routes = Routes(num_layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
         with routing(routes):
             hidden = self._parts.backbone(
                 input_ids=ids,

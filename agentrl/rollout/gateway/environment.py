@@ -91,7 +91,7 @@ def program_for_environment(env: str, options: Mapping[str, object], settings: A
     return load_agent_program(env.removeprefix(AGENT).strip(), settings)
 
 
-class _PromptEpisode:
+class _AgentDrivenEpisode:
     """An episode that contains only a prompt, because the agent program conducts the conversation."""
 
     stop_strings: tuple[str, ...] = ()
@@ -108,8 +108,8 @@ class _PromptEpisode:
     async def step(self, action: str) -> Step:
         raise EpisodeUsageError("conversations of an agent program cannot be played turn by turn")
 
-    async def fork(self) -> _PromptEpisode:
-        return _PromptEpisode(self._prompt)
+    async def fork(self) -> _AgentDrivenEpisode:
+        return _AgentDrivenEpisode(self._prompt)
 
     async def close(self) -> None:
         """Do nothing, because there are no resources to release."""
@@ -138,9 +138,9 @@ class AgentEnvironment(Environment):
             await self._gateway.open()
             await self._program.open(self._gateway)
 
-    def episode(self, problem: Problem) -> _PromptEpisode:
+    def episode(self, problem: Problem) -> _AgentDrivenEpisode:
         """Return an episode that contains only the prompt, for demonstrations."""
-        return _PromptEpisode(self._prompt(problem))
+        return _AgentDrivenEpisode(self._prompt(problem))
 
     def _prompt(self, problem: Problem) -> MarkedText:
         if self._renderer is None:

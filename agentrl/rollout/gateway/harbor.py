@@ -53,7 +53,7 @@ class ContainerCommand(AgentProgram):
                 listener = await container.listener(PORT, self._options.helper_image)
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error
-            stack.callback((await self._gateway.serve(listener)).close)
+            stack.callback((await self._gateway.serve_also_on(listener)).close)
             self._ready[access.name] = container, stack.pop_all()
 
     async def run(self, problem: Problem, access: Access) -> float:

@@ -89,10 +89,10 @@ class ChatRenderer:
         except ChatTemplateError:
             return HERMES
 
-    def parse_reply(self, text: str, request: AgentRequest, *, before: str, prefix: str) -> AgentMessage:
-        """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``prefix``."""
+    def parse_reply(self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str) -> AgentMessage:
+        """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``call_id_prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
-            return self._parsed(text, request, before=before, prefix=prefix)
+            return self._parsed(text, request, before=before, call_id_prefix=call_id_prefix)
         opened = before.rstrip().endswith("<think>")
         thoughts, closed, answer = text.rpartition("</think>")
         if opened and not closed:
@@ -101,9 +101,9 @@ class ChatRenderer:
         if closed or open_again:
             thoughts, answer = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), answer.strip()
         content, calls = parse_tool_calls(answer, request, self.calls) if request.calls_allowed else (answer, ())
-        return _message(content, thoughts if closed or open_again else None, calls, prefix)
+        return _message(content, thoughts if closed or open_again else None, calls, call_id_prefix)
 
-    def _parsed(self, text: str, request: AgentRequest, *, before: str, prefix: str) -> AgentMessage:
+    def _parsed(self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str) -> AgentMessage:
         """Parse text with the tokenizer's response template. Invalid text becomes the content."""
         try:
             parsed = self._tokenizer.parse_response(
@@ -118,7 +118,7 @@ class ChatRenderer:
         thoughts = parsed.get("reasoning_content") or parsed.get("thinking")
         if parsed.get("tool_calls") and not calls:
             return AgentMessage(role="assistant", content=text)
-        return _message(str(parsed.get("content") or ""), thoughts, calls, prefix)
+        return _message(str(parsed.get("content") or ""), thoughts, calls, call_id_prefix)
 
     def _shape(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
         """Return a message with a placeholder as content. A sampled reply keeps its calls in the sampled text."""
@@ -192,9 +192,11 @@ def _arguments(value: object) -> str:
     return text
 
 
-def _message(content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], prefix: str) -> AgentMessage:
+def _message(
+    content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], call_id_prefix: str
+) -> AgentMessage:
     made = tuple(
-        AgentCall(name=name, arguments=arguments, id=f"{prefix}_{index}")
+        AgentCall(name=name, arguments=arguments, id=f"{call_id_prefix}_{index}")
         for index, (name, arguments) in enumerate(calls)
     )
     return AgentMessage(role="assistant", content=content, reasoning=reasoning, calls=made)

@@ -205,7 +205,7 @@ class AgentRollout:
             raise GatewayRequestError(self.failure, status=503, kind="server_error") from error
         text = self.renderer.codec.decode(completion.token_ids)
         shown = text[: min((at for stop in request.stop if (at := text.find(stop)) >= 0), default=len(text))]
-        reply = self.renderer.parse_reply(shown, request, before=prompt.text, prefix=f"call_{number}")
+        reply = self.renderer.parse_reply(shown, request, before=prompt.text, call_id_prefix=f"call_{number}")
         generation = Generation(
             id=number,
             prompt=prompt,

@@ -198,7 +198,7 @@ class AgentGateway:
         self._server = _Server(config)
         self._serving = asyncio.create_task(self._server.serve([listener]), name="agent-gateway")
 
-    async def serve(self, listener: socket.socket) -> asyncio.Server:
+    async def serve_also_on(self, listener: socket.socket) -> asyncio.Server:
         """Serve the same rollouts on another listening socket, for example of a container. The caller closes it."""
         assert self._server is not None, "the gateway is not open"
         config, state = self._server.config, self._server.server_state

@@ -99,7 +99,7 @@ class CheckpointWriter:
         """Finish the last checkpoint, and write ``root/step-N`` atomically, with a folder per item in ``saved``."""
         self.finish()
         folder = self._root / f".step-{state.step:06d}.partial"
-        _on_disk(folder, lambda: self._prepare(folder))
+        _write_on_all_ranks(folder, lambda: self._prepare(folder))
         own = {f"{name}/part-{self._rank:05d}.safetensors": item.copy_rank_state() for name, item in saved.items()}
         files = self._thread.submit(_write_parts, folder, own)
         self._under_way = _Write(state=_as_read(state), folder=folder, files=files)
@@ -118,8 +118,8 @@ class CheckpointWriter:
             return
         self._under_way = None
         try:
-            parts = _on_disk(write.folder, write.files.result)
-            _on_disk(write.folder, lambda: self._publish(write, parts))
+            parts = _write_on_all_ranks(write.folder, write.files.result)
+            _write_on_all_ranks(write.folder, lambda: self._publish(write, parts))
         except WorldError:
             if self._rank == 0 and not (write.folder / _STATE).is_file():
                 shutil.rmtree(write.folder, ignore_errors=True)  # frees space on a full disk
@@ -225,7 +225,7 @@ def check_reference_matches(checkpoint: Path, state: RunState, path: str | None)
         )
 
 
-def _on_disk(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
+def _write_on_all_ranks(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
     """Return every rank's result of ``work``. Every rank raises WorldError if writing fails on one. Collective."""
 
     def guarded() -> _Value:

@@ -57,11 +57,11 @@ class RowExchange:
         self._their_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
 
     def send(self, parts: Sequence[_Record]) -> _Record:
-        """Apply :meth:`send_column` to each tensor of a dataclass. A field that is None on one rank is None on all."""
+        """Apply :meth:`send_home` to each tensor of a dataclass. A field that is None on one rank is None on all."""
         given = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
-        return replace(parts[0], **{name: self.send_column([getattr(part, name) for part in parts]) for name in given})
+        return replace(parts[0], **{name: self.send_home([getattr(part, name) for part in parts]) for name in given})
 
-    def send_column(self, parts: Sequence[Tensor]) -> Tensor:
+    def send_home(self, parts: Sequence[Tensor]) -> Tensor:
         """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
         if parts[0].dim() == 1:
             return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
@@ -76,7 +76,7 @@ class RowExchange:
         own[self._order] = sent
         parts = own.split([rows for rows, _ in self._shapes])
         # Padding copies: a view would keep every micro-batch's memory alive.
-        return [_widened(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
+        return [_with_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
     def _swap(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return all_to_all(values, sent, received, self._group)
@@ -108,10 +108,10 @@ def _padded(flat: Tensor, lengths: Tensor) -> Tensor:
 def _stacked(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate along rows, as wide as the widest part."""
     width = max(part.shape[1] for part in parts)
-    return torch.cat([_widened(part, width) for part in parts])
+    return torch.cat([_with_width(part, width) for part in parts])
 
 
-def _widened(values: Tensor, width: int) -> Tensor:
+def _with_width(values: Tensor, width: int) -> Tensor:
     """Pad or cut [b, any] to [b, width], as a new tensor; only padding is cut off."""
     return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
@@ -156,12 +156,12 @@ class Meter:
     def mean_over_ranks(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """Return the current mean of ``name`` over all ranks, or 0 if its total weight is 0. Collective."""
         pair = torch.stack([self._sums[name], self._weights[name]])
-        total, weight = engine.all_reduce(pair).tolist()
+        total, weight = engine.sum_over_replicas(pair).tolist()
         return float(total / weight) if weight else 0.0
 
     def weight_over_ranks(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """Return the current total weight of the mean ``name`` over all ranks. Collective."""
-        return float(engine.all_reduce(self._weights[name].clone()))
+        return float(engine.sum_over_replicas(self._weights[name].clone()))
 
     def largest_over_ranks(self, name: str, engine: TrainingEngine[nn.Module]) -> float:
         """Return the current maximum of ``name`` over all ranks, or 0 if no value has a positive weight. Collective."""
@@ -170,8 +170,8 @@ class Meter:
 
     def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
         """Reduce all metrics over all ranks. Means and extremes without weight are omitted. Collective."""
-        sums = self._reduced(self._sums, engine.all_reduce)
-        weights = self._reduced(self._weights, engine.all_reduce)
+        sums = self._reduced(self._sums, engine.sum_over_replicas)
+        weights = self._reduced(self._weights, engine.sum_over_replicas)
         largest = self._reduced(self._largest, engine.all_reduce_max)
         means = {name: sums[name] / weight for name, weight in weights.items() if weight}
         totals = {name: value for name, value in sums.items() if name not in weights}

@@ -259,7 +259,7 @@ def all_to_all(
 class TrainingEngine(Generic[_Module_co]):
     """A module trained by DeepSpeed. ``backward`` accumulates gradients; ``step`` clips, applies and clears them.
 
-    DeepSpeed averages gradients over ranks, so multiply a loss that is normalised over all ranks by :attr:`world_size`.
+    DeepSpeed averages gradients over ranks, so multiply a loss that is normalized over all ranks by :attr:`world_size`.
     Ranks that share rows compute the same loss, and each computes the gradient through its slice. Their sum is the
     gradient of one loss. Sums over rows are all-reduced over ranks with different rows, :attr:`groups.peers`.
     """
@@ -345,7 +345,7 @@ class TrainingEngine(Generic[_Module_co]):
     def learning_rate(self) -> float:
         return float(self._engine.get_lr()[0])
 
-    def all_reduce(self, values: Tensor) -> Tensor:
+    def sum_over_replicas(self, values: Tensor) -> Tensor:
         """Sum ``values`` in place over ranks with different rows, and return the sum."""
         if self.groups.replicas > 1:
             torch.distributed.all_reduce(values, group=self.groups.peers)

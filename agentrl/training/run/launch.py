@@ -16,7 +16,7 @@ import torch
 from agentrl.cluster.backends import has_many_nodes, open_cluster
 from agentrl.cluster.launchers import RankPosition
 from agentrl.cluster.local import log_file
-from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, plan_table, record_placement
+from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, place_bundles, plan_table
 from agentrl.cluster.processes import (
     Bundle,
     Cluster,
@@ -237,7 +237,7 @@ def _sandboxes(
     taken = {
         reservation.address: [own] for reservation, own in zip(reservations, rank_bundles(settings, nodes), strict=True)
     }
-    record_placement(server_bundles_on_nodes(settings, nodes), nodes, taken)  # the worker will start them
+    place_bundles(server_bundles_on_nodes(settings, nodes), nodes, taken)  # the worker will start them
     fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
     fields.setdefault("workers", max(4, math.ceil(2 * bundle.cpus)))
     return SandboxServices(

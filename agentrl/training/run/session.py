@@ -319,7 +319,7 @@ class Session:
 
         If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
         """
-        self._service.confirm(step)
+        self._service.finish_step(step)
         self._done.step, self._done.updates = step, updates
         if self._run is not None:
             self._run.append_metrics(metrics)

@@ -116,7 +116,7 @@ def own_tokens(rows: Sequence[Trajectory]) -> list[int]:
 
 def _add(tree: PrefixTree, row: Trajectory) -> int:
     tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
-    return len(tokens) - tree.add(tokens.tobytes(), len(row.prompt_ids))
+    return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
 
 
 def packed_tokens(rows: Sequence[Trajectory]) -> int:
@@ -339,7 +339,7 @@ def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
     if LOSSES.traits(algorithm.loss).step_wide:
         yield f"the loss {algorithm.loss} selects tokens over the whole step"
     if correction.self_normalize:
-        yield "self-normalised weights need the mean over the whole step (correction.self_normalize)"
+        yield "self-normalized weights need the mean over the whole step (correction.self_normalize)"
     if correction.masks and settings.aggregation != "token_sum":
         yield (
             "the divisor of the loss counts the tokens that correction.ratio_mask and correction.divergence_mask keep "

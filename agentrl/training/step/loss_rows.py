@@ -59,7 +59,7 @@ class RolloutCorrector:
         )
 
     def energy_weights(self, batch: Batch) -> Tensor:
-        """Return unnormalised energy weights [B, T], because a group may span micro-batches."""
+        """Return unnormalized energy weights [B, T], because a group may span micro-batches."""
         if not self._active:
             return batch.loss_mask.to(batch.log_probs.dtype)
         return self._correction_over(batch, self_normalize=False).importance_weights
@@ -128,7 +128,11 @@ class LossRowBuilder:
         ]
 
     def corrected(self, batch: Batch, *, meter: Meter) -> Batch:
-        """Complete a scored batch of :meth:`estimate_before_forward`."""
+        """Add the rollout correction (importance weights and loss mask) to a scored batch.
+
+        The batch comes from :meth:`estimate_before_forward`. Its divergences from the reference policy and the teacher
+        are recorded in ``meter``.
+        """
         self._measure_divergences(batch, meter)
         return replace(batch, correction=self.corrector.correct(batch, meter=meter))
 
@@ -147,7 +151,7 @@ class LossRowBuilder:
         if len(inputs) > 1:
             width = max(own.rewards.shape[1] for own in inputs)
             columns = {
-                name: torch.cat([_widened(getattr(own, name), width) for own in inputs])
+                name: torch.cat([_with_width(getattr(own, name), width) for own in inputs])
                 for name in vars(inputs[0])
                 if getattr(inputs[0], name) is not None
             }
@@ -218,7 +222,7 @@ class LossRowBuilder:
             for batch in update:
                 if batch.counted:
                     sums[number] += self.corrector.normalizer_sums(batch)
-        return engine.all_reduce(sums).unbind()
+        return engine.sum_over_replicas(sums).unbind()
 
     def _inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
         statistics, after, correction = batch.scores, batch.final_values, batch.correction
@@ -288,7 +292,7 @@ class LossRowBuilder:
         return reward_kl(rewards, batch.log_probs, reference, mask, beta=beta, estimator=estimator, full=full).rewards
 
 
-def _widened(values: Tensor, width: int) -> Tensor:
+def _with_width(values: Tensor, width: int) -> Tensor:
     """Pad [b, T] with zeros to [b, width]; [b] is returned unchanged."""
     return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 

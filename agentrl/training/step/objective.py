@@ -56,7 +56,8 @@ class PolicyObjective:
             )
             for mode in modes
         ]
-        tokens, sequences = engine.all_reduce(torch.tensor(own, dtype=torch.float64, device=engine.device)).tolist()
+        counts = torch.tensor(own, dtype=torch.float64, device=engine.device)
+        tokens, sequences = engine.sum_over_replicas(counts).tolist()
         return self.normalizer(tokens, sequences)
 
     def loss(
@@ -133,11 +134,11 @@ class PolicyObjective:
         exchange = RowExchange(masks, homes, group=engine.groups.peers)
         chosen = step_selection(
             self._algorithm.loss,
-            log_probs=exchange.send_column(counted(log_probs)),
-            old_log_probs=exchange.send_column(counted(part.log_probs for part in batches)),
-            advantages=exchange.send_column(counted(part.advantages for part in batches)),
-            loss_mask=exchange.send_column(masks),
-            trajectory_ids=exchange.send_column(counted(part.trajectory_ids for part in batches)),
+            log_probs=exchange.send_home(counted(log_probs)),
+            old_log_probs=exchange.send_home(counted(part.log_probs for part in batches)),
+            advantages=exchange.send_home(counted(part.advantages for part in batches)),
+            loss_mask=exchange.send_home(masks),
+            trajectory_ids=exchange.send_home(counted(part.trajectory_ids for part in batches)),
             seed=seed,
             **self._options,
         )

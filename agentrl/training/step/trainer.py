@@ -147,7 +147,7 @@ class Trainer:
             power = metrics.get("variance/total_power", 0.0)
             metrics |= variance_proxies(total_power=power, gradient_norm=norm, trajectories=trajectories)
         if step.monitor is not None and plan.updates:
-            metrics |= step.monitor.metrics(self._engine.all_reduce)
+            metrics |= step.monitor.metrics(self._engine.sum_over_replicas)
         if self._reference is not None:
             metrics["kl/coefficient"] = step.beta
             if plan.updates:

@@ -129,7 +129,7 @@ class LocalService:
         self._ranks = ranks
         self._folder = settings.run_path.absolute()
         self._interrupted = False
-        self._groups: tuple[Group, ...] | None = None  # of the planned step, until it is confirmed
+        self._groups: tuple[Group, ...] | None = None  # of the planned step, until it is finished
         with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
             self._open(opened, policy_path, trained)
             self._opened = opened.pop_all()
@@ -276,10 +276,13 @@ class LocalService:
         with contextlib.suppress(InterruptedRunError):
             self._run(self._worker.wait_until_weights_may_change())
 
-    def confirm(self, step: int) -> None:
-        """Confirm a step, and start writing its trajectories. Raises WorldError if the previous write failed."""
+    def finish_step(self, step: int) -> None:
+        """Accept the last planned step, and start writing its trajectories.
+
+        Raises WorldError if the previous write failed.
+        """
         if self._groups is None or self._worker.step != step:
-            raise RuntimeError(f"step {step} was confirmed, but it is not the last planned step")
+            raise RuntimeError(f"step {step} was finished, but it is not the last planned step")
         self._writer.wait()
         if is_due(step, self._settings.telemetry.trajectories_every):
             sampled = self._worker.sampled_groups

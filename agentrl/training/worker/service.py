@@ -78,7 +78,7 @@ class RolloutService(Protocol):
     def plan(self, step: int, budget: int) -> RankPlan:
         """Roll out a step and return this rank's part of it, in micro-batches of ``budget`` tokens.
 
-        A step that was planned but not confirmed is planned again, with the same trajectories.
+        A step that was planned but not finished is planned again, with the same trajectories.
         """
 
     @_call("the current batch (training.worker_timeout)", interruptible=True)
@@ -89,9 +89,9 @@ class RolloutService(Protocol):
     def barrier(self, point: str) -> None:
         """Wait until every rank has reached ``place``."""
 
-    @_call("the worker to confirm step {step}")
-    def confirm(self, step: int) -> None:
-        """Confirm that the step is trained: start writing its trajectories and remove its groups from the work queue.
+    @_call("the worker to finish step {step}")
+    def finish_step(self, step: int) -> None:
+        """Accept the last planned step: start writing its trajectories and remove its groups from the work queue.
 
         Returns when the trajectories of the previous step are written.
         """
@@ -105,7 +105,7 @@ class RolloutService(Protocol):
 
     @_call("the worker's state")
     def state_dict(self) -> QueueState:
-        """Return the state of sampler and work queue, once the trajectories of all confirmed steps are written."""
+        """Return the state of sampler and work queue, once the trajectories of all finished steps are written."""
 
     @_call("the worker to restore its state")
     def load_state_dict(self, state: QueueState) -> None:

@@ -1,8 +1,8 @@
-// Model tokens as elements: their fields, their colours, and selection by pointer or keyboard.
+// Model tokens as elements: their fields, their colors, and selection by pointer or keyboard.
 
 import { el, visible } from "./dom.js";
 
-// Name, description, and the value that gets no colour: 0 by default, "least" for counts and indices.
+// Name, description, and the value that gets no color: 0 by default, "least" for counts and indices.
 export const TOKEN_FIELDS = {
   advantages: ["Advantage", "A = G − b, from the estimator"],
   baselines: ["Baseline", "b, from the estimator; for token-level optimal baselines Σ W G / Σ W over the siblings"],
@@ -38,8 +38,8 @@ export function isConstant(values) {
   return values.every((value) => value === null || value === first);
 }
 
-// The colour scale of a field: { low, high, below, above, shade(value) }. Values above the origin are blue and values below
-// are orange, stronger with distance; the farthest two per cent share the strongest colour. Constant fields are coloured
+// The color scale of a field: { low, high, below, above, shade(value) }. Values above the origin are blue and values below
+// are orange, stronger with distance; the farthest two per cent share the strongest color. Constant fields are colored
 // too.
 export function scaleOf(name, values) {
   const numbers = numbersOf(values).sort((a, b) => a - b);
@@ -57,7 +57,7 @@ export function scaleOf(name, values) {
 const STRONGEST = 0.75;
 const ink = (name, strength) => `rgb(var(${name}) / ${(STRONGEST * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
 
-// The colours of a scale from low to high, as a CSS background.
+// The colors of a scale from low to high, as a CSS background.
 export function gradientOf({ below, above }) {
   const colours = [...(below ? [ink("--down", 1)] : []), "transparent", ...(above ? [ink("--up", 1)] : [])];
   return `linear-gradient(to right, ${colours.length > 1 ? colours : "transparent, transparent"})`;
@@ -124,7 +124,7 @@ export class TokenView {
     this.onchoose(index, this.items[index], passing);
   }
 
-  // Colours every token by its value of a field. Returns the scale.
+  // Colors every token by its value of a field. Returns the scale.
   colour(name, values) {
     const scale = scaleOf(name, values);
     this.items.forEach(({ item }, index) => {

@@ -27,7 +27,7 @@ from agentrl_sandbox.client import SandboxSettings
 _UNLIMITED = 1e9  # seconds. The container enforces the limit of a command; waiting for a container has no limit
 
 
-class Terminal:
+class TaskShell:
     """State of the built-in agent in one task: the tool and its container, which starts with the first command."""
 
     def __init__(self, containers: TaskContainers, problem: Problem, seconds: float) -> None:
@@ -102,7 +102,7 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
 
     def __init__(self, directory: str) -> None:
         self._directory = directory
-        self._classes = ClassEnvironmentFactory(f"harbor:{directory}", Terminal)
+        self._classes = ClassEnvironmentFactory(f"harbor:{directory}", TaskShell)
 
     @property
     def tools(self) -> ToolSet:

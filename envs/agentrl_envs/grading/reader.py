@@ -91,7 +91,7 @@ def read_expression(text: str) -> Expression:
     """Parse the whole text as one expression. Raises UnreadableError."""
     try:
         reader = _Reader(_tokens_of(text))
-        tree = reader.whole()
+        tree = reader.sum_or_fraction()
         reader.expect_end()
     except RecursionError as error:
         raise UnreadableError("too deep") from error
@@ -139,7 +139,7 @@ class _Reader:
         if self._next.kind != "end":
             raise UnreadableError(f"{self._next.text!r} at the end")
 
-    def whole(self) -> Expression:
+    def sum_or_fraction(self) -> Expression:
         r"""Parse a sum, or plain TeX's fraction (``\over``) or binomial (``\choose``) of two sums."""
         tree = self.sum()
         if self._taken(r"\over"):
@@ -311,7 +311,7 @@ class _Reader:
 
     def _group(self, closing: str) -> Expression:
         bars, self._bars = self._bars, 0
-        tree = self.whole()
+        tree = self.sum_or_fraction()
         self._bars = bars
         self._expect(closing)
         return tree

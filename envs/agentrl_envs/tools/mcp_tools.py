@@ -50,7 +50,7 @@ class McpSession:
         """Return the open connection. Raises UnavailableError."""
         if self._current is None or self._current.over:
             self._current = _Connection(self.target)
-        await self._current.opened()
+        await self._current.wait_for_client()
         return self._current
 
     async def call(self, tool: str, /, **arguments: object) -> str:
@@ -100,13 +100,13 @@ class _Connection:
         """True if the connection has ended."""
         return self._held.done()
 
-    async def opened(self) -> Client:
+    async def wait_for_client(self) -> Client:
         """Wait for the connection and return the client. Raises UnavailableError."""
         return await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, object]) -> CallToolResult:
         """Call a tool of the server. Raises MCPError, and UnavailableError if the server disconnects during it."""
-        client = await self.opened()
+        client = await self.wait_for_client()
         answer = asyncio.ensure_future(client.call_tool(tool, arguments))
         try:
             await asyncio.wait({answer, self._held}, return_when=asyncio.FIRST_COMPLETED)

@@ -209,19 +209,19 @@ class SessionTable:
         else:
             self.kill(session.identifier)
 
-    def end_family(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
-        """Handle the end of a session init and its processes. ``killed``: its own programs killed it."""
-        self.end_processes(family, why, killed=killed)
+    def handle_family_end(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
+        """Handle the end of a session init and its processes. ``killed_by_program``: its own programs killed it."""
+        self.end_processes(family, why, killed_by_program=killed_by_program)
         if self.families.pop(family.identifier, None) is not None:
             self._server.remove_reader(family.init.fileno())
             family.init.close()
             family.flush()  # discards the commands
             self._server.release_slot(family.slot, KIND)
 
-    def end_processes(self, family: SessionFamily, why: str, *, killed: bool = False) -> None:
+    def end_processes(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
         for session in list(family.sessions.values()):
             if session.program is not None:
-                if session.program.reason is None and not killed:
+                if session.program.reason is None and not killed_by_program:
                     ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
                 else:
                     ending = ending_of_exit_code(session.program, -signal.SIGKILL, out_of_memory=False)
@@ -331,7 +331,7 @@ class SessionManager:
                 message: ProcessMessage = {"op": "init", "id": family.identifier, "slot": family.slot}
                 zygote.request_child({**message, "session": number}, [inits.fileno(), theirs.fileno()])
             except OSError as error:
-                self._table.end_family(family, str(error))
+                self._table.handle_family_end(family, str(error))
                 return
         zygote.send_command("where", family.identifier)
 
@@ -507,9 +507,11 @@ class SessionManager:
         else:
             while family.identifier in self._table.families and self._has_news(family):
                 self._on_init(family)
-            killed = self._init_is_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
+            killed_by_program = (
+                self._init_is_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
+            )
             why = message.get("why", "its session init exited")
-            self._table.end_family(family, why, killed=killed)
+            self._table.handle_family_end(family, why, killed_by_program=killed_by_program)
 
     def _has_news(self, family: SessionFamily) -> bool:
         try:
@@ -524,7 +526,7 @@ class SessionManager:
 
     def end_all(self, why: str) -> None:
         for family in list(self._table.families.values()):
-            self._table.end_family(family, why)
+            self._table.handle_family_end(family, why)
 
     def next_deadline(self) -> float:
         return min((session.deadline for session in self._table.sessions.values()), default=math.inf)

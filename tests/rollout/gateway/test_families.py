@@ -44,13 +44,13 @@ def test_calls_are_read_in_the_form_of_the_template(family: str) -> None:
     made = renderer(FAMILIES[family])
     assert made.calls.name == family
     asked = request([user("2 + 3?")], tools=[TYPED])
-    reply = made.parse_reply(CALLS[family], asked, before="", prefix="call_0")
+    reply = made.parse_reply(CALLS[family], asked, before="", call_id_prefix="call_0")
     assert (reply.content, [(call.name, json.loads(call.arguments)) for call in reply.calls]) == (
         "Let me see.",
         [("add", {"a": 1})],
     )
     unknown = CALLS[family].replace("add", "sub")
-    assert made.parse_reply(unknown, asked, before="", prefix="call_0").content == unknown
+    assert made.parse_reply(unknown, asked, before="", call_id_prefix="call_0").content == unknown
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
@@ -58,7 +58,7 @@ def test_a_call_with_an_infinite_number_is_text_in_every_form(family: str) -> No
     number = {"name": "add", "parameters": {"type": "object", "properties": {"a": {"type": "number"}}}}
     asked = request([user("2 + 3?")], tools=[{"type": "function", "function": number}])
     text = re.sub(r"(?<=\W)1(?=\W)", "1e999", CALLS[family])
-    reply = renderer(FAMILIES[family]).parse_reply(text, asked, before="", prefix="call_0")
+    reply = renderer(FAMILIES[family]).parse_reply(text, asked, before="", call_id_prefix="call_0")
     assert (reply.content, reply.calls) == (text, ())
 
 

@@ -43,15 +43,19 @@ def vllm_engine(
     rollout: RolloutSettings,
     *,
     label: bool = True,
-    rank: int = 0,
+    adapter_rank: int = 0,
 ) -> ServerEngine:
-    """Build an engine over vLLM servers, without a run's lifecycle. ``rank``: the rank of adapters; 0 for none."""
+    """Build an engine over vLLM servers, without a run's lifecycle.
+
+    ``label``: set the version label of servers that report none. ``adapter_rank``: the rank of LoRA adapters, or 0 for
+    full weights.
+    """
     return ServerEngine(
         servers,
-        _client(rollout, rank),
+        _client(rollout, adapter_rank),
         needs,
         rollout.vllm,
-        weights=_weights(rollout, rank),
+        weights=_weights(rollout, adapter_rank),
         label=label,
     )
 
