@@ -220,7 +220,7 @@ def _candidates(shape: ModelShape, target: Target) -> Iterator[tuple[tuple[bool,
 
 
 def find_plan_or_raise(shape: ModelShape, target: Target) -> Plan:
-    """Return the cheapest plan. Raises SettingsError, with other hardware or a shorter context that would fit."""
+    """Return the cheapest plan. Raises SettingsError if none fits, with hardware and a context that would fit."""
     found = find_plan(shape, target)
     if found is not None:
         return found

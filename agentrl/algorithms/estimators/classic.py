@@ -33,7 +33,7 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("tree_grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
 def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute the sum of grpo's A over the leaves of the tree and over the group (Ji et al., arXiv 2509.21240).
+    """Compute grpo's A within the tree plus grpo's A within the group (Ji et al., arXiv 2509.21240).
 
     A tree with one leaf has only the second term, so without forks this is `grpo`. Leaves have their weights.
     """

@@ -74,7 +74,7 @@ def _mask(
     if width == count and not needed and (window is None or window >= count):
         return None
     columns = torch.arange(count, device=keys.device)
-    # The padding after the last query attends to the last key: a line without any key would have undefined gradients.
+    # Padding after the last query attends to the last key, because a query without keys would have undefined gradients.
     positions = (first[:, None] + torch.arange(width, device=keys.device)).clamp(max=count - 1)[:, None, :, None]
     seen = columns <= positions
     if window is not None:
@@ -197,7 +197,7 @@ def torch_varlen_attention(
     softcap: float,
     **_: bool,  # always causal; torch's global setting makes the backward pass deterministic
 ) -> Tensor:
-    """Call torch's built-in flash-attn 2 with flash-attn's arguments. Raises KernelInputError for a cap."""
+    """Call torch's built-in flash-attn 2 with flash-attn's arguments. Raises KernelInputError if scores are capped."""
     from torch.nn.attention.varlen import varlen_attn
 
     if softcap:

@@ -69,7 +69,7 @@ def reason_ranks_not_groupable(size: int, *, ranks: int) -> str | None:
 
 @cache
 def _create_groups(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
-    """Make the groups. Every rank makes every group, in the same order."""
+    """Create the process groups. Every rank creates every process group, in the same order."""
     rank, world = every.rank(), every.size()
     wait = timedelta(seconds=deadline)
     shared = [list(range(first, first + size)) for first in range(0, world, size)]

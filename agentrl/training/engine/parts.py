@@ -101,7 +101,7 @@ def local_parameter_shards(module: nn.Module, optimizer: Untyped) -> Iterator[Pa
 
 
 def copy_rank_state(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int) -> RankState:
-    """Copy this rank's pieces and random state to the CPU."""
+    """Copy this rank's parameter and optimizer shards and its random state to the CPU."""
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     whole_everywhere = adam is optimizer
     pieces = [] if whole_everywhere and rank else list(local_parameter_shards(module, optimizer))

@@ -175,8 +175,9 @@ def _support(token: _Token) -> list[int]:
     total = math.fsum(math.exp(item.logprob) for item in kept)
     if abs(total - 1) > _MASS_ERROR:
         raise InvalidResponseError(
-            f"the {len(kept)} tokens that the server listed have a probability of {total:.4f} together, so others were "
-            "sampled from too: more tokens than rollout.top_k are equally likely, or the server ignores top_k"
+            f"the total probability of the {len(kept)} tokens that the server listed is {total:.4f} instead of 1, "
+            "so other tokens were sampled too: more tokens than rollout.top_k are equally likely, or the server ignores "
+            "top_k"
         )
     return [item.token_id for item in kept]
 
