@@ -151,7 +151,10 @@ class Schedule:
 
 
 class RolloutSource(ABC):
-    """Supplies a step's groups, one batch at a time: ``take``, possibly ``take`` with ``more``, then ``trained``."""
+    """Supplies a step's groups, one batch at a time.
+
+    Per batch, call :meth:`take`, possibly again with ``refill``, then :meth:`record_trained`.
+    """
 
     def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
         self._driver = driver
@@ -165,7 +168,7 @@ class RolloutSource(ABC):
 
     @abstractmethod
     async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
-        """Return ``count`` groups in the order of issue. ``more``: for a batch that was too small after filtering.
+        """Return ``count`` groups in the order of issue. ``refill``: for a batch that was too small after filtering.
 
         Raises WorldError after ``deadline``, in seconds of the event loop's clock.
         """
@@ -345,7 +348,7 @@ class BackgroundSource(RolloutSource):
 
 
 class _Idle:
-    """Total time during which no group is played."""
+    """Measures the time during which no group is played."""
 
     def __init__(self) -> None:
         self._since: float | None = None

@@ -1,4 +1,4 @@
-"""Groups of ranks under ``training.sequence_parallel``: sequence-parallel groups share rows, and peers hold the same
+"""Groups of ranks under ``training.sequence_parallel``: sequence-parallel groups split rows, and peers hold the same
 slice of different rows. With N = 2 on four ranks, the sequence-parallel groups are {0, 1} and {2, 3}, and the peers are
 {0, 2} and {1, 3}.
 """
@@ -28,7 +28,7 @@ class RankGroups:
 
     @property
     def is_first_in_group(self) -> bool:
-        """True on the first rank of each group that shares rows."""
+        """True on the first rank of each sequence-parallel group."""
         return self.sequence is None or self.sequence.rank == 0
 
 
@@ -50,7 +50,7 @@ def rank_groups(training: TrainingSettings) -> RankGroups:
 
 
 def reason_ranks_not_groupable(size: int, *, ranks: int) -> str | None:
-    """Return the reason why ``ranks`` cannot share rows in groups of ``size``, or None.
+    """Return the reason why ``ranks`` ranks cannot form sequence-parallel groups of ``size``, or None.
 
     >>> reason_ranks_not_groupable(2, ranks=3)
     'training.sequence_parallel=2 does not divide the 3 training ranks; valid: 1, 3, or training.num_processes=2 or 4'

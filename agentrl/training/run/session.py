@@ -517,7 +517,7 @@ class Session:
 
 
 def _reading(policy: PolicyModel) -> str:
-    """Describe a policy's attention backend and how many ranks share a row."""
+    """Describe a policy's attention backend and its number of sequence-parallel ranks."""
     ranks = "" if policy.sequence is None else f", with each row shared by {policy.sequence.size} ranks"
     return f"{policy.attention} attention over packed trajectories{ranks}"
 

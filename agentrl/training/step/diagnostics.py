@@ -120,7 +120,7 @@ class HeadExactMonitor:
     def add(self, batch: Batch, hidden: Tensor) -> None:
         """Add whole groups: ``hidden`` [N, D] of the model tokens in row-major order, or of this rank's part of them.
 
-        Ranks that share rows exchange their parts of the head's gradient, but no hidden states.
+        Sequence-parallel ranks exchange their parts of the head's gradient, but no hidden states.
         """
         sequence = self._policy.sequence
         held = self._policy.local_token_indices(batch.row, batch.rows, batch.columns)

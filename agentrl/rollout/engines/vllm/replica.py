@@ -176,8 +176,8 @@ def _support(token: _Token) -> list[int]:
     if abs(total - 1) > _MASS_ERROR:
         raise InvalidResponseError(
             f"the total probability of the {len(kept)} tokens that the server listed is {total:.4f} instead of 1, "
-            "so other tokens were sampled too: more tokens than rollout.top_k are equally likely, or the server ignores "
-            "top_k"
+            "so other tokens were sampled too: more tokens than rollout.top_k are equally likely, or the server "
+            "ignores top_k"
         )
     return [item.token_id for item in kept]
 
