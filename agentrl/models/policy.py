@@ -350,7 +350,7 @@ class ValueModel(nn.Module):
         attention: AttentionBackend = "sdpa",
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """Build the critic on the transformer of ``causal_lm``. ``sequence``: its sequence-parallel group.
+        """Build the critic on the transformer of ``causal_lm``. ``sequence``: the sequence-parallel group, if any.
 
         Raises SettingsError if the model does not support packed rows.
         """

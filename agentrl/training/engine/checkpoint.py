@@ -247,7 +247,7 @@ def _write_state(path: Path, state: RunState) -> None:
 
 
 def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
-    """Return the problems with this rank's part of a checkpoint's files, or with the list of files."""
+    """Describe the damage to this rank's part of a checkpoint's files, or to the list of files."""
     try:
         written = json.loads((checkpoint / _STATE).read_bytes())
         body, digest = written["state"], written["sha256"]

@@ -19,7 +19,7 @@ from agentrl.training.settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankGroups:
-    """The groups of this rank. Sums over rows are all-reduced over :attr:`peers`, which have different rows."""
+    """The process groups of this rank. Sums over rows are all-reduced over :attr:`peers`, which have different rows."""
 
     replica: int  # index of this rank's sequence-parallel group
     replicas: int
@@ -33,7 +33,7 @@ class RankGroups:
 
 
 def rank_groups(training: TrainingSettings) -> RankGroups:
-    """Return this rank's groups, which the first call creates. The first call is collective.
+    """Return this rank's process groups. The first call creates them and is collective.
 
     Raises SettingsError if ``training.sequence_parallel`` does not divide the number of ranks.
     """
