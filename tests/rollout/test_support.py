@@ -141,7 +141,7 @@ async def test_an_incomplete_list_is_no_support() -> None:
     async with fakes(CODEC) as (server,), opened([server], request_retries=0) as engine:
         content = [{"token_id": 8, "logprob": -0.2231, "top_logprobs": LISTED[:1]}]
         server.on_generate = lambda body: (200, {"choices": [sampled([8], logprobs={"content": content})]})
-        with pytest.raises(EngineError, match=r"probability of 0\.8000 together, so others were sampled from too"):
+        with pytest.raises(EngineError, match=r"is 0\.8000 instead of 1, so other tokens were sampled too"):
             await ask(engine, max_tokens=1, top_k=1, returns_support=True)
 
 
