@@ -76,8 +76,8 @@ Before a run starts, the same comparison decides how training reads trajectories
 
 Statistics, losses and checks are the same. `padded` computes a shared prefix for each path through it, but
 `training.micro_batch_tokens` counts it once, so lower the setting if memory does not suffice. `padded` does not support
-`training.sequence_parallel` and `training.zero_stage=3`. Types that cannot be packed need `rollout.engine=vllm`, if
-vLLM serves them.
+`training.sequence_parallel` and `training.zero_stage=3`. The built-in engine supports
+only packed types. Other types need `rollout.engine=vllm` and a version of vLLM that supports them.
 """
 
 Mode = Literal["packed", "padded", "refused"]

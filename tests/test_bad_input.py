@@ -258,7 +258,7 @@ def test_a_split_that_leaves_nothing(refused: Refused) -> None:
     [
         ('{"problem"', "d.jsonl:1: not valid JSON"),
         (GOOD, "d.jsonl:1: a demonstration needs a non-empty list 'turns'"),
-        ({**GOOD, "turns": [{"model": ""}]}, "d.jsonl:1: turn 1 needs a non-empty text 'model'"),
+        ({**GOOD, "turns": [{"model": ""}]}, "d.jsonl:1: turn 1 needs a non-empty string 'model'"),
     ],
 )
 def test_demonstrations(refused: Refused, row: object, expected: str) -> None:

@@ -61,7 +61,7 @@ class Tee:
         os.close(self.inlet)
 
     def wait(self, seconds: float) -> None:
-        """Wait up to ``seconds`` until all output is written. A writer may still be running."""
+        """Wait up to ``seconds`` for ``tee``, which exits once all writers have closed ``inlet``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
@@ -157,7 +157,7 @@ class LocalProcess:
             )
 
     def _outlets(self, spec: ProcessSpec, opened: contextlib.ExitStack) -> tuple[int | None, int | None]:
-        """Return the destinations of standard output and standard error. None inherits this process's destination."""
+        """Return the descriptors for standard output and standard error. A descriptor of None is inherited."""
         if spec.log is None:
             return None, None
         spec.log.parent.mkdir(parents=True, exist_ok=True)

@@ -297,7 +297,7 @@ class TextEngine:
         self._refuse(response.text.lower(), message)
 
     def _refuse(self, text: str, message: str) -> NoReturn:
-        # Some servers reject stream_options. Without usage, the received pieces are counted instead of tokens.
+        # Some servers reject stream_options. Retry without: then streamed chunks are counted instead of tokens.
         if self._usage and "stream_options" in text:
             self._usage = False
             raise RetryableError(message, 0.0)

@@ -122,9 +122,7 @@ def _check_shared(model: nn.Module, embedding: nn.Module, head: nn.Module) -> No
         for parameter in module.parameters(recurse=False):
             first, other = owner.setdefault(id(parameter), (name, module))
             if other is not module and parameter.requires_grad and {other, module} != {embedding, head}:
-                raise KernelInputError(
-                    f"{first} and {name} share a parameter, for which exact energies have no cross term"
-                )
+                raise KernelInputError(f"{first} and {name} share a parameter, which exact energies do not support")
 
 
 def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
@@ -317,7 +315,7 @@ class _Site:
         """Raise KernelInputError at a second call, whose gradients would have cross terms with the first call."""
         if self.called:
             raise KernelInputError(
-                f"{self.name} is called twice in one forward, for which exact energies have no cross term"
+                f"{self.name} is called twice in one forward pass, which exact energies do not support"
             )
         self.called = True
 

@@ -341,7 +341,7 @@ class _Gradients:
 
 
 def _float16_scale(coefficients: Tensor) -> Tensor:
-    """Return a power of two, a tensor [], that scales the largest |gradient of a logit| to at most 2^15.
+    """Return a scalar tensor, the power of two that scales the largest absolute logit gradient to at most 2^15.
 
     p |offset + slope ln p| <= |offset| + |slope|, because p |ln p| <= 1/e.
     """

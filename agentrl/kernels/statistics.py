@@ -29,9 +29,10 @@ def reference_statistics(
     cap: float | None,
     support: Support | None,
 ) -> TokenStatistics:
-    """Compute the statistics of docs/reference/formulas.md 2 with plain autograd. Arguments as in `token_statistics`.
+    """Compute token statistics with plain autograd (docs/reference/formulas.md, section 2).
 
-    A logit of -inf is a token with probability 0, which contributes 0 to every sum.
+    The arguments are those of `token_statistics`. A logit of -inf is a token with probability 0, which contributes 0 to
+    every sum.
     """
     dtype = statistics_dtype(hidden, head_weight)
     logits = functional.linear(hidden.to(dtype), head_weight.to(dtype), None if bias is None else bias.to(dtype))

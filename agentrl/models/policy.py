@@ -190,7 +190,7 @@ class PolicyModel(nn.Module):
     ) -> None:
         """Replace the head of ``causal_lm`` with a :class:`FusedHead` that uses ``backend``.
 
-        The ranks of a ``sequence`` group share rows, so they must receive the same batches.
+        The ranks of a sequence-parallel group (``sequence``) must receive the same batches.
 
         Raises SettingsError if the backend cannot run, the model does not support packed rows, or `split_model` fails.
         """
@@ -221,7 +221,7 @@ class PolicyModel(nn.Module):
 
     @property
     def row_length_multiple(self) -> int:
-        """The number of ranks that share rows. The length of every row must be a multiple of this number."""
+        """The number of sequence-parallel ranks. The length of every row must be a multiple of this number."""
         return 1 if self.sequence is None else self.sequence.size
 
     def forward(
@@ -289,7 +289,7 @@ class PolicyModel(nn.Module):
 
         Costs one forward and one backward pass. ``input_ids`` [B, S], ``prompt_lengths`` [B] and ``response_mask``
         [B, T] are as in :class:`agentrl.batch.Batch`. ``importance_weights`` are [B, T]. See
-        :func:`agentrl.kernels.trajectory_energies`. Collective under ZeRO-3. Ranks that share rows divide the
+        :func:`agentrl.kernels.trajectory_energies`. Collective under ZeRO-3. Sequence-parallel ranks divide the
         trajectories among themselves.
         """
         rows, columns = response_mask.nonzero(as_tuple=True)
@@ -350,7 +350,7 @@ class ValueModel(nn.Module):
         attention: AttentionBackend = "sdpa",
         sequence: SequenceGroup | None = None,
     ) -> None:
-        """Build the critic on the transformer of ``causal_lm``. The ranks of a ``sequence`` group share rows.
+        """Build the critic on the transformer of ``causal_lm``. ``sequence``: the sequence-parallel group, if any.
 
         Raises SettingsError if the model does not support packed rows.
         """

@@ -366,7 +366,7 @@ def load_config(model: ModelSettings) -> PreTrainedConfig:
     if found is None:
         raise SettingsError(
             f"model.path={path!r}: the configuration cannot be read{why}{did_you_mean(str(path), shipped)}; valid: a "
-            "model directory, a config.json in Hugging Face format, with a model_type, or one of "
+            "model directory, a config.json in Hugging Face format with a model_type, or one of these names: "
             f"{', '.join(sorted(shipped))}"
         )
     return found

@@ -85,13 +85,15 @@ def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
     statement_field = next((name for name in USUAL_FIELDS["problem"] if row.get(name) is not None), "problem")
     for field in (statement_field, "answer") if row.get("answer") is not None else (statement_field,):
         if not isinstance(row.get(field), str) or not row[field].strip():
-            raise ProblemFieldError(f"{location}: a demonstration needs a text {field!r}; got the fields {sorted(row)}")
+            raise ProblemFieldError(
+                f"{location}: a demonstration needs a non-empty string {field!r}; got the fields {sorted(row)}"
+            )
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
         raise ProblemFieldError(f"{location}: a demonstration needs a non-empty list 'turns'")
     for number, turn in enumerate(turns, start=1):
         if not isinstance(turn, dict) or not isinstance(turn.get("model"), str) or not turn["model"]:
-            raise ProblemFieldError(f"{location}: turn {number} needs a non-empty text 'model'")
+            raise ProblemFieldError(f"{location}: turn {number} needs a non-empty string 'model'")
         if not isinstance(turn.get("observation", ""), str):
             raise ProblemFieldError(f"{location}: turn {number}: 'observation' must be text")
     for field in ("setup", "family"):

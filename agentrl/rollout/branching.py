@@ -28,7 +28,7 @@ class ForkStatistics:
 
     def __init__(self, *, decay: float) -> None:
         self._decay = decay
-        # Of each turn, sums over forks: weight, v_after, c1 and c2; and over trees: weight, v_before + v_after.
+        # By turn: the sums over forks of weight, v_after, c1 and c2, and over trees of weight and v_before + v_after.
         self._sums: list[list[float]] = []
 
     def learn(self, groups: Iterable[Sequence[Sequence[Trajectory]]]) -> None:

@@ -266,7 +266,7 @@ class Driver:
         self._admissions = {live: self._new_admission(live) for live in (1, self.settings.branching.most_live)}
 
     def _new_admission(self, live: int) -> Admission:
-        """Return admission control for rollouts of up to ``live`` branches, each of which counts as a trajectory."""
+        """Create the admission control of rollouts with up to ``live`` branches. Each branch counts as a trajectory."""
         settings = self.settings
         return Admission(
             self.engine.cache_use,

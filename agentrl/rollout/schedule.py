@@ -115,7 +115,7 @@ class Schedule:
     def take_groups(self, count: int, *, refill: bool = False) -> list[int] | None:
         """Take the next ``count`` groups to train, in the order of issue. Returns None while the trainer has to wait.
 
-        ``more``: the groups complete the previous batch, which was too small after filtering.
+        ``refill``: the groups complete the previous batch, which was too small after filtering.
         """
         if len(self._finished) < count or not self._leaves_time(count, self._taken - refill):
             return None
@@ -133,7 +133,7 @@ class Schedule:
         return chosen
 
     def _leaves_time(self, count: int, batch: int) -> bool:
-        """Return True if the groups after the earliest ``count`` finished ones can be trained before they are due."""
+        """Return True if the next ``count`` groups can be taken and the others still meet the staleness limit."""
         behind = 0
         for issued_at, cohort in self._cohorts.items():
             chosen = min(count, cohort.finished)
@@ -151,7 +151,10 @@ class Schedule:
 
 
 class RolloutSource(ABC):
-    """Supplies a step's groups, one batch at a time: ``take``, possibly ``take`` with ``more``, then ``trained``."""
+    """Supplies a step's groups, one batch at a time.
+
+    Per batch, call :meth:`take`, possibly again with ``refill``, then :meth:`record_trained`.
+    """
 
     def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
         self._driver = driver
@@ -165,7 +168,7 @@ class RolloutSource(ABC):
 
     @abstractmethod
     async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
-        """Return ``count`` groups in the order of issue. ``more``: for a batch that was too small after filtering.
+        """Return ``count`` groups in the order of issue. ``refill``: for a batch that was too small after filtering.
 
         Raises WorldError after ``deadline``, in seconds of the event loop's clock.
         """
@@ -340,12 +343,12 @@ class BackgroundSource(RolloutSource):
         """Wait for the next change. Raises the error that ended the rollouts, if any."""
         if self._task.done():
             self._task.result()
-            raise RuntimeError("the background rollouts ended without an error")
+            raise RuntimeError("the task that samples in the background ended without an exception")
         await self._changed.wait()
 
 
 class _Idle:
-    """Total time during which no group is played."""
+    """Measures the time during which no group is played."""
 
     def __init__(self) -> None:
         self._since: float | None = None

@@ -172,7 +172,7 @@ def line_options(index: int) -> dict[str, Any]:
 
 
 def save_themes(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure for light pages to ``path`` and for dark pages to ``NAME-dark.png``. Returns both files."""
+    """Write a figure to ``path`` and its version for dark pages to ``NAME-dark.png``. Returns both paths."""
     dark = path.with_name(f"{path.stem}-dark.png")
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda out: figure.savefig(out, format="png"))

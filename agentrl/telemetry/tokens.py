@@ -96,7 +96,7 @@ class TrajectoryTokens:
 
     @property
     def ratios(self) -> np.ndarray:
-        """Ratios [K] float64 of probabilities under the updated policy and the policy before the step."""
+        """Probability ratios [K] float64: the updated policy divided by the policy before the step."""
         if self.update_log_probs is None:
             return np.ones(len(self))
         return np.exp(np.clip(self.update_log_probs.astype(np.float64) - self.log_probs, -20.0, 20.0))

@@ -221,7 +221,7 @@ def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.
 
 
 def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
-    """Read the objects of a file of JSON lines in ``folder``. Damaged and incomplete lines are left out."""
+    """Read the objects of a JSON Lines file inside ``folder``. Damaged and incomplete lines are skipped."""
     try:
         with resolve_inside(path, folder).open("rb") as file:
             return [row for line in _lines(file) if (row := _object(line))]

@@ -125,7 +125,7 @@ class ToolChatSettings(ChatSettings):
 
 
 class ExecutionSettings(BaseModel):
-    """Execution of programs and tools."""
+    """Settings for running programs and tools."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

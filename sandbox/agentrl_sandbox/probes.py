@@ -205,7 +205,8 @@ _PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should exit by themselves
 _NEIGHBOUR_SECONDS = 0.3  # time to search for a neighbour's files
 
 Execute = Callable[..., Awaitable[Execution]]
-# Runs a probe with a factor on the time limits. Returns True if the property held; raises InconclusiveProbeError.
+# Runs a probe with its time limits multiplied by the argument. Returns True if the sandbox has the property. Raises
+# InconclusiveProbeError.
 Look = Callable[[int], Awaitable[bool]]
 
 
@@ -368,7 +369,7 @@ def _is_untouched(file: Path) -> bool:
 
 
 async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: int) -> bool:
-    """Probe that secrets are unreadable in a world-readable file, in another program's files and in a process.
+    """Probe that a program cannot read secrets from a world-readable file, another program's files or a process.
 
     ``neighbours``: programs run concurrently, so the search is conclusive only if the other program's file existed.
     """

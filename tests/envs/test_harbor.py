@@ -25,7 +25,7 @@ from agentrl.problems.sources import load_source
 from agentrl.rollout.gateway.environment import program_for_environment
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.adapters.harbor import Terminal
+from agentrl_envs.adapters.harbor import TaskShell
 from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest
 from agentrl_envs.adapters.harbor_tasks import HarborTask, read_task, task_rows
 from agentrl_envs.episode import UnavailableError
@@ -300,7 +300,7 @@ async def test_the_built_in_agent_calls_bash_and_gets_the_reward() -> None:
 @pytest.mark.slow
 async def test_the_commands_of_a_turn_run_in_their_order(containers: TaskContainers) -> None:
     problem = Problem(id="a", statement="Copy it.", answer=None, source="", info={"task": str(TASKS / "copy-file")})
-    terminal = Terminal(containers, problem, 30.0)
+    terminal = TaskShell(containers, problem, 30.0)
     commands = ("sleep 1; echo one > x", "cat x; echo two > x", "cat x")
     try:
         assert await asyncio.gather(*map(terminal.bash, commands)) == ["", "one\n", "two\n"]

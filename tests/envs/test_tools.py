@@ -92,7 +92,7 @@ def test_tools_are_found_by_name() -> None:
         ((f"{HERE}:NoName",), "its name 'no name' must consist of"),
         ((f"{HERE}:NoSchema",), 'a JSON schema with "type": "object"'),
         ((f"{HERE}:BadSchema",), "its parameters are not a JSON schema: 'text' is not valid under"),
-        ((f"{HERE}:Blocking",), "its method call must be an async function"),
+        ((f"{HERE}:Blocking",), "its call() method must be async"),
         ((f"{HERE}:Lookup", f"{HERE}:instance"), "two tools have the name 'lookup'"),
     ],
 )

@@ -46,10 +46,10 @@ GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answer": ""}, r"d\.jsonl:2: a demonstration needs a text 'answer'"),
-        ({"problem": 3}, r"d\.jsonl:2: a demonstration needs a text 'problem'"),
+        ({"answer": ""}, r"d\.jsonl:2: a demonstration needs a non-empty string 'answer'"),
+        ({"problem": 3}, r"d\.jsonl:2: a demonstration needs a non-empty string 'problem'"),
         ({"turns": []}, r"d\.jsonl:2: .*non-empty list 'turns'"),
-        ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a non-empty text 'model'"),
+        ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a non-empty string 'model'"),
         ({"turns": [{"model": "a", "observation": 1}]}, r"d\.jsonl:2: turn 1: 'observation' must be text"),
         ({"setup": 1}, r"d\.jsonl:2: 'setup' must be text"),
     ],

@@ -196,7 +196,7 @@ class ScalarOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class WhitenedOptions(ScalarOptions):
-    """ScalarOptions of estimators that are whitened by definition. `normalize=None` disables the whitening."""
+    """ScalarOptions of estimators that whiten advantages by default. `normalize=None` disables the whitening."""
 
     normalize: str | None = checked_option("whiten", check_choice, NORMALIZATIONS)
 

@@ -197,7 +197,7 @@ def torch_varlen_attention(
     softcap: float,
     **_: bool,  # always causal; torch's global setting makes the backward pass deterministic
 ) -> Tensor:
-    """Call torch's built-in flash-attn 2 with flash-attn's arguments. Raises KernelInputError for a cap."""
+    """Call torch's built-in flash-attn 2 with flash-attn's arguments. Raises KernelInputError if scores are capped."""
     from torch.nn.attention.varlen import varlen_attn
 
     if softcap:

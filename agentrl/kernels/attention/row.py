@@ -24,7 +24,7 @@ from agentrl.kernels.records import KernelInputError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceGroup:
-    """The ranks that share rows. All methods except :meth:`rank_slice` are collective, forward and backward."""
+    """A sequence-parallel group. All methods except :meth:`rank_slice` are collective, forward and backward."""
 
     rank: int  # in the group
     size: int

@@ -49,13 +49,13 @@ class StudySettings(BaseModel):
             if key in _RESERVED:
                 raise ValueError(f"{key} must not be set here, because the study sets it: use seeds and name")
         if len(set(self.seeds)) != len(self.seeds):
-            raise ValueError(f"seeds must be different; got {self.seeds}")
+            raise ValueError(f"seeds must be distinct; got {self.seeds}")
         empty = [key for key, values in self.grid.items() if not values]
         if empty:
             raise ValueError(f"grid.{empty[0]} must have at least one value")
         for key, values in self.grid.items():
             if len({repr(value) for value in values}) != len(values):
-                raise ValueError(f"grid.{key} must have different values; got {values}")
+                raise ValueError(f"grid.{key} must have distinct values; got {values}")
         names = list(self.all_variants())
         folders = {file_name(name): name for name in reversed(names)}
         for name in names:

@@ -139,7 +139,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """The engine to open and its policy.
+    """The engine to open and the policy that it samples from.
 
     ``policy_path``: a directory or a Hugging Face id. ``longest``: tokens of the longest sequence that will be
     requested. ``folder``: the directory for servers' logs and their initial weights. ``model``: the loaded policy, for

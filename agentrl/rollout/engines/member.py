@@ -169,7 +169,7 @@ class StallDetector:
             raise
 
     async def _stalled(self) -> None:
-        """Return when the gate has been open for ``stall_deadline`` seconds without a computed token."""
+        """Wait until the gate has been open for ``stall_deadline`` seconds without a computed token."""
         loop = asyncio.get_running_loop()
         seen: int | None = _NEVER
         since = loop.time()

@@ -92,7 +92,7 @@ class JSONClient:
         await self._content("POST", path, body, seconds)
 
     async def post_bytes(self, path: str, body: object, *, seconds: float | None) -> bytes:
-        """Post ``body`` and return the response undecoded; see :meth:`post`."""
+        """Post ``body`` as :meth:`post` does, and return the undecoded response."""
         return await self._content("POST", path, body, seconds)
 
     async def close(self) -> None:

@@ -360,7 +360,7 @@ class WorkerProgram(AgentProgram):
     async def _unless_it_ends(
         self, process: asyncio.subprocess.Process | None, waiting: Coroutine[object, object, None]
     ) -> None:
-        """Wait for ``waiting``. Raises AgentFailureError if the worker's process exits first."""
+        """Await ``waiting``. Raises AgentFailureError if the worker's process exits first."""
         done = asyncio.ensure_future(waiting)
         ended = None if process is None else asyncio.ensure_future(process.wait())
         try:

@@ -87,7 +87,7 @@ class Generation:
 
     @property
     def replies(self) -> dict[int, Generation]:
-        """The generations of the path by the positions of their replies in the conversation."""
+        """The path's generations, by the position of their replies in the conversation."""
         found: dict[int, Generation] = {}
         position = -1
         for one in self.path:

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 async def add_observations(demonstration: Demonstration, environment: Environment) -> Demonstration:
-    """Return the demonstration with observations from ``environment``, or unchanged if its author wrote them.
+    """Return the demonstration with observations from ``environment``. Observations by its author are kept.
 
     Raises SettingsError if the episode ends before the last turn.
     """

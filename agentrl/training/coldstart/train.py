@@ -100,7 +100,7 @@ def fine_tune(
     *,
     report: Callable[[int, float], None],
 ) -> None:
-    """Minimise the mean negative log-probability of the model's tokens, in place. ``report`` receives step and loss.
+    """Minimise the mean negative log-probability of the model's tokens, in place. Calls ``report`` with step and loss.
 
     The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead.
     """

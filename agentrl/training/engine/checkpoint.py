@@ -87,7 +87,7 @@ class CheckpointWriter:
     def __init__(
         self, root: Path, ranks: RankInfo, settings: CheckpointSettings, *, published: Callable[[RunState], None]
     ) -> None:
-        """``published`` is called with the state of each checkpoint once a run can resume from it."""
+        """Configure the writer. ``published`` is called with each checkpoint's state once a run can resume from it."""
         self._root = root
         self._rank = ranks.rank
         self._settings = settings
@@ -247,7 +247,7 @@ def _write_state(path: Path, state: RunState) -> None:
 
 
 def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
-    """Return the problems with this rank's part of a checkpoint's files, or with the list of files."""
+    """Describe the damage to this rank's part of a checkpoint's files, or to the list of files."""
     try:
         written = json.loads((checkpoint / _STATE).read_bytes())
         body, digest = written["state"], written["sha256"]
@@ -312,7 +312,10 @@ def check_adapter_matches(checkpoint: Path, written: AdapterRecord | None, now: 
     if now is None:
         raise SettingsError(f"{made} and no full model: set model.lora.rank={written['rank']} to resume")
     if written["base"] != now["base"]:
-        raise SettingsError(f"{made} on the model {written['base']}, but model.path is now {now['base']}: restore it")
+        raise SettingsError(
+            f"{made} on the model {written['base']}, but model.path is now {now['base']}: set model.path to the former "
+            "model to resume"
+        )
     said = f"model.lora.alpha={written['alpha']} and model.lora.targets=[{', '.join(written['targets'])}]"
     raise SettingsError(f"{made}, {said}: set the same values to resume")
 

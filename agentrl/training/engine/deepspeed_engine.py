@@ -260,7 +260,7 @@ class TrainingEngine(Generic[_Module_co]):
     """A module trained by DeepSpeed. ``backward`` accumulates gradients; ``step`` clips, applies and clears them.
 
     DeepSpeed averages gradients over ranks, so multiply a loss that is normalized over all ranks by :attr:`world_size`.
-    Ranks that share rows compute the same loss, and each computes the gradient through its slice. Their sum is the
+    Sequence-parallel ranks compute the same loss, and each computes the gradient through its slice. Their sum is the
     gradient of one loss. Sums over rows are all-reduced over ranks with different rows, :attr:`groups.peers`.
     """
 
@@ -378,7 +378,7 @@ class TrainingEngine(Generic[_Module_co]):
         self._engine.offload_states(include=moved)
 
     def reload(self) -> None:
-        """Move back the state that :meth:`offload` moved."""
+        """Move the state that :meth:`offload` moved back to the GPU."""
         self._engine.reload_states()
 
     def copy_rank_state(self) -> RankState:

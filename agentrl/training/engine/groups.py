@@ -1,4 +1,4 @@
-"""Groups of ranks under ``training.sequence_parallel``: sequence-parallel groups share rows, and peers hold the same
+"""Groups of ranks under ``training.sequence_parallel``: sequence-parallel groups split rows, and peers hold the same
 slice of different rows. With N = 2 on four ranks, the sequence-parallel groups are {0, 1} and {2, 3}, and the peers are
 {0, 2} and {1, 3}.
 """
@@ -19,7 +19,7 @@ from agentrl.training.settings import TrainingSettings
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RankGroups:
-    """The groups of this rank. Sums over rows are all-reduced over :attr:`peers`, which have different rows."""
+    """The process groups of this rank. Sums over rows are all-reduced over :attr:`peers`, which have different rows."""
 
     replica: int  # index of this rank's sequence-parallel group
     replicas: int
@@ -28,12 +28,12 @@ class RankGroups:
 
     @property
     def is_first_in_group(self) -> bool:
-        """True on the first rank of each group that shares rows."""
+        """True on the first rank of each sequence-parallel group."""
         return self.sequence is None or self.sequence.rank == 0
 
 
 def rank_groups(training: TrainingSettings) -> RankGroups:
-    """Return this rank's groups, which the first call creates. The first call is collective.
+    """Return this rank's process groups. The first call creates them and is collective.
 
     Raises SettingsError if ``training.sequence_parallel`` does not divide the number of ranks.
     """
@@ -50,7 +50,7 @@ def rank_groups(training: TrainingSettings) -> RankGroups:
 
 
 def reason_ranks_not_groupable(size: int, *, ranks: int) -> str | None:
-    """Return the reason why ``ranks`` cannot share rows in groups of ``size``, or None.
+    """Return the reason why ``ranks`` ranks cannot form sequence-parallel groups of ``size``, or None.
 
     >>> reason_ranks_not_groupable(2, ranks=3)
     'training.sequence_parallel=2 does not divide the 3 training ranks; valid: 1, 3, or training.num_processes=2 or 4'
@@ -69,7 +69,7 @@ def reason_ranks_not_groupable(size: int, *, ranks: int) -> str | None:
 
 @cache
 def _create_groups(every: ProcessGroup, size: int, deadline: float) -> RankGroups:
-    """Make the groups. Every rank makes every group, in the same order."""
+    """Create the process groups. Every rank creates every process group, in the same order."""
     rank, world = every.rank(), every.size()
     wait = timedelta(seconds=deadline)
     shared = [list(range(first, first + size)) for first in range(0, world, size)]

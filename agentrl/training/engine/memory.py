@@ -36,7 +36,7 @@ class MicroBatchMemoryError(Exception):
 
 @contextmanager
 def micro_batch_memory_errors(*, tokens: int, trajectories: int) -> Iterator[None]:
-    """Raise MicroBatchMemoryError if memory runs out inside the block, which computes a micro-batch of this size."""
+    """Raise MicroBatchMemoryError if memory runs out inside the block, which computes one micro-batch."""
     try:
         yield
     except (RuntimeError, MemoryError) as error:

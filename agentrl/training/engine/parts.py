@@ -78,7 +78,7 @@ class ParameterShard:
 
 
 def local_parameter_shards(module: nn.Module, optimizer: Untyped) -> Iterator[ParameterShard]:
-    """Yield the pieces of this rank under DeepSpeed's ``optimizer``. Without ZeRO, every rank has all pieces."""
+    """Yield this rank's parameter shards under DeepSpeed's ``optimizer``. Without ZeRO, every rank has all of them."""
     item: Untyped
     for name, item in module.named_parameters():
         if not item.requires_grad:
@@ -101,7 +101,7 @@ def local_parameter_shards(module: nn.Module, optimizer: Untyped) -> Iterator[Pa
 
 
 def copy_rank_state(module: nn.Module, optimizer: Untyped, *, updates: int, rank: int) -> RankState:
-    """Copy this rank's pieces and random state to the CPU."""
+    """Copy this rank's parameter and optimizer shards and its random state to the CPU."""
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     whole_everywhere = adam is optimizer
     pieces = [] if whole_everywhere and rank else list(local_parameter_shards(module, optimizer))
@@ -138,7 +138,7 @@ def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, r
 
 
 class _AllPieces:
-    """The pieces of all files, by parameter."""
+    """The shards in all files, by parameter."""
 
     def __init__(self, files: Sequence[safe_open], facts: Sequence[RankStateMetadata]) -> None:
         self._at: dict[str, list[tuple[int, safe_open]]] = {}

@@ -163,7 +163,7 @@ def start_ranks(
     resume: bool,
     sandboxes: SandboxServices | None = None,
 ) -> list[ProcessHandle]:
-    """Start the same number of ranks in each reservation, with rank 0 in the first one.
+    """Start the same number of ranks in each reservation, with rank 0 in the first reservation.
 
     The ranks execute programs in the services ``sandboxes``, if there are any.
     """

@@ -269,7 +269,7 @@ class TokenWriter:
     def __init__(
         self, folder: Path, telemetry: TelemetrySettings, objective: ObjectiveSettings, groups: RankGroups
     ) -> None:
-        """Only the first rank of a group that shares rows writes."""
+        """Only the first rank of a sequence-parallel group writes."""
         self._run = RunDirectory(folder)
         self._telemetry = telemetry
         self._objective = objective

@@ -428,7 +428,7 @@ class Session:
         self._saved = (self._done.step, len(self._done.evaluations))
 
     def _published(self, saved: RunState) -> None:
-        """Keep the best policy once a checkpoint contains all evaluations so far."""
+        """Publish the export of the best policy once a checkpoint contains all evaluations so far."""
         if self.rank == 0 and self._settings.checkpoint.best and len(saved.evaluations) == len(self._done.evaluations):
             self._best.keep_only(best_evaluation(self._done.evaluations))
         self._changed()
@@ -517,7 +517,7 @@ class Session:
 
 
 def _reading(policy: PolicyModel) -> str:
-    """Describe a policy's attention backend and how many ranks share a row."""
+    """Describe a policy's attention backend and its number of sequence-parallel ranks."""
     ranks = "" if policy.sequence is None else f", with each row shared by {policy.sequence.size} ranks"
     return f"{policy.attention} attention over packed trajectories{ranks}"
 

@@ -121,7 +121,7 @@ class HeadExactMonitor:
         """Add whole groups: ``hidden`` [N, D] of the model tokens in row-major order, or of this rank's part of them.
 
         A group's gradient is the mean over its rollouts. The tokens of a forked rollout have their weights in the tree.
-        Ranks that share rows exchange their parts of the head's gradient, but no hidden states.
+        Sequence-parallel ranks exchange their parts of the head's gradient, but no hidden states.
         """
         sequence = self._policy.sequence
         _, labels, sizes = torch.unique(batch.groups, return_inverse=True, return_counts=True)

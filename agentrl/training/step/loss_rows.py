@@ -101,7 +101,7 @@ def _measure(correction: Correction, batch: Batch, meter: Meter) -> None:
 
 
 class LossRowBuilder:
-    """Completes the batches of whole groups or of the whole step. ``beta`` is the coefficient of the KL penalty."""
+    """Adds rewards, advantages and corrections to batches. ``beta`` is the coefficient of the KL penalty."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Resolve the options. Raises SettingsError if the estimator or the correction does not accept them."""
@@ -137,7 +137,7 @@ class LossRowBuilder:
         return replace(batch, correction=self.corrector.correct(batch, meter=meter))
 
     def build(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
-        """Complete the batches of whole groups."""
+        """Add rewards, advantages and corrections to the batches of whole groups."""
         parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
         inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in parts]
         return [
@@ -167,7 +167,7 @@ class LossRowBuilder:
     def build_over_ranks(
         self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module], *, beta: float, meter: Meter
     ) -> list[list[Batch]]:
-        """Complete every micro-batch of each update; groups may span micro-batches and ranks. Collective.
+        """Complete the micro-batches of each update, whose groups may span micro-batches and ranks. Collective.
 
         All trajectories of a group are sent to its home rank. An estimator that needs the whole step in one call
         receives all trajectories on rank 0.

@@ -152,8 +152,8 @@ def open_teacher(
     vocabulary, own = engine.module.head.out_features, policy.head.out_features
     if teacher.over_vocabulary and own < vocabulary:
         raise SettingsError(
-            f"teacher.path={path} has {own} logits, and the policy {vocabulary}: teacher.objective={teacher.objective} "
-            "needs a teacher with at least the policy's vocabulary; set teacher.objective=sampled"
+            f"teacher.path={path} has {own} logits, but the policy has {vocabulary}: teacher.objective="
+            f"{teacher.objective} needs a teacher with at least as many logits; set teacher.objective=sampled"
         )
     return FrozenPolicy(
         policy,

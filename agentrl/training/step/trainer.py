@@ -206,7 +206,7 @@ class Trainer:
     def _unit_from_statistics(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
     ) -> None:
-        """Complete the group with the last micro-batch's forward, then run the ``earlier`` ones again."""
+        """Complete the group with the last micro-batch's forward, then run the ``earlier`` micro-batches again."""
         batch = self._on_device(unit[-1])
         with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
             last, statistics, hidden = self._score(batch, step)
@@ -231,7 +231,7 @@ class Trainer:
         return done
 
     def _statistics_pass(self, step: _Step) -> list[list[Batch]]:
-        """Score every micro-batch, and return the completed batches of each update, with groups over all ranks."""
+        """Score every micro-batch, and return the completed batches of each update. Groups may span ranks."""
         with torch.no_grad():
             updates = [list(chain(*update)) for update in step.plan.updates]
             scored = iter(self._over_micro_batches(partial(self._scored, step=step), [*chain(*updates)]))

@@ -220,7 +220,7 @@ def _error_of(failure: CallFailure) -> Exception:
 
 
 def _connect(place: _Endpoint, caller: RankConnection, silence: float) -> Connection:
-    """Connect to the worker, in a thread, because neither the connection nor the handshake has a deadline."""
+    """Connect to the worker in a thread, because neither the connection nor the handshake has a deadline."""
     done: queue.Queue[Connection | Exception] = queue.Queue()
 
     def work() -> None:

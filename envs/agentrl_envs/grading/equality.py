@@ -146,9 +146,9 @@ def _agree_at(left: Expression, right: Expression, point: dict[str, Fraction], *
 
 
 def _digits_for(value: Scalar) -> int | None:
-    """Return a precision that includes digits after the decimal point, or None if it would be too high.
+    """Return the digits of precision needed to compare numbers of this size, or None if they would be too many.
 
-    2^{2005} + 1, for example, agrees with 2^{2005} in its first 600 digits.
+    The precision covers digits after the decimal point: 2^{2005} + 1 agrees with 2^{2005} in its first 600 digits.
     """
     with mp.workdps(_DIGITS[0]):
         size = abs(to_mpmath(value))

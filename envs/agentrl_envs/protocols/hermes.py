@@ -62,7 +62,7 @@ class HermesProtocol(TextAnswerProtocol):
         visible = self._visible(text)
         calls = [self._request(call) for call in self._attempts(visible)]
         if len(calls) > self.max_calls:
-            calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; the rest were not made")]
+            calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; the others were not run")]
         return ParsedTurn(program=None, answer=None if calls else last_boxed(visible), calls=tuple(calls))
 
     def observation(self, text: str, results: Sequence[str]) -> str:

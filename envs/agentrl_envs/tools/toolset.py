@@ -202,7 +202,7 @@ def _written_by_hand(tool: object, path: str) -> ToolEntry:
     schema = ToolSchema(name=custom.name, description=custom.description, parameters=custom.parameters)
     check_schema(schema, path)
     if not inspect.iscoroutinefunction(custom.call):
-        raise PluginError(f"{path} cannot be a tool: its method call must be an async function (arguments) -> str")
+        raise PluginError(f"{path} cannot be a tool: its call() method must be async: async def call(self, arguments)")
 
     async def call(**arguments: object) -> str:
         return await custom.call(arguments)

@@ -13,7 +13,7 @@ import stat
 import struct
 from collections.abc import Iterator, Sequence
 
-# The memory file that returns fetched files. It cannot grow, and its contents are untrusted.
+# The fetch file is a memory file that returns fetched files. It cannot grow, and its contents are untrusted.
 #
 # It contains the length of the rest (8 bytes), then for each file its index in the requested names (4 bytes), its size
 # (8 bytes) and its content. The length is written last, and until then no file counts as fetched.
@@ -25,7 +25,7 @@ _SEALS = 0x1 | 0x2 | 0x4  # forbid further seals, shrinking and growing
 
 
 def create_fetch_file(limit: int, names: Sequence[str]) -> int:
-    """Create a memory file for at most ``limit`` bytes of content. Memory is allocated on write."""
+    """Create a fetch file for at most ``limit`` bytes of content. Memory is allocated on write."""
     file = os.memfd_create("files", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     os.ftruncate(file, _LENGTH.size + len(names) * _RECORD.size + limit)
     fcntl.fcntl(file, _F_ADD_SEALS, _SEALS)
@@ -50,7 +50,7 @@ def read_fetch_file(file: int, names: Sequence[str]) -> dict[str, bytes]:
 
 
 class FetchFileWriter:
-    """The child's side of the memory file."""
+    """Writes files into the fetch file, in the child."""
 
     def __init__(self, file: int, names: Sequence[str]) -> None:
         self._file = file

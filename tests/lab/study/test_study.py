@@ -65,7 +65,7 @@ def test_variants_are_the_product_of_named_sets_and_grid():
     [
         ({"settings": {"seed": 3}}, "seed must not be set here, because the study sets it"),
         ({"grid": {"name": ["a"]}}, "name must not be set here, because the study sets it"),
-        ({"seeds": [1, 1]}, "seeds must be different; got"),
+        ({"seeds": [1, 1]}, "seeds must be distinct; got"),
         ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size must have at least one value"),
         ({"grid": GRID, "baseline": "grpo"}, "not a variant; valid: grpo group_size=4, grpo group_size=16"),
         ({"sedes": [1]}, "Extra inputs"),
@@ -73,7 +73,7 @@ def test_variants_are_the_product_of_named_sets_and_grid():
         ({"name": ".."}, "String should match pattern"),
         (
             {"grid": {"rollout.group_size": [4, 8, 4]}},
-            r"grid.rollout.group_size must have different values; got \[4, 8, 4\]",
+            r"grid.rollout.group_size must have distinct values; got \[4, 8, 4\]",
         ),
         ({"variants": {"lr+": {}, "lr-": {}}}, "variants 'lr\\+' and 'lr-' share the directory lr-: use other"),
         ({"variants": {"größer": {}, "gr-er": {}}}, "share the directory gr-er"),

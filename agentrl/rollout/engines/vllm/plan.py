@@ -41,8 +41,8 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 
 _SHARE = 0.85
 _LEAST_SHARE = 0.05
-# Bytes of a colocated GPU for the server's CUDA context and for training's memory other than tensors. An IPC transfer
-# additionally keeps a buffer and a copy of the largest parameter there.
+# Bytes of a colocated GPU that are reserved for the server's CUDA context and for training's memory other than tensors.
+# A weight transfer by IPC needs a buffer and a copy of the largest parameter in addition.
 _MARGIN = 2 * 2**30
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM 0.32
 

@@ -30,7 +30,7 @@ class WorkerExtension:
 
 
 def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the parameters in use, in pieces under their checkpoint names. Unused parameters are left out.
+    """Yield the parameters in use under their checkpoint names, in parts. Unused parameters are skipped.
 
     ``packed_modules_mapping`` lists the parts of a fused layer, and ``output_partition_sizes`` their sizes.
     """
