@@ -103,9 +103,10 @@ class FrozenPolicy:
 
 
 def refuse_ids(batch: Batch, refused_ids: Mapping[int, str]) -> None:
-    """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs."""
+    """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs in a trajectory."""
     if refused_ids:
-        ids = batch.row.input_ids
+        padding = (batch.row.response_starts + batch.response_lengths).max()  # the last document ends before it
+        ids = batch.row.input_ids[0, :padding]
         found = ids[torch.isin(ids, torch.tensor([*refused_ids], device=ids.device))].tolist()
         if found:
             raise SettingsError(refused_ids[found[0]])
