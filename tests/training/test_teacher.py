@@ -69,7 +69,7 @@ class Server(BaseHTTPRequestHandler):
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
         ids, top = torch.tensor([request["prompt"]]), request["prompt_logprobs"]
-        log_p = torch.log_softmax(tiny_model()(input_ids=ids).logits[0, :-1], dim=-1)
+        log_p = torch.log_softmax(self.server.model(input_ids=ids).logits[0, :-1], dim=-1)
         entries: list[Any] = [None]
         for row, token in zip(log_p, request["prompt"][1:], strict=True):
             shown = {*row.topk(top).indices.tolist(), token}
@@ -83,6 +83,7 @@ class Server(BaseHTTPRequestHandler):
 def server() -> Iterator[ThreadingHTTPServer]:
     with ThreadingHTTPServer(("127.0.0.1", 0), Server) as made:
         made.requests = []
+        made.model = tiny_model()  # once, because threads that build it share torch's generator
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
         yield made
