@@ -125,6 +125,21 @@ def test_one_log_probability_suffices_for_the_sampled_form(server: ThreadingHTTP
     assert {request["prompt_logprobs"] for request in server.requests} == {0}
 
 
+def test_a_server_may_list_tokens_that_the_policy_lacks(server: ThreadingHTTPServer) -> None:
+    """The teacher's vocabulary may be padded further: such tokens count among the others."""
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    settings = TeacherSettings(url=url, path="teacher")
+    _, all_tokens = ServedTeacher(settings, refused_ids={}).score_batch(batch)
+    _, head = ServedTeacher(settings, refused_ids={}, vocabulary=200).score_batch(batch)
+    assert int(all_tokens.ids.max()) >= 200 > int(head.ids.max())
+    assert 0 < head.ids.shape[1] < 20  # equally many for all tokens
+    known = all_tokens.ids < 200
+    for row in range(len(head.ids)):
+        assert all_tokens.ids[row][known[row]].tolist()[: head.ids.shape[1]] == head.ids[row].tolist()
+        torch.testing.assert_close(all_tokens.log_probs[row][known[row]][: head.ids.shape[1]], head.log_probs[row])
+
+
 def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: ThreadingHTTPServer) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     with pytest.raises(WorldError, match=r"the teacher t at http://127.0.0.1:9/v1 does not score trajectories"):

@@ -144,12 +144,13 @@ def open_teacher(
     teacher = settings.teacher
     path = teacher.path or start
     refused_ids = different_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
+    vocabulary = engine.module.head.out_features
     if teacher.url is not None:
         from agentrl.training.step.served_teacher import ServedTeacher
 
-        return ServedTeacher(teacher, refused_ids=refused_ids)
+        return ServedTeacher(teacher, refused_ids=refused_ids, vocabulary=vocabulary)
     policy, freeze = _frozen_policy(path, settings, engine, start=start)
-    vocabulary, own = engine.module.head.out_features, policy.head.out_features
+    own = policy.head.out_features
     if teacher.over_vocabulary and own < vocabulary:
         raise SettingsError(
             f"teacher.path={path} has {own} logits, and the policy {vocabulary}: teacher.objective={teacher.objective} "
