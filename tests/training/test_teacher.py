@@ -168,11 +168,10 @@ def test_the_padding_of_a_row_that_ranks_share_is_no_token() -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS), multiple=16)
     assert 0 in batch.row.token_ids
     FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={0: "id differs"}).score_batch(batch)
-    with pytest.raises(SettingsError, match="id differs"):  # the last token of the row
-        last = int(batch.row.token_ids[batch.row.token_ids > 0][-1])
-        FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={last: "id differs"}).score_batch(
-            batch
-        )
+    last = int(batch.row.token_ids[batch.row.token_ids > 0][-1])
+    teacher = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={last: "id differs"})
+    with pytest.raises(SettingsError, match="id differs"):
+        teacher.score_batch(batch)
 
 
 def test_hints_that_cannot_be_read() -> None:
