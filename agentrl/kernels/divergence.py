@@ -118,12 +118,14 @@ class _ChosenOutputs(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, weight, ids = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden)
-        to_weight = torch.zeros_like(weight, dtype=gradient.dtype)
+        # None for a frozen head: a gradient of its size is the largest tensor here.
+        to_weight = torch.zeros_like(weight, dtype=gradient.dtype) if ctx.needs_input_grad[1] else None
         for rows in _pieces(ids, width=ids.shape[1] * hidden.shape[1]):
             own, states = gradient[rows], hidden[rows].to(gradient.dtype)
             to_hidden[rows] = torch.einsum("nk,nkd->nd", own, weight[ids[rows]].to(gradient.dtype)).to(hidden.dtype)
-            to_weight.index_add_(0, ids[rows].flatten(), (own[..., None] * states[:, None]).flatten(0, 1))
-        return to_hidden, to_weight.to(weight.dtype), None, None
+            if to_weight is not None:
+                to_weight.index_add_(0, ids[rows].flatten(), (own[..., None] * states[:, None]).flatten(0, 1))
+        return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None
 
 
 def _with_rest(log_probs: Tensor) -> Tensor:

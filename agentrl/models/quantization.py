@@ -17,13 +17,18 @@ FORMATS = ("fp8", "int8")
 def fake_quantize(model: PreTrainedModel, number_format: str) -> PreTrainedModel:
     """Round the weights of all linear layers except the head to one of `FORMATS`, in place, and return the model.
 
-    As in vLLM's per-channel formats, each output has a scale, and embeddings, norms and the head keep their values.
-    Activations are not rounded.
+    As in vLLM's per-channel formats, each output has a scale, and embeddings, norms, routers and the head keep their
+    values. Activations are not rounded. Experts may be linear layers or share one weight [experts, out, in].
     """
     head = model.get_output_embeddings()
-    for module in model.modules():
+    for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
             module.weight.copy_(rounded(module.weight, number_format))
+        elif name.endswith("experts"):
+            for weight in module.parameters(recurse=False):
+                if weight.dim() == 3:
+                    outputs = weight.mT if getattr(module, "is_transposed", False) else weight
+                    outputs.copy_(rounded(outputs, number_format))
     return model
 
 

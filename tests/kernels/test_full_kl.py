@@ -108,6 +108,19 @@ def test_the_divergence_over_top_tokens_has_the_gradient_of_autograd_and_bounds_
     assert bool((results[0][0] <= whole + 1e-12).all())
 
 
+def test_top_divergence_allocates_no_gradient_of_a_frozen_head(monkeypatch):
+    """A head below adapters: the gradient of the weight would be the largest tensor."""
+    (hidden, weight, _), (others, _, _) = problem()
+    hidden.requires_grad_()
+    log_q, ids = (others @ others.t()).log_softmax(-1).topk(3)
+    value = top_divergence(
+        hidden, weight, torch.zeros(5, dtype=torch.int64), torch.full((5,), -1.0).double(), ids, log_q
+    )
+    monkeypatch.setattr(torch, "zeros_like", lambda *_, **__: pytest.fail("allocated"))
+    value.sum().backward()
+    assert bool(hidden.grad.isfinite().all())
+
+
 def test_gradcheck():
     policy, reference = problem(3, 2, 4)
     for x in policy:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import random
 import sys
+from array import array
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,7 @@ from agentrl_envs.types import Ended, Problem
 GROUPS = 5
 GROUP_SIZE = 4
 VOCABULARY = 64
+EXPERTS = 6
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,6 +67,7 @@ class Case:
     backend: Backend = "auto"
     void: bool = False
     forked: bool = False  # the last rollout of each group is a tree
+    experts: bool = False  # a mixture of experts, on tokens with recorded routes and supports
     dtype: torch.dtype = torch.float32
     learning_rate: float = 3.0
     statistics_pass: bool = False  # also where one forward would serve
@@ -130,6 +134,16 @@ CASES = {
         learning_rate=0.5,
         kl={"coefficient": 0.5, "estimator": "full"},
         teacher={"objective": "sampled", "coefficient": 0.5},
+        algorithm=_PPO,
+    ),
+    "routes": Case(zero_stage=3, gradient_checkpointing=True, experts=True, correction={"route_replay": "rollout"}),
+    "routes_trees": Case(zero_stage=3, experts=True, forked=True, correction={"route_replay": "rollout"}),
+    "routes_of_trainer": Case(
+        zero_stage=3,
+        learning_rate=0.5,
+        gradient_checkpointing=True,
+        experts=True,
+        correction={"route_replay": "trainer"},
         algorithm=_PPO,
     ),
     "token_weights": Case(zero_stage=1, near=True, correction={"weights": "token", "weight_high": 1.1}),
@@ -208,6 +222,9 @@ SEQUENCE = (
     "two_updates",
     "kl_full_two_updates",
     "teacher",
+    "routes",
+    "routes_trees",
+    "routes_of_trainer",
     "normalized_weights",
     "masks",
     "clip_cov",
@@ -334,13 +351,62 @@ def tiny_model(*, tied: bool = True, gradient_checkpointing: bool = False, dtype
     return model
 
 
+def tiny_experts(*, gradient_checkpointing: bool) -> Any:
+    """A seeded Qwen3-MoE of two layers, in which two of six experts compute a token."""
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(3)
+    sizes: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "head_dim": 8}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "moe_intermediate_size": 16, "num_experts": EXPERTS}
+    model = Qwen3MoeForCausalLM(
+        Qwen3MoeConfig(
+            vocab_size=VOCABULARY,
+            num_experts_per_tok=2,
+            max_position_embeddings=128,
+            initializer_range=0.2,
+            tie_word_embeddings=True,
+            **sizes,
+        )
+    )
+    if gradient_checkpointing:
+        enable_gradient_checkpointing(model)
+    return model
+
+
+def with_routes_and_supports(item: Trajectory, *, routes: bool) -> Trajectory:
+    """The trajectory as a restricting engine returns it. A route depends on the tokens up to its own, as a real one."""
+    ids, known, end, segments = item.prompt_ids + item.response_ids, 0, len(item.prompt_ids), []
+    for number, segment in enumerate(item.segments):
+        end += len(segment.token_ids)
+        if segment.origin == "model":
+            draws = [random.Random(repr(ids[: at + 1])) for at in range(known, end - 1)]
+            experts = array("h", [one for draw in draws for _ in range(2) for one in draw.sample(range(EXPERTS), 2)])
+            known = end - 1
+            sets = [{token, *random.Random(token).sample(range(VOCABULARY), 9)} for token in segment.token_ids]
+            sets = sets if (item.sample + number) % 3 else []  # others are sampled from the whole vocabulary
+            segment = replace(
+                segment,
+                routes=experts.tobytes() if routes else b"",
+                support_ids=tuple(token for chosen in sets for token in sorted(chosen)),
+                support_sizes=tuple(map(len, sets)),
+            )
+        segments.append(segment)
+    return replace(item, segments=tuple(segments))
+
+
 def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dict[str, Any]:
     """Train one step; the change of every parameter and the step's metrics. Its files go to ``folder``."""
     settings = case.settings()
-    model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
+    if case.experts:
+        model = tiny_experts(gradient_checkpointing=case.gradient_checkpointing)
+    else:
+        model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
     before = _flat(model)
     greedy = settings.algorithm.estimator == "remax"
     record = recorded_groups(void=case.void, greedy=greedy, groups=groups, forked=case.forked)
+    if case.experts:
+        routed = partial(with_routes_and_supports, routes=settings.correction.route_replay == "rollout")
+        record = tuple(replace(one, trajectories=tuple(map(routed, one.trajectories))) for one in record)
     if case.near:
         record = sampled_by(tiny_model(tied=case.tied), temperature=0.8, record=record, noise=0.4)
     policy = PolicyModel(model, backend=case.backend, sequence=case.sequence())

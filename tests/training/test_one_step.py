@@ -22,6 +22,8 @@ pytestmark = pytest.mark.slow
 
 SCRIPT = Path(__file__).with_name("step_on_record.py")
 CRITIC = ("critic", "critic_zero3")
+PER_MICRO_BATCH = {"policy/other_routes", "policy/engine_abs_diff_own_routes"}
+"""Metrics of shared prefixes once for each micro-batch, or of the first micro-batch."""
 HEAD_EXACT = ("token_mean", "seq_mean_token_sum")
 Results = dict[str, dict[str, Any]]
 
@@ -76,7 +78,8 @@ def assert_same_step(one: dict[str, Any], other: dict[str, Any]) -> None:
     assert one["state"].get("kl", {}) == pytest.approx(other["state"].get("kl", {}), rel=bound)
     if float(one["critic_delta"].norm()) > 0:
         assert float((one["critic_delta"] - other["critic_delta"]).norm() / one["critic_delta"].norm()) < bound
-    for name, value in one["metrics"].items():
+    for name in one["metrics"].keys() - PER_MICRO_BATCH:
+        value = one["metrics"][name]
         assert other["metrics"][name] == pytest.approx(value, rel=2e-5, abs=1e-6), name
     norms = [item["metrics"]["policy/gradient_norm"] for item in (one, other)]
     assert norms[0] == pytest.approx(norms[1], rel=bound)

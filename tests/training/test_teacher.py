@@ -125,6 +125,21 @@ def test_one_log_probability_suffices_for_the_sampled_form(server: ThreadingHTTP
     assert {request["prompt_logprobs"] for request in server.requests} == {0}
 
 
+def test_a_server_may_list_tokens_that_the_policy_lacks(server: ThreadingHTTPServer) -> None:
+    """The teacher's vocabulary may be padded further: such tokens count among the others."""
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
+    url = f"http://127.0.0.1:{server.server_port}/v1"
+    settings = TeacherSettings(url=url, path="teacher")
+    _, all_tokens = ServedTeacher(settings, refused_ids={}).score_batch(batch)
+    _, head = ServedTeacher(settings, refused_ids={}, vocabulary=200).score_batch(batch)
+    assert int(all_tokens.ids.max()) >= 200 > int(head.ids.max())
+    assert 0 < head.ids.shape[1] < 20  # equally many for all tokens
+    known = all_tokens.ids < 200
+    for row in range(len(head.ids)):
+        assert all_tokens.ids[row][known[row]].tolist()[: head.ids.shape[1]] == head.ids[row].tolist()
+        torch.testing.assert_close(all_tokens.log_probs[row][known[row]][: head.ids.shape[1]], head.log_probs[row])
+
+
 def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: ThreadingHTTPServer) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     with pytest.raises(WorldError, match=r"the teacher t at http://127.0.0.1:9/v1 does not score trajectories"):
@@ -146,6 +161,17 @@ def test_an_id_that_means_something_else_to_the_teacher_is_refused_when_it_occur
                 teacher.score_batch(batch)
         else:
             teacher.score_batch(batch)
+
+
+def test_the_padding_of_a_row_that_ranks_share_is_no_token() -> None:
+    """The padding has the id 0, which may be a special token that differs."""
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS), multiple=16)
+    assert 0 in batch.row.token_ids
+    FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={0: "id differs"}).score_batch(batch)
+    last = int(batch.row.token_ids[batch.row.token_ids > 0][-1])
+    teacher = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={last: "id differs"})
+    with pytest.raises(SettingsError, match="id differs"):
+        teacher.score_batch(batch)
 
 
 def test_hints_that_cannot_be_read() -> None:

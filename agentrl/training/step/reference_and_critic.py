@@ -104,9 +104,10 @@ class FrozenPolicy:
 
 
 def refuse_ids(batch: Batch, refused_ids: Mapping[int, str]) -> None:
-    """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs."""
+    """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs in a trajectory."""
     if refused_ids:
-        ids = batch.row.input_ids
+        padding = (batch.row.response_starts + batch.response_lengths).max()  # the last document ends before it
+        ids = batch.row.input_ids[0, :padding]
         found = ids[torch.isin(ids, torch.tensor([*refused_ids], device=ids.device))].tolist()
         if found:
             raise SettingsError(refused_ids[found[0]])
@@ -144,12 +145,13 @@ def open_teacher(
     teacher = settings.teacher
     path = teacher.path or start
     refused_ids = different_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
+    vocabulary = engine.module.head.out_features
     if teacher.url is not None:
         from agentrl.training.step.served_teacher import ServedTeacher
 
-        return ServedTeacher(teacher, refused_ids=refused_ids)
+        return ServedTeacher(teacher, refused_ids=refused_ids, vocabulary=vocabulary)
     policy, freeze = _frozen_policy(path, settings, engine, start=start)
-    vocabulary, own = engine.module.head.out_features, policy.head.out_features
+    own = policy.head.out_features
     if teacher.over_vocabulary and own < vocabulary:
         raise SettingsError(
             f"teacher.path={path} has {own} logits, but the policy has {vocabulary}: teacher.objective="

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Mapping, Sequence
 
 import stamina
@@ -30,13 +31,24 @@ _REQUEST_SECONDS = 600.0
 class ServedTeacher:
     """A frozen policy on a server, at temperature 1. Each rank requests the scores of its micro-batches."""
 
-    def __init__(self, settings: TeacherSettings, *, refused_ids: Mapping[int, str], deadline: float = 300.0) -> None:
-        """``deadline``: seconds for which failed requests are retried. ``refused_ids``: see :class:`.FrozenPolicy`."""
+    def __init__(
+        self,
+        settings: TeacherSettings,
+        *,
+        refused_ids: Mapping[int, str],
+        vocabulary: int | None = None,
+        deadline: float = 300.0,
+    ) -> None:
+        """``deadline``: seconds for which failed requests are retried. ``refused_ids``: see :class:`.FrozenPolicy`.
+
+        Listed tokens from ``vocabulary`` on, which only pad the teacher's vocabulary, count among those not listed.
+        """
         self._url, self._model = str(settings.url), settings.path
         self.over_vocabulary = settings.over_vocabulary
         self._top = settings.top_tokens if self.over_vocabulary else 0
         self._beta = settings.resolved_beta
         self._refused_ids = refused_ids
+        self._vocabulary = math.inf if vocabulary is None else vocabulary
         self._deadline = deadline
 
     def score_batch(self, batch: Batch) -> tuple[Tensor, TopTokens | None]:
@@ -56,14 +68,17 @@ class ServedTeacher:
             place = prompts[row] + column
             entry = scores[row][place]
             sampled.append(entry[ids[row][place]])
-            best = sorted(entry, key=lambda token: -entry[token])[: self._top]
+            known = (token for token in entry if token < self._vocabulary)
+            best = sorted(known, key=lambda token: -entry[token])[: self._top]
             top_ids.append(best)
             top.append([entry[token] for token in best])
         device = batch.row.token_ids.device
         log_probs = scatter_tokens(torch.tensor(sampled, device=device), batch.response_mask)
         if not self._top:
             return log_probs, None
-        tokens, values = torch.tensor(top_ids, device=device), torch.tensor(top, device=device)
+        count = min(map(len, top_ids))
+        tokens = torch.tensor([row[:count] for row in top_ids], device=device)
+        values = torch.tensor([row[:count] for row in top], device=device)
         return log_probs, TopTokens(ids=tokens, log_probs=values, beta=self._beta)
 
     async def _scores(self, rows: Sequence[list[int]]) -> list[list[dict[int, float]]]:
