@@ -307,9 +307,9 @@ def explained_variance(batches: Sequence[Batch], engine: TrainingEngine[nn.Modul
 
     def spread(values: Sequence[Tensor]) -> Tensor:
         every = [
-            Moments.of_advantages(item.double(), part.response_mask)
+            Moments.of_advantages(item.double(), part.counted_mask)
             for item, part in zip(values, batches, strict=True)
-            if bool(part.response_mask.any())
+            if bool(part.counted_mask.any())
         ]
         nothing = Moments.empty(batches[0].computed_estimate.returns.double())
         return reduce(Moments.merge, every, nothing).all_reduce(engine).squares
