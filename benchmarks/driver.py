@@ -239,7 +239,9 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     answers = [server_answer(segment) for record in records for segment in record["segments"][::2]]
     turns = Sampling(max_tokens=tokens // TURNS)
     codec = small_codec()
-    known = [[token % len(codec.table) for token in part["token_ids"]] for one in records for part in one["segments"]]
+    known = [
+        [token % len(codec.token_bytes) for token in part["token_ids"]] for one in records for part in one["segments"]
+    ]
     contexts = [
         record["prompt_ids"] + [id for part in record["segments"] for id in part["token_ids"]] for record in records
     ]

@@ -84,7 +84,7 @@ def main() -> None:
     rollouts = batch(options)
     gc.collect()
     held = psutil.Process().memory_info().rss
-    tokens = sum(item.length for group in rollouts.groups for item in group.trajectories)
+    tokens = sum(item.length for group in rollouts for item in group.trajectories)
     settings = ObjectiveSettings(algorithm=AlgorithmSettings(), response_tokens=options.tokens)
     began = time.process_time()
     plans = plan_step(rollouts, settings, step=1, version=0, budget=2 * options.tokens, ranks=options.ranks)
