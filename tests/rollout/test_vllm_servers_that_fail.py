@@ -396,7 +396,7 @@ async def test_the_only_server_is_waited_for_and_gets_the_weights(moment: str) -
         await engine.install(Path("/weights/2"), 2)
         if moment == "installed":
             await die_and_return()
-        assert await engine.problems(scores_minus_three) == []
+        assert await engine.find_problems(scores_minus_three) == []
         assert not waiting.done()  # nothing is sampled before the weights are verified
         engine.resume(scores_minus_three)
         assert (await waiting).version_spans == ((2, 4),)
