@@ -117,7 +117,7 @@ async def test_a_full_queue_is_waited_out(sockets, runner, running_gateway, unti
         first = [asyncio.ensure_future(sandbox.execute("wait")) for _ in range(2)]
         await until(lambda: runner.sandbox.started.count("wait") == 2)
         late = asyncio.ensure_future(sandbox.execute("late"))
-        await until(lambda: b'refused_total{status="429"}' in gateway.gateway.metrics.text())
+        await until(lambda: b'refused_total{status="429"}' in gateway.gateway.metrics.render())
         runner.sandbox.release.set()
         assert [(await call).outcome for call in (*first, late)] == [Outcome.OK] * 3
         assert runner.sandbox.started.count("late") == 1
