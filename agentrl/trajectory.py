@@ -56,9 +56,9 @@ class Segment:
     ``version_spans`` contains (policy version, number of tokens) in order. ``reward`` is assigned to the last token.
     ``support_ids`` and ``support_sizes`` contain the tokens to which the distribution of each model token was
     restricted, concatenated, and their numbers. Both are empty if tokens were sampled from the whole vocabulary.
-    ``routes`` contains the experts (int16) of tokens in every layer. The tokens follow those of the previous model
-    segment's routes, and end before the last token of this segment, which the engine does not compute. ``routes`` is
-    empty if routes are not replayed. It is omitted from records, because it needs up to a kilobyte per token.
+    ``routes`` contains the experts (int16) of tokens in every layer. It starts after the last token that the previous
+    model segment's routes cover, and ends before the last token of this segment, which the engine does not compute. It
+    is empty if routes are not replayed. It is omitted from records, because it needs up to a kilobyte per token.
     """
 
     origin: Literal["model", "observation"]

@@ -8,7 +8,7 @@
 Both sides use the built-in tiny policy and the same whole groups, in micro-batches of ``--budget`` tokens. The planner
 of the trainer fills the packed micro-batches. The padded ones contain groups from the longest to the shortest, padded
 to the longest trajectory of the micro-batch. The sides alternate; compare them by the ratio of CPU seconds. Peak memory
-is that of a separate process for one side, without the model.
+is measured in a separate process for each side, without the model.
 
 A sharing ratio is the number of tokens of all branches with their prompts, divided by the number of distinct tokens
 (`policy/prefix_sharing`). A tree has one root, four branches and 32 leaves on paths of ``--length`` tokens, in one row.

@@ -31,8 +31,7 @@ def reference_statistics(
 ) -> TokenStatistics:
     """Compute token statistics with plain autograd (docs/reference/formulas.md, section 2).
 
-    The arguments are those of `token_statistics`. A logit of -inf is a token with probability 0, which contributes 0 to
-    every sum.
+    Takes the arguments of `token_statistics`. A token whose logit is -inf has probability 0 and adds 0 to every sum.
     """
     dtype = statistics_dtype(hidden, head_weight)
     logits = functional.linear(hidden.to(dtype), head_weight.to(dtype), None if bias is None else bias.to(dtype))
@@ -78,7 +77,7 @@ def token_statistics(
 
     z = x = hidden head_weight^T + bias, the head's output, or z = cap tanh(x / cap) with a cap. For a model that scales
     x by s, pass temperature / s and cap / s. With a `support`, z is -inf outside each row's set, which must contain the
-    target: all statistics and gradients are those of the distribution that is renormalized over the set.
+    target, and all statistics and gradients use the distribution renormalized over the set.
 
     hidden [N, D] and head_weight [V, D] of any floating dtype, targets [N] in [0, V), bias [V] or None. Row n of hidden
     is the state that *predicts* targets[n], so the caller must shift. Select the rows before the call: padding and

@@ -1,6 +1,6 @@
 """Files with the trajectories of one step: Parquet with Zstandard, one row per trajectory.
 
-Token ids (those of supports included) and log-probabilities are columns of numbers. The column ``record`` contains the
+Token ids (also in supports) and log-probabilities are columns of numbers. The column ``record`` contains the
 remaining data as JSON, in which each list of numbers is replaced by its length:
 
 >>> _split({"prompt_ids": [7, 8], "segments": [{"token_ids": [1], "log_probs": [-0.5], "text": "a"}]})

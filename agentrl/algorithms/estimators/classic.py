@@ -35,8 +35,8 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute grpo's A within the tree plus grpo's A within the group (Ji et al., arXiv 2509.21240).
 
-    Rewards are those of the leaves, and means are weighted by the leaves' weights. A tree with one leaf has only the
-    second term, so without forks this is `grpo`.
+    Each leaf has its own reward and weight, and means use these weights. A tree with one leaf has only the second term,
+    so without forks this is `grpo`.
     """
     totals, forest = inputs.totals, inputs.forest
     advantages = _standardized(totals, inputs.groups)

@@ -38,7 +38,7 @@ def policy_loss(
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return the named policy loss per token, to aggregate over the loss mask, and metrics. All tensors are [B, T].
 
-    The metrics are detached scalars over the mask: those of the loss, and `ratio_mean`, `ratio_max`, `ratio_min`,
+    The metrics are detached scalars over the mask: the loss's own, and `ratio_mean`, `ratio_max`, `ratio_min`,
     `approx_kl` (k3 of old || new) and `tokens`, the weight of the means of micro-batches.
 
     `old_log_probs`, the ratio's denominator, are detached. None means the policy of `log_probs`, so every ratio is 1.

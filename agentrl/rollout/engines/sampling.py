@@ -44,8 +44,8 @@ def sample_tokens(
     """Draw one token per row by inverting the cumulative distribution.
 
     Takes ``logits`` [n, V], ``temperatures`` [n] and ``uniforms`` [n] float64 in [0, 1). ``restrict`` maps the
-    log-probabilities [n, V] of ``softmax(logits / temperature)`` to those of the sampling distribution. Returns token
-    ids [n], their log-probabilities [n] (float32) and all log-probabilities [n, V] under the sampling distribution. At
+    log-probabilities [n, V] of ``softmax(logits / temperature)`` to the sampling distribution's. Returns token ids [n],
+    their log-probabilities [n] (float32) and all log-probabilities [n, V] under the sampling distribution. At
     temperature 0, the most likely token is selected (the first on a tie), with log-probability 0.
     """
     greedy = temperatures == 0

@@ -186,7 +186,7 @@ def plan_step(
     teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> list[RankPlan]:
-    """Return the plan of every rank for the ``groups`` of one step, without updates if there are none.
+    """Return the plan of every rank for the ``groups`` of one step. Without groups, the plans have no updates.
 
     ``version``: of the trained policy. ``attention_length`` as in :func:`pack_units`. ``metrics`` of the rollouts.
     ``teacher_prompt`` as in :meth:`.MicroBatch.from_trajectories`.

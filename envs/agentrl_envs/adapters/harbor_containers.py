@@ -305,7 +305,7 @@ class TaskContainer:
         self._container.put_archive("/", data.getvalue())
 
     def _reward(self) -> float:
-        """Return the reward from the verifier's files. Raises ValueError if there is none."""
+        """Return the reward from the verifier's files. Raises ValueError if they contain none."""
         for name in ("reward.json", "reward.txt"):
             try:
                 stream, _ = self._container.get_archive(f"/logs/verifier/{name}")
