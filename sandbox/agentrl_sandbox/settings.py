@@ -149,7 +149,10 @@ class SandboxSettings(BaseModel):
 
 NO_TOKEN = "none"
 _RENAMED = {"patience": "retry_deadline"}
-_REMOVED = {"standby": "a fork server that exits is restarted automatically"}
+_REMOVED = {
+    "standby": "a fork server that exits is restarted automatically",
+    "batch_limit": "send programs to /v1/execute concurrently instead of in batches",
+}
 
 _Model = TypeVar("_Model", bound=BaseModel)
 
@@ -187,7 +190,6 @@ class GatewaySettings(BaseModel):
     queue_seconds: float = Field(
         300.0, gt=0, description="seconds that a call may wait for a runner before it gets 503"
     )
-    batch_limit: int = Field(1024, ge=1, description="maximum number of programs in one batch")
     drain_seconds: float = Field(
         60.0, ge=0, description="seconds that the gateway waits for running calls after SIGTERM"
     )

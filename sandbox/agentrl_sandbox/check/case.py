@@ -1,15 +1,12 @@
-"""Test cases for a sandbox: their format, the programs that every sandbox must support, and a SandboxFusion client."""
+"""Test cases for a sandbox: their format, and the programs that every sandbox must support."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from agentrl_sandbox.call import Call, to_base64
-from agentrl_sandbox.http import HttpSandbox, JsonObject, ServiceRequest
 from agentrl_sandbox.runner.seccomp import MACHINES, system_call_number
-from agentrl_sandbox.types import BusyError, Execution, Outcome, SandboxError
+from agentrl_sandbox.types import Execution, Outcome
 
 Judge = Callable[[Execution], bool]
 
@@ -112,68 +109,6 @@ def system(name, *arguments):
     if libc.syscall(ctypes.c_long(NUMBERS[name]), *arguments) == -1: raise NotReachedError(name)
 '''
 )
-
-
-_KILLED = 128  # higher exit codes report a signal, as in a shell
-
-
-class FusionSandbox(HttpSandbox):
-    """Client of ``POST /run_code`` of SandboxFusion or a compatible service, without sessions and request ids."""
-
-    async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run a program. ``request_id`` is ignored. Raises SandboxError for sessions and echo."""
-        if call.session is not None or call.echo:
-            raise SandboxError("SandboxFusion's interface does not support sessions or echo")
-        seconds = self._settings.timeout if call.timeout is None else call.timeout
-        body = {
-            "code": call.program,
-            "language": "python",
-            "run_timeout": seconds,
-            "stdin": call.stdin,
-            "files": to_base64(call.files),
-            "fetch_files": call.fetch_files,
-        }
-        started = time.monotonic()
-
-        def read(answer: JsonObject) -> Execution:
-            return fusion_execution(answer, time.monotonic() - started)
-
-        try:
-            return await self._call(
-                ServiceRequest(method="POST", path="/run_code", body=body, seconds=seconds, read=read)
-            )
-        except BusyError as error:
-            return read({"status": "SandboxError", "message": str(error)})
-
-
-def fusion_execution(answer: JsonObject, seconds: float) -> Execution:
-    """Convert a response of ``/run_code`` to an execution.
-
-    >>> result = {"status": "Finished", "return_code": 1, "stdout": "", "stderr": "MemoryError", "execution_time": 0.1}
-    >>> fusion_execution({"status": "Failed", "run_result": result}, 0.2).outcome.value
-    'memory_limit'
-    """
-    result = answer.get("run_result")
-    if answer["status"] == "SandboxError" or result is None:
-        why = str(answer.get("message", ""))
-        outcome, code, texts = Outcome.INFRASTRUCTURE_FAILURE, None, ("", why)
-    else:
-        code = result.get("return_code")
-        texts = (result.get("stdout") or "", result.get("stderr") or "")
-        outcome = _outcome(result["status"], code, texts[1])
-    return Execution(
-        outcome=outcome, stdout=texts[0], stderr=texts[1], exit_code=code, seconds=seconds, truncated=False
-    )
-
-
-def _outcome(status: str, code: int | None, stderr: str) -> Outcome:
-    if status == "TimeLimitExceeded":
-        return Outcome.TIMEOUT
-    if code == 0:
-        return Outcome.OK
-    if "MemoryError" in stderr.strip().rpartition("\n")[2]:
-        return Outcome.MEMORY_LIMIT
-    return Outcome.KILLED if code is None or code < 0 or code > _KILLED else Outcome.ERROR
 
 
 _LONG = 400_000

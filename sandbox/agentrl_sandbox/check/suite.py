@@ -7,7 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 
-from agentrl_sandbox.check.case import CONFORMANCE, Case, FusionSandbox
+from agentrl_sandbox.check.case import CONFORMANCE, Case
 from agentrl_sandbox.check.escapes import ESCAPES
 from agentrl_sandbox.check.resources import RESOURCES
 from agentrl_sandbox.client import SandboxSettings, open_sandbox
@@ -36,15 +36,12 @@ async def run_case(sandbox: Sandbox, case: Case) -> CaseResult:
     return await _find(case.name, case.property_name, _run_one(sandbox, case))
 
 
-async def run_suite(
-    sandbox: Sandbox, cases: Sequence[Case] = CASES, *, identifiers: bool = True
-) -> AsyncIterator[CaseResult]:
-    """Run all cases, then the cases with several programs. ``identifiers``: also test ``request_id``."""
+async def run_suite(sandbox: Sandbox, cases: Sequence[Case] = CASES) -> AsyncIterator[CaseResult]:
+    """Run all cases, then the cases with several programs."""
     for case in cases:
         yield await run_case(sandbox, case)
     yield await _find(f"{_AT_ONCE} programs at once", "conformance", _answers_are_not_mixed_up(sandbox))
-    if identifiers:
-        yield await _find("one request_id runs once", "conformance", _one_identifier_runs_once(sandbox))
+    yield await _find("one request_id runs once", "conformance", _one_identifier_runs_once(sandbox))
     yield await _find("a neighbour's files", "no_foreign_reads", _neighbours_are_hidden(sandbox))
 
 
@@ -107,13 +104,13 @@ def _told(run: Execution) -> str:
     return f"{run.outcome}{code}: {text[:300]}"
 
 
-async def run_checks(settings: SandboxSettings, *, fusion: bool) -> int:
+async def run_checks(settings: SandboxSettings) -> int:
     """Run the suite and print the results. Returns 0 if all cases passed, else 1. Raises SandboxError."""
-    sandbox: Sandbox = FusionSandbox(settings) if fusion else await open_sandbox(settings)
-    print(f"{settings.url}: {'SandboxFusion interface' if fusion else sandbox.isolation.describe()}\n", flush=True)
+    sandbox = await open_sandbox(settings)
+    print(f"{settings.url}: {sandbox.isolation.describe()}\n", flush=True)
     findings = []
     try:
-        async for finding in run_suite(sandbox, identifiers=not fusion):
+        async for finding in run_suite(sandbox):
             findings.append(finding)
             print(format_result(finding), flush=True)
     finally:

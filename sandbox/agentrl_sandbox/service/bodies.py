@@ -41,12 +41,10 @@ Content = Annotated[
 Path = Annotated[str, Field(min_length=1, max_length=MAX_NAME_LENGTH)]
 
 
-class _Body(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class ProgramRequest(_Body):
+class ProgramRequest(BaseModel):
     """A program to run."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     program: Text = Field(description="Python source code")
     timeout: float | None = Field(
@@ -67,12 +65,6 @@ class ProgramRequest(_Body):
         return Call(**fields, session=session, fetch_files=tuple(self.fetch_files))
 
 
-class BatchRequest(_Body):
-    """Programs to run independently."""
-
-    requests: list[ProgramRequest] = Field(min_length=1)
-
-
 class ExecutionAnswer(BaseModel):
     """Result of a program."""
 
@@ -86,12 +78,6 @@ class ExecutionAnswer(BaseModel):
     truncated: bool = Field(description="true if the middle of an output stream was dropped")
     files: dict[str, str] = Field(description="base64 contents of the existing fetch_files")
     session_ended: bool = Field(description="true if the session ended with this program")
-
-
-class BatchAnswer(BaseModel):
-    """Results in the order of the requests."""
-
-    executions: list[ExecutionAnswer]
 
 
 class SessionAnswer(BaseModel):

@@ -129,7 +129,6 @@ def _parser() -> argparse.ArgumentParser:
         "check", help="run programs that a sandbox must support and attacks that it must withstand", epilog=_WARNING
     )
     check.add_argument("url", nargs="?", default="local://", help="local://, docker://IMAGE or http://HOST:PORT")
-    check.add_argument("--fusion", action="store_true", help="use SandboxFusion's /run_code, to check other sandboxes")
     for command in (serve, runner, check):
         command.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, for example memory_mb=1024")
     return parser
@@ -153,7 +152,7 @@ def _check(options: argparse.Namespace) -> int:
 
     # The table reports missing properties, so they must not stop the check.
     given = ["allow_unisolated=true", *options.settings, f"url={options.url}"]
-    return asyncio.run(run_checks(read_settings(SandboxSettings, os.environ, given), fusion=options.fusion))
+    return asyncio.run(run_checks(read_settings(SandboxSettings, os.environ, given)))
 
 
 def _serve(options: argparse.Namespace) -> int:

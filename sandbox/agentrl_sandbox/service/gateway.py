@@ -26,8 +26,6 @@ from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 from agentrl_sandbox.call import Call, InvalidCallError
 from agentrl_sandbox.service import fusion
 from agentrl_sandbox.service.bodies import (
-    BatchAnswer,
-    BatchRequest,
     ErrorAnswer,
     ExecutionAnswer,
     ProgramRequest,
@@ -67,9 +65,8 @@ _PROBLEMS: dict[int | str, dict[str, Any]] = {
 class Gateway:
     """State shared by the endpoints: the pool, the metrics, and a flag that is set while the service stops."""
 
-    def __init__(self, pool: RunnerPool, *, batch_limit: int) -> None:
+    def __init__(self, pool: RunnerPool) -> None:
         self.pool = pool
-        self.batch_limit = batch_limit
         self.metrics = Metrics()
         self.draining = False
         self.calls = 0
@@ -187,22 +184,6 @@ def _add_programs(app: FastAPI, gateway: Gateway) -> None:
         """Run a program. It is killed if the client disconnects."""
         return _json(execution_json(await gateway.run(request.to_call(), request.request_id)))
 
-    @app.post("/v1/execute_batch", response_model=BatchAnswer, tags=["programs"])
-    async def execute_batch(request: BatchRequest) -> Response:
-        """Run several programs, or none if the queue lacks room for all."""
-        count = len(request.requests)
-        if count > gateway.batch_limit:
-            raise InvalidCallError(f"a batch may contain at most {gateway.batch_limit} programs; got {count}")
-        gateway.check_open()
-        gateway.pool.check_room(count)
-        tasks = [asyncio.ensure_future(gateway.run(one.to_call(), one.request_id)) for one in request.requests]
-        try:
-            executions = await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-        return _json({"executions": [execution_json(execution) for execution in executions]})
-
 
 def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
     pool = gateway.pool
@@ -237,11 +218,6 @@ def _add_fusion(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
         return _json((await fusion.run_code(request, gateway.run)).model_dump())
-
-    @app.post("/run_jupyter", response_model=fusion.RunJupyterResponse, tags=["SandboxFusion"])
-    async def run_jupyter(request: fusion.RunJupyterRequest) -> Response:
-        """Run the cells of a notebook."""
-        return _json((await fusion.run_jupyter(request, gateway.run)).model_dump())
 
 
 def _json(value: object, status: int = HTTPStatus.OK) -> Response:
@@ -361,7 +337,7 @@ async def serve_gateway(
     """
     token = settings.token or read_or_create_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
-    gateway = Gateway(pool, batch_limit=settings.batch_limit)
+    gateway = Gateway(pool)
     max_body = settings.max_body_mb << 20
     app = Guard(
         build_app(gateway),

@@ -54,11 +54,6 @@ class RunnerQueue:
     def length(self) -> int:
         return self._length
 
-    def check_room(self, count: int = 1) -> None:
-        """Raise QueueFullError unless ``count`` more calls can wait."""
-        if self._length + count > self._limit:
-            raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
-
     async def acquire(self, only: RunnerLink | None = None) -> RunnerLink:
         """Wait for a runner with capacity. The caller must send its request before it awaits anything else.
 
@@ -66,7 +61,8 @@ class RunnerQueue:
         """
         if not self._waiters and (link := self._freest(only)) is not None:
             return link
-        self.check_room()
+        if self._length >= self._limit:
+            raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
         future: asyncio.Future[RunnerLink] = asyncio.get_running_loop().create_future()
         waiter = future, only
         self._waiters.append(waiter)
@@ -245,10 +241,6 @@ class RunnerPool(CallSandbox):
     @property
     def isolation(self) -> Isolation:
         return self.registry.isolation
-
-    def check_room(self, count: int) -> None:
-        """Raise QueueFullError unless ``count`` more calls can start or wait."""
-        self.queue.check_room(max(0, count - max(0, self.registry.workers - self.registry.running)))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.

@@ -158,7 +158,7 @@ async def running_gateway(
     sockets: Path, *, queue_limit: int = 64, runners: int = 1, receive_seconds: float = 60.0
 ) -> AsyncIterator[RunningGateway]:
     pool = RunnerPool(sockets, queue_limit=queue_limit, queue_seconds=60.0)
-    gateway = Gateway(pool, batch_limit=16)
+    gateway = Gateway(pool)
     hosts = frozenset({"127.0.0.1", "localhost"})
     app = Guard(build_app(gateway), token=TOKEN, hosts=hosts, max_body=100_000)
     config = server_config(app, receive_seconds=receive_seconds, max_body=100_000)

@@ -6,13 +6,8 @@ import base64
 
 import pytest
 
-from agentrl_sandbox.client import Execution, Outcome, SandboxSettings, open_sandbox
-from agentrl_sandbox.service.fusion import (
-    RunCodeRequest,
-    RunJupyterRequest,
-    run_code,
-    run_jupyter,
-)
+from agentrl_sandbox.client import Execution, Outcome
+from agentrl_sandbox.service.fusion import RunCodeRequest, run_code
 
 pytestmark = pytest.mark.slow
 
@@ -99,65 +94,9 @@ async def test_every_field_is_taken_and_defaults_are_theirs(gateway, runner):
     assert (answer["run_result"]["stdout"], answer["files"]) == ("cin", {"a": "eA=="})
     defaults = RunCodeRequest(code="c", language="python")
     assert (defaults.run_timeout, defaults.compile_timeout, defaults.memory_limit_MB) == (10, 10, -1)
-    assert RunJupyterRequest(cells=[]).total_timeout == 45
 
 
 async def test_files_that_are_no_base64_are_an_error_of_the_sandbox(gateway):
     fields = {"code": "c", "language": "python", "files": {"a": "!"}}
     answer = await gateway.client.post("/run_code", json=fields)
     assert (answer.status_code, answer.json()["status"]) == (200, "SandboxError")
-
-
-@pytest.fixture(scope="module")
-def notebook_settings() -> SandboxSettings:
-    return SandboxSettings(timeout=20.0)
-
-
-async def cells(sandbox, texts: list[str], **fields: object) -> dict:
-    return (await run_jupyter(RunJupyterRequest(cells=texts, **fields), sandbox.run)).model_dump()
-
-
-async def test_a_notebook(notebook_settings):
-    sandbox = await open_sandbox(notebook_settings)
-    try:
-        texts = ["a = 'hi'", "a", "print(a)", "import sys; sys.stderr.write('e\\n'); None", "1 / 0", "a * 2"]
-        answer = await cells(sandbox, texts, fetch_files=["left"])
-        assert (answer["status"], answer["driver"]["status"], answer["driver"]["return_code"]) == (
-            "Success",
-            "Finished",
-            0,
-        )
-        error = answer["cells"][4].pop("error")
-        nothing = {"stdout": "", "stderr": "", "display": []}
-        empty = {**nothing, "error": []}
-        assert answer["cells"] == [
-            empty,
-            {**empty, "display": [{"text/plain": "'hi'"}]},
-            {**empty, "stdout": "hi\n"},
-            {**empty, "stderr": "e\n"},
-            nothing,
-            {**empty, "display": [{"text/plain": "'hihi'"}]},
-        ]
-        assert (error[0]["ename"], error[0]["evalue"]) == ("ZeroDivisionError", "division by zero")
-        assert error[0]["traceback"][1:] == [
-            '  File "<cell 5>", line 1, in <module>',
-            "ZeroDivisionError: division by zero",
-        ]
-
-        kept = await cells(sandbox, ["open('left', 'w').write('x')"], fetch_files=["left"], files={"in": "eA=="})
-        assert kept["files"] == {"left": "eA=="}
-
-        late = await cells(sandbox, ["while True: pass"], total_timeout=0.5)
-        assert (late["status"], late["driver"]["status"], late["cells"]) == ("Failed", "TimeLimitExceeded", [])
-
-        one_late = await cells(sandbox, ["while True: pass", "print(2)"], cell_timeout=3.0)
-        assert one_late["cells"][0]["error"][0]["ename"] == "CellTimeoutError"
-        assert one_late["cells"][1]["stdout"] == "2\n"
-
-        dead = await cells(sandbox, ["import os; os._exit(3)"])
-        assert (dead["status"], dead["driver"]["return_code"], dead["cells"]) == ("Failed", 3, [])
-
-        lying = await cells(sandbox, ["import json; json.dump = lambda results, file: file.write('[1]')"])
-        assert (lying["status"], lying["cells"]) == ("Failed", [])
-    finally:
-        await sandbox.close()

@@ -31,17 +31,6 @@ async def test_a_program_goes_to_a_runner_and_its_end_comes_back(gateway):
     }
 
 
-async def test_a_batch_comes_back_in_order(gateway):
-    programs = [{"program": f"p{i}"} for i in range(5)]
-    answer = await gateway.client.post("/v1/execute_batch", json={"requests": programs})
-    assert [e["stdout"] for e in answer.json()["executions"]] == ["p0", "p1", "p2", "p3", "p4"]
-
-
-async def test_a_batch_beyond_the_limit_is_refused_whole(gateway, runner):
-    answer = await gateway.client.post("/v1/execute_batch", json={"requests": [{"program": "p"}] * 17})
-    assert (answer.status_code, runner.sandbox.started) == (422, [])
-
-
 @pytest.mark.parametrize(
     "body",
     [
@@ -59,11 +48,11 @@ async def test_impossible_arguments_are_422(gateway, body):
     assert (await gateway.client.post("/v1/execute", json=body)).status_code == 422
 
 
-@pytest.mark.parametrize("path", ["/v1/execute", "/run_code", "/run_jupyter"])
+@pytest.mark.parametrize("path", ["/v1/execute", "/run_code"])
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "-1e999"])
 async def test_times_that_are_no_numbers_are_422(gateway, runner, path, value):
     names = {"/v1/execute": ("program", "timeout"), "/run_code": ("code", "run_timeout")}
-    text, seconds = names.get(path, ("cells", "total_timeout"))
+    text, seconds = names[path]
     body = f'{{"{text}": "p", "language": "python", "{seconds}": {value}}}'
     if path == "/v1/execute":
         body = body.replace('"language": "python", ', "")
@@ -138,12 +127,6 @@ async def test_beyond_the_queue_429_says_when_to_come_back(sockets, runner, runn
         assert [(await call).status_code for call in calls] == [200] * 3
         assert (await gateway.run("now there is room")).status_code == 200
     assert "one too many" not in runner.sandbox.started
-
-
-async def test_a_batch_without_room_in_the_queue_is_refused_whole(sockets, runner, running_gateway):
-    async with running_gateway(sockets, queue_limit=1) as gateway:
-        answer = await gateway.client.post("/v1/execute_batch", json={"requests": [{"program": "p"}] * 4})
-    assert (answer.status_code, runner.sandbox.started) == (429, [])
 
 
 async def test_a_client_that_leaves_kills_its_program(gateway, runner, until):
@@ -299,7 +282,7 @@ async def test_metrics_count(gateway):
 
 async def test_the_interface_describes_itself(gateway):
     paths = (await gateway.client.get("/openapi.json")).json()["paths"]
-    assert {"/v1/execute", "/v1/execute_batch", "/v1/sessions", "/run_code", "/run_jupyter", "/ready"} <= set(paths)
+    assert {"/v1/execute", "/v1/sessions", "/run_code", "/ready"} <= set(paths)
     assert (await gateway.client.get("/docs")).status_code == 200
 
 

@@ -34,13 +34,12 @@ async def test_a_wrong_token_is_401_and_nothing_runs(gateway, runner, header):
 @pytest.mark.parametrize(
     ("method", "path"),
     [
-        ("POST", "/v1/execute_batch"),
+        ("POST", "/v1/execute"),
         ("POST", "/v1/sessions"),
         ("POST", "/v1/sessions/x/execute"),
         ("POST", "/v1/sessions/x/fork"),
         ("DELETE", "/v1/sessions/x"),
         ("POST", "/run_code"),
-        ("POST", "/run_jupyter"),
         ("GET", "/metrics"),
         ("POST", "//v1/execute"),
         ("POST", "/health/../v1/execute"),
@@ -229,5 +228,7 @@ def test_the_old_name_of_a_setting_is_refused_with_the_new_one():
         read_settings(SandboxSettings, {}, ["patience=1"])
     with pytest.raises(ServiceSettingsError, match="standby was removed"):
         read_settings(SandboxSettings, {"SANDBOX_STANDBY": "true"}, [])
+    with pytest.raises(ServiceSettingsError, match="batch_limit was removed"):
+        read_settings(GatewaySettings, {}, ["batch_limit=7"])
     with pytest.raises(ServiceSettingsError, match="SANDBOX_PATIENCE was renamed to SANDBOX_RETRY_DEADLINE"):
         read_settings(SandboxSettings, {"SANDBOX_PATIENCE": "1"}, [])
