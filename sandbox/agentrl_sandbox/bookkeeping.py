@@ -115,8 +115,9 @@ class SessionRegistry(Generic[_Home, _Key]):
             self._live.popitem(last=False)
         return name
 
-    def owners(self) -> list[_Home]:
-        return [session.owner for session in self._live.values()]
+    def count_at(self, owner: _Home) -> int:
+        """Return the number of open sessions of a server or runner."""
+        return sum(session.owner is owner for session in self._live.values())
 
     def find(self, name: str) -> OpenSession[_Home, _Key]:
         """Return the open session with this name. Raises UnknownSessionError if no session has it."""

@@ -79,9 +79,9 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
     if len(settings.addresses) > 1:
         from agentrl_sandbox.several import SeveralSandboxes
 
-        return await SeveralSandboxes(settings).check_or_close()
+        return await SeveralSandboxes(settings).open()
     if settings.scheme in ("http", "https"):
         from agentrl_sandbox.http import HttpSandbox
 
-        return await HttpSandbox(settings).check_or_close()
+        return await HttpSandbox(settings).open()
     return await open_local(settings)

@@ -44,7 +44,7 @@ JsonObject = Mapping[str, Any]
 
 _log = logging.getLogger(__name__)
 _IN_FLIGHT = 256  # concurrent requests unless ``workers`` is set; further calls wait in this process
-START_SECONDS = 60.0
+_START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
 _READ_TIMEOUT_SECONDS = 600.0  # in addition to a program's timeout, for the service's queue
 _IDLE_SECONDS = 30.0  # idle connections are closed after this time, before the service closes them
@@ -94,14 +94,21 @@ class ServiceSandbox(CallSandbox, ABC):
         self._settings = settings
         self._closed = False
 
-    async def check_or_close(self) -> Self:
-        """Return this sandbox after ``check``, or close it. Raises the errors of ``check``."""
+    async def open(self) -> Self:
+        """Wait until a service is ready, and check it. Raises StartError, UnisolatedError or RefusedError."""
+        deadline = time.monotonic() + min(_START_SECONDS, self._settings.retry_deadline)
         try:
-            await self.check()
+            while True:
+                try:
+                    await self.check_once()
+                    return self
+                except BusyError as error:
+                    if time.monotonic() > deadline:
+                        raise StartError(f"no sandbox is ready at {self._settings.url}: {error}") from error
+                await asyncio.sleep(random.uniform(0.1, 0.5))
         except BaseException:
             await self.close()
             raise
-        return self
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Run a program; see ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError and ValueError."""
@@ -132,8 +139,8 @@ class ServiceSandbox(CallSandbox, ABC):
         await self._call(ServiceRequest(method="DELETE", path=path, read=lambda answer: None), session)
 
     @abstractmethod
-    async def check(self) -> None:
-        """Wait until a service is ready, and check it. Raises StartError, UnisolatedError and RefusedError."""
+    async def check_once(self) -> None:
+        """Check a service. Raises StartError, UnisolatedError or RefusedError, and BusyError if it is not ready."""
 
     @abstractmethod
     async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
@@ -145,6 +152,7 @@ class HttpSandbox(ServiceSandbox):
 
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
+        self.url = settings.url.rstrip("/")
         self._loop = asyncio.get_running_loop()
         self._isolation = Isolation(layers={}, mode="unknown")
         token = settings.token or os.environ.get("SANDBOX_TOKEN")
@@ -155,29 +163,31 @@ class HttpSandbox(ServiceSandbox):
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._busy: set[httpx.AsyncHTTPTransport] = set()
         self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
-        self._absent = False  # True if the last request received no response
+        self._outage_logged = False  # until a request receives a response
+        self._why_cancelled = ""
+        self.pending: set[asyncio.Timeout] = set()  # one for each request that waits or has been sent
 
     @property
     def isolation(self) -> Isolation:
         return self._isolation
 
-    async def check(self) -> None:
-        """Wait until the service is ready, then check its isolation and limits and the token.
+    async def check_once(self) -> None:
+        """Check the service's isolation and limits and the token."""
+        await self.check_state(await self.read_state())
+
+    async def check_state(self, state: JsonObject) -> None:
+        """Check the isolation and limits reported by the service, and run a program.
 
         Raises StartError, UnisolatedError or RefusedError.
         """
-        await self.check_state(await self._ready())
-
-    async def check_state(self, state: JsonObject) -> None:
-        """Check the isolation and limits reported by the service, and run a program. Raises the errors of ``check``."""
         self._isolation = _isolation(state)
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
             why = "Fix the service's machine, or set allow_unisolated=true to run programs without these properties"
-            raise UnisolatedError(f"the sandbox at {self._settings.url} does not isolate programs", missing, why)
+            raise UnisolatedError(f"the sandbox at {self.url} does not isolate programs", missing, why)
         self._check_limits(state)
         if (first := await self.execute("pass")).outcome is not Outcome.OK:
-            raise StartError(f"the sandbox at {self._settings.url} cannot run programs: {first.stderr}")
+            raise StartError(f"the sandbox at {self.url} cannot run programs: {first.stderr}")
 
     async def close(self) -> None:
         """Close the connections, which kills running programs."""
@@ -192,27 +202,50 @@ class HttpSandbox(ServiceSandbox):
         """
         if asyncio.get_running_loop() is not self._loop:
             raise RuntimeError("a sandbox belongs to the event loop that opened it: open another sandbox in this loop")
-        async with self._room:
-            return request.read(await self._send(request))
+        limit = asyncio.timeout(None)
+        self.pending.add(limit)
+        try:
+            async with limit, self._room:
+                return request.read(await self._send(request))
+        except TimeoutError:
+            raise UnreachableServiceError(self._why_cancelled, begun=True) from None
+        except UnreachableServiceError as error:
+            if not self._closed:
+                self.fail(error)
+            raise
+        finally:
+            self.pending.discard(limit)
+
+    def fail(self, error: SandboxError) -> None:
+        """Handle a request without response: log one warning per outage."""
+        if not self._outage_logged:
+            self._outage_logged = True
+            _log.warning(
+                "the sandbox at %s does not respond (%s); calls are retried for up to %g s. Restart it if it is down",
+                *(self.url, error, self._settings.retry_deadline),
+            )
+
+    def cancel_requests(self, why: str) -> None:
+        """Fail all pending requests with UnreachableServiceError."""
+        self._why_cancelled = why
+        for limit in self.pending:
+            limit.reschedule(0)
 
     async def read_state(self) -> JsonObject:
         """Return the state of the service. Raises BusyError if it is not ready, StartError if it is another service."""
         state = await self._send(ServiceRequest(method="GET", path="/ready", read=dict))
         if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
             return state
-        raise StartError(f"{self._settings.url} is not an agentrl-sandbox service")
+        raise StartError(f"{self.url} is not an agentrl-sandbox service")
 
     async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         while True:
             try:
                 return await self.send_once(request)
-            except UnreachableServiceError as error:
-                self._warn_absent(error)
-                busy: BusyError = error
             except BusyError as error:
                 busy = error
-            await timer.pause(busy, f"{self._settings.url} did not respond within {self._settings.retry_deadline:g} s")
+            await timer.pause(busy, f"{self.url} did not respond within {self._settings.retry_deadline:g} s")
 
     async def _send(self, request: ServiceRequest[_T]) -> JsonObject:
         """Send one request. Raises BusyError if a retry may help."""
@@ -223,7 +256,7 @@ class HttpSandbox(ServiceSandbox):
         )
         sent = httpx.Request(
             request.method,
-            self._settings.url.rstrip("/") + request.path,
+            self.url + request.path,
             headers=self._headers,
             content=b"" if request.body is None else json.dumps(request.body).encode("ascii"),
             extensions={"timeout": timeout.as_dict()},
@@ -242,22 +275,13 @@ class HttpSandbox(ServiceSandbox):
         finally:
             self._busy.discard(connection)
             self._idle.append(connection)
-        self._absent = False
+        self._outage_logged = False
         if not response.is_success:
             raise self._error(response)
         try:
             return response.json() if response.content else {}
         except ValueError as error:  # not text, or not JSON
-            raise BusyError(f"{self._settings.url} sent a response that is not JSON: {error}") from error
-
-    def _warn_absent(self, error: UnreachableServiceError) -> None:
-        """Log one warning per outage. Calls that wait log nothing until their retry deadline."""
-        if not self._absent and not self._closed:
-            self._absent = True
-            _log.warning(
-                "the sandbox at %s does not respond (%s); calls are retried for up to %g s. Restart it if it is down",
-                *(self._settings.url, error, self._settings.retry_deadline),
-            )
+            raise BusyError(f"{self.url} sent a response that is not JSON: {error}") from error
 
     def _one_connection(self) -> httpx.AsyncHTTPTransport:
         """Create a transport for one request at a time. A pool would scan all connections on every request.
@@ -274,10 +298,10 @@ class HttpSandbox(ServiceSandbox):
     def _error(self, response: httpx.Response) -> Exception:
         try:
             problem = response.json()
-            why = f"{self._settings.url} answered {response.status_code}: {problem['detail']}"
+            why = f"{self.url} answered {response.status_code}: {problem['detail']}"
             kind = _ERRORS.get(problem.get("error"))
         except (ValueError, KeyError, TypeError, AttributeError):
-            why, kind = f"{self._settings.url} answered {response.status_code}", None
+            why, kind = f"{self.url} answered {response.status_code}", None
         if kind is not None:
             return kind(why)
         if response.status_code == 429 or response.status_code >= 500:
@@ -289,26 +313,15 @@ class HttpSandbox(ServiceSandbox):
             why += ": set token or the environment variable SANDBOX_TOKEN"
         return RefusedError(why)
 
-    async def _ready(self) -> JsonObject:
-        deadline = time.monotonic() + min(START_SECONDS, self._settings.retry_deadline)
-        while True:
-            try:
-                return await self.read_state()
-            except BusyError as error:
-                why = str(error)
-            if time.monotonic() > deadline:
-                raise StartError(f"no sandbox is ready at {self._settings.url}: {why}")
-            await asyncio.sleep(random.uniform(0.1, 0.5))
-
     def _check_limits(self, state: JsonObject) -> None:
         """Raise StartError if a limit in these settings differs from the service's. Clients cannot change limits."""
         for name in self._settings.model_fields_set & set(LIMITS):
             wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
             if there is None:
-                raise StartError(f"the sandbox at {self._settings.url} does not report {name}, which must be {wanted}")
+                raise StartError(f"the sandbox at {self.url} does not report {name}, which must be {wanted}")
             if there != wanted:
                 raise StartError(
-                    f"the sandbox at {self._settings.url} has {name}={there:g}, not {wanted}: change the limit where "
+                    f"the sandbox at {self.url} has {name}={there:g}, not {wanted}: change the limit where "
                     "the service runs"
                 )
 

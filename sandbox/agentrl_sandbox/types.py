@@ -98,6 +98,22 @@ class Isolation:
     layers: Mapping[str, str | None]
     mode: str  # "root" or "user" namespaces, or "none"
 
+    @classmethod
+    def common(cls, isolations: Sequence[Isolation]) -> Isolation:
+        """Combine the isolation of several sandboxes: a property holds if it holds in all of them, and in at least one.
+
+        >>> layers = {"no_network": "seccomp"}, {"no_network": None}, {"no_network": "Landlock"}
+        >>> one, two, three = (Isolation(layers=found, mode="none") for found in layers)
+        >>> Isolation.common([one, two]).layers["no_network"], Isolation.common([one, three]).layers["no_network"]
+        (None, 'seccomp or Landlock')
+        """
+        layers: dict[str, str | None] = {}
+        for name in dict.fromkeys([*PROPERTIES, *(name for isolation in isolations for name in isolation.layers)]):
+            held = [isolation.layers.get(name) for isolation in isolations]
+            known = dict.fromkeys(layer for layer in held if layer is not None)
+            layers[name] = " or ".join(known) if held and None not in held else None
+        return cls(layers=layers, mode=" or ".join(sorted({isolation.mode for isolation in isolations})) or "none")
+
     @property
     def missing(self) -> tuple[str, ...]:
         return tuple(name for name, layer in self.layers.items() if layer is None)

@@ -36,7 +36,6 @@ from agentrl_sandbox.call import (
 )
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import (
-    PROPERTIES,
     Execution,
     Isolation,
     Outcome,
@@ -369,13 +368,7 @@ class RunnerRegistry:
     @property
     def isolation(self) -> Isolation:
         """Properties that all runners provide. Without runners, all properties are missing."""
-        found = [link.hello.result().isolation for link in self.links.values()]
-        layers: dict[str, str | None] = {}
-        for name in dict.fromkeys([*PROPERTIES, *(name for isolation in found for name in isolation.layers)]):
-            held = [isolation.layers.get(name) for isolation in found]
-            known = dict.fromkeys(layer for layer in held if layer is not None)
-            layers[name] = " or ".join(known) if held and None not in held else None
-        return Isolation(layers=layers, mode=" or ".join(sorted({isolation.mode for isolation in found})) or "none")
+        return Isolation.common([link.hello.result().isolation for link in self.links.values()])
 
     async def wait_for_runner(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import replace
 from pathlib import Path
@@ -164,8 +164,7 @@ class PoolSessions:
 
     async def _open(self) -> str:
         """Open a session at the runner with capacity that has the fewest sessions."""
-        here = Counter(map(id, self.book.owners()))
-        links = sorted((link for link in self._links() if not link.leaving), key=lambda link: here[id(link)])
+        links = sorted((link for link in self._links() if not link.leaving), key=self.book.count_at)
         full: SessionLimitError | None = None
         for link in links:
             try:

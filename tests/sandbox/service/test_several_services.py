@@ -278,7 +278,7 @@ async def test_a_service_that_is_absent_at_the_start_may_join_later(places, unti
 async def test_without_any_service_it_does_not_open(places):
     for place in places:
         await place.kill()
-    with pytest.raises(StartError, match=r"no sandbox is ready: http://\S+ \(.*\); http://\S+ \(.*\)"):
+    with pytest.raises(StartError, match=r"no sandbox is ready at .*: http://\S+ \(.*\); http://\S+ \(.*\)"):
         await open_sandbox(settings(places, retry_deadline=0.3))
 
 
