@@ -73,15 +73,10 @@ class RetryTimer:
         self._deadline = time.monotonic() + seconds
         self._pause = _FIRST_PAUSE
 
-    @property
-    def seconds_left(self) -> float:
-        """Seconds until the deadline, at least 0."""
-        return max(0.0, self._deadline - time.monotonic())
-
     async def pause(self, busy: BusyError, late: str) -> None:
         """Sleep before the next attempt. Raises BusyError, prefixed with ``late``, if the deadline is too close."""
         seconds = max(self._pause, busy.retry_after) * random.uniform(0.5, 1.5)
-        if seconds > self.seconds_left:
+        if time.monotonic() + seconds > self._deadline:
             raise BusyError(f"{late}: {busy}") from busy
         await asyncio.sleep(seconds)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)

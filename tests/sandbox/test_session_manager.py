@@ -28,7 +28,7 @@ class Zygote:
         self.sockets = [socket.socket(fileno=socket.dup(descriptor)) for descriptor in descriptors]
 
     def send_command(self, operation, identifier):
-        assert operation == "where"
+        assert operation == "locate"
 
 
 class Server:
@@ -55,9 +55,9 @@ class Server:
 def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid():
     server = Server()
     manager = SessionManager(CONFIG, server)
-    manager.handle({"op": "open", "id": 1, "number": 7, "fork": 0})
+    manager.handle_request({"op": "open", "id": 1, "number": 7, "fork": 0})
     init, control = server.zygotes.sockets
-    init.send(json.dumps({"op": "born", "id": 7, "pid": 2, "error": 0}).encode())
+    init.send(json.dumps({"op": "started", "id": 7, "pid": 2, "error": 0}).encode())
     for handler in list(server.handlers.values()):
         handler()
     assert server.replies == [{"op": "opened", "id": 1}]
@@ -69,7 +69,7 @@ def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid()
     program.close()
     for end in (init, control):
         end.close()
-    for session in manager._table.sessions.values():
+    for session in manager._sessions.values():
         session.control.close()
         session.family.init.close()
 

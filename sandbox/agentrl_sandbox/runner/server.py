@@ -37,7 +37,7 @@ from agentrl_sandbox.runner.program import (
     determine_ending,
     prepare_program,
 )
-from agentrl_sandbox.runner.sessions import KIND, SessionManager
+from agentrl_sandbox.runner.sessions import SESSION_ZYGOTE, SessionManager
 from agentrl_sandbox.runner.usage import measure_usage
 from agentrl_sandbox.types import Outcome
 
@@ -117,7 +117,7 @@ class ForkServer:
         self._bare = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         self._separate_users = has_separate_users(config)
-        self._poll = LimitChecker(config, self._scratch)
+        self._limit_checker = LimitChecker(config, self._scratch)
         for kind in _KINDS:
             self._start_zygote(kind)
 
@@ -173,7 +173,7 @@ class ForkServer:
         elif header["op"] == "cancel":
             self._cancel(header["id"])
         else:
-            self._sessions.handle(header)
+            self._sessions.handle_request(header)
 
     def _cancel(self, identifier: int) -> None:
         program = self._programs.get(identifier)
@@ -344,8 +344,8 @@ class ForkServer:
         if self._bare:
             cleanup.kill_leftover_processes([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
-        if zygote.kind == KIND:
-            self._sessions.end_all(why)
+        if zygote.kind == SESSION_ZYGOTE:
+            self._sessions.end_all_sessions(why)
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
             self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
 
@@ -370,19 +370,19 @@ class ForkServer:
         self._next_tick = now + _TICK
         self._sessions.enforce_usage_limits(count_tasks=not self._separate_users)
         for program in list(self._programs.values()):
-            if self._poll.exceeds_scratch(program):
+            if self._limit_checker.exceeds_scratch(program):
                 self.kill(program, Outcome.OUTPUT_LIMIT)
             if program.session is not None:
                 continue
             if program.pid:
                 self._watch_usage(program)
             elif now - program.started > _TICK:
-                self._zygotes[program.zygote].send_command("where", program.identifier)
+                self._zygotes[program.zygote].send_command("locate", program.identifier)
 
     def _watch_usage(self, program: Program) -> None:
         used = measure_usage(program.pid, self._zygotes[program.zygote].resident)
         # Check tasks first: measuring the memory of a fork bomb takes too long.
         if not self._separate_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)
-        elif self._poll.exceeds_memory(program, used, self._zygotes[program.zygote].resident):
+        elif self._limit_checker.exceeds_memory(program, used, self._zygotes[program.zygote].resident):
             self.kill(program, Outcome.MEMORY_LIMIT)

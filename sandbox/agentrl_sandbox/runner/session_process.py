@@ -3,7 +3,7 @@
 The interpreter runs programs one at a time in one ``__main__``, and forks on request.
 
     server -> process   {"op": "run", "serial"} with descriptors [program file, stdout, stderr] and [fetch file]
-                        {"op": "fork", "serial", "directory"} with descriptors [the fork's socket, its birth socket]
+                        {"op": "fork", "serial", "directory"} with descriptors [control socket, announcement socket]
     process -> server   DONE: serial, exit status, true if memory ran out, error number of a failed fork
 
 Programs can tamper with this process, so the server trusts it only to report that a program of this session is done.
@@ -13,10 +13,10 @@ The session init is forked from a warm interpreter, isolates itself like a progr
 stops, kills and reaps the interpreters. Because they run as the same user, it forbids tracing, and the kernel blocks
 signals from its namespace. It reports only facts about processes that the kernel confirms.
 
-    server -> init   {"op": "wake", "id"} · {"op": "rest", "id"} · {"op": "kill", "id"}
-                       {"op": "expect", "id"} with a socket (SO_PASSCRED) on which a fork will announce itself
+    server -> init   {"op": "resume", "id"} · {"op": "stop", "id"} · {"op": "kill", "id"}
+                       {"op": "expect", "id"} with an announcement socket (SO_PASSCRED), to which a fork writes
                        {"op": "forget", "id"}: stop waiting for that fork
-    init -> server   {"op": "born", "id", "pid", "error"} · {"op": "rested", "id"} · {"op": "exit", "id", "status"}
+    init -> server   {"op": "started", "id", "pid", "error"} · {"op": "stopped", "id"} · {"op": "exit", "id", "status"}
                        {"op": "failed", "why"}
 """
 
@@ -188,26 +188,29 @@ class SessionProcess:
 
     def _fork(self, directory: str, descriptors: list[int]) -> int:
         """Fork twice. The first child exits immediately, so the session init adopts the fork. Returns an errno or 0."""
-        control, birth = descriptors
+        control, announcement = descriptors
         try:
-            between = _quiet_fork()
+            between = _fork_without_warning()
         except OSError as error:
             return error.errno or 1
         if between == 0:
-            _leave_the_fork_to_init()
-            self._be_born(directory, control, birth)
+            _let_init_adopt_fork()
+            self._become_fork(directory, control, announcement)
             return 0
         os.close(control)
-        os.close(birth)
+        os.close(announcement)
         _, status = os.waitpid(between, 0)
         return os.waitstatus_to_exitcode(status)
 
-    def _be_born(self, directory: str, control: int, birth: int) -> None:
-        """Become a session with a separate socket and directory. The kernel identifies it to the session init."""
+    def _become_fork(self, directory: str, control: int, announcement: int) -> None:
+        """Become a session with its own socket and directory, and announce it to the session init.
+
+        The kernel adds the PID to the announcement.
+        """
         self._control.close()
         self._control = socket.socket(fileno=control)
         inside = os.path.relpath(os.getcwd(), self._scratch)
-        with socket.socket(fileno=birth) as init:
+        with socket.socket(fileno=announcement) as init:
             error = copy_scratch(self._scratch, f"{self._root}/{directory}")
             if error == 0:
                 self._move_to(directory, inside)
@@ -224,11 +227,11 @@ class SessionProcess:
             tempfile.__dict__["tempdir"] = None  # so that TMPDIR is read again
 
 
-def _leave_the_fork_to_init() -> None:
+def _let_init_adopt_fork() -> None:
     """Fork again and end this process. Returns in the fork after it has been adopted."""
     between = os.getpid()
     try:
-        made = _quiet_fork()
+        made = _fork_without_warning()
     except OSError as error:
         os._exit(error.errno or 1)
     if made != 0:
@@ -237,7 +240,7 @@ def _leave_the_fork_to_init() -> None:
         time.sleep(0.0002)
 
 
-def _quiet_fork() -> int:
+def _fork_without_warning() -> int:
     """Fork without Python's warning about threads, which do not exist in the fork.
 
     ``random`` reseeds itself in every fork, so its state is restored: a fork of a session keeps its origin's state.
@@ -294,7 +297,7 @@ class SessionInit:
         self._lockdown = lockdown
         self._pids: dict[int, int] = {}  # session -> process
         self._running: set[int] = set()  # sessions
-        self._expected: dict[int, tuple[int, socket.socket]] = {}  # descriptor -> session, birth socket
+        self._expected_forks: dict[int, tuple[int, socket.socket]] = {}  # descriptor -> session, announcement socket
         self._poll = select.poll()
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
@@ -305,11 +308,11 @@ class SessionInit:
         self._start(first_session)
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
-        while self._pids or self._expected:
+        while self._pids or self._expected_forks:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
             for descriptor in ready:
-                if descriptor in self._expected:
-                    self._on_birth(descriptor)
+                if descriptor in self._expected_forks:
+                    self._on_fork_announced(descriptor)
                 elif descriptor == self._server.fileno() and not self._receive():
                     return
             # Run after all commands: a search for leftovers takes longer with more sessions. If all sessions are closed
@@ -342,58 +345,58 @@ class SessionInit:
             self._forget(session)
         elif session in self._pids:
             pid = self._pids[session]
-            if message["op"] == "wake":
+            if message["op"] == "resume":
                 self._running.add(session)
                 os.kill(pid, signal.SIGCONT)
-            elif message["op"] == "rest":
-                self._rest(session, pid)
+            elif message["op"] == "stop":
+                self._stop_session(session)
             else:
                 os.kill(pid, signal.SIGKILL)
         return True
 
-    def _rest(self, session: int, pid: int) -> None:
+    def _stop_session(self, session: int) -> None:
         self._running.discard(session)
-        self._stop_resting()
+        self._stop_idle_processes()
         self._kill_leftovers()
-        self._send({"op": "rested", "id": session})
+        self._send({"op": "stopped", "id": session})
 
-    def _stop_resting(self) -> None:
-        """Stop all resting processes. A running process or the end of a stopped process group may have resumed them."""
+    def _stop_idle_processes(self) -> None:
+        """Stop all idle interpreters. A running process or the end of a process group may have resumed them."""
         for session, pid in self._pids.items():
             if session not in self._running:
                 _signal(pid, signal.SIGSTOP)
 
     # Forks.
 
-    def _expect(self, session: int, birth: socket.socket) -> None:
-        self._expected[birth.fileno()] = (session, birth)
-        self._poll.register(birth, select.POLLIN)
+    def _expect(self, session: int, announcement: socket.socket) -> None:
+        self._expected_forks[announcement.fileno()] = (session, announcement)
+        self._poll.register(announcement, select.POLLIN)
 
-    def _on_birth(self, descriptor: int) -> None:
+    def _on_fork_announced(self, descriptor: int) -> None:
         """Check that the announced process, which the kernel identifies, is a child of this process."""
-        session, birth = self._expected.pop(descriptor)
+        session, announcement = self._expected_forks.pop(descriptor)
         self._poll.unregister(descriptor)
-        with birth:
-            data, ancillary, _, _ = birth.recvmsg(4, socket.CMSG_SPACE(_CREDENTIALS.size))
+        with announcement:
+            data, ancillary, _, _ = announcement.recvmsg(4, socket.CMSG_SPACE(_CREDENTIALS.size))
         pid = 0
         for _, kind, payload in ancillary:
             if kind == socket.SCM_CREDENTIALS:
                 pid = _CREDENTIALS.unpack(payload[: _CREDENTIALS.size])[0]
         error = int.from_bytes(data, "big") if len(data) == 4 else 1
         if error or pid not in child_pids(os.getpid()) or pid in self._pids.values():
-            self._send({"op": "born", "id": session, "pid": 0, "error": error or 1})
+            self._send({"op": "started", "id": session, "pid": 0, "error": error or 1})
         else:
             self._add(session, pid)
 
     def _add(self, session: int, pid: int) -> None:
         os.kill(pid, signal.SIGSTOP)
         self._pids[session] = pid
-        self._send({"op": "born", "id": session, "pid": pid, "error": 0})
+        self._send({"op": "started", "id": session, "pid": pid, "error": 0})
 
     def _forget(self, session: int) -> None:
-        for descriptor in [descriptor for descriptor, (number, _) in self._expected.items() if number == session]:
+        for descriptor in [descriptor for descriptor, (number, _) in self._expected_forks.items() if number == session]:
             self._poll.unregister(descriptor)
-            self._expected.pop(descriptor)[1].close()
+            self._expected_forks.pop(descriptor)[1].close()
         self._kill_leftovers()
 
     # Ends.
@@ -406,7 +409,7 @@ class SessionInit:
             except ChildProcessError:
                 break
             if pid == 0:
-                self._stop_resting()
+                self._stop_idle_processes()
                 break
             for session in [session for session, process in self._pids.items() if process == pid]:
                 del self._pids[session]
@@ -418,7 +421,7 @@ class SessionInit:
             self._send({"op": "exit", "id": session, "status": status})
 
     def _kill_leftovers(self) -> None:
-        """Kill orphans and the descendants of session processes at rest. Raises TimeoutError.
+        """Kill orphans and the descendants of idle interpreters. Raises TimeoutError.
 
         All are stopped before any is killed. Stopped processes still count against RLIMIT_NPROC, so a fork bomb
         cannot outrun the loop. A process may end before it is stopped and leave a child that the same scan misses, so
@@ -444,7 +447,7 @@ class SessionInit:
         found: list[int] = []
         for child in child_pids(os.getpid()):
             if child not in sessions:
-                if not self._expected:  # otherwise the child may be a fork that has not announced itself yet
+                if not self._expected_forks:  # otherwise the child may be a fork that has not announced itself yet
                     found += process_tree(child, _stop)
             elif sessions[child] not in self._running:
                 found += process_tree(child, _stop)[1:]

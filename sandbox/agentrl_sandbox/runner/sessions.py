@@ -47,7 +47,7 @@ class SessionState(Enum):
     IDLE = "idle"  # stopped
     RUNNING = "running"  # a program runs in it
     FORKING = "forking"  # a fork was requested
-    RESTING = "resting"  # its program has ended; the session init stops it and kills leftover processes
+    STOPPING = "stopping"  # its program has ended; the session init stops it and kills leftover processes
     ENDING = "ending"  # it was killed
 
 
@@ -55,11 +55,11 @@ class SessionState(Enum):
 class SessionFamily:
     """A session and its forks: one session init, one slot, one PID namespace."""
 
-    identifier: int  # negative, because zygotes store families and programs together
+    identifier: int  # negative, to differ from the identifiers of programs
     slot: int
     init: socket.socket
     pid: int = 0
-    given_up: bool = False  # the session init did not respond, so the server killed it
+    timed_out: bool = False  # the session init did not respond, so the server killed it
     sessions: dict[int, ServerSession] = field(default_factory=dict)
     unsent: deque[tuple[bytes, tuple[int, ...]]] = field(default_factory=deque)  # commands with their descriptors
 
@@ -151,7 +151,7 @@ def _inner_pid(pid: int) -> int:
     return 0
 
 
-KIND = "science"
+SESSION_ZYGOTE = "science"
 """The interpreter from which sessions are forked, because a session's imports are unknown when it opens."""
 
 END_SECONDS = 5.0
@@ -175,97 +175,6 @@ class ServerCallbacks(Protocol):
     def release_slot(self, slot: int, kind: str) -> None: ...
 
 
-class SessionTable:
-    """Live sessions and families, and the messages to the client when they end."""
-
-    def __init__(self, server: ServerCallbacks) -> None:
-        self._server = server
-        self.sessions: dict[int, ServerSession] = {}
-        self.families: dict[int, SessionFamily] = {}
-
-    def drop_failed_fork(self, child: ServerSession, origin: ServerSession) -> None:
-        origin.family.send_command("forget", child.identifier)
-        if child.pid:
-            origin.family.send_command("kill", child.identifier)
-        self.remove(child)
-
-    def kill(self, number: int) -> None:
-        """Kill an interpreter. Its exit triggers the cleanup."""
-        session = self.sessions[number]
-        if session.program is not None and session.program.reason is not None and not session.why:
-            session.why = f"its program was killed: {session.program.reason.value}"
-        if session.pid == 0:
-            return  # killed when the process is born
-        session.enter_end(SessionState.ENDING)
-        session.family.send_command("kill", number)
-
-    def end(self, session: ServerSession, why: str) -> None:
-        """Kill a session and its program. Only the first reason is kept."""
-        if session.why:
-            return
-        session.why = why
-        if session.program is not None:
-            self._server.kill(session.program, Outcome.KILLED)
-        else:
-            self.kill(session.identifier)
-
-    def handle_family_end(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
-        """Handle the end of a session init and its processes. ``killed_by_program``: its own programs killed it."""
-        self.end_processes(family, why, killed_by_program=killed_by_program)
-        if self.families.pop(family.identifier, None) is not None:
-            self._server.remove_reader(family.init.fileno())
-            family.init.close()
-            family.flush()  # discards the commands
-            self._server.release_slot(family.slot, KIND)
-
-    def end_processes(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
-        for session in list(family.sessions.values()):
-            if session.program is not None:
-                if session.program.reason is None and not killed_by_program:
-                    ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
-                else:
-                    ending = ending_of_exit_code(session.program, -signal.SIGKILL, out_of_memory=False)
-                session.held_answer = self._server.finish_program(session.program, ending)
-            self.remove_ended(session, session.why or why)
-
-    def remove_ended(self, session: ServerSession, why: str) -> None:
-        """Remove a session whose process has ended, and answer all waiting requests."""
-        if session.fork is not None:
-            fork, session.fork = session.fork, None
-            self.drop_failed_fork(fork.child, session)
-            self._server.reply({"op": "refused", "id": fork.request, "kind": "unknown", "why": why})
-        if session.request:
-            self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
-        session.program = None
-        self._server.reply({"op": "ended", "number": session.identifier, "why": why})
-        if session.held_answer is not None:  # answers the program that ended the session
-            header, blobs = session.held_answer
-            session.held_answer = {**header, "session_ended": True}, blobs
-        self.send_held_answer(session)
-        self.remove(session)
-
-    def send_held_answer(self, session: ServerSession) -> None:
-        """Send the client the answer that was held back until the session was idle."""
-        if session.held_answer is not None:
-            header, blobs = session.held_answer
-            session.held_answer = None
-            self._server.reply(header, *blobs)
-
-    def add(self, session: ServerSession, on_message: Callable[[ServerSession], None]) -> None:
-        """Add a session. ``on_message`` is called for each message of its interpreter."""
-        self.sessions[session.identifier] = session
-        session.family.sessions[session.identifier] = session
-        self._server.add_reader(session.control.fileno(), lambda: on_message(session))
-
-    def remove(self, session: ServerSession) -> None:
-        if self.sessions.pop(session.identifier, None) is not None:
-            del session.family.sessions[session.identifier]
-            self._server.remove_reader(session.control.fileno())
-            session.control.close()
-            for request in session.closers:
-                self._server.reply({"op": "closed", "id": request})
-
-
 _OPEN_SECONDS = 60.0
 _FORK_SECONDS = 30.0
 _MAX_MESSAGE = 4096
@@ -277,16 +186,17 @@ class SessionManager:
     def __init__(self, config: RunnerConfig, server: ServerCallbacks) -> None:
         self._config = config
         self._server = server
-        self._poll = LimitChecker(config)
-        self._table = SessionTable(server)
+        self._limit_checker = LimitChecker(config)
+        self._sessions: dict[int, ServerSession] = {}
+        self._families: dict[int, SessionFamily] = {}
         self._slots = list(range(config.workers, config.slots))
-        self._waiting: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
+        self._queued_opens: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
         self._identifiers = itertools.count(-1, -1)
-        self._init_is_reached = reaches_session_init(config)
+        self._programs_reach_init = reaches_session_init(config)
 
     # Requests of the client.
 
-    def handle(self, header: ServerRequest) -> None:
+    def handle_request(self, header: ServerRequest) -> None:
         request, session = header["id"], header["number"]
         assert session is not None
         if header["op"] == "open":
@@ -299,10 +209,10 @@ class SessionManager:
     def run(self, order: RunOrder) -> None:
         """Run a program in an idle session."""
         assert order.session is not None
-        session = self._idle(order.identifier, order.session)
+        session = self._idle_session(order.identifier, order.session)
         if session is None:
             return
-        program, descriptors = prepare_program(order, self._config, KIND, session.family.slot)
+        program, descriptors = prepare_program(order, self._config, SESSION_ZYGOTE, session.family.slot)
         program.pid = session.family.pid
         self._server.watch_program(program)
         session.program = program
@@ -312,68 +222,72 @@ class SessionManager:
             os.close(descriptor)
 
     def _open(self, request: int, number: int) -> None:
-        if self._is_full(request):
+        if self._refuse_if_full(request):
             return
         if not self._slots:  # some slots are still being cleaned
-            self._waiting.append((request, number))
+            self._queued_opens.append((request, number))
             return
-        ours, theirs = _pair()
-        init, inits = _pair()
+        control, childs_control = _socket_pair()
+        init, childs_init = _socket_pair()
         family = SessionFamily(identifier=next(self._identifiers), slot=self._slots.pop(), init=init)
-        session = ServerSession(identifier=number, family=family, control=ours, request=request)
+        session = ServerSession(identifier=number, family=family, control=control, request=request)
         session.enter(SessionState.OPENING, _OPEN_SECONDS)
-        self._table.families[family.identifier] = family
-        self._table.add(session, self._on_process)
-        self._server.add_reader(init.fileno(), lambda: self._on_init(family))
-        zygote = self._server.zygote_of_kind(KIND)
-        with theirs, inits:
+        self._families[family.identifier] = family
+        self._add(session)
+        self._server.add_reader(init.fileno(), lambda: self._on_init_message(family))
+        zygote = self._server.zygote_of_kind(SESSION_ZYGOTE)
+        with childs_control, childs_init:
             try:
                 message: ProcessMessage = {"op": "init", "id": family.identifier, "slot": family.slot}
-                zygote.request_child({**message, "session": number}, [inits.fileno(), theirs.fileno()])
+                zygote.request_child({**message, "session": number}, [childs_init.fileno(), childs_control.fileno()])
             except OSError as error:
-                self._table.handle_family_end(family, str(error))
+                self._end_family(family, str(error))
                 return
-        zygote.send_command("where", family.identifier)
+        zygote.send_command("locate", family.identifier)
 
     def _fork(self, request: int, number: int, fork: int) -> None:
-        if self._is_full(request):
+        if self._refuse_if_full(request):
             return
-        origin = self._idle(request, number)
+        origin = self._idle_session(request, number)
         if origin is None:
             return
-        ours, theirs = _pair()
-        birth, births = _pair()
-        child = ServerSession(identifier=fork, family=origin.family, control=ours)
-        self._table.add(child, self._on_process)
+        control, childs_control = _socket_pair()
+        announcement, childs_announcement = _socket_pair()
+        child = ServerSession(identifier=fork, family=origin.family, control=control)
+        self._add(child)
         origin.fork = PendingFork(request=request, child=child)
         origin.enter(SessionState.FORKING, _FORK_SECONDS)
-        with theirs, birth, births:
-            birth.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
-            origin.family.send_command("expect", fork, (birth.fileno(),))
-            self._send_to_interpreter(
-                origin, {"op": "fork", "directory": str(fork)}, [theirs.fileno(), births.fileno()]
-            )
+        with childs_control, announcement, childs_announcement:
+            announcement.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+            origin.family.send_command("expect", fork, (announcement.fileno(),))
+            descriptors = [childs_control.fileno(), childs_announcement.fileno()]
+            self._send_to_interpreter(origin, {"op": "fork", "directory": str(fork)}, descriptors)
+
+    def _add(self, session: ServerSession) -> None:
+        self._sessions[session.identifier] = session
+        session.family.sessions[session.identifier] = session
+        self._server.add_reader(session.control.fileno(), lambda: self._on_interpreter_message(session))
 
     def _close(self, request: int, number: int) -> None:
-        session = self._table.sessions.get(number)
+        session = self._sessions.get(number)
         if session is None:
-            self._waiting = deque(waiting for waiting in self._waiting if waiting[1] != number)
+            self._queued_opens = deque(waiting for waiting in self._queued_opens if waiting[1] != number)
             self._server.reply({"op": "closed", "id": request})
             return
         session.closers.append(request)
-        self._table.end(session, "it was closed")
+        self._end_session(session, "it was closed")
 
-    def _is_full(self, request: int) -> bool:
-        count = len(self._table.sessions) + len(self._waiting)
+    def _refuse_if_full(self, request: int) -> bool:
+        count = len(self._sessions) + len(self._queued_opens)
         full = count >= self._config.max_sessions
         if full:
             why = f"{count} sessions are open; max_sessions={self._config.max_sessions}"
             self._server.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
         return full
 
-    def _idle(self, request: int, number: int) -> ServerSession | None:
+    def _idle_session(self, request: int, number: int) -> ServerSession | None:
         """Return the session if it is idle. Otherwise refuse the request and return None."""
-        session = self._table.sessions.get(number)
+        session = self._sessions.get(number)
         if session is None or session.state is not SessionState.IDLE:
             why = "it has ended" if session is None else session.why or f"it is {session.state.value}"
             self._server.reply({"op": "refused", "id": request, "kind": "unknown", "why": why})
@@ -382,8 +296,8 @@ class SessionManager:
 
     def release_slot(self, slot: int) -> None:
         self._slots.append(slot)
-        if self._waiting:
-            self._open(*self._waiting.popleft())
+        if self._queued_opens:
+            self._open(*self._queued_opens.popleft())
 
     # Messages of session processes.
 
@@ -396,11 +310,11 @@ class SessionManager:
         try:
             socket.send_fds(session.control, [text], descriptors)
         except OSError:
-            self._table.end(session, "its interpreter closed the socket")
+            self._end_session(session, "its interpreter closed the socket")
             return
-        session.family.send_command("wake", session.identifier)
+        session.family.send_command("resume", session.identifier)
 
-    def _on_process(self, session: ServerSession) -> None:
+    def _on_interpreter_message(self, session: ServerSession) -> None:
         try:
             data = session.control.recv(DONE.size + 1)
         except BlockingIOError:
@@ -413,38 +327,44 @@ class SessionManager:
         serial, exit_code, out_of_memory, error = DONE.unpack(data) if len(data) == DONE.size else (None, 0, False, 0)
         if serial != session.serial or session.state not in (SessionState.RUNNING, SessionState.FORKING):
             self._server.remove_reader(session.control.fileno())
-            self._table.end(session, "its interpreter sent an unexpected message")
+            self._end_session(session, "its interpreter sent an unexpected message")
         elif session.fork is not None:
             session.fork.origin_error = error
-            self._conclude_fork(session, session.fork)
+            self._finish_fork(session, session.fork)
         elif session.program is not None and session.program.reason is None:
             self._server.drain_output(session.program)
             ending = ending_of_exit_code(session.program, exit_code, out_of_memory=out_of_memory)
             session.held_answer = self._server.finish_program(session.program, ending)
             session.program = None
-            self._rest(session)
+            self._stop(session)
 
-    def _rest(self, session: ServerSession) -> None:
-        session.enter_end(SessionState.RESTING)
-        session.family.send_command("rest", session.identifier)
+    def _stop(self, session: ServerSession) -> None:
+        session.enter_end(SessionState.STOPPING)
+        session.family.send_command("stop", session.identifier)
 
-    def _conclude_fork(self, origin: ServerSession, fork: PendingFork) -> None:
+    def _finish_fork(self, origin: ServerSession, fork: PendingFork) -> None:
         if not fork.is_complete:
             return
         origin.fork = None
         code = fork.origin_error or fork.error
-        if code or fork.child.why or fork.child.identifier not in self._table.sessions:
-            self._table.drop_failed_fork(fork.child, origin)
+        if code or fork.child.why or fork.child.identifier not in self._sessions:
+            self._discard_fork(fork.child, origin)
             why = os.strerror(code) if code is not None and code in errno.errorcode else "it exited immediately"
             origin.held_answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
         else:
             fork.child.enter(SessionState.IDLE, self._config.session_idle_timeout)
             origin.held_answer = {"op": "opened", "id": fork.request}, []
-        self._rest(origin)
+        self._stop(origin)
+
+    def _discard_fork(self, child: ServerSession, origin: ServerSession) -> None:
+        origin.family.send_command("forget", child.identifier)
+        if child.pid:
+            origin.family.send_command("kill", child.identifier)
+        self._remove(child)
 
     # Messages of session inits and zygotes.
 
-    def _on_init(self, family: SessionFamily) -> None:
+    def _on_init_message(self, family: SessionFamily) -> None:
         try:
             data = family.init.recv(_MAX_MESSAGE)
         except BlockingIOError:
@@ -457,20 +377,20 @@ class SessionManager:
         family.flush()
         message: ProcessMessage = json.loads(data)
         if message["op"] == "failed":
-            self._table.end_processes(family, message["why"])
+            self._end_processes(family, message["why"])
         elif message["id"] in family.sessions:
             session = family.sessions[message["id"]]
-            if message["op"] == "born":
-                self._on_born(session, message["pid"], message["error"])
-            elif message["op"] == "rested" and session.state is SessionState.RESTING:
-                self._table.send_held_answer(session)
+            if message["op"] == "started":
+                self._on_started(session, message["pid"], message["error"])
+            elif message["op"] == "stopped" and session.state is SessionState.STOPPING:
+                self._send_held_answer(session)
                 session.enter(SessionState.IDLE, self._config.session_idle_timeout)
             elif message["op"] == "exit":
                 self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
 
-    def _on_born(self, session: ServerSession, pid: int, error: int) -> None:
+    def _on_started(self, session: ServerSession, pid: int, error: int) -> None:
         session.pid = pid
-        if session.why and pid:  # the session was closed before its process was born
+        if session.why and pid:  # the session was closed before its process had started
             self.kill(session.identifier)
         if session.request:
             self._server.reply({"op": "opened", "id": session.request})
@@ -481,22 +401,22 @@ class SessionManager:
         for origin in session.family.sessions.values():
             if origin.fork is not None and origin.fork.child is session:
                 origin.fork.error = error
-                self._conclude_fork(origin, origin.fork)
+                self._finish_fork(origin, origin.fork)
                 return
 
     def _on_exit(self, session: ServerSession, exit_code: int) -> None:
-        how = f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
+        end = f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
         program = session.program
         if program is not None:
             self._server.drain_output(program)
             session.held_answer = self._server.finish_program(
                 program, ending_of_exit_code(program, exit_code, out_of_memory=False)
             )
-        self._table.remove_ended(session, session.why or f"its interpreter exited with {how}")
+        self._remove_ended(session, session.why or f"its interpreter exited with {end}")
 
     def handle_zygote_report(self, message: ProcessMessage) -> None:
         """Handle a report about a session init."""
-        family = self._table.families.get(message["id"])
+        family = self._families.get(message["id"])
         if family is None:
             return
         if message["op"] == "located":
@@ -505,15 +425,15 @@ class SessionManager:
                 if session.program is not None:  # the program started before its session init was located
                     session.program.pid = family.pid
         else:
-            while family.identifier in self._table.families and self._has_news(family):
-                self._on_init(family)
+            while family.identifier in self._families and self._has_message(family):
+                self._on_init_message(family)
             killed_by_program = (
-                self._init_is_reached and not family.given_up and os.WIFSIGNALED(message.get("status", 0))
+                self._programs_reach_init and not family.timed_out and os.WIFSIGNALED(message.get("status", 0))
             )
             why = message.get("why", "its session init exited")
-            self._table.handle_family_end(family, why, killed_by_program=killed_by_program)
+            self._end_family(family, why, killed_by_program=killed_by_program)
 
-    def _has_news(self, family: SessionFamily) -> bool:
+    def _has_message(self, family: SessionFamily) -> bool:
         try:
             return bool(family.init.recv(1, socket.MSG_PEEK))
         except OSError:
@@ -522,35 +442,102 @@ class SessionManager:
     # Ends and limits.
 
     def kill(self, number: int) -> None:
-        self._table.kill(number)
+        """Kill an interpreter. Its exit triggers the cleanup."""
+        session = self._sessions[number]
+        if session.program is not None and session.program.reason is not None and not session.why:
+            session.why = f"its program was killed: {session.program.reason.value}"
+        if session.pid == 0:
+            return  # killed when the process has started
+        session.enter_end(SessionState.ENDING)
+        session.family.send_command("kill", number)
 
-    def end_all(self, why: str) -> None:
-        for family in list(self._table.families.values()):
-            self._table.handle_family_end(family, why)
+    def _end_session(self, session: ServerSession, why: str) -> None:
+        """Kill a session and its program. Only the first reason is kept."""
+        if session.why:
+            return
+        session.why = why
+        if session.program is not None:
+            self._server.kill(session.program, Outcome.KILLED)
+        else:
+            self.kill(session.identifier)
+
+    def _remove_ended(self, session: ServerSession, why: str) -> None:
+        """Remove a session whose process has ended, and answer all waiting requests."""
+        if session.fork is not None:
+            fork, session.fork = session.fork, None
+            self._discard_fork(fork.child, session)
+            self._server.reply({"op": "refused", "id": fork.request, "kind": "unknown", "why": why})
+        if session.request:
+            self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
+        session.program = None
+        self._server.reply({"op": "ended", "number": session.identifier, "why": why})
+        if session.held_answer is not None:  # answers the program that ended the session
+            header, blobs = session.held_answer
+            session.held_answer = {**header, "session_ended": True}, blobs
+        self._send_held_answer(session)
+        self._remove(session)
+
+    def _remove(self, session: ServerSession) -> None:
+        if self._sessions.pop(session.identifier, None) is not None:
+            del session.family.sessions[session.identifier]
+            self._server.remove_reader(session.control.fileno())
+            session.control.close()
+            for request in session.closers:
+                self._server.reply({"op": "closed", "id": request})
+
+    def _send_held_answer(self, session: ServerSession) -> None:
+        """Send the client the answer that was held back until the session was idle."""
+        if session.held_answer is not None:
+            header, blobs = session.held_answer
+            session.held_answer = None
+            self._server.reply(header, *blobs)
+
+    def _end_family(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
+        """Handle the end of a session init and its processes. ``killed_by_program``: one of its programs killed it."""
+        self._end_processes(family, why, killed_by_program=killed_by_program)
+        if self._families.pop(family.identifier, None) is not None:
+            self._server.remove_reader(family.init.fileno())
+            family.init.close()
+            family.flush()  # discards the commands
+            self._server.release_slot(family.slot, SESSION_ZYGOTE)
+
+    def _end_processes(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
+        for session in list(family.sessions.values()):
+            if session.program is not None:
+                if session.program.reason is None and not killed_by_program:
+                    ending = Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why)
+                else:
+                    ending = ending_of_exit_code(session.program, -signal.SIGKILL, out_of_memory=False)
+                session.held_answer = self._server.finish_program(session.program, ending)
+            self._remove_ended(session, session.why or why)
+
+    def end_all_sessions(self, why: str) -> None:
+        for family in list(self._families.values()):
+            self._end_family(family, why)
 
     def next_deadline(self) -> float:
-        return min((session.deadline for session in self._table.sessions.values()), default=math.inf)
+        return min((session.deadline for session in self._sessions.values()), default=math.inf)
 
     def end_overdue(self, now: float) -> None:
         """End sessions that have exceeded the deadline of their state."""
-        for family in self._table.families.values():
+        for family in self._families.values():
             family.flush()
-        for session in list(self._table.sessions.values()):
+        for session in list(self._sessions.values()):
             if now < session.deadline:
                 continue
             session.deadline = now + END_SECONDS
             if session.state is SessionState.IDLE:
-                self._table.end(session, f"it was idle for {self._config.session_idle_timeout:g} s")
+                self._end_session(session, f"it was idle for {self._config.session_idle_timeout:g} s")
             elif session.state is SessionState.FORKING:
-                self._table.end(session, "it did not fork in time")
+                self._end_session(session, "it did not fork in time")
             else:  # the session init does not respond
-                session.family.given_up = True
-                self._server.zygote_of_kind(KIND).send_command("kill", session.family.identifier)
+                session.family.timed_out = True
+                self._server.zygote_of_kind(SESSION_ZYGOTE).send_command("kill", session.family.identifier)
 
     def enforce_usage_limits(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, including its family's stray processes, exceeds a limit."""
-        beyond = self._server.zygote_of_kind(KIND).resident
-        for family in self._table.families.values():
+        beyond = self._server.zygote_of_kind(SESSION_ZYGOTE).resident
+        for family in self._families.values():
             running = [session for session in family.sessions.values() if session.program is not None]
             if not running or not family.pid:
                 continue
@@ -560,11 +547,11 @@ class SessionManager:
                 assert session.program is not None
                 if count_tasks and used.tasks > self._config.max_processes:
                     self._server.kill(session.program, Outcome.KILLED)
-                elif self._poll.exceeds_memory(session.program, used, beyond):
+                elif self._limit_checker.exceeds_memory(session.program, used, beyond):
                     self._server.kill(session.program, Outcome.MEMORY_LIMIT)
 
 
-def _pair() -> tuple[socket.socket, socket.socket]:
+def _socket_pair() -> tuple[socket.socket, socket.socket]:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     ours.setblocking(False)
     return ours, theirs

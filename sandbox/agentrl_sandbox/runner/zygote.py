@@ -6,7 +6,7 @@ over a SEQPACKET socket, with one JSON object per message:
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
                        and [fetch file] if files are fetched
                        {"op": "init", "id", "slot", "session"} with descriptors [init's socket, session's socket]
-                       {"op": "kill", "id"} · {"op": "where", "id"} · {"op": "clean", "id"}: a slot
+                       {"op": "kill", "id"} · {"op": "locate", "id"} · {"op": "clean", "id"}: a slot
     zygote -> server   {"op": "ready"} · {"op": "failed", "id", "why"} · {"op": "located", "id", "pid"}
                        {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "id"}
 

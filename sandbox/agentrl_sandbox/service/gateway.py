@@ -75,7 +75,7 @@ class Gateway:
         gauge("running", "requests in progress", lambda: registry.running)
         gauge("runners", "runners that accept programs", lambda: registry.runners)
         gauge("workers", "programs that can run at once", lambda: registry.workers)
-        gauge("sessions", "open sessions", lambda: len(pool.sessions.book))
+        gauge("sessions", "open sessions", lambda: len(pool.sessions))
 
     def check_open(self) -> None:
         """Raise BusyError while the service is stopping."""

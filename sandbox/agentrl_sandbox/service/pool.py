@@ -1,4 +1,4 @@
-"""A sandbox over any number of runners: the queue of calls, the sessions, and the pool."""
+"""A sandbox over any number of runners, with a bounded queue of calls."""
 
 from __future__ import annotations
 
@@ -33,8 +33,6 @@ from agentrl_sandbox.types import (
     UnknownSessionError,
     failed_execution,
 )
-
-# A bounded queue for runners with limited capacity.
 
 Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the required runner, if any
 
@@ -120,112 +118,22 @@ class RunnerQueue:
             del self._promised[link]
 
 
-# The sessions of a pool and their runners. Runners limit the number and age of sessions.
-
 _T = TypeVar("_T")
-_WORK_SECONDS = 60.0  # for opening, forking and closing a session
-
-
-class PoolSessions:
-    """Open sessions by name. ``links`` returns the connected runners."""
-
-    def __init__(self, links: Callable[[], Iterable[RunnerLink]]) -> None:
-        self._links = links
-        self._background: set[asyncio.Task[object]] = set()
-        self.book = SessionRegistry[RunnerLink, str]()
-
-    async def close(self) -> None:
-        """Stop background work. Sessions end with the connections to their runners."""
-        tasks = list(self._background)
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-
-    async def open_or_fork(self, parent: str | None = None) -> str:
-        """Open a session, or fork the session ``parent``. If the caller is cancelled, the new session is closed.
-
-        Raises SessionLimitError, SessionForkError, UnknownSessionError or BusyError.
-        """
-        task = self._in_background(self._open() if parent is None else self._fork(parent))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(self._end_unwanted)
-            raise
-
-    async def end(self, session: str) -> None:
-        """End a session. No effect if it has ended. Raises UnknownSessionError, and BusyError if the runner fails."""
-        if self.book.has_ended(session):
-            return
-        found = self.book.find(session)
-        self.book.record_end(session, "it was closed")
-        with contextlib.suppress(NotSentError):  # the session ended with its runner
-            await asyncio.shield(self._in_background(_request(found.owner, "close_session", found.identifier)))
-
-    async def _open(self) -> str:
-        """Open a session at the runner with capacity that has the fewest sessions."""
-        links = sorted((link for link in self._links() if not link.leaving), key=self.book.count_at)
-        full: SessionLimitError | None = None
-        for link in links:
-            try:
-                return self.book.add(link, await _request(link, "open_session"))
-            except SessionLimitError as error:
-                full = error
-            except NotSentError:
-                continue
-        raise full or BusyError("no runner is connected")
-
-    async def _fork(self, session: str) -> str:
-        async with self.book.exclusive_use(session) as found:
-            try:
-                return self.book.add(found.owner, await _request(found.owner, "fork_session", found.identifier))
-            except (NotSentError, UnknownSessionError) as error:
-                raise self.book.end_with_error(session, str(error)) from error
-
-    def _end_unwanted(self, task: asyncio.Task[str]) -> None:
-        if not task.cancelled() and task.exception() is None:
-            self._in_background(self._end_quietly(task.result()))
-
-    async def _end_quietly(self, session: str) -> None:
-        with contextlib.suppress(SandboxError):  # it ended by itself
-            await self.end(session)
-
-    def _in_background(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
-        task = asyncio.get_running_loop().create_task(work)
-        self._background.add(task)
-        task.add_done_callback(self._background.discard)
-        return task
-
-
-async def _request(link: RunnerLink, operation: str, name: str | None = None) -> str:
-    """Send a session request. Raises NotSentError, BusyError if the runner fails, or the error of a refusal."""
-    header = {"op": operation} if name is None else {"op": operation, "session": name}
-    try:
-        answer = await link.request(header, [], timeout=_WORK_SECONDS)
-    except NotSentError:
-        raise
-    except RunnerLostError as error:
-        raise BusyError(f"the runner was lost during a session request: {error}") from error
-    if isinstance(answer, SessionMessage):
-        return answer.session
-    if not isinstance(answer, RefusedMessage):
-        raise BusyError("the runner's answer does not match the request")
-    if answer.kind in REFUSALS:
-        raise REFUSALS[answer.kind](answer.why)
-    raise BusyError(f"the runner failed: {answer.why}")
+_SESSION_SECONDS = 60.0  # for opening, forking and closing a session
 
 
 class RunnerPool(CallSandbox):
     """Sandbox that sends each program to the runner with the fewest requests in flight. Sessions stay at their runner.
 
-    At most ``queue_limit`` calls wait, each for at most ``queue_seconds``.
+    At most ``queue_limit`` calls wait, each for at most ``queue_seconds``. Runners limit their sessions.
     """
 
     def __init__(self, directory: Path, *, queue_limit: int, queue_seconds: float) -> None:
         self.registry = RunnerRegistry(directory, self._on_change)
         self.queue = RunnerQueue(self.registry.links.values, limit=queue_limit, seconds=queue_seconds)
-        self.sessions = PoolSessions(self.registry.links.values)
-        self._once = SharedRuns()
+        self.sessions = SessionRegistry[RunnerLink, str]()
+        self._shared_runs = SharedRuns()
+        self._background: set[asyncio.Task[object]] = set()
         self._closed = False
 
     def open(self) -> None:
@@ -234,12 +142,16 @@ class RunnerPool(CallSandbox):
     async def close(self) -> None:
         self._closed = True
         self.queue.close()
-        await self.sessions.close()
-        await self.registry.close()
+        for task in self._background:
+            task.cancel()
+        await asyncio.gather(*self._background, return_exceptions=True)
+        await self.registry.close()  # sessions end with the connections to their runners
 
     @property
     def isolation(self) -> Isolation:
         return self.registry.isolation
+
+    # Programs.
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.
@@ -251,19 +163,7 @@ class RunnerPool(CallSandbox):
             raise ClosedError("the sandbox was closed")
         if request_id is None:
             return await self._run(call)
-        return await self._once.run((request_id, call.digest()), lambda: self._run(call))
-
-    async def open_session(self) -> str:
-        """Open a session; see ``Sandbox``. Also raises BusyError."""
-        return await self.sessions.open_or_fork()
-
-    async def fork_session(self, session: str) -> str:
-        """Fork a session at the same runner; see ``Sandbox``. Also raises BusyError."""
-        return await self.sessions.open_or_fork(parent=session)
-
-    async def close_session(self, session: str) -> None:
-        """Close a session; see ``Sandbox``. Also raises BusyError."""
-        await self.sessions.end(session)
+        return await self._shared_runs.run((request_id, call.digest()), lambda: self._run(call))
 
     async def _run(self, call: Call) -> Execution:
         if call.session is not None:
@@ -276,17 +176,96 @@ class RunnerPool(CallSandbox):
                 continue
 
     async def _run_in_session(self, call: Call, session: str) -> Execution:
-        async with self.sessions.book.exclusive_use(session) as found:
+        async with self.sessions.exclusive_use(session) as found:
             link = await self.queue.acquire(only=found.owner)
             try:
                 return await _run_at(link, replace(call, session=found.identifier))
             except (NotSentError, UnknownSessionError) as error:
-                raise self.sessions.book.end_with_error(session, str(error)) from error
+                raise self.sessions.end_with_error(session, str(error)) from error
 
     def _on_change(self, link: RunnerLink) -> None:
         if link.gone:
-            self.sessions.book.record_end_at_owner(link, link.why_gone)
+            self.sessions.record_end_at_owner(link, link.why_gone)
         self.queue.assign_waiting_calls()
+
+    # Sessions.
+
+    async def open_session(self) -> str:
+        """Open a session at the runner with the fewest sessions; see ``Sandbox``. Also raises BusyError."""
+        return await self._start_session(self._open())
+
+    async def fork_session(self, session: str) -> str:
+        """Fork a session at the same runner; see ``Sandbox``. Also raises BusyError."""
+        return await self._start_session(self._fork(session))
+
+    async def close_session(self, session: str) -> None:
+        """Close a session; see ``Sandbox``. Also raises BusyError."""
+        if self.sessions.has_ended(session):
+            return
+        found = self.sessions.find(session)
+        self.sessions.record_end(session, "it was closed")
+        with contextlib.suppress(NotSentError):  # the session ended with its runner
+            await asyncio.shield(self._in_background(_request(found.owner, "close_session", found.identifier)))
+
+    async def _start_session(self, starting: Coroutine[None, None, str]) -> str:
+        """Open or fork a session. If the caller is cancelled, the new session is closed."""
+        task = self._in_background(starting)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(self._close_unwanted)
+            raise
+
+    async def _open(self) -> str:
+        full: SessionLimitError | None = None
+        runners = [link for link in self.registry.links.values() if not link.leaving]
+        for link in sorted(runners, key=self.sessions.count_at):
+            try:
+                return self.sessions.add(link, await _request(link, "open_session"))
+            except SessionLimitError as error:
+                full = error
+            except NotSentError:
+                continue
+        raise full or BusyError("no runner is connected")
+
+    async def _fork(self, session: str) -> str:
+        async with self.sessions.exclusive_use(session) as found:
+            try:
+                return self.sessions.add(found.owner, await _request(found.owner, "fork_session", found.identifier))
+            except (NotSentError, UnknownSessionError) as error:
+                raise self.sessions.end_with_error(session, str(error)) from error
+
+    def _close_unwanted(self, task: asyncio.Task[str]) -> None:
+        if not task.cancelled() and task.exception() is None:
+            self._in_background(self._close_quietly(task.result()))
+
+    async def _close_quietly(self, session: str) -> None:
+        with contextlib.suppress(SandboxError):  # it has ended by itself
+            await self.close_session(session)
+
+    def _in_background(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
+        task = asyncio.get_running_loop().create_task(work)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
+        return task
+
+
+async def _request(link: RunnerLink, operation: str, name: str | None = None) -> str:
+    """Send a session request. Raises NotSentError, BusyError if the runner fails, or the error of a refusal."""
+    header = {"op": operation} if name is None else {"op": operation, "session": name}
+    try:
+        answer = await link.request(header, [], timeout=_SESSION_SECONDS)
+    except NotSentError:
+        raise
+    except RunnerLostError as error:
+        raise BusyError(f"the runner was lost during a session request: {error}") from error
+    if isinstance(answer, SessionMessage):
+        return answer.session
+    if not isinstance(answer, RefusedMessage):
+        raise BusyError("the runner's answer does not match the request")
+    if answer.kind in REFUSALS:
+        raise REFUSALS[answer.kind](answer.why)
+    raise BusyError(f"the runner failed: {answer.why}")
 
 
 async def _run_at(link: RunnerLink, call: Call) -> Execution:
