@@ -12,8 +12,8 @@ from typing import Generic, TypeVar
 
 from agentrl_sandbox.types import Execution, Outcome, UnknownSessionError
 
-_REMEMBERED_BYTES = 16 << 20  # one minute of small results at 270 calls per second
-_OVERHEAD_BYTES = 1024
+_CACHE_BYTES = 16 << 20  # one minute of small results at 270 calls per second
+_RESULT_OVERHEAD_BYTES = 1024
 
 
 @dataclass(slots=True)
@@ -25,12 +25,12 @@ class _SharedRun:
 class SharedRuns:
     """Shares one run between calls with equal keys. Infrastructure failures are not cached, so that a retry can run.
 
-    The latest results are cached, up to ``remembered_bytes`` of output and files.
+    The latest results are cached, up to ``cache_bytes`` of output and files.
     """
 
-    def __init__(self, remembered_bytes: int = _REMEMBERED_BYTES) -> None:
-        self._limit = remembered_bytes
-        self._bytes = 0
+    def __init__(self, cache_bytes: int = _CACHE_BYTES) -> None:
+        self._cache_bytes = cache_bytes
+        self._cached_bytes = 0
         self._running: dict[object, _SharedRun] = {}
         self._tasks: set[asyncio.Task[Execution]] = set()  # including cancelled runs without waiters
         self._finished: OrderedDict[object, Execution] = OrderedDict()
@@ -72,82 +72,82 @@ class SharedRuns:
         if task.result().outcome is Outcome.INFRASTRUCTURE_FAILURE:
             return
         self._finished[key] = task.result()
-        self._bytes += _size(task.result())
-        while self._bytes > self._limit:
+        self._cached_bytes += _result_bytes(task.result())
+        while self._cached_bytes > self._cache_bytes:
             _, oldest = self._finished.popitem(last=False)
-            self._bytes -= _size(oldest)
+            self._cached_bytes -= _result_bytes(oldest)
 
 
-def _size(execution: Execution) -> int:
+def _result_bytes(execution: Execution) -> int:
     files = sum(map(len, execution.files.values()))
-    return _OVERHEAD_BYTES + len(execution.stdout) + len(execution.stderr) + files
+    return _RESULT_OVERHEAD_BYTES + len(execution.stdout) + len(execution.stderr) + files
 
 
-_Home = TypeVar("_Home")
-_Key = TypeVar("_Key")
-_REMEMBERED = 65_536  # limit of live sessions, whose end may have been missed, and of ended sessions
+_Owner = TypeVar("_Owner")
+_Identifier = TypeVar("_Identifier")
+_MAX_SESSIONS = 65_536  # recorded as open, because their end may have been missed, and as ended
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
-class OpenSession(Generic[_Home, _Key]):
+class OpenSession(Generic[_Owner, _Identifier]):
     """An open session: its server or runner (``owner``), and its identifier there (``identifier``)."""
 
-    owner: _Home
-    identifier: _Key
+    owner: _Owner
+    identifier: _Identifier
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class SessionRegistry(Generic[_Home, _Key]):
+class SessionRegistry(Generic[_Owner, _Identifier]):
     """Open and ended sessions of one client, by name."""
 
     def __init__(self) -> None:
-        self._live: OrderedDict[str, OpenSession[_Home, _Key]] = OrderedDict()
+        self._open: OrderedDict[str, OpenSession[_Owner, _Identifier]] = OrderedDict()
         self._ended: OrderedDict[str, str] = OrderedDict()  # name -> reason
 
     def __len__(self) -> int:
-        return len(self._live)
+        return len(self._open)
 
-    def add(self, home: _Home, number: _Key, name: str | None = None) -> str:
+    def add(self, owner: _Owner, identifier: _Identifier, name: str | None = None) -> str:
         """Add an open session and return its name, by default a new random name that cannot be guessed."""
         name = name or secrets.token_hex(16)
-        self._live[name] = OpenSession(owner=home, identifier=number)
-        if len(self._live) > _REMEMBERED:
-            self._live.popitem(last=False)
+        self._open[name] = OpenSession(owner=owner, identifier=identifier)
+        if len(self._open) > _MAX_SESSIONS:
+            self._open.popitem(last=False)
         return name
 
-    def count_at(self, owner: _Home) -> int:
+    def count_at(self, owner: _Owner) -> int:
         """Return the number of open sessions of a server or runner."""
-        return sum(session.owner is owner for session in self._live.values())
+        return sum(session.owner is owner for session in self._open.values())
 
-    def find(self, name: str) -> OpenSession[_Home, _Key]:
+    def find(self, name: str) -> OpenSession[_Owner, _Identifier]:
         """Return the open session with this name. Raises UnknownSessionError if no session has it."""
-        session = self._live.get(name)
+        session = self._open.get(name)
         if session is None:
             raise self.end_with_error(name, "it was never opened")
-        self._live.move_to_end(name)
+        self._open.move_to_end(name)
         return session
 
     def has_ended(self, name: str) -> bool:
         return name in self._ended
 
     @asynccontextmanager
-    async def exclusive_use(self, name: str) -> AsyncIterator[OpenSession[_Home, _Key]]:
+    async def exclusive_use(self, name: str) -> AsyncIterator[OpenSession[_Owner, _Identifier]]:
         """Wait for exclusive use of a session. Raises UnknownSessionError if it does not exist or ends meanwhile."""
         async with self.find(name).lock:
             yield self.find(name)  # it may have ended meanwhile
 
     def record_end(self, name: str, why: str) -> None:
         """Record that a session has ended. Only the first reason is kept."""
-        if self._live.pop(name, None) is None:
+        if self._open.pop(name, None) is None:
             return
         self._ended[name] = why
-        if len(self._ended) > _REMEMBERED:
+        if len(self._ended) > _MAX_SESSIONS:
             self._ended.popitem(last=False)
 
-    def record_end_at_owner(self, home: _Home, why: str, number: _Key | None = None) -> None:
-        """Record the end of the session ``number`` at ``home``, or of all sessions there if ``number`` is None."""
-        for name, session in list(self._live.items()):
-            if session.owner is home and number in (None, session.identifier):
+    def record_end_at_owner(self, owner: _Owner, why: str, identifier: _Identifier | None = None) -> None:
+        """Record the end of a session at a server or runner, or of all its sessions if ``identifier`` is None."""
+        for name, session in list(self._open.items()):
+            if session.owner is owner and identifier in (None, session.identifier):
                 self.record_end(name, why)
 
     def end_with_error(self, name: str, why: str) -> UnknownSessionError:

@@ -28,7 +28,7 @@ from typing import Any, Generic, TypedDict, TypeVar
 
 from agentrl_sandbox.types import Execution, Outcome, Sandbox
 
-_HEAD = struct.Struct("!II")  # bytes after this head, bytes of the JSON header
+_FRAME_HEAD = struct.Struct("!II")  # bytes after this head, bytes of the JSON header
 _MAX_FRAME = 1 << 30
 
 _Header = TypeVar("_Header", bound=Mapping[str, object])
@@ -41,13 +41,13 @@ class FrameError(ValueError):
 
 
 def pack_frame(header: Mapping[str, object], *blobs: bytes) -> bytes:
-    whole = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
+    full_header = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
     # Escapes could triple the size of file names, which the size limits of messages do not account for.
-    text = json.dumps(whole, ensure_ascii=False).encode("utf-8", "surrogatepass")
+    text = json.dumps(full_header, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:
         raise FrameError(f"a frame of {size} bytes exceeds the maximum of {_MAX_FRAME} bytes")
-    return b"".join((_HEAD.pack(size, len(text)), text, *blobs))
+    return b"".join((_FRAME_HEAD.pack(size, len(text)), text, *blobs))
 
 
 class FrameBuffer(Generic[_Header]):
@@ -62,20 +62,20 @@ class FrameBuffer(Generic[_Header]):
         self._data += data
         frames: list[Frame[_Header]] = []
         position = 0
-        while len(self._data) - position >= _HEAD.size:
-            size, header_size = _HEAD.unpack_from(self._data, position)
+        while len(self._data) - position >= _FRAME_HEAD.size:
+            size, header_size = _FRAME_HEAD.unpack_from(self._data, position)
             if size > self._limit or header_size > size:
                 raise FrameError(f"invalid frame of {size} bytes with a header of {header_size}")
-            end = position + _HEAD.size + size
+            end = position + _FRAME_HEAD.size + size
             if len(self._data) < end:
                 break
-            frames.append(_unpack(bytes(self._data[position + _HEAD.size : end]), header_size))
+            frames.append(_unpack_body(bytes(self._data[position + _FRAME_HEAD.size : end]), header_size))
             position = end
         del self._data[:position]
         return frames
 
 
-def _unpack(body: bytes, header_size: int) -> tuple[Any, list[bytes]]:
+def _unpack_body(body: bytes, header_size: int) -> tuple[Any, list[bytes]]:
     try:
         header = json.loads(body[:header_size])
     except (ValueError, RecursionError) as error:
@@ -102,11 +102,11 @@ def fail_futures(futures: Iterable[asyncio.Future[Any]], error: Exception) -> No
 
 
 MAX_FILES = 1024
-_DEEPEST = 32
-_LONGEST = 255  # bytes of a component
+_MAX_COMPONENTS = 32
+_MAX_COMPONENT_BYTES = 255
 MAX_NAME_LENGTH = 4096
 """Maximum length of a complete name in characters."""
-_PAGE = 4096
+_PAGE_BYTES = 4096
 
 
 def check_file_names(names: Iterable[str]) -> None:
@@ -114,7 +114,7 @@ def check_file_names(names: Iterable[str]) -> None:
     count = 0
     for name in names:
         count += 1
-        why = _fault(name)
+        why = _name_error(name)
         if why:
             raise ValueError(f"invalid file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
     if count > MAX_FILES:
@@ -129,12 +129,12 @@ def check_files(files: Mapping[str, bytes], max_bytes: int) -> None:
         for end in range(1, len(parts)):
             if "/".join(parts[:end]) in files:
                 raise ValueError(f"invalid file name {name!r}: {'/'.join(parts[:end])!r} is a file, not a directory")
-    needed = sum(-(-len(content) // _PAGE) * _PAGE for content in files.values())
+    needed = sum(-(-len(content) // _PAGE_BYTES) * _PAGE_BYTES for content in files.values())
     if needed > max_bytes:
         raise ValueError(f"the files take {needed} bytes, but the scratch directory has {max_bytes}: raise scratch_mb")
 
 
-def _fault(name: str) -> str:
+def _name_error(name: str) -> str:
     if not name:
         return "it is empty"
     if "\0" in name:
@@ -144,8 +144,8 @@ def _fault(name: str) -> str:
     if len(name) > MAX_NAME_LENGTH:
         return f"it is longer than {MAX_NAME_LENGTH} characters"
     parts = name.split("/")
-    if len(parts) > _DEEPEST:
-        return f"it has more than {_DEEPEST} components"
+    if len(parts) > _MAX_COMPONENTS:
+        return f"it has more than {_MAX_COMPONENTS} components"
     for part in parts:
         if part in ("", ".", ".."):
             return f"a component is {part!r}"
@@ -153,8 +153,8 @@ def _fault(name: str) -> str:
             size = len(part.encode())
         except UnicodeEncodeError:
             return "it is not Unicode text"
-        if size > _LONGEST:
-            return f"a component is longer than {_LONGEST} bytes"
+        if size > _MAX_COMPONENT_BYTES:
+            return f"a component is longer than {_MAX_COMPONENT_BYTES} bytes"
     return ""
 
 

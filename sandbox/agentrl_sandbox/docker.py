@@ -28,9 +28,9 @@ _START_SECONDS = 120.0
 _LINGER_SECONDS = 30  # after this time, the container of a killed client stops and is removed
 _QUEUE_LIMIT = 1_000_000  # large, because calls of this process wait instead of being rejected
 _MEGABYTE = 1 << 20
-_SPARE_MB = 1024  # for the warm interpreters
-_SPARE_PIDS = 64
-_PIDS_A_SESSION = 4  # processes of an idle session
+_OVERHEAD_MB = 1024  # for the warm interpreters
+_OVERHEAD_PIDS = 64
+_PIDS_PER_SESSION = 4  # processes of an idle session
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 """Capabilities that a runner needs for a separate user per slot and for cleanup, as in compose.yaml."""
@@ -49,14 +49,14 @@ class DockerSandbox(RunnerPool):
         self._sockets.mkdir(mode=0o700)
         super().__init__(self._sockets, queue_limit=_QUEUE_LIMIT, queue_seconds=settings.retry_deadline)
         self._container: Any = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._replacing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
         """Start the container and wait for its runner. Raises StartError or UnisolatedError."""
         self.open()
         await asyncio.to_thread(self._run_container)
         waiting = asyncio.ensure_future(self.registry.wait_for_runner(_START_SECONDS))
-        ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
+        ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_end))
         try:
             await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done() or not waiting.result():
@@ -71,7 +71,7 @@ class DockerSandbox(RunnerPool):
             raise
         finally:
             waiting.cancel()
-        self._keeping = asyncio.create_task(self._keep(ending))
+        self._replacing = asyncio.create_task(self._replace_ended_containers(ending))
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         if self._closed:
@@ -86,13 +86,13 @@ class DockerSandbox(RunnerPool):
         if self._closed:
             return
         self._closed = True
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
+        if self._replacing is not None:
+            self._replacing.cancel()
+            await asyncio.gather(self._replacing, return_exceptions=True)
         await super().close()
-        await asyncio.to_thread(self._remove)
+        await asyncio.to_thread(self._remove_container)
 
-    async def _keep(self, ending: asyncio.Future[str]) -> None:
+    async def _replace_ended_containers(self, ending: asyncio.Future[str]) -> None:
         """Start a new container whenever the current container ends."""
         while True:
             await ending
@@ -102,7 +102,7 @@ class DockerSandbox(RunnerPool):
                     break
                 except StartError:
                     await asyncio.sleep(1.0)  # the engine may be restarting; calls wait up to retry_deadline
-            ending = asyncio.ensure_future(asyncio.to_thread(self._follow))
+            ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_end))
 
     def _run_container(self) -> None:
         settings = self._settings
@@ -110,7 +110,7 @@ class DockerSandbox(RunnerPool):
             f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", "allow_unisolated", *LIMITS)
         }
         environment["SANDBOX_WORKERS"] = str(settings.concurrency)
-        memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _SPARE_MB
+        memory = (settings.memory_mb + settings.scratch_mb) * settings.concurrency + _OVERHEAD_MB
         try:
             container = self._client.containers.create(
                 self._image,
@@ -124,8 +124,8 @@ class DockerSandbox(RunnerPool):
                 cap_add=list(CAPABILITIES),
                 security_opt=["no-new-privileges"],
                 pids_limit=settings.max_processes * settings.concurrency
-                + _PIDS_A_SESSION * settings.max_sessions
-                + _SPARE_PIDS,
+                + _PIDS_PER_SESSION * settings.max_sessions
+                + _OVERHEAD_PIDS,
                 mem_limit=memory * _MEGABYTE,
                 runtime=os.environ.get("SANDBOX_RUNTIME", "runc"),
                 environment=environment,
@@ -144,14 +144,14 @@ class DockerSandbox(RunnerPool):
         except DockerException as error:
             raise StartError(f"Docker did not start {self._image!r}: {error}") from error
 
-    def _follow(self) -> str:
+    def _wait_for_end(self) -> str:
         """Read the container's log until the container ends. Returns the last lines."""
         last: deque[bytes] = deque(maxlen=8)
         with contextlib.suppress(DockerException):
             last.extend(self._container.logs(stream=True, follow=True))
         return b"".join(last).decode("utf-8", "replace").strip() or "it logged nothing"
 
-    def _remove(self) -> None:
+    def _remove_container(self) -> None:
         if self._container is not None:
             with contextlib.suppress(NotFound):
                 self._container.remove(force=True)

@@ -43,7 +43,7 @@ JsonObject = Mapping[str, Any]
 """An unchecked response of the service."""
 
 _log = logging.getLogger(__name__)
-_IN_FLIGHT = 256  # concurrent requests unless ``workers`` is set; further calls wait in this process
+_MAX_REQUESTS = 256  # concurrent requests unless ``workers`` is set; further calls wait in this process
 _START_SECONDS = 60.0
 _CONNECT_SECONDS = 10.0
 _READ_TIMEOUT_SECONDS = 600.0  # in addition to a program's timeout, for the service's queue
@@ -73,11 +73,11 @@ class RetryTimer:
         self._deadline = time.monotonic() + seconds
         self._pause = _FIRST_PAUSE
 
-    async def pause(self, busy: BusyError, late: str) -> None:
-        """Sleep before the next attempt. Raises BusyError, prefixed with ``late``, if the deadline is too close."""
+    async def pause(self, busy: BusyError, message: str) -> None:
+        """Sleep before the next attempt. Raises BusyError, prefixed with ``message``, if the deadline is too close."""
         seconds = max(self._pause, busy.retry_after) * random.uniform(0.5, 1.5)
         if time.monotonic() + seconds > self._deadline:
-            raise BusyError(f"{late}: {busy}") from busy
+            raise BusyError(f"{message}: {busy}") from busy
         await asyncio.sleep(seconds)
         self._pause = min(2 * self._pause, _LONGEST_PAUSE)
 
@@ -109,7 +109,7 @@ class ServiceSandbox(CallSandbox, ABC):
         """Run a program; see ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError and ValueError."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
-        request = run_request(call, request_id, default=self._settings.timeout)
+        request = execute_request(call, request_id, default=self._settings.timeout)
         started = time.monotonic()
         try:
             return await self._call(request, call.session)
@@ -156,8 +156,8 @@ class HttpSandbox(ServiceSandbox):
             self._headers["Authorization"] = f"Bearer {token}"
         self._tls = ssl.create_default_context()
         self._idle: list[httpx.AsyncHTTPTransport] = []
-        self._busy: set[httpx.AsyncHTTPTransport] = set()
-        self._room = asyncio.Semaphore(settings.workers or _IN_FLIGHT)
+        self._active: set[httpx.AsyncHTTPTransport] = set()
+        self._request_slots = asyncio.Semaphore(settings.workers or _MAX_REQUESTS)
         self._outage_logged = False  # until a request receives a response
         self._why_cancelled = ""
         self.pending: set[asyncio.Timeout] = set()  # one for each request that waits or has been sent
@@ -187,7 +187,7 @@ class HttpSandbox(ServiceSandbox):
     async def close(self) -> None:
         """Close the connections, which kills running programs."""
         self._closed = True
-        for connection in (*self._idle, *self._busy):
+        for connection in (*self._idle, *self._active):
             await connection.aclose()
 
     async def send_once(self, request: ServiceRequest[_T]) -> _T:
@@ -200,7 +200,7 @@ class HttpSandbox(ServiceSandbox):
         limit = asyncio.timeout(None)
         self.pending.add(limit)
         try:
-            async with limit, self._room:
+            async with limit, self._request_slots:
                 return request.read(await self._send(request))
         except TimeoutError:
             raise UnreachableServiceError(self._why_cancelled, begun=True) from None
@@ -256,8 +256,8 @@ class HttpSandbox(ServiceSandbox):
             content=b"" if request.body is None else json.dumps(request.body).encode("ascii"),
             extensions={"timeout": timeout.as_dict()},
         )
-        connection = self._idle.pop() if self._idle else self._one_connection()
-        self._busy.add(connection)
+        connection = self._idle.pop() if self._idle else self._new_connection()
+        self._active.add(connection)
         try:
             response = await connection.handle_async_request(sent)
             try:
@@ -268,17 +268,17 @@ class HttpSandbox(ServiceSandbox):
             begun = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise UnreachableServiceError(f"{type(error).__name__}: {error}", begun=begun) from error
         finally:
-            self._busy.discard(connection)
+            self._active.discard(connection)
             self._idle.append(connection)
         self._outage_logged = False
         if not response.is_success:
-            raise self._error(response)
+            raise self._error_of_response(response)
         try:
             return response.json() if response.content else {}
         except ValueError as error:  # not text, or not JSON
             raise BusyError(f"{self.url} sent a response that is not JSON: {error}") from error
 
-    def _one_connection(self) -> httpx.AsyncHTTPTransport:
+    def _new_connection(self) -> httpx.AsyncHTTPTransport:
         """Create a transport for one request at a time. A pool would scan all connections on every request.
 
         A complete client would follow redirects, store cookies and use this process's proxies, and it takes twice the
@@ -290,7 +290,7 @@ class HttpSandbox(ServiceSandbox):
             trust_env=False,
         )
 
-    def _error(self, response: httpx.Response) -> Exception:
+    def _error_of_response(self, response: httpx.Response) -> Exception:
         try:
             problem = response.json()
             why = f"{self.url} answered {response.status_code}: {problem['detail']}"
@@ -321,7 +321,7 @@ class HttpSandbox(ServiceSandbox):
                 )
 
 
-def run_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
+def execute_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
     """Build the request that runs a program. ``default``: timeout in s. Raises ValueError for an invalid timeout."""
     seconds = validate_timeout(default if call.timeout is None else call.timeout)
     body = {

@@ -73,19 +73,19 @@ class ForkServerProcess(asyncio.Protocol):
 
     def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
-        self.gone = False
+        self.exited = False
         self.layers: dict[str, int] = {}  # see ``isolation.layers``
         self.hello: asyncio.Future[str] = loop.create_future()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.on_session_ended: Callable[[int, str], None] = lambda session, why: None
-        self.on_gone: Callable[[], None] = lambda: None
+        self.on_exit: Callable[[], None] = lambda: None
         self._closed: asyncio.Future[None] = loop.create_future()
         self._process = process
         self._messages = messages
         self._frames = FrameBuffer[ServerReply]()
         self._waiting: dict[int, asyncio.Future[Frame[ServerReply]]] = {}
         self._identifiers = itertools.count(1)
-        self._to_warm = {"bare", "science"}
+        self._cold_interpreters = {"bare", "science"}
         self._transport: asyncio.Transport | None = None
 
     @classmethod
@@ -142,7 +142,7 @@ class ForkServerProcess(asyncio.Protocol):
 
     def close_session(self, session: int) -> None:
         """End an abandoned session without waiting."""
-        if self._transport is not None and not self.gone:
+        if self._transport is not None and not self.exited:
             self._transport.write(pack_frame({"op": "close", "id": 0, "number": session}))
 
     async def _request(self, header: Mapping[str, object], blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
@@ -151,7 +151,7 @@ class ForkServerProcess(asyncio.Protocol):
         The grace period is a separate wait, so that after a long pause of the event loop, answers that are already in
         the socket are read before the server counts as hung.
         """
-        if self._transport is None or self.gone:
+        if self._transport is None or self.exited:
             raise ServerExitedError("the sandbox's server has exited")
         identifier = next(self._identifiers)
         future: asyncio.Future[Frame[ServerReply]] = asyncio.get_running_loop().create_future()
@@ -167,7 +167,7 @@ class ForkServerProcess(asyncio.Protocol):
                     return answer, content
             raise TimeoutError(f"no answer {_GRACE_SECONDS:g} s after the deadline")
         finally:
-            if self._waiting.pop(identifier, None) is not None and not self.gone:
+            if self._waiting.pop(identifier, None) is not None and not self.exited:
                 self._transport.write(pack_frame({"op": "cancel", "id": identifier}))
 
     async def close(self) -> None:
@@ -197,13 +197,13 @@ class ForkServerProcess(asyncio.Protocol):
             self._on_frame(frame)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.gone = True
+        self.exited = True
         fail_futures(
             (self.hello, self.ready, *self._waiting.values()), ServerExitedError("the sandbox's server exited")
         )
         if not self._closed.done():
             self._closed.set_result(None)
-        self.on_gone()
+        self.on_exit()
 
     def _on_frame(self, frame: Frame[ServerReply]) -> None:
         header, _ = frame
@@ -211,8 +211,8 @@ class ForkServerProcess(asyncio.Protocol):
             self.layers = header["layers"]
             self.hello.set_result(header["why"])
         elif header["op"] == "ready":
-            self._to_warm.discard(header["kind"])
-            if not self._to_warm and not self.ready.done():
+            self._cold_interpreters.discard(header["kind"])
+            if not self._cold_interpreters and not self.ready.done():
                 self.ready.set_result(None)
         elif header["op"] == "ended":
             self.on_session_ended(header["number"], header["why"])
@@ -247,9 +247,9 @@ def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], so
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
 # User ids that are most likely unused. A limit on processes counts all processes of a user on the host, including other
 # containers, so two runners must not share users.
-_USERS = range(1_879_048_192, 2_147_483_648)  # unused in systemd's table of users and groups
-_FEW_USERS = range(20_000, 60_000)  # for containers with only 65,536 user ids
-_STEP = 2048  # maximum number of workers and sessions of a runner
+_USER_IDS = range(1_879_048_192, 2_147_483_648)  # unused in systemd's table of users and groups
+_CONTAINER_USER_IDS = range(20_000, 60_000)  # for containers with only 65,536 user ids
+_MAX_SLOTS = 2048  # maximum number of workers and sessions of a runner
 _FIX = (
     "run as root, or allow unprivileged user namespaces (sysctl kernel.unprivileged_userns_clone=1, and where AppArmor "
     "restricts them kernel.apparmor_restrict_unprivileged_userns=0), or use a kernel with seccomp and Landlock (Linux "
@@ -266,13 +266,13 @@ class LocalSandbox(CallSandbox):
         self._config = config
         self._isolation = Isolation(layers={}, mode=config.isolate)
         self._numbers = itertools.count(1)  # of sessions
-        self._room = asyncio.Semaphore(settings.concurrency)
-        self._once = SharedRuns()
+        self._worker_slots = asyncio.Semaphore(settings.concurrency)
+        self._shared_runs = SharedRuns()
         self._sessions = SessionRegistry[ForkServerProcess, int]()
         self._server = server
-        self._restarting = asyncio.Lock()
+        self._restart_lock = asyncio.Lock()
         self._closed = False
-        self._follow(server)
+        self._record_session_ends(server)
 
     @property
     def isolation(self) -> Isolation:
@@ -291,7 +291,7 @@ class LocalSandbox(CallSandbox):
         call = replace(call, timeout=seconds, fetch_files=tuple(dict.fromkeys(call.fetch_files)))
         if request_id is None:
             return await self._run(call)
-        return await self._once.run((request_id, call.digest()), lambda: self._run(call))
+        return await self._shared_runs.run((request_id, call.digest()), lambda: self._run(call))
 
     async def open_session(self) -> str:
         self._check_open()
@@ -335,9 +335,9 @@ class LocalSandbox(CallSandbox):
         if self._closed:
             return
         self._closed = True
-        async with self._restarting:
+        async with self._restart_lock:
             await self._server.close()
-        await self._once.wait_until_finished()
+        await self._shared_runs.wait_until_finished()
 
     async def check(self, reasons: Sequence[str] = ()) -> None:
         """Probe all properties. Raises UnisolatedError if a property is missing, unless the settings allow it.
@@ -358,15 +358,15 @@ class LocalSandbox(CallSandbox):
 
     async def _run(self, call: Call) -> Execution:
         if call.session is None:
-            async with self._room:
-                return await self._run_on(None, None, call)
-        async with self._sessions.exclusive_use(call.session) as live, self._room:
+            async with self._worker_slots:
+                return await self._run_at(None, None, call)
+        async with self._sessions.exclusive_use(call.session) as live, self._worker_slots:
             try:
-                return await self._run_on(live.owner, live.identifier, call)
+                return await self._run_at(live.owner, live.identifier, call)
             except ServerRefusedError as refused:
                 raise self._sessions.end_with_error(call.session, refused.why) from refused
 
-    async def _run_on(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
+    async def _run_at(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
         started = time.monotonic()
         try:
             server = server or await self._running_server()
@@ -378,8 +378,10 @@ class LocalSandbox(CallSandbox):
             await server.close()
             return failed_execution("the sandbox's server did not respond after the program's deadline", started)
 
-    async def _request_session(self, server: ForkServerProcess, made: int, op: str, session: int, **more: int) -> None:
-        """Open or fork the session ``made`` at a server. Closes the session if the caller is cancelled."""
+    async def _request_session(
+        self, server: ForkServerProcess, new_session: int, op: str, session: int, **more: int
+    ) -> None:
+        """Open or fork the session ``new_session`` at a server. Closes the session if the caller is cancelled."""
         try:
             await server.request(op, session, **more)
         except ServerRefusedError as refused:
@@ -387,25 +389,25 @@ class LocalSandbox(CallSandbox):
                 raise SessionLimitError(f"cannot open another session: {refused.why}") from refused
             raise
         except asyncio.CancelledError:
-            server.close_session(made)
+            server.close_session(new_session)
             raise
 
     async def _running_server(self) -> ForkServerProcess:
         """Return the server, restarted if it exited. Raises StartError, and ServerExitedError after ``close``."""
-        async with self._restarting:
+        async with self._restart_lock:
             if self._closed:
                 raise ServerExitedError("the sandbox was closed")
-            if self._server.gone:
+            if self._server.exited:
                 await self._server.close()  # before another server runs programs as the same users
                 config = replace(self._config, first_user=choose_first_user(self._settings))
                 self._server = await ForkServerProcess.start(config)
-                self._follow(self._server)
+                self._record_session_ends(self._server)
                 await self._server.wait_until_warm()
             return self._server
 
-    def _follow(self, server: ForkServerProcess) -> None:
+    def _record_session_ends(self, server: ForkServerProcess) -> None:
         server.on_session_ended = lambda number, why: self._sessions.record_end_at_owner(server, why, number)
-        server.on_gone = functools.partial(self._sessions.record_end_at_owner, server, "the sandbox's server exited")
+        server.on_exit = functools.partial(self._sessions.record_end_at_owner, server, "the sandbox's server exited")
 
 
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
@@ -464,18 +466,18 @@ def choose_first_user(settings: SandboxSettings) -> int:
     if settings.first_user is not None:
         return settings.first_user
     try:
-        return draw_free_users()
+        return draw_first_user()
     except OSError as error:
         raise StartError(f"cannot choose user ids for the sandbox's server: {error}") from error
 
 
-def draw_free_users() -> int:
-    """Draw the first of ``_STEP`` user ids that are most likely unused on this host."""
-    numbers = _USERS if _is_mapped(_USERS.stop - 1) else _FEW_USERS
-    return random.SystemRandom().randrange(numbers.start, numbers.stop - _STEP, _STEP)
+def draw_first_user() -> int:
+    """Draw the first of ``_MAX_SLOTS`` user ids that are most likely unused on this host."""
+    numbers = _USER_IDS if _is_user_mapped(_USER_IDS.stop - 1) else _CONTAINER_USER_IDS
+    return random.SystemRandom().randrange(numbers.start, numbers.stop - _MAX_SLOTS, _MAX_SLOTS)
 
 
-def _is_mapped(user: int) -> bool:
+def _is_user_mapped(user: int) -> bool:
     """Return True if this process's user namespace maps a user id. In practice, group ids are mapped the same way."""
     with open("/proc/self/uid_map", encoding="ascii") as file:
         spans = [tuple(map(int, line.split())) for line in file]

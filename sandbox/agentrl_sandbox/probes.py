@@ -23,46 +23,48 @@ from pathlib import Path
 from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import PROPERTIES, Execution, Isolation, Outcome, Sandbox, StartError
 
-# The layers that provide each property, by mode and kernel. The probes verify them.
-
 
 def layers_by_property(mode: str, found: Mapping[str, int]) -> dict[str, str]:
-    """Return the layers that provide each property on this machine, strongest first.
+    """Return the layers that should provide each property on this machine, strongest first.
 
     >>> found = {"landlock": 4, "seccomp": 1, "separate_users": 0}
     >>> layers_by_property("none", found)["no_network"]
     'seccomp, Landlock'
     >>> layers_by_property("none", found)["no_foreign_signals"]
-    'nothing here'
+    'unknown'
     """
-    spaces = mode != "none"
+    has_namespaces = mode != "none"
     separate_user = bool(found["separate_users"])
     version, filtered = found["landlock"], bool(found["seccomp"])
     user = ("a user for each slot", separate_user)
-    counted = ("a watch on processes and threads", not separate_user)
+    counted = ("counting of processes and threads", not separate_user)
     return {
-        "no_network": _those(("network namespace", spaces), ("seccomp", filtered), ("Landlock", version >= 4)),
-        "scratch_only_writes": _those(("mount namespace", spaces), user, ("Landlock", version >= 1)),
-        "no_foreign_reads": _those(("mount namespace", spaces), user, ("Landlock", version >= 1)),
-        "bounded_memory": "RLIMIT_AS, a watch on resident memory",
-        "bounded_processes": _those(counted, ("RLIMIT_NPROC", True), user, ("user namespace", mode == "user")),
+        "no_network": _join_layers(
+            ("network namespace", has_namespaces), ("seccomp", filtered), ("Landlock", version >= 4)
+        ),
+        "scratch_only_writes": _join_layers(("mount namespace", has_namespaces), user, ("Landlock", version >= 1)),
+        "no_foreign_reads": _join_layers(("mount namespace", has_namespaces), user, ("Landlock", version >= 1)),
+        "bounded_memory": "RLIMIT_AS, measurement of resident memory",
+        "bounded_processes": _join_layers(counted, ("RLIMIT_NPROC", True), user, ("user namespace", mode == "user")),
         "bounded_time": "the server's deadline, RLIMIT_CPU",
-        "bounded_output": "the server's count",
-        "no_foreign_signals": _those(("PID namespace", spaces), user, ("Landlock", version >= 6)),
-        "no_tracing": _those(("PID namespace", spaces), user, ("seccomp", filtered), ("Landlock", version >= 1)),
+        "bounded_output": "counting by the server",
+        "no_foreign_signals": _join_layers(("PID namespace", has_namespaces), user, ("Landlock", version >= 6)),
+        "no_tracing": _join_layers(
+            ("PID namespace", has_namespaces), user, ("seccomp", filtered), ("Landlock", version >= 1)
+        ),
     }
 
 
-def _those(*layers: tuple[str, bool]) -> str:
-    return ", ".join(name for name, there in layers if there) or "nothing here"
+def _join_layers(*layers: tuple[str, bool]) -> str:
+    return ", ".join(name for name, is_active in layers if is_active) or "unknown"
 
 
 # The programs that the probes run: templates for ``str.format``, or texts to run unchanged.
 
-GOT_THROUGH = 3
+ATTACK_SUCCEEDED = 3
 """Exit status of a program whose attack succeeded."""
 
-AHEAD = 1 << 20
+UNCOUNTED_BYTES = 1 << 20
 """Bytes that a program may write before the server counts them."""
 
 NETWORK = """
@@ -121,10 +123,10 @@ def names(directory):
 
 end = time.monotonic() + {seconds}
 while (begin := time.monotonic()) < end:
-    beside = ["../" + name for name in names("..") + [str(slot) for slot in range(16)]]
+    directories = ["../" + name for name in names("..") + [str(slot) for slot in range(16)]]
     for process in names("/proc"):
-        beside += ["/proc/" + process + "/cwd", "/proc/" + process + "/root/scratch"]
-    for place in {places!r} + [directory + "/secret" for directory in beside]:
+        directories += ["/proc/" + process + "/cwd", "/proc/" + process + "/root/scratch"]
+    for place in {places!r} + [directory + "/secret" for directory in directories]:
         try:
             text = open(place, "rb").read()
         except OSError:
@@ -199,15 +201,15 @@ os._exit(3)
 """
 
 
-_TRIES = (1, 3, 9)  # factors on the time limits
+_TIMEOUT_FACTORS = (1, 3, 9)  # factors on the time limits
 _PROBE_SECONDS = 0.3  # deadline of the time probe
 _PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should exit by themselves
 _NEIGHBOUR_SECONDS = 0.3  # time to search for a neighbour's files
 
-Execute = Callable[..., Awaitable[Execution]]
+ExecuteProbe = Callable[..., Awaitable[Execution]]
 # Runs a probe with its time limits multiplied by the argument. Returns True if the sandbox has the property. Raises
 # InconclusiveProbeError.
-Look = Callable[[int], Awaitable[bool]]
+Probe = Callable[[int], Awaitable[bool]]
 
 
 class InconclusiveProbeError(Exception):
@@ -235,19 +237,21 @@ async def probe_isolation(
         pid, held = victim.process.pid, (Outcome.OK,)
         memory = MEMORY.format(size=2 * settings.memory_mb << 20)
         processes = PROCESSES.format(most=settings.max_processes + 8)
-        output = OUTPUT.format(size=2 * settings.flood_limit + AHEAD)
+        output = OUTPUT.format(size=2 * settings.flood_limit + UNCOUNTED_BYTES)
         tracing = TRACING.format(pid=pid, start=victim.start)
-        probes: dict[str, Look] = {
-            "no_network": partial(_network, execute),
-            "scratch_only_writes": partial(_writes, execute),
-            "no_foreign_reads": partial(_reads, execute, victim, settings.concurrency > 1),
-            "bounded_memory": partial(_program, execute, memory, _succeeds, (Outcome.MEMORY_LIMIT,)),
+        probes: dict[str, Probe] = {
+            "no_network": partial(_probe_network, execute),
+            "scratch_only_writes": partial(_probe_writes, execute),
+            "no_foreign_reads": partial(_probe_reads, execute, victim, settings.concurrency > 1),
+            "bounded_memory": partial(_probe_program, execute, memory, _ended_normally, (Outcome.MEMORY_LIMIT,)),
             # Either further forks fail, or the program is killed.
-            "bounded_processes": partial(_program, execute, processes, _reported_success, (Outcome.OK, Outcome.KILLED)),
-            "bounded_time": partial(_time, execute),
-            "bounded_output": partial(_program, execute, output, _succeeds, (Outcome.OUTPUT_LIMIT,)),
+            "bounded_processes": partial(
+                _probe_program, execute, processes, _reported_success, (Outcome.OK, Outcome.KILLED)
+            ),
+            "bounded_time": partial(_probe_time, execute),
+            "bounded_output": partial(_probe_program, execute, output, _ended_normally, (Outcome.OUTPUT_LIMIT,)),
             "no_tracing": partial(
-                _program, execute, tracing, lambda ran: _reported_success(ran) or victim.rest in ran.stdout, held
+                _probe_program, execute, tracing, lambda ran: _reported_success(ran) or victim.rest in ran.stdout, held
             ),
         }
         found = dict(
@@ -256,7 +260,7 @@ async def probe_isolation(
             )
         )
         signals = partial(
-            _program,
+            _probe_program,
             execute,
             SIGNALS.format(pid=pid),
             lambda ran: _reported_success(ran) or victim.process.poll() is not None,
@@ -267,12 +271,12 @@ async def probe_isolation(
     return Isolation(layers={name: names[name] if found[name] else None for name in PROPERTIES}, mode=mode)
 
 
-async def _repeat_until_conclusive(name: str, probe_once: Look) -> bool:
+async def _repeat_until_conclusive(name: str, probe_once: Probe) -> bool:
     """Repeat a probe until it is conclusive. Raises StartError if all attempts are inconclusive."""
     endings: list[str] = []
-    for slower in _TRIES:
+    for factor in _TIMEOUT_FACTORS:
         try:
-            return await probe_once(slower)
+            return await probe_once(factor)
         except InconclusiveProbeError as unclear:
             endings.append(str(unclear))
     raise StartError(
@@ -281,11 +285,11 @@ async def _repeat_until_conclusive(name: str, probe_once: Look) -> bool:
     )
 
 
-def _judge(ran: Execution, *, broken: bool, held: tuple[Outcome, ...] = (Outcome.OK,)) -> bool:
-    """Return True if the property holds. ``broken``: the attack succeeded. ``held``: outcomes of a failed attack."""
-    if not broken and ran.outcome not in held:
+def _property_holds(ran: Execution, *, attack_succeeded: bool, held: tuple[Outcome, ...] = (Outcome.OK,)) -> bool:
+    """Return True if the property holds. ``held``: outcomes of a failed attack."""
+    if not attack_succeeded and ran.outcome not in held:
         raise InconclusiveProbeError(ran)
-    return not broken
+    return not attack_succeeded
 
 
 class _Victim:
@@ -313,7 +317,7 @@ def _victim_process() -> Iterator[_Victim]:
             process.wait()
 
 
-async def _network(execute: Execute, slower: int) -> bool:
+async def _probe_network(execute: ExecuteProbe, factor: int) -> bool:
     """Probe that no message of the program reaches a TCP or a UDP socket. Messages of other processes are ignored."""
     word = secrets.token_hex(8)
     with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
@@ -322,11 +326,11 @@ async def _network(execute: Execute, slower: int) -> bool:
             listener.setblocking(False)
         tcp.listen()
         program = NETWORK.format(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], word=word)
-        ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
-        return _judge(ran, broken="sent" in ran.stdout or word.encode() in _arrived(tcp, udp))
+        ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
+        return _property_holds(ran, attack_succeeded="sent" in ran.stdout or word.encode() in _received_data(tcp, udp))
 
 
-def _arrived(tcp: socket.socket, udp: socket.socket) -> bytes:
+def _received_data(tcp: socket.socket, udp: socket.socket) -> bytes:
     data: list[bytes] = []
     with contextlib.suppress(BlockingIOError):
         while True:
@@ -341,82 +345,86 @@ def _arrived(tcp: socket.socket, udp: socket.socket) -> bytes:
 
 
 @contextmanager
-def _open_directory() -> Iterator[str]:
+def _public_directory() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-probe-") as directory:
         os.chmod(directory, 0o777)
         yield directory
 
 
-async def _writes(execute: Execute, slower: int) -> bool:
+async def _probe_writes(execute: ExecuteProbe, factor: int) -> bool:
     """Probe that writes have no effect in directories outside scratch, and that scratch is writable."""
     name = f"agentrl-sandbox-probe-{secrets.token_hex(8)}"
-    with _open_directory() as open_to_all:
-        untouched = Path(open_to_all, "untouched")
+    with _public_directory() as public:
+        untouched = Path(public, "untouched")
         untouched.write_text("untouched")
         untouched.chmod(0o666)
-        directories = [open_to_all, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
+        directories = [public, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
         program = WRITES.format(directories=directories, name=name, untouched=str(untouched))
-        ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
-        changed = not _is_untouched(untouched)
+        ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
+        changed = not _is_unchanged(untouched)
         leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
         for path in leaked:
             path.unlink(missing_ok=True)
-    return _judge(ran, broken=bool(leaked) or changed)
+    return _property_holds(ran, attack_succeeded=bool(leaked) or changed)
 
 
-def _is_untouched(file: Path) -> bool:
+def _is_unchanged(file: Path) -> bool:
     return file.exists() and file.stat().st_mode & 0o777 == 0o666 and file.read_text() == "untouched"
 
 
-async def _reads(execute: Execute, victim: _Victim, neighbours: bool, slower: int) -> bool:
+async def _probe_reads(execute: ExecuteProbe, victim: _Victim, neighbours: bool, factor: int) -> bool:
     """Probe that a program cannot read secrets from a world-readable file, another program's files or a process.
 
     ``neighbours``: programs run concurrently, so the search is conclusive only if the other program's file existed.
     """
-    timeout = slower * _PROBE_TIMEOUT_SECONDS
-    with _open_directory() as open_to_all:
-        secret = Path(open_to_all, "secret")
+    timeout = factor * _PROBE_TIMEOUT_SECONDS
+    with _public_directory() as public:
+        secret = Path(public, "secret")
         secret.write_text(victim.start + victim.rest)
-        seconds = slower * _NEIGHBOUR_SECONDS
+        seconds = factor * _NEIGHBOUR_SECONDS
         neighbour = NEIGHBOUR.format(secret=victim.start + victim.rest, seconds=2 * seconds)
         places = [str(secret), f"/proc/{victim.process.pid}/environ", f"/proc/{victim.process.pid}/fd/0"]
         reader = READS.format(places=places, start=victim.start, seconds=seconds)
-        beside, ran = await asyncio.gather(execute(neighbour, timeout=timeout), execute(reader, timeout=timeout))
-        held = _judge(ran, broken=victim.rest in ran.stdout)
-        if held and neighbours and not _met(beside, ran):
-            raise InconclusiveProbeError(beside)
+        neighbour_run, ran = await asyncio.gather(execute(neighbour, timeout=timeout), execute(reader, timeout=timeout))
+        held = _property_holds(ran, attack_succeeded=victim.rest in ran.stdout)
+        if held and neighbours and not _searched_while_present(neighbour_run, ran):
+            raise InconclusiveProbeError(neighbour_run)
         if held and os.access("/etc/shadow", os.R_OK):
             ran = await execute(SHADOW, timeout=timeout)
-            held = _judge(ran, broken=ran.exit_code == GOT_THROUGH)
+            held = _property_holds(ran, attack_succeeded=ran.exit_code == ATTACK_SUCCEEDED)
         return held
 
 
-def _met(neighbour: Execution, reader: Execution) -> bool:
+def _searched_while_present(neighbour: Execution, reader: Execution) -> bool:
     """Return True if the reader completed a search while the neighbour's file existed. Output lines are time spans."""
     spans = [[float(word) for word in line.split()] for line in neighbour.stdout.splitlines()]
     looks = [[float(word) for word in line.split()] for line in reader.stdout.splitlines()]
     return any(begin <= look[0] and look[1] <= end for begin, end in spans for look in looks)
 
 
-async def _program(
-    execute: Execute, program: str, got_through: Callable[[Execution], bool], held: tuple[Outcome, ...], slower: int
+async def _probe_program(
+    execute: ExecuteProbe,
+    program: str,
+    attack_succeeded: Callable[[Execution], bool],
+    held: tuple[Outcome, ...],
+    factor: int,
 ) -> bool:
     """Run an attack whose result shows whether it succeeded. ``held``: outcomes of a failed attack."""
-    ran = await execute(program, timeout=slower * _PROBE_TIMEOUT_SECONDS)
-    return _judge(ran, broken=got_through(ran), held=held)
+    ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
+    return _property_holds(ran, attack_succeeded=attack_succeeded(ran), held=held)
 
 
 def _reported_success(ran: Execution) -> bool:
-    return ran.exit_code == GOT_THROUGH
+    return ran.exit_code == ATTACK_SUCCEEDED
 
 
-def _succeeds(ran: Execution) -> bool:
+def _ended_normally(ran: Execution) -> bool:
     return ran.outcome is Outcome.OK
 
 
-async def _time(execute: Execute, slower: int) -> bool:
+async def _probe_time(execute: ExecuteProbe, factor: int) -> bool:
     """Probe that a program that ignores signals is killed at its timeout."""
-    ran = await execute(TIME, timeout=slower * _PROBE_SECONDS)
+    ran = await execute(TIME, timeout=factor * _PROBE_SECONDS)
     if "spins" not in ran.stdout:
         raise InconclusiveProbeError(ran)
-    return _judge(ran, broken=False, held=(Outcome.TIMEOUT,))
+    return _property_holds(ran, attack_succeeded=False, held=(Outcome.TIMEOUT,))

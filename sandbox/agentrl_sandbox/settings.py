@@ -13,9 +13,9 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from agentrl_sandbox.types import SandboxError
 
-_SERVICE = re.compile(r"https?://[^\s/?#@,]+/?")
-_PLACE = re.compile(r"local://|ray://|docker://[^\s/]\S*")
-_PLUGIN = re.compile(r"([a-z][a-z0-9]*)://\S*")
+_SERVICE_URL = re.compile(r"https?://[^\s/?#@,]+/?")
+_OTHER_URL = re.compile(r"local://|ray://|docker://[^\s/]\S*")
+_PLUGIN_URL = re.compile(r"([a-z][a-z0-9]*)://\S*")
 
 PLUGINS = "agentrl.sandboxes"
 """Entry-point group of other sandboxes: SCHEME = "module:function". See `agentrl_sandbox.client.open_sandbox`."""
@@ -103,16 +103,16 @@ class SandboxSettings(BaseModel):
 
     @field_validator("url", mode="before")
     @classmethod
-    def _one_text(cls, url: object) -> object:
+    def _join_addresses(cls, url: object) -> object:
         return ",".join(map(str, url)) if isinstance(url, list | tuple) else url
 
     @field_validator("url")
     @classmethod
-    def _known_url(cls, url: str) -> str:
+    def _check_url(cls, url: str) -> str:
         addresses = [part.strip() for part in url.split(",")]
-        if not _PLACE.fullmatch(url) and not all(map(_SERVICE.fullmatch, addresses)):
+        if not _OTHER_URL.fullmatch(url) and not all(map(_SERVICE_URL.fullmatch, addresses)):
             schemes = sorted(entry.name for entry in entry_points(group=PLUGINS))
-            match = _PLUGIN.fullmatch(url)
+            match = _PLUGIN_URL.fullmatch(url)
             if match is None or match[1] not in schemes:
                 installed = "".join(f", {scheme}://" for scheme in schemes)
                 raise ValueError(
@@ -148,8 +148,8 @@ class SandboxSettings(BaseModel):
 
 
 NO_TOKEN = "none"
-_RENAMED = {"patience": "retry_deadline"}
-_REMOVED = {
+_RENAMED_SETTINGS = {"patience": "retry_deadline"}
+_REMOVED_SETTINGS = {
     "standby": "a fork server that exits is restarted automatically",
     "batch_limit": "send programs to /v1/execute concurrently instead of in batches",
 }
@@ -198,8 +198,8 @@ class GatewaySettings(BaseModel):
     def hosts(self) -> frozenset[str]:
         """All accepted names in a Host header."""
         more = {name.strip().lower() for name in self.allowed_hosts.split(",") if name.strip()}
-        own = set() if self.host in ("0.0.0.0", "::") else {self.host.lower()}
-        return frozenset({"127.0.0.1", "localhost", "::1", *own, *more})
+        own_host = set() if self.host in ("0.0.0.0", "::") else {self.host.lower()}
+        return frozenset({"127.0.0.1", "localhost", "::1", *own_host, *more})
 
 
 def read_settings(
@@ -211,12 +211,12 @@ def read_settings(
     """
     arguments = list(arguments)
     given = {argument.partition("=")[0] for argument in arguments}
-    for old, new in _RENAMED.items():
+    for old, new in _RENAMED_SETTINGS.items():
         if environment.get(f"SANDBOX_{old.upper()}"):
             raise ServiceSettingsError(f"SANDBOX_{old.upper()} was renamed to SANDBOX_{new.upper()}")
         if old in given:
             raise ServiceSettingsError(f"the setting {old} was renamed to {new}")
-    for old, why in _REMOVED.items():
+    for old, why in _REMOVED_SETTINGS.items():
         if old in given or environment.get(f"SANDBOX_{old.upper()}"):
             raise ServiceSettingsError(f"the setting {old} was removed: {why}")
     names = [name for name in model.model_fields if name not in set(without)]

@@ -160,7 +160,7 @@ async def test_a_server_that_cannot_be_started_is_an_infrastructure_failure():
         "async def main():\n    sandbox = await open_sandbox(SandboxSettings(workers=4))\n"
         "    (server,) = open(f'/proc/{os.getpid()}/task/{os.getpid()}/children').read().split()\n"
         "    os.kill(int(server), signal.SIGKILL)\n"
-        "    while not sandbox._server.gone:\n        await asyncio.sleep(0.01)\n"
+        "    while not sandbox._server.exited:\n        await asyncio.sleep(0.01)\n"
         "    before = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
         "    resource.setrlimit(resource.RLIMIT_NOFILE, (3, before[1]))\n"
         "    failed = await sandbox.execute('print(1)')\n"

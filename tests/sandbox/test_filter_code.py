@@ -13,7 +13,7 @@ from agentrl_sandbox.runner.seccomp import (
     DENIED_WITHOUT_SEPARATE_USER,
     LAST_KNOWN,
     MACHINES,
-    MISSING,
+    NOT_IMPLEMENTED,
     build_filter,
     system_call_number,
 )
@@ -57,7 +57,7 @@ def test_what_is_listed_is_refused_and_nothing_else(machine, separate_user):
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     names = [name for group in groups.values() for name in group]
     refused = {system_call_number(name, machine): PERMISSION for name in (*names, *REFUSED_WITHOUT_ARGUMENTS)}
-    refused |= {system_call_number(name, machine): UNKNOWN for name in MISSING}
+    refused |= {system_call_number(name, machine): UNKNOWN for name in NOT_IMPLEMENTED}
     verdicts = {call: verdict(call) for call in range(LAST_KNOWN + 1)}
     assert verdicts == {call: refused.get(call, seccomp.ALLOW) for call in range(LAST_KNOWN + 1)}
     assert verdict(LAST_KNOWN + 1) == UNKNOWN

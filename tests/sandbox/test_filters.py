@@ -16,7 +16,7 @@ from agentrl_sandbox.runner.seccomp import (
     DENIED_WITHOUT_SEPARATE_USER,
     LAST_KNOWN,
     MACHINES,
-    MISSING,
+    NOT_IMPLEMENTED,
     system_call_number,
 )
 
@@ -62,7 +62,7 @@ async def test_denied_calls_are_not_permitted(run, group):
 
 @NEEDS_MACHINE
 async def test_calls_that_libraries_do_without_are_unknown(run):
-    requests = known(MISSING)
+    requests = known(NOT_IMPLEMENTED)
     assert await errors(run, requests) == dict.fromkeys(requests, errno.ENOSYS)
 
 

@@ -60,58 +60,56 @@ def expect_blocked_attack(run: Execution) -> bool:
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
 
-def attack_case(guards: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
+def attack_case(property_name: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
     """Build a case from statements, one per line. A statement that raises no OSError counts as a success."""
     lines = [line.strip() for line in body.strip().splitlines()]
     program = (
         f"{_HELPERS}{prologue}\n"
         + "".join(
-            f"try:\n    {line}\n    print('reached', {line!r})\nexcept (OSError, NotReachedError):\n    pass\n"
+            f"try:\n    {line}\n    print('reached', {line!r})\nexcept (OSError, AttackFailedError):\n    pass\n"
             for line in lines
         )
         + "print('tried')\n"
     )
-    return Case(name, program, expect_blocked_attack, guards, after=after)
+    return Case(name, program, expect_blocked_attack, property_name, after=after)
 
 
-_CALLS = """
+_ATTACKED_CALLS = """
 ptrace keyctl add_key bpf io_uring_setup userfaultfd perf_event_open process_vm_readv pidfd_getfd open_by_handle_at
 kexec_load init_module mount unshare setns pivot_root chroot swapon reboot clock_settime fsopen open_tree move_mount
 kcmp shmget semget msgget mq_open acct syslog landlock_create_ruleset seccomp
 """
-_NUMBERS = {machine: {name: system_call_number(name, machine) for name in _CALLS.split()} for machine in MACHINES}
+_NUMBERS_BY_MACHINE = {
+    machine: {name: system_call_number(name, machine) for name in _ATTACKED_CALLS.split()} for machine in MACHINES
+}
 _HELPERS = (
-    f"SYSTEM_CALLS = {_NUMBERS}\n"
+    f"SYSTEM_CALLS = {_NUMBERS_BY_MACHINE}\n"
     + '''
 import ctypes, os, platform, socket, struct, sys
 libc = ctypes.CDLL(None, use_errno=True)
-class NotReachedError(Exception): pass
-def foreign():
-    """Processes that are not the program's own, as far as it can see any."""
-    found = [int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()]
-    return found
-def refuse(): raise NotReachedError("empty")
-def any_of(reach):
-    """Whether any process that is not ours can be reached in this way."""
-    for pid in foreign():
+class AttackFailedError(Exception): pass
+def refuse(): raise AttackFailedError("empty")
+def any_of(attack):
+    """Attack all other visible processes. Raises AttackFailedError if every attack fails."""
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit() and int(name) != os.getpid()):
         try:
-            reach(pid)
-        except (OSError, NotReachedError):
+            attack(pid)
+        except (OSError, AttackFailedError):
             continue
         return
-    raise NotReachedError("all")
+    raise AttackFailedError("all")
 def call(name, *arguments):
-    """A function of the C library; minus one is a refusal."""
-    if getattr(libc, name)(*arguments) == -1: raise NotReachedError(name)
+    """Call a function of the C library. Raises AttackFailedError if it returns -1."""
+    if getattr(libc, name)(*arguments) == -1: raise AttackFailedError(name)
 NUMBERS = SYSTEM_CALLS[platform.machine()]
 def system(name, *arguments):
-    """A system call by its number; minus one is a refusal."""
-    if libc.syscall(ctypes.c_long(NUMBERS[name]), *arguments) == -1: raise NotReachedError(name)
+    """Make a system call by name. Raises AttackFailedError if it returns -1."""
+    if libc.syscall(ctypes.c_long(NUMBERS[name]), *arguments) == -1: raise AttackFailedError(name)
 '''
 )
 
 
-_LONG = 400_000
+_LONG_OUTPUT_BYTES = 400_000
 _LIBRARIES = "numpy, scipy, sympy, mpmath, networkx, pandas"
 
 
@@ -120,7 +118,7 @@ def _keeps_head_and_tail(run: Execution) -> bool:
         run.outcome is Outcome.OK
         and run.stdout.startswith("head")
         and run.stdout.rstrip().endswith("tail")
-        and len(run.stdout) < _LONG
+        and len(run.stdout) < _LONG_OUTPUT_BYTES
     )
 
 
@@ -151,7 +149,7 @@ CONFORMANCE = (
         lambda run: run.outcome is Outcome.TIMEOUT and run.stdout == "early\n",
         timeout=1.0,
     ),
-    Case("trims long output", f"print('head' + 'x' * {_LONG} + 'tail')", _keeps_head_and_tail),
+    Case("trims long output", f"print('head' + 'x' * {_LONG_OUTPUT_BYTES} + 'tail')", _keeps_head_and_tail),
     Case("replaces bytes that are not UTF-8", "import os\nos.write(1, b'a\\xffb\\n')", expect_output("a\ufffdb\n")),
     Case("reports that memory ran out", "x = bytearray(1 << 40)", expect_outcome(Outcome.MEMORY_LIMIT)),
     Case("has the scientific libraries", f"import {_LIBRARIES}\nprint('all')", expect_output("all\n"), timeout=60.0),

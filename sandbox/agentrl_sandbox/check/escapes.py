@@ -47,7 +47,7 @@ _READS = attack_case(
 def secrets(folder):
     names = [name for name in os.listdir(folder) if not sys.prefix.startswith(os.path.join(folder, name))]
     names = [name for name in names if not sys.base_prefix.startswith(os.path.join(folder, name))]
-    if not names: raise NotReachedError("nothing but the way to the interpreter")
+    if not names: raise AttackFailedError("nothing but the way to the interpreter")
     return names
 """,
 )
@@ -88,7 +88,7 @@ memory = ctypes.create_string_buffer(8)
 vector = struct.pack("PN", ctypes.addressof(memory), 8)
 def mapped(pid):
     first = open(f"/proc/{pid}/maps").readline().split("-")[0]
-    if not first: raise NotReachedError("no memory of its own")
+    if not first: raise AttackFailedError("no memory of its own")
     return struct.pack("PN", int(first, 16), 8)
 """,
 )

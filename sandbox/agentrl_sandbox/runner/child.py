@@ -34,13 +34,15 @@ _REMOVE_DIR, REMOVE_FILE, _MAKE_DIR, MAKE_FILE = 1 << 4, 1 << 5, 1 << 7, 1 << 8
 _MAKE_PIPE, _MAKE_LINK = 1 << 10, 1 << 12
 _REFER, TRUNCATE, _IOCTL_DEVICE = 1 << 13, 1 << 14, 1 << 15
 
-READ = EXECUTE | READ_FILE | READ_DIR
-LOOK = READ_FILE | READ_DIR
-_EDIT = WRITE_FILE | TRUNCATE | _REMOVE_DIR | REMOVE_FILE | _MAKE_DIR | MAKE_FILE | _MAKE_PIPE | _MAKE_LINK | _REFER
-SCRATCH_RIGHTS = LOOK | _EDIT
-DEVICE = READ_FILE | WRITE_FILE | TRUNCATE
-OWN_SHARED_MEMORY = READ_FILE | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
-_FOR_FILES = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | _IOCTL_DEVICE  # the rights that a rule on a file may grant
+READ_AND_EXECUTE_RIGHTS = EXECUTE | READ_FILE | READ_DIR
+READ_ONLY_RIGHTS = READ_FILE | READ_DIR
+_CHANGE_RIGHTS = (
+    WRITE_FILE | TRUNCATE | _REMOVE_DIR | REMOVE_FILE | _MAKE_DIR | MAKE_FILE | _MAKE_PIPE | _MAKE_LINK | _REFER
+)
+SCRATCH_RIGHTS = READ_ONLY_RIGHTS | _CHANGE_RIGHTS
+DEVICE_RIGHTS = READ_FILE | WRITE_FILE | TRUNCATE
+SHARED_MEMORY_RIGHTS = READ_FILE | WRITE_FILE | TRUNCATE | MAKE_FILE | REMOVE_FILE
+_FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE | _IOCTL_DEVICE  # the rights that a rule on a file may grant
 
 _FILES_BY_ABI = {1: (1 << 13) - 1, 2: _REFER, 3: TRUNCATE, 5: _IOCTL_DEVICE}
 _TCP = 0b11  # bind and connect, ABI 4
@@ -76,20 +78,20 @@ class LandlockRules:
         """Restrict this process and its children permanently. ``extra_rules``: additional rules. Raises OSError."""
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
         ruleset = kernel.system_call_or_raise("landlock_create_ruleset", _CREATE, *arguments)
-        mine = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in extra_rules]
-        for rule in (*self._rules, *mine):
+        opened_rules = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in extra_rules]
+        for rule in (*self._rules, *opened_rules):
             where = ctypes.c_int(ruleset), ctypes.c_int(_PATH_BENEATH), ctypes.byref(rule), ctypes.c_uint(0)
             kernel.system_call_or_raise("landlock_add_rule", _ADD_RULE, *where)
         kernel.system_call_or_raise(
             "landlock_restrict_self", _RESTRICT, ctypes.c_int(ruleset), ctypes.c_uint(self._flags)
         )
-        for descriptor in (ruleset, *(rule.parent for rule in mine)):
+        for descriptor in (ruleset, *(rule.parent for rule in opened_rules)):
             os.close(descriptor)
 
     def _rule(self, path: str, rights: int) -> _PathBeneath:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
-        known = self._files if os.path.isdir(path) else self._files & _FOR_FILES
-        return _PathBeneath(rights & known, descriptor)
+        supported = self._files if os.path.isdir(path) else self._files & _FILE_RIGHTS
+        return _PathBeneath(rights & supported, descriptor)
 
 
 # The file system of programs: the interpreter and the system's libraries, read-only, and a scratch directory.
@@ -103,7 +105,7 @@ _SYSTEM_FILES = ("/etc/ld.so.cache", "/etc/localtime", "/etc/alternatives")
 # /dev/zero is omitted, because the memory of its shared mappings is not counted.
 _DEVICES = ("/dev/null", "/dev/full", "/dev/random", "/dev/urandom")
 _LINKS = {"/tmp": SCRATCH, "/dev/shm": SCRATCH, "/dev/fd": "/proc/self/fd"}
-_BUILD_AT = "/tmp"  # hidden by the new root, in this mount namespace only
+_NEW_ROOT = "/tmp"  # hidden by the new root, in this mount namespace only
 
 
 def enter_namespaces(readable_paths: Iterable[str]) -> None:
@@ -115,16 +117,16 @@ def enter_namespaces(readable_paths: Iterable[str]) -> None:
     with contextlib.suppress(OSError):  # a kernel without cgroups has no cgroup namespace
         kernel.unshare(kernel.CLONE_NEWCGROUP)  # hides the host's paths in /proc/self/cgroup
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
-    sources = _open_sources(readable_paths)
-    kernel.mount("root", _BUILD_AT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
+    sources = _open_mount_sources(readable_paths)
+    kernel.mount("root", _NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
     for path, (descriptor, is_directory) in sources.items():
         _bind(descriptor, path, is_directory=is_directory)
         os.close(descriptor)
     _add_links()
     for path in ("/proc", SCRATCH):
-        os.mkdir(_BUILD_AT + path)
-    kernel.mount("proc", _BUILD_AT + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
-    os.chdir(_BUILD_AT)
+        os.mkdir(_NEW_ROOT + path)
+    kernel.mount("proc", _NEW_ROOT + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    os.chdir(_NEW_ROOT)
     kernel.make_current_directory_root()
     kernel.add_mount_attributes("/", kernel.MOUNT_ATTR_RDONLY, recursive=False)
 
@@ -160,7 +162,7 @@ def visible_files_and_devices(readable: Iterable[str]) -> tuple[list[str], list[
     return chosen, [path for path in _DEVICES if os.path.exists(path)]
 
 
-def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
+def _open_mount_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
     """Open descriptors of all paths to bind, because the new root may cover them."""
     files, devices = visible_files_and_devices(readable)
     chosen = files + devices
@@ -168,7 +170,7 @@ def _open_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
 
 
 def _bind(descriptor: int, path: str, *, is_directory: bool) -> None:
-    target = _BUILD_AT + path
+    target = _NEW_ROOT + path
     if is_directory:
         os.makedirs(target, mode=0o755, exist_ok=True)
     else:
@@ -183,12 +185,12 @@ def _bind(descriptor: int, path: str, *, is_directory: bool) -> None:
 def _add_links() -> None:
     for path in _SYSTEM:
         if os.path.islink(path):
-            os.symlink(os.readlink(path), _BUILD_AT + path)
+            os.symlink(os.readlink(path), _NEW_ROOT + path)
     for path, target in _LINKS.items():
-        if os.path.isdir(_BUILD_AT + path):
+        if os.path.isdir(_NEW_ROOT + path):
             continue  # contains the interpreter, so it remains a read-only directory without other entries
-        os.makedirs(os.path.dirname(_BUILD_AT + path), exist_ok=True)
-        os.symlink(target, _BUILD_AT + path)
+        os.makedirs(os.path.dirname(_NEW_ROOT + path), exist_ok=True)
+        os.symlink(target, _NEW_ROOT + path)
 
 
 _SYSTEM_STATE = (
@@ -219,16 +221,16 @@ class Lockdown:
         self._rules: LandlockRules | None = None
         if version:
             files, devices = visible_files_and_devices(config.readable)
-            rights = [(path, READ) for path in files] + [(path, DEVICE) for path in devices]
+            rights = [(path, READ_AND_EXECUTE_RIGHTS) for path in files] + [(path, DEVICE_RIGHTS) for path in devices]
             if not namespaces:
-                rights += [(path, LOOK) for path in _SYSTEM_STATE]
-                rights += [(_SHARED_MEMORY, OWN_SHARED_MEMORY)] if separate_user else []
+                rights += [(path, READ_ONLY_RIGHTS) for path in _SYSTEM_STATE]
+                rights += [(_SHARED_MEMORY, SHARED_MEMORY_RIGHTS)] if separate_user else []
             self._rules = LandlockRules(version, rights)
 
     def apply(self, scratch: str) -> None:
         """Restrict this process permanently, so that it can write only to ``scratch``. Raises OSError."""
         if self._rules is not None:
-            self._rules.enforce(((scratch, SCRATCH_RIGHTS), (self._processes, LOOK)))
+            self._rules.enforce(((scratch, SCRATCH_RIGHTS), (self._processes, READ_ONLY_RIGHTS)))
         if self._filter is not None:
             self._filter.install()
 
@@ -238,7 +240,7 @@ def has_separate_users(config: RunnerConfig) -> bool:
     return config.isolate != "user" and kernel.may_change_user()
 
 
-def reaches_session_init(config: RunnerConfig) -> bool:
+def programs_can_signal_init(config: RunnerConfig) -> bool:
     """Return True if programs can signal other processes of their user, including the init process of their session."""
     return config.isolate == "none" and landlock_version() < SCOPES_SINCE
 
@@ -323,7 +325,7 @@ def limit_children(limits: ChildLimits) -> None:
 
 def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: list[int]) -> NoReturn:
     """Isolate this process, run the program, and exit. Never returns, whatever the program does."""
-    exit_code, leave, write = 70, os._exit, os.write  # programs may replace them
+    exit_code, exit_process, write = 70, os._exit, os.write  # programs may replace them
     try:
         _take_descriptors(descriptors)
         scratch, pid = isolate_child(limits, slot), os.getpid()
@@ -333,16 +335,16 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         close_other_descriptors(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
         limits.reseed()
         os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are failures of the program
-        exit_code, mark, names = _run(scratch)
+        exit_code, memory_mark, names = _run(scratch)
         if names and os.getpid() == pid:  # false in a forked child of the program, which also returns here
-            _fetch(scratch, names)
+            _fetch_files(scratch, names)
         if os.getpid() == pid:
             with contextlib.suppress(OSError):  # if the program closed it, the outcome is an ordinary error
-                write(_STATUS_DESCRIPTOR, mark)
+                write(_STATUS_DESCRIPTOR, memory_mark)
     except OSError as error:
         os.write(_STATUS_DESCRIPTOR, str(error).encode())
     finally:
-        leave(exit_code)
+        exit_process(exit_code)
 
 
 def _take_descriptors(descriptors: list[int]) -> None:
@@ -400,7 +402,7 @@ def isolate_child(limits: ChildLimits, slot: int) -> str:
 
 
 def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
-    """Run the program as ``__main__``. Returns its exit status, the mark for the status pipe, and names to fetch.
+    """Run the program as ``__main__``. Returns its exit status, a mark for the status pipe, and the files to fetch.
 
     Only this mark counts. Marks of other processes, such as a fork that ran out of memory, are ignored.
     """
@@ -419,7 +421,7 @@ def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
     return exit_code, b"".join(marks[:1]), task.fetch
 
 
-def _fetch(scratch: str, names: tuple[str, ...]) -> None:
+def _fetch_files(scratch: str, names: tuple[str, ...]) -> None:
     """Fetch files. Ignores all errors, because the program may have broken the interpreter."""
     with contextlib.suppress(BaseException):
         fetch_files(scratch, names, FetchFileWriter(_FETCHED_DESCRIPTOR, names))

@@ -34,13 +34,13 @@ def kill_leftover_processes(keep: Collection[int], user: int | None = None) -> N
     all processes of the user are killed at once, so that none can escape by forking. Raises TimeoutError.
     """
     deadline = time.monotonic() + _KILL_SECONDS
-    while strays := [pid for pid in child_pids(os.getpid()) if pid not in keep]:
+    while leftovers := [pid for pid in child_pids(os.getpid()) if pid not in keep]:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"{len(strays)} processes of a program did not end within {_KILL_SECONDS:g} s")
+            raise TimeoutError(f"{len(leftovers)} processes of a program did not end within {_KILL_SECONDS:g} s")
         if user is not None:
             run_as_and_wait(user, lambda: os.kill(-1, signal.SIGKILL))
-        _end_trees(strays)
-        gone = [os.waitpid(pid, os.WNOHANG)[0] for pid in strays]
+        _kill_trees(leftovers)
+        gone = [os.waitpid(pid, os.WNOHANG)[0] for pid in leftovers]
         if not any(gone):
             time.sleep(_PAUSE_SECONDS)
 
@@ -68,20 +68,20 @@ def run_as_and_wait(user: int | None, action: Callable[[], None]) -> None:
         raise OSError(f"a helper process exited with status {os.waitstatus_to_exitcode(status)}")
 
 
-def _end_trees(roots: Collection[int]) -> None:
+def _kill_trees(roots: Collection[int]) -> None:
     """Kill these processes and all their descendants.
 
     Signals are sent to complete process groups, atomically between forks. All processes are stopped before any is
     killed. Stopped processes still count against RLIMIT_NPROC, so a fork bomb in other groups runs out of processes.
     """
-    own, stopped = os.getpgid(0), set[int]()
-    while found := _stop_below([*roots, *stopped], stopped, own):
+    own_group, stopped = os.getpgid(0), set[int]()
+    while found := _stop_trees([*roots, *stopped], stopped, own_group):
         stopped |= found
     for pid in stopped:
-        _signal(pid, signal.SIGKILL, own)
+        _signal(pid, signal.SIGKILL, own_group)
 
 
-def _stop_below(roots: list[int], stopped: set[int], own: int) -> set[int]:
+def _stop_trees(roots: list[int], stopped: set[int], own_group: int) -> set[int]:
     """Stop all running processes below ``roots``, each before its children are listed."""
     found: set[int] = set()
     waiting, seen = roots, set[int]()
@@ -91,17 +91,17 @@ def _stop_below(roots: list[int], stopped: set[int], own: int) -> set[int]:
             continue
         seen.add(pid)
         if pid not in stopped:
-            _signal(pid, signal.SIGSTOP, own)
+            _signal(pid, signal.SIGSTOP, own_group)
             found.add(pid)
         waiting += child_pids(pid)
     return found
 
 
-def _signal(pid: int, number: int, own: int) -> None:
-    """Send a signal to the process group of a process, or only to the process if the group is ``own``."""
+def _signal(pid: int, number: int, own_group: int) -> None:
+    """Send a signal to the process group of a process, or only to the process if the group is ``own_group``."""
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(pid)
-        if group == own:
+        if group == own_group:
             os.kill(pid, number)
         else:
             os.killpg(group, number)
@@ -110,7 +110,7 @@ def _signal(pid: int, number: int, own: int) -> None:
 # Removes the files that a program left in its scratch directory and in shared memory.
 
 SHARED_MEMORY = "/dev/shm"
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
 def is_clean(scratch: str, user: int | None) -> bool:
@@ -135,25 +135,25 @@ def empty_directory(directory: str) -> None:
 
     The traversal moves one level at a time, so paths, open files and the stack do not grow with the depth.
     """
-    here = os.open(directory, _DIRECTORY)
+    here = os.open(directory, _DIRECTORY_FLAGS)
     way: list[str] = []  # the path from the directory to here
     waiting = [_unlink_files(here)]  # for each directory on the path, its remaining subdirectories
     while way or waiting[-1]:
         if waiting[-1]:
             name = waiting[-1].pop()
             os.chmod(name, 0o700, dir_fd=here)
-            here = _go(here, name)
+            here = _change_directory(here, name)
             way.append(name)
             waiting.append(_unlink_files(here))
         else:
-            here = _go(here, "..")
+            here = _change_directory(here, "..")
             waiting.pop()
             os.rmdir(way.pop(), dir_fd=here)
     os.close(here)
 
 
-def _go(here: int, name: str) -> int:
-    there = os.open(name, _DIRECTORY, dir_fd=here)
+def _change_directory(here: int, name: str) -> int:
+    there = os.open(name, _DIRECTORY_FLAGS, dir_fd=here)
     os.close(here)
     return there
 
@@ -180,7 +180,7 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
     Raises PermissionError if the programs' users cannot access the interpreter.
     """
     if has_separate_users(config):
-        _check_reach(config)
+        _check_interpreter_access(config)
     directory = _make_scratch(config)
     os.environ[SCRATCH_VARIABLE] = directory
     kernel.adopt_orphans(needed=not has_separate_users(config))
@@ -211,13 +211,13 @@ def clean_up_server(config: RunnerConfig, directory: str) -> None:
         os.rmdir(directory)
 
 
-def _check_reach(config: RunnerConfig) -> None:
+def _check_interpreter_access(config: RunnerConfig) -> None:
     """Raise PermissionError if the programs' users cannot enter the interpreter's directories."""
-    closed = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
-    if closed:
+    inaccessible = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
+    if inaccessible:
         raise PermissionError(
-            f"programs run as separate users, who cannot enter {', '.join(closed)}: make these directories and their "
-            "parents accessible to others (chmod o+rx), or install Python elsewhere"
+            f"programs run as separate users, who cannot enter {', '.join(inaccessible)}: make these directories and "
+            "their parents accessible to others (chmod o+rx), or install Python elsewhere"
         )
 
 
@@ -245,8 +245,10 @@ def _make_scratch(config: RunnerConfig) -> str:
 def _wait_and_clean_up(server: int, config: RunnerConfig, directory: str) -> NoReturn:
     """Wait until the server exits, the client disconnects or SIGTERM arrives, then clean up."""
     while os.getppid() == config.client_pid:
-        told = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
-        if told is not None and (told.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server):
+        received = signal.sigtimedwait(_SIGNALS, _POLL_SECONDS)
+        if received is not None and (
+            received.si_signo == signal.SIGTERM or os.waitpid(server, os.WNOHANG)[0] == server
+        ):
             break
     clean_up_server(config, directory)
     os._exit(0)

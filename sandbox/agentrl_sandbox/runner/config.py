@@ -57,8 +57,17 @@ statistics datetime json typing enum abc io contextlib dataclasses types
 BARE_MODULES = tuple(_BARE_MODULES.split())
 """Modules imported by the bare interpreter."""
 
-_FREE_MODULES = frozenset(BARE_MODULES) | {"sys", "os", "__future__", "signal", "gc", "errno", "resource", "ctypes"}
-_SUSPECT = re.compile(r"\b(import|__import__|importlib|exec|eval|runpy|subprocess|multiprocessing|pickle)\b")
+_PRELOADED_MODULES = frozenset(BARE_MODULES) | {
+    "sys",
+    "os",
+    "__future__",
+    "signal",
+    "gc",
+    "errno",
+    "resource",
+    "ctypes",
+}
+_IMPORT_WORD = re.compile(r"\b(import|__import__|importlib|exec|eval|runpy|subprocess|multiprocessing|pickle)\b")
 _FROM_IMPORT = re.compile(r"\bfrom[ \t]+([A-Za-z_]\w*)(?:\.\w+)*[ \t]+import\b")
 _IMPORT = re.compile(r"\bimport[ \t]+([^\n;#]*)")
 
@@ -75,18 +84,18 @@ def needs_science(program: str) -> bool:
     >>> needs_science("m = __import__('sym' + 'py')")
     True
     """
-    if _SUSPECT.search(program) is None:
+    if _IMPORT_WORD.search(program) is None:
         return False
-    rest = _FROM_IMPORT.sub(lambda match: "" if match[1] in _FREE_MODULES else match[0], program)
+    rest = _FROM_IMPORT.sub(lambda match: "" if match[1] in _PRELOADED_MODULES else match[0], program)
     for match in _IMPORT.finditer(rest):
-        if not all(_is_free(clause) for clause in match[1].split(",")):
+        if not all(_is_preloaded(clause) for clause in match[1].split(",")):
             return True
-    return _SUSPECT.search(_IMPORT.sub("", rest)) is not None
+    return _IMPORT_WORD.search(_IMPORT.sub("", rest)) is not None
 
 
-def _is_free(clause: str) -> bool:
+def _is_preloaded(clause: str) -> bool:
     words = clause.split()
-    return bool(words) and words[0].split(".")[0] in _FREE_MODULES
+    return bool(words) and words[0].split(".")[0] in _PRELOADED_MODULES
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -54,12 +54,12 @@ class FetchFileWriter:
 
     def __init__(self, file: int, names: Sequence[str]) -> None:
         self._file = file
-        self._left = os.fstat(file).st_size - _LENGTH.size - len(names) * _RECORD.size
+        self._bytes_left = os.fstat(file).st_size - _LENGTH.size - len(names) * _RECORD.size
         self._end = _LENGTH.size
 
     def add(self, index: int, source: int, size: int) -> None:
         """Append a file of ``size`` bytes if it fits completely. After an OSError, nothing is appended."""
-        if size > self._left:
+        if size > self._bytes_left:
             return
         os.lseek(self._file, self._end + _RECORD.size, os.SEEK_SET)
         left = size
@@ -71,57 +71,57 @@ class FetchFileWriter:
         size -= left  # the file was truncated while it was read
         os.pwrite(self._file, _RECORD.pack(index, size), self._end)
         self._end += _RECORD.size + size
-        self._left -= size
+        self._bytes_left -= size
 
-    def seal(self) -> None:
+    def finish(self) -> None:
         """Write the length. Until then, the file counts as empty."""
         os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)
 
 
-_DIRECTORY = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY | os.O_CLOEXEC
-_WRITE = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_DIRECTORY_FLAGS = os.O_DIRECTORY | os.O_NOFOLLOW | os.O_RDONLY | os.O_CLOEXEC
+_WRITE_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+_READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> None:
     """Write files with these names and sizes, in order, from the position of ``source``. Raises OSError."""
     for name, size in files:
-        with _opened(scratch, name, _WRITE, make=True) as target:
+        with _open_inside(scratch, name, _WRITE_FLAGS, make=True) as target:
             if not stat.S_ISREG(os.fstat(target).st_mode):
                 raise OSError(f"{name!r} is not a regular file")
-            _copy(source, target, size)
+            _copy_bytes(source, target, size)
 
 
 def fetch_files(scratch: str, names: Sequence[str], fetched: FetchFileWriter) -> None:
     """Copy the files in ``names`` into ``fetched``, if they are regular and fit."""
     for index, name in enumerate(names):
         # Missing files, links and unreadable files are skipped.
-        with contextlib.suppress(OSError), _opened(scratch, name, _READ, make=False) as file:
+        with contextlib.suppress(OSError), _open_inside(scratch, name, _READ_FLAGS, make=False) as file:
             status = os.fstat(file)
             if stat.S_ISREG(status.st_mode):
                 fetched.add(index, file, status.st_size)
-    fetched.seal()
+    fetched.finish()
 
 
 @contextlib.contextmanager
-def _opened(scratch: str, name: str, flags: int, *, make: bool) -> Iterator[int]:
+def _open_inside(scratch: str, name: str, flags: int, *, make: bool) -> Iterator[int]:
     """Open a file. ``make``: create its parent directories."""
     *directories, last = name.split("/")
-    current = os.open(scratch, _DIRECTORY)
+    current = os.open(scratch, _DIRECTORY_FLAGS)
     try:
-        for part, how in (*((part, _DIRECTORY) for part in directories), (last, flags)):
-            if make and how == _DIRECTORY:
+        for part, how in (*((part, _DIRECTORY_FLAGS) for part in directories), (last, flags)):
+            if make and how == _DIRECTORY_FLAGS:
                 with contextlib.suppress(FileExistsError):  # opening it shows whether it is a directory
                     os.mkdir(part, 0o755, dir_fd=current)
-            deeper = os.open(part, how, 0o644, dir_fd=current)
+            inner = os.open(part, how, 0o644, dir_fd=current)
             os.close(current)
-            current = deeper
+            current = inner
         yield current
     finally:
         os.close(current)
 
 
-def _copy(source: int, target: int, size: int) -> None:
+def _copy_bytes(source: int, target: int, size: int) -> None:
     while size > 0:
         sent = os.sendfile(target, source, None, size)
         if sent == 0:

@@ -87,16 +87,16 @@ class Task:
 
 def read_task(descriptor: int) -> Task:
     """Read a memory file up to the files."""
-    header = json.loads(_read(descriptor, int.from_bytes(_read(descriptor, 8), "big")))
+    header = json.loads(_read_exactly(descriptor, int.from_bytes(_read_exactly(descriptor, 8), "big")))
     return Task(
-        source=_read(descriptor, header["source"]),
+        source=_read_exactly(descriptor, header["source"]),
         echo=header["echo"],
         files=tuple((name, size) for name, size in header["files"]),
         fetch=tuple(header["fetch"]),
     )
 
 
-def _read(descriptor: int, size: int) -> bytes:
+def _read_exactly(descriptor: int, size: int) -> bytes:
     data = b""
     while len(data) < size:
         data += os.read(descriptor, size - len(data))
@@ -119,43 +119,45 @@ def find_random_generators() -> tuple[Callable[[], None], ...]:
     it before ``gc.freeze``, which hides objects.
     """
     things = gc.get_objects()
-    after_fork = random.seed.__self__  # type: ignore[attr-defined]
-    own = [_python(item) for item in things if isinstance(item, random.Random) and item is not after_fork]
+    reseeded_after_fork = random.seed.__self__  # type: ignore[attr-defined]
+    seeders = [
+        _python_seeder(item) for item in things if isinstance(item, random.Random) and item is not reseeded_after_fork
+    ]
     numpy = sys.modules.get("numpy")
     if numpy is None:
-        return tuple(own)
+        return tuple(seeders)
     for item in things:
         if isinstance(item, numpy.random.RandomState):  # it may contain a cached normal variate
             item.set_state({**item.get_state(legacy=False), "has_gauss": 0, "gauss": 0.0})
-    return (*own, *(_bits(item) for item in things if isinstance(item, numpy.random.BitGenerator)))
+    return (*seeders, *(_numpy_seeder(item) for item in things if isinstance(item, numpy.random.BitGenerator)))
 
 
-def _python(generator: random.Random) -> Callable[[], None]:
+def _python_seeder(generator: random.Random) -> Callable[[], None]:
     generator.gauss_next = None  # type: ignore[attr-defined]  # also a cached variate
     seed = super(random.Random, generator).seed
     return lambda: seed(int.from_bytes(os.urandom(_SEED_BYTES), "big"))
 
 
-def _bits(generator: Any) -> Callable[[], None]:
+def _numpy_seeder(generator: Any) -> Callable[[], None]:
     """Return a function that reseeds a NumPy bit generator, including the seeds of generators that it spawns."""
 
-    def renew() -> None:
+    def replace_state() -> None:
         generator.__setstate__(type(generator)().__getstate__())
 
     address = generator.ctypes.state_address
-    if type(generator).__name__ != "MT19937" or not _lies_at(address, generator.state["state"]):
-        return renew
+    if type(generator).__name__ != "MT19937" or not _is_state_at(address, generator.state["state"]):
+        return replace_state
     generator._legacy_seeding(None)  # afterwards it cannot spawn generators
-    return lambda: _write_key(address)
+    return lambda: _write_random_key(address)
 
 
-def _lies_at(address: int, state: dict[str, Any]) -> bool:
+def _is_state_at(address: int, state: dict[str, Any]) -> bool:
     """Return True if the Mersenne Twister's key and position have the memory layout of known NumPy versions."""
     key, position = ctypes.string_at(address, _KEY_BYTES), ctypes.c_int.from_address(address + _KEY_BYTES).value
     return (key, position) == (state["key"].tobytes(), state["pos"])
 
 
-def _write_key(address: int) -> None:
+def _write_random_key(address: int) -> None:
     """Write a random key and mark its numbers as used, so that the next draw generates new ones."""
     ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
     ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4
@@ -178,14 +180,16 @@ def compile_with_echo(text: str, name: str) -> list[CodeType]:
     tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
     assert isinstance(tree, ast.Module)
     last = tree.body[-1] if tree.body else None
-    if not isinstance(last, ast.Expr) or _is_silenced(text, last):
+    if not isinstance(last, ast.Expr) or _ends_with_semicolon(text, last):
         return [compile(tree, name, "exec", dont_inherit=True)]
     before = compile(ast.Module(body=tree.body[:-1], type_ignores=[]), name, "exec", dont_inherit=True)
-    shown = compile(ast.Interactive(body=[last]), name, "single", before.co_flags & _FUTURE, dont_inherit=True)
-    return [before, shown]
+    last_expression = compile(
+        ast.Interactive(body=[last]), name, "single", before.co_flags & _FUTURE, dont_inherit=True
+    )
+    return [before, last_expression]
 
 
-def _is_silenced(text: str, last: ast.Expr) -> bool:
+def _ends_with_semicolon(text: str, last: ast.Expr) -> bool:
     """Return True if the first token after the last statement is a semicolon."""
     assert last.end_lineno is not None
     assert last.end_col_offset is not None
@@ -235,7 +239,7 @@ def run_program(task: Task, name: str, main: ModuleType, on_out_of_memory: Calla
     except SystemExit as leaving:
         return _exit_status(leaving.code)
     except BaseException as error:  # noqa: BLE001 - a program may raise anything; that is its outcome
-        _report(error, on_out_of_memory)
+        _print_exception(error, on_out_of_memory)
         return UNCAUGHT
     return 0
 
@@ -257,7 +261,7 @@ def finish_program(exit_code: int, on_out_of_memory: Callable[[], None], *, run_
                     thread.join()
         flush_streams()
     except BaseException as error:  # noqa: BLE001 - these run code of the program
-        _report(error, on_out_of_memory)
+        _print_exception(error, on_out_of_memory)
         return exit_code or 120
     return exit_code
 
@@ -285,7 +289,7 @@ def _exit_status(code: object) -> int:
     return 1
 
 
-def _report(error: BaseException, on_out_of_memory: Callable[[], None]) -> None:
+def _print_exception(error: BaseException, on_out_of_memory: Callable[[], None]) -> None:
     """Print the traceback in Python's format, starting at the program's first frame."""
     if isinstance(error, MemoryError):
         _, hard = resource.getrlimit(resource.RLIMIT_AS)

@@ -42,8 +42,8 @@ _SYS_MOUNT_SETATTR = 442
 _SYS_PIVOT_ROOT = {"x86_64": 155, "aarch64": 41}
 _SYS_CAPSET = {"x86_64": 126, "aarch64": 91}
 _MADV_COLLAPSE = 25  # Linux 6.1
-_HUGE = 2 << 20
-_CHANGE_USER = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 7
+_HUGE_PAGE_BYTES = 2 << 20
+_USER_CAPABILITIES = 1 << 0 | 1 << 5 | 1 << 6 | 1 << 7
 _CAP_VERSION_3 = 0x20080522
 
 _libc = ctypes.CDLL(None, use_errno=True)
@@ -96,17 +96,17 @@ def add_mount_attributes(target: str, attributes: int, *, recursive: bool) -> No
 
 def make_current_directory_root() -> None:
     """Make the current directory the root and detach the old root. The directory must be a mount point."""
-    system_call_or_raise("pivot_root", _number(_SYS_PIVOT_ROOT), b".", b".")
+    system_call_or_raise("pivot_root", _number_on_this_machine(_SYS_PIVOT_ROOT), b".", b".")
     unmount_lazily(".")
     os.chdir("/")
 
 
 def collapse_to_huge_pages(begin: int, end: int) -> int:
     """Merge the pages of an address range into huge pages. Returns the number of huge pages, 0 if not supported."""
-    aligned = range(-(-begin // _HUGE) * _HUGE, end // _HUGE * _HUGE, _HUGE)
+    first = -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     made = 0
-    for address in aligned:
-        advice = ctypes.c_void_p(address), ctypes.c_size_t(_HUGE), ctypes.c_int(_MADV_COLLAPSE)
+    for address in range(first, end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES, _HUGE_PAGE_BYTES):
+        advice = ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), ctypes.c_int(_MADV_COLLAPSE)
         made += _libc.madvise(*advice) == 0
     return made
 
@@ -150,7 +150,7 @@ def drop_capabilities() -> None:
         capability += 1
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
-    system_call_or_raise("capset", _number(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
+    system_call_or_raise("capset", _number_on_this_machine(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
 
 
 def may_change_user() -> bool:
@@ -160,7 +160,7 @@ def may_change_user() -> bool:
     """
     with open("/proc/self/status", encoding="ascii") as file:
         effective = next(int(line.split()[1], 16) for line in file if line.startswith("CapEff"))
-    return effective & _CHANGE_USER == _CHANGE_USER
+    return effective & _USER_CAPABILITIES == _USER_CAPABILITIES
 
 
 def switch_user(user: int) -> None:
@@ -210,7 +210,7 @@ def _call(function: str, what: str, *arguments: object) -> int:
     return result
 
 
-def _number(table: dict[str, int]) -> int:
+def _number_on_this_machine(table: dict[str, int]) -> int:
     if _machine not in table:
         raise OSError(0, f"no system call numbers for {_machine}; known: {', '.join(table)}")
     return table[_machine]

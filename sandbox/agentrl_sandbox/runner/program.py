@@ -34,7 +34,7 @@ from agentrl_sandbox.types import Execution, Outcome
 
 # An output stream of a program, drained while the program runs.
 
-_CHUNK = 65_536
+_CHUNK_BYTES = 65_536
 
 
 class OutputCapture:
@@ -51,15 +51,15 @@ class OutputCapture:
 
     def drain(self, max_bytes: int) -> bool:
         """Read available data, about ``max_bytes`` bytes at most. Returns True while the stream is open."""
-        taken = 0
-        while self.open and taken < max_bytes:
+        bytes_read = 0
+        while self.open and bytes_read < max_bytes:
             try:
-                data = os.read(self.descriptor, _CHUNK)
+                data = os.read(self.descriptor, _CHUNK_BYTES)
             except BlockingIOError:
                 return True
             if not data:
                 self.open = False
-            taken += len(data)
+            bytes_read += len(data)
             self._keep(data)
         return self.open
 
@@ -96,9 +96,9 @@ class OutputCapture:
 #
 # A program controls the cost of the checks, so expensive checks use at most a tenth of the server's time.
 
-_PERIOD = 10.0  # time between checks, as a multiple of a check's duration
-_SOCKET_BYTES = "/proc/sys/net/core/wmem_default"
-_USUAL_SOCKET_BYTES = 212_992  # default if the network namespace does not show it
+_CHECK_PAUSE_FACTOR = 10.0  # time between checks, as a multiple of a check's duration
+_SOCKET_BUFFER_FILE = "/proc/sys/net/core/wmem_default"
+_DEFAULT_SOCKET_BYTES = 212_992  # default if the network namespace does not show it
 
 
 class LimitChecker:
@@ -108,42 +108,42 @@ class LimitChecker:
         self._memory = config.memory_mb << 20
         self._scratch = scratch
         try:
-            self._socket_bytes = int(Path(_SOCKET_BYTES).read_text("ascii"))
+            self._socket_bytes = int(Path(_SOCKET_BUFFER_FILE).read_text("ascii"))
         except OSError:
-            self._socket_bytes = _USUAL_SOCKET_BYTES
+            self._socket_bytes = _DEFAULT_SOCKET_BYTES
         self._scratch_bytes = config.scratch_mb << 20
         self._first_user = config.first_user if has_separate_users(config) else None
 
-    def exceeds_memory(self, program: Program, used: Usage, beyond: int) -> bool:
+    def exceeds_memory(self, program: Program, used: Usage, baseline: int) -> bool:
         """Return True if a program uses more than ``memory_mb``. Pages shared by its processes count once."""
         unshared = used.tables + (used.resident if len(used.processes) == 1 else 0)
         if unshared > self._memory:
             return True
-        return self._seldom(program, "memory", lambda: self._memory_left(used, beyond) < 0)
+        return self._run_if_due(program, "memory", lambda: self._memory_left(used, baseline) < 0)
 
-    def _memory_left(self, used: Usage, beyond: int) -> int:
+    def _memory_left(self, used: Usage, baseline: int) -> int:
         resident = used.resident
         if resident + used.tables > self._memory:
-            resident = proportional_bytes(used.processes, beyond)
-        kernels = KernelMemory(limit=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
-        kernels.add(used.processes)
-        return kernels.limit
+            resident = proportional_bytes(used.processes, baseline)
+        kernel_memory = KernelMemory(limit=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
+        kernel_memory.add(used.processes)
+        return kernel_memory.limit
 
     def exceeds_scratch(self, program: Program) -> bool:
         """Return True if the files exceed ``scratch_mb`` or are too many. With namespaces, the mount enforces this."""
-        return bool(self._scratch) and self._seldom(program, "scratch", lambda: self._count(program).is_over)
+        return bool(self._scratch) and self._run_if_due(program, "scratch", lambda: self._scratch_use(program).is_over)
 
-    def _seldom(self, program: Program, what: str, poll: Callable[[], bool]) -> bool:
+    def _run_if_due(self, program: Program, what: str, poll: Callable[[], bool]) -> bool:
         """Run a check with the rights of the program's user if it is due. Returns its result."""
         started = time.monotonic()
         if started < program.next_checks.get(what, 0.0):
             return False
         with kernel.file_access_as(self._user(program)):
             over = poll()
-        program.next_checks[what] = started + _PERIOD * (time.monotonic() - started)
+        program.next_checks[what] = started + _CHECK_PAUSE_FACTOR * (time.monotonic() - started)
         return over
 
-    def _count(self, program: Program) -> ScratchUse:
+    def _scratch_use(self, program: Program) -> ScratchUse:
         use = ScratchUse(bytes_left=self._scratch_bytes, inodes_left=INODES)
         use.add_tree(f"{self._scratch}/{program.slot}")
         if (user := self._user(program)) is not None:

@@ -48,11 +48,11 @@ statmount 457 457, swapoff 168 225, swapon 167 224, sysfs 139 -, syslog 103 116,
 uselib 134 -, userfaultfd 323 282, ustat 136 -, utime 132 -, utimensat 280 88, utimes 235 -, vhangup 153 58,
 vmsplice 278 75
 """  # name, number on x86-64, number on 64-bit ARM; - where the machine has no such call
-_ROWS = [entry.split() for entry in _TABLE.split(",")]
-_NUMBERS = {name: tuple(None if text == "-" else int(text) for text in numbers) for name, *numbers in _ROWS}
-_COLUMN = {"x86_64": 0, "aarch64": 1}
+_TABLE_ROWS = [entry.split() for entry in _TABLE.split(",")]
+_NUMBERS = {name: tuple(None if text == "-" else int(text) for text in numbers) for name, *numbers in _TABLE_ROWS}
+_TABLE_COLUMNS = {"x86_64": 0, "aarch64": 1}
 
-MACHINES = tuple(_COLUMN)
+MACHINES = tuple(_TABLE_COLUMNS)
 """Machines with known system call numbers."""
 
 
@@ -63,7 +63,7 @@ def system_call_number(name: str, machine: str) -> int | None:
     >>> tuple(system_call_number(*call) for call in calls)
     (101, 117, None)
     """
-    return _NUMBERS[name][_COLUMN[machine]]
+    return _NUMBERS[name][_TABLE_COLUMNS[machine]]
 
 
 # Classic BPF for seccomp: a binary search by system call number, with checks of arguments at its leaves.
@@ -118,19 +118,22 @@ def only_if_null(argument: int, otherwise: Code) -> Code:
     return [_load(argument), *_jump_over_if_equal((0,), otherwise), *upper]
 
 
-def assemble_filter(architecture: int, actions: Mapping[int, Code], highest: int, beyond: Code) -> bytes:
-    """Build the filter. Kills other architectures and allows unlisted calls. Above ``highest``, ``beyond`` applies."""
-    numbered = [actions.get(number, allow_call()) for number in range(highest + 1)] + [beyond]
-    starts: list[tuple[int, Code]] = []
+def assemble_filter(architecture: int, actions: Mapping[int, Code], highest: int, newer_calls: Code) -> bytes:
+    """Build the filter. Kills other architectures and allows unlisted calls up to ``highest``.
+
+    ``newer_calls`` is the code for numbers above ``highest``.
+    """
+    numbered = [actions.get(number, allow_call()) for number in range(highest + 1)] + [newer_calls]
+    ranges: list[tuple[int, Code]] = []
     for code, run in groupby(enumerate(numbered), key=lambda entry: entry[1]):
-        starts.append((next(run)[0], code))
+        ranges.append((next(run)[0], code))
     head: Code = [
         (_LOAD, 0, 0, _ARCHITECTURE_AT),
         (_IF_EQUAL, 1, 0, architecture),
         *kill_process(),
         (_LOAD, 0, 0, _NUMBER_AT),
     ]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in head + _tree(starts))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in head + _search_tree(ranges))
 
 
 def _load(argument: int, *, upper: bool = False) -> Instruction:
@@ -143,19 +146,19 @@ def _jump_over_if_equal(values: tuple[int, ...], code: Code) -> Code:
     return [*tests, *code]
 
 
-def _tree(starts: list[tuple[int, Code]]) -> Code:
+def _search_tree(ranges: list[tuple[int, Code]]) -> Code:
     """Build a binary search. Each code applies to the numbers from its start up to the next start."""
-    if len(starts) == 1:
-        return starts[0][1]
-    middle = len(starts) // 2
-    lower, upper = _tree(starts[:middle]), _tree(starts[middle:])
-    boundary = starts[middle][0]
+    if len(ranges) == 1:
+        return ranges[0][1]
+    middle = len(ranges) // 2
+    lower, upper = _search_tree(ranges[:middle]), _search_tree(ranges[middle:])
+    boundary = ranges[middle][0]
     if len(lower) <= 255:
         return [(_IF_AT_LEAST, len(lower), 0, boundary), *lower, *upper]
     return [(_IF_AT_LEAST, 0, 1, boundary), (_JUMP, 0, 0, len(lower)), *lower, *upper]
 
 
-_TEXT = """
+_DENIED_CALLS = """
 sockets: socket connect bind listen accept accept4
 tracing: ptrace process_vm_readv process_vm_writev kcmp pidfd_getfd process_madvise process_mrelease
 tracing: migrate_pages move_pages perf_event_open
@@ -176,14 +179,14 @@ unwatched memory: memfd_create memfd_secret
 filters: seccomp landlock_create_ruleset landlock_add_rule landlock_restrict_self
 attributes: setxattr lsetxattr fsetxattr removexattr lremovexattr fremovexattr
 """
-_TEXT_WITHOUT_SEPARATE_USER = """
+_DENIED_CALLS_WITHOUT_SEPARATE_USER = """
 rights: chmod fchmod fchmodat fchmodat2 chown lchown fchown fchownat
 times: utime utimes futimesat utimensat
 process groups: setpgid setsid
 """
 
 
-def _groups(text: str) -> dict[str, tuple[str, ...]]:
+def _parse_groups(text: str) -> dict[str, tuple[str, ...]]:
     groups: dict[str, tuple[str, ...]] = {}
     for line in text.strip().splitlines():
         group, names = line.split(":")
@@ -191,25 +194,25 @@ def _groups(text: str) -> dict[str, tuple[str, ...]]:
     return groups
 
 
-DENIED = _groups(_TEXT)
+DENIED = _parse_groups(_DENIED_CALLS)
 """Calls that fail with EPERM in all modes, by purpose."""
 
-MISSING = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "flock")
+NOT_IMPLEMENTED = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "flock")
 """Calls that fail with ENOSYS, so that libraries fall back to older calls. ``flock`` on a file of the interpreter would
 lock it for all programs; ``lockf`` works."""
 
-DENIED_WITHOUT_SEPARATE_USER = _groups(_TEXT_WITHOUT_SEPARATE_USER)
+DENIED_WITHOUT_SEPARATE_USER = _parse_groups(_DENIED_CALLS_WITHOUT_SEPARATE_USER)
 """Calls that are also denied if programs share the server's user: changes of files that Landlock does not prevent, and
 leaving the process group, through which a fork bomb is killed."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # all CLONE_NEW* flags of clone(2)
-_AS_SIBLING = 0x8000  # CLONE_PARENT, which would leave the watched process tree
-_AS_THREAD, _SHARING_FILES = 0x10000, 0x400  # CLONE_THREAD, CLONE_FILES
+_CLONE_PARENT = 0x8000  # such a process would leave the watched process tree
+_CLONE_THREAD, _CLONE_FILES = 0x10000, 0x400
 # Allowed options: names, timer slack, huge pages, no_new_privs, vector lengths, and queries. New kernels add options,
 # and some of them allocate kernel memory (PR_FUTEX_HASH: 256 MB in one call).
-_PRCTL = (2, 3, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42, 51, 56)
-_FCNTL = (
+_ALLOWED_PRCTL_OPTIONS = (2, 3, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 41, 42, 51, 56)
+_DENIED_FCNTL_COMMANDS = (
     1024,  # F_SETLEASE
     1026,  # F_NOTIFY
     1031,  # F_SETPIPE_SZ, because the watch counts pipes at the default size
@@ -221,7 +224,7 @@ _SOL_SOCKET = 1
 _BUFFER_SIZES = (7, 8, 32, 33)  # SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE
 _SHARED_ANONYMOUS, _MAP_KIND = 0x21, 0x2F  # flags of mmap
 _MAP_HUGETLB = 0x40000
-_IOCTL = (
+_DENIED_IOCTL_REQUESTS = (
     0x5412,  # TIOCSTI: simulates terminal input
     0x541C,  # TIOCLINUX
     0x541D,  # TIOCCONS
@@ -230,7 +233,6 @@ _IOCTL = (
 )
 _QUERY_PERSONALITY = 0xFFFF_FFFF
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_KIND = 1, 1, 5, 0xF
-_SYS_SECCOMP = {"x86_64": 317, "aarch64": 277}
 _SET_MODE_FILTER, _GET_ACTION_AVAILABLE = 1, 2
 _FLAG_SPECULATION_ALLOWED = 4  # without it older kernels slow down filtered processes
 
@@ -242,7 +244,7 @@ class _Program(ctypes.Structure):
 class Filter:
     def __init__(self, code: bytes) -> None:
         self._program = _Program(len(code) // 8, code)
-        self._call = _SYS_SECCOMP[platform.machine()]
+        self._call = system_call_number("seccomp", platform.machine())
 
     def install(self) -> None:
         """Install the filter permanently in this process and its children, after no_new_privileges. Raises OSError."""
@@ -256,30 +258,30 @@ def seccomp_available() -> bool:
         return False
     action = ctypes.c_uint32(KILL_PROCESS)
     query = ctypes.c_uint(_GET_ACTION_AVAILABLE), ctypes.c_uint(0), ctypes.byref(action)
-    return kernel.system_call(_SYS_SECCOMP[platform.machine()], *query) == 0
+    return kernel.system_call(system_call_number("seccomp", platform.machine()), *query) == 0
 
 
 def build_filter(machine: str, *, separate_user: bool) -> bytes:
     """Build the filter. ``separate_user``: only the program uses its user id."""
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     refused = [name for group in groups.values() for name in group]
-    by_name: dict[str, Code] = {
+    rules_by_name: dict[str, Code] = {
         **dict.fromkeys(refused, fail_with(errno.EPERM)),
-        **dict.fromkeys(MISSING, fail_with(errno.ENOSYS)),
-        **_by_argument(),
+        **dict.fromkeys(NOT_IMPLEMENTED, fail_with(errno.ENOSYS)),
+        **_argument_rules(),
     }
-    numbered = {system_call_number(name, machine): code for name, code in by_name.items()}
+    numbered = {system_call_number(name, machine): code for name, code in rules_by_name.items()}
     actions = {call: code for call, code in numbered.items() if call is not None}
-    beyond = fail_with(errno.ENOSYS)
+    newer_calls = fail_with(errno.ENOSYS)
     if machine == "x86_64":
-        beyond = [(0x35, 0, 1, 0x4000_0000), *kill_process(), *beyond]  # this bit marks calls of x32
-    return assemble_filter(_ARCHITECTURES[machine], actions, LAST_KNOWN, beyond)
+        newer_calls = [(0x35, 0, 1, 0x4000_0000), *kill_process(), *newer_calls]  # this bit marks calls of x32
+    return assemble_filter(_ARCHITECTURES[machine], actions, LAST_KNOWN, newer_calls)
 
 
-def _by_argument() -> dict[str, Code]:
+def _argument_rules() -> dict[str, Code]:
     """Return rules for calls that are denied only with some arguments."""
     refuse = fail_with(errno.EPERM)
-    node = (0, 0o100000, 0o010000)  # files and pipes, no devices
+    file_or_pipe = (0, 0o100000, 0o010000)  # files and pipes, no devices
     own_process = only_if_one_of(0, (0,), allow_call(), refuse)
     connected = only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow_call(), refuse, mask=_SOCK_KIND)
     this_process = only_if_one_of(1, (0,), allow_call(), refuse)
@@ -287,21 +289,21 @@ def _by_argument() -> dict[str, Code]:
         # The watch cannot count descriptors of a thread with a separate descriptor table.
         "clone": only_if_one_of(
             0,
-            (_AS_THREAD,),
+            (_CLONE_THREAD,),
             refuse,
-            unless_any_bit(0, _NEW_NAMESPACES | _AS_SIBLING, refuse),
-            mask=_AS_THREAD | _SHARING_FILES,
+            unless_any_bit(0, _NEW_NAMESPACES | _CLONE_PARENT, refuse),
+            mask=_CLONE_THREAD | _CLONE_FILES,
         ),
-        "mknod": only_if_one_of(1, node, allow_call(), refuse, mask=0o170000),
-        "mknodat": only_if_one_of(2, node, allow_call(), refuse, mask=0o170000),
-        "ioctl": unless_one_of(1, _IOCTL, refuse),
-        "fcntl": unless_one_of(1, _FCNTL, refuse),
+        "mknod": only_if_one_of(1, file_or_pipe, allow_call(), refuse, mask=0o170000),
+        "mknodat": only_if_one_of(2, file_or_pipe, allow_call(), refuse, mask=0o170000),
+        "ioctl": unless_one_of(1, _DENIED_IOCTL_REQUESTS, refuse),
+        "fcntl": unless_one_of(1, _DENIED_FCNTL_COMMANDS, refuse),
         # Shared memory without a file counts toward no limit. The zygote makes Python's mmap use files instead.
         "mmap": only_if_one_of(
             3, (_SHARED_ANONYMOUS,), refuse, unless_any_bit(3, _MAP_HUGETLB, refuse), mask=_MAP_KIND
         ),
         "personality": only_if_one_of(0, (_QUERY_PERSONALITY,), allow_call(), refuse),
-        "prctl": only_if_one_of(0, _PRCTL, allow_call(), refuse),
+        "prctl": only_if_one_of(0, _ALLOWED_PRCTL_OPTIONS, allow_call(), refuse),
         # Datagram socket pairs could still send to a name, so only connected types are allowed.
         "socketpair": only_if_one_of(0, (_AF_UNIX,), connected, refuse),
         "setsockopt": only_if_one_of(1, (_SOL_SOCKET,), unless_one_of(2, _BUFFER_SIZES, refuse), allow_call()),

@@ -41,9 +41,9 @@ from agentrl_sandbox.runner.sessions import SESSION_ZYGOTE, SessionManager
 from agentrl_sandbox.runner.usage import measure_usage
 from agentrl_sandbox.types import Outcome
 
-_TICK = 0.1  # seconds between checks of memory and of the parent
-_BURST = 1 << 20  # bytes read from one stream before others get a turn
-_KINDS = ("bare", "science")
+_CHECK_SECONDS = 0.1  # seconds between checks of memory and of the parent
+_MAX_READ_BYTES = 1 << 20  # bytes read from one stream before others get a turn
+_ZYGOTE_KINDS = ("bare", "science")
 
 
 def main() -> None:
@@ -105,20 +105,20 @@ class ForkServer:
         self._epoll.register(client.fileno(), select.EPOLLIN)
         self._programs: dict[int, Program] = {}
         self._captures: dict[int, tuple[Program, OutputCapture]] = {}
-        self._slots = list(range(config.workers))
-        self._unclean: dict[int, str] = {}  # slot -> the zygote that cleans it
-        self._queues: dict[str, deque[RunOrder]] = {kind: deque() for kind in _KINDS}
+        self._free_slots = list(range(config.workers))
+        self._unclean_slots: dict[int, str] = {}  # slot -> the zygote that cleans it
+        self._queues: dict[str, deque[RunOrder]] = {kind: deque() for kind in _ZYGOTE_KINDS}
         self._zygotes: dict[str, ZygoteHandle] = {}
-        self._by_descriptor: dict[int, ZygoteHandle] = {}
+        self._zygotes_by_descriptor: dict[int, ZygoteHandle] = {}
         self._handlers: dict[int, Callable[[], None]] = {}
         self._sessions = SessionManager(config, self)
-        self._next_tick = time.monotonic() + _TICK
+        self._next_check = time.monotonic() + _CHECK_SECONDS
         self._parent = os.getppid()
-        self._bare = config.isolate == "none"
+        self._without_namespaces = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
         self._separate_users = has_separate_users(config)
         self._limit_checker = LimitChecker(config, self._scratch)
-        for kind in _KINDS:
+        for kind in _ZYGOTE_KINDS:
             self._start_zygote(kind)
 
     def serve(self) -> None:
@@ -127,20 +127,20 @@ class ForkServer:
                 if descriptor == self._client.fileno():
                     if not self._on_client(events):
                         return
-                elif descriptor in self._by_descriptor:
-                    self._on_zygote(self._by_descriptor[descriptor])
+                elif descriptor in self._zygotes_by_descriptor:
+                    self._on_zygote(self._zygotes_by_descriptor[descriptor])
                 elif descriptor in self._captures:
                     self._on_output(*self._captures[descriptor])
                 elif descriptor in self._handlers:
                     self._handlers[descriptor]()
-            self._watch(time.monotonic())
+            self._enforce_limits(time.monotonic())
             if os.getppid() != self._parent:
                 return
 
     def close(self) -> None:
         for zygote in self._zygotes.values():
             zygote.close()
-        if self._bare:
+        if self._without_namespaces:
             cleanup.clean_up_server(self._config, self._scratch)
 
     # The client.
@@ -192,7 +192,7 @@ class ForkServer:
         except BlockingIOError:
             sent = 0
         except (BrokenPipeError, ConnectionResetError):
-            return  # the next read will report that the client is gone
+            return  # the next read reports that the client has disconnected
         del self._outgoing[:sent]
         self._epoll.modify(self._client.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._outgoing else 0))
 
@@ -200,11 +200,11 @@ class ForkServer:
 
     def _start_queued(self) -> None:
         for kind, queue in self._queues.items():
-            while queue and self._slots and self._zygotes[kind].ready:
-                self._start(queue.popleft(), kind)
+            while queue and self._free_slots and self._zygotes[kind].ready:
+                self._start_program(queue.popleft(), kind)
 
-    def _start(self, order: RunOrder, kind: str) -> None:
-        program, descriptors = prepare_program(order, self._config, kind, self._slots.pop())
+    def _start_program(self, order: RunOrder, kind: str) -> None:
+        program, descriptors = prepare_program(order, self._config, kind, self._free_slots.pop())
         self.watch_program(program)
         try:
             message: ProcessMessage = {"op": "spawn", "id": order.identifier, "slot": program.slot}
@@ -254,7 +254,7 @@ class ForkServer:
             self._zygotes[program.zygote].send_command("kill", program.identifier)
 
     def _on_output(self, program: Program, capture: OutputCapture) -> None:
-        if not capture.drain(_BURST):
+        if not capture.drain(_MAX_READ_BYTES):
             self._epoll.unregister(capture.descriptor)
         if program.stdout.total + program.stderr.total > self._config.flood_limit:
             self.kill(program, Outcome.OUTPUT_LIMIT)
@@ -276,19 +276,19 @@ class ForkServer:
 
     def release_slot(self, slot: int, kind: str) -> None:
         """Free a slot. A slot with leftover files becomes free after the zygote has cleaned it."""
-        if not self._bare or cleanup.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
-            self._give_back(slot)
+        if not self._without_namespaces or cleanup.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
+            self._return_slot(slot)
             return
-        self._unclean[slot] = kind
+        self._unclean_slots[slot] = kind
         if self._zygotes[kind].ready:
             self._zygotes[kind].send_command("clean", slot)
 
     def _user(self, slot: int) -> int | None:
         return self._config.first_user + slot if self._separate_users else None
 
-    def _give_back(self, slot: int) -> None:
+    def _return_slot(self, slot: int) -> None:
         if slot < self._config.workers:
-            self._slots.append(slot)
+            self._free_slots.append(slot)
         else:
             self._sessions.release_slot(slot)
 
@@ -297,23 +297,23 @@ class ForkServer:
     def _start_zygote(self, kind: str) -> None:
         zygote = ZygoteHandle(kind, self._config)
         self._zygotes[kind] = zygote
-        self._by_descriptor[zygote.fileno()] = zygote
+        self._zygotes_by_descriptor[zygote.fileno()] = zygote
         self._epoll.register(zygote.fileno(), select.EPOLLIN)
 
     def _on_zygote(self, zygote: ZygoteHandle) -> None:
         message = zygote.receive()
         if message is None:
-            self._replace(zygote)
+            self._replace_zygote(zygote)
         elif message["op"] == "ready":
             zygote.set_ready()
             self.reply({"op": "ready", "kind": zygote.kind})
-            for slot, kind in self._unclean.items():
+            for slot, kind in self._unclean_slots.items():
                 if kind == zygote.kind:
                     zygote.send_command("clean", slot)
             self._start_queued()
         elif message["op"] == "clean":
-            del self._unclean[message["id"]]
-            self._give_back(message["id"])
+            del self._unclean_slots[message["id"]]
+            self._return_slot(message["id"])
             self._start_queued()
         elif message["id"] < 0:
             self._sessions.handle_zygote_report(message)
@@ -329,19 +329,19 @@ class ForkServer:
         else:
             self.drain_output(program)
             assert program.status is not None
-            program.status.drain(_BURST)
+            program.status.drain(_MAX_READ_BYTES)
             ending = determine_ending(program, message["status"], message["cpu"])
         self._finish(program, ending)
 
-    def _replace(self, zygote: ZygoteHandle) -> None:
+    def _replace_zygote(self, zygote: ZygoteHandle) -> None:
         """Replace a dead zygote, whose programs died with it. Raises RuntimeError if the zygote never became ready."""
         self._epoll.unregister(zygote.fileno())
-        del self._by_descriptor[zygote.fileno()]
+        del self._zygotes_by_descriptor[zygote.fileno()]
         status = zygote.close()
         why = f"the {zygote.kind} interpreter exited with status {status}"
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")
-        if self._bare:
+        if self._without_namespaces:
             cleanup.kill_leftover_processes([other.pid for other in self._zygotes.values() if other is not zygote])
         self._start_zygote(zygote.kind)
         if zygote.kind == SESSION_ZYGOTE:
@@ -356,18 +356,18 @@ class ForkServer:
         nearest = min((program.deadline for program in self._programs.values()), default=now + 1.0)
         nearest = min(nearest, self._sessions.next_deadline())
         if self._programs:
-            nearest = min(nearest, self._next_tick)
+            nearest = min(nearest, self._next_check)
         return max(0.0, nearest - now)
 
-    def _watch(self, now: float) -> None:
+    def _enforce_limits(self, now: float) -> None:
         for program in list(self._programs.values()):
             if now >= program.deadline:
                 self.kill(program, Outcome.TIMEOUT)
                 program.deadline = now + 1.0  # kill requested; check again later
         self._sessions.end_overdue(now)
-        if not self._programs or now < self._next_tick:
+        if not self._programs or now < self._next_check:
             return
-        self._next_tick = now + _TICK
+        self._next_check = now + _CHECK_SECONDS
         self._sessions.enforce_usage_limits(count_tasks=not self._separate_users)
         for program in list(self._programs.values()):
             if self._limit_checker.exceeds_scratch(program):
@@ -375,11 +375,11 @@ class ForkServer:
             if program.session is not None:
                 continue
             if program.pid:
-                self._watch_usage(program)
-            elif now - program.started > _TICK:
+                self._enforce_usage_limits(program)
+            elif now - program.started > _CHECK_SECONDS:
                 self._zygotes[program.zygote].send_command("locate", program.identifier)
 
-    def _watch_usage(self, program: Program) -> None:
+    def _enforce_usage_limits(self, program: Program) -> None:
         used = measure_usage(program.pid, self._zygotes[program.zygote].resident)
         # Check tasks first: measuring the memory of a fork bomb takes too long.
         if not self._separate_users and used.tasks > self._config.max_processes:

@@ -78,7 +78,7 @@ def _copy_status(source: str, target: str) -> None:
 
 DONE = struct.Struct("!QB?i")
 _MAX_MESSAGE = 4096
-_MOST_DESCRIPTORS = 4
+_MAX_DESCRIPTORS = 4
 
 
 def serve_session(control: int, scratch: str, directory_name: str, lockdown: Lockdown) -> NoReturn:
@@ -112,7 +112,7 @@ class SessionProcess:
         self._address_space = resource.getrlimit(resource.RLIMIT_AS)
         self._streams = (sys.stdout, sys.stderr)
         self._main = interpreter.make_main_module()
-        self._null = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
+        self._null_device = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._move_to(directory)
         sys.path.insert(0, "")
         gc.enable()
@@ -120,7 +120,7 @@ class SessionProcess:
     def serve(self) -> None:
         while True:
             flags = socket.MSG_CMSG_CLOEXEC
-            data, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, _MOST_DESCRIPTORS, flags)
+            data, descriptors, _, _ = socket.recv_fds(self._control, _MAX_MESSAGE, _MAX_DESCRIPTORS, flags)
             if not data:
                 return
             message = json.loads(data)
@@ -153,7 +153,7 @@ class SessionProcess:
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
         if fetched:
             self._fetch(task.fetch if task is not None else (), fetched[0])
-        self._take_streams_away()
+        self._detach_streams()
         return exit_code
 
     def _fetch(self, names: tuple[str, ...], file: int) -> None:
@@ -167,9 +167,9 @@ class SessionProcess:
     def _on_out_of_memory(self) -> None:
         self._out_of_memory = True
 
-    def _take_streams_away(self) -> None:
+    def _detach_streams(self) -> None:
         for number in range(3):
-            os.dup2(self._null, number)
+            os.dup2(self._null_device, number)
         for stream in self._streams:
             if not stream.closed:
                 stream.flush()  # unwritten output must not appear in the next program's output
@@ -190,16 +190,16 @@ class SessionProcess:
         """Fork twice. The first child exits immediately, so the session init adopts the fork. Returns an errno or 0."""
         control, announcement = descriptors
         try:
-            between = _fork_without_warning()
+            intermediate = _fork_without_warning()
         except OSError as error:
             return error.errno or 1
-        if between == 0:
+        if intermediate == 0:
             _let_init_adopt_fork()
             self._become_fork(directory, control, announcement)
             return 0
         os.close(control)
         os.close(announcement)
-        _, status = os.waitpid(between, 0)
+        _, status = os.waitpid(intermediate, 0)
         return os.waitstatus_to_exitcode(status)
 
     def _become_fork(self, directory: str, control: int, announcement: int) -> None:
@@ -209,18 +209,18 @@ class SessionProcess:
         """
         self._control.close()
         self._control = socket.socket(fileno=control)
-        inside = os.path.relpath(os.getcwd(), self._scratch)
+        relative = os.path.relpath(os.getcwd(), self._scratch)
         with socket.socket(fileno=announcement) as init:
             error = copy_scratch(self._scratch, f"{self._root}/{directory}")
             if error == 0:
-                self._move_to(directory, inside)
+                self._move_to(directory, relative)
             init.send(error.to_bytes(4, "big"))
         if error:
             os._exit(0)
 
-    def _move_to(self, directory: str, inside: str = ".") -> None:
+    def _move_to(self, directory: str, relative: str = ".") -> None:
         self._scratch = f"{self._root}/{directory}"
-        os.chdir(f"{self._scratch}/{inside}" if not inside.startswith("..") else self._scratch)
+        os.chdir(f"{self._scratch}/{relative}" if not relative.startswith("..") else self._scratch)
         os.environ["HOME"] = os.environ["TMPDIR"] = self._scratch
         tempfile = sys.modules.get("tempfile")
         if tempfile is not None:
@@ -229,14 +229,14 @@ class SessionProcess:
 
 def _let_init_adopt_fork() -> None:
     """Fork again and end this process. Returns in the fork after it has been adopted."""
-    between = os.getpid()
+    intermediate = os.getpid()
     try:
         made = _fork_without_warning()
     except OSError as error:
         os._exit(error.errno or 1)
     if made != 0:
         os._exit(0)
-    while os.getppid() == between:
+    while os.getppid() == intermediate:
         time.sleep(0.0002)
 
 

@@ -24,7 +24,7 @@ from enum import Enum
 from typing import Protocol
 
 from agentrl_sandbox.call import ExecutionHeader, Frame
-from agentrl_sandbox.runner.child import reaches_session_init
+from agentrl_sandbox.runner.child import programs_can_signal_init
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
 from agentrl_sandbox.runner.interpreter import RunOrder
 from agentrl_sandbox.runner.program import (
@@ -83,14 +83,14 @@ class SessionFamily:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def usage(self, beyond: int) -> tuple[dict[int, Usage], Usage]:
+    def usage(self, baseline: int) -> tuple[dict[int, Usage], Usage]:
         """Return the usage of each session, and the usage of stray processes."""
         by_pid = {session.pid: session.identifier for session in self.sessions.values()}
         known: dict[int, Usage] = {}
         stray = Usage()
         for pid in child_pids(self.pid):
-            used = measure_usage(pid, beyond)
-            session = by_pid.get(_inner_pid(pid))
+            used = measure_usage(pid, baseline)
+            session = by_pid.get(_pid_in_namespace(pid))
             if session is None:
                 stray = stray.add(used)
             else:
@@ -130,16 +130,16 @@ class ServerSession:
     why: str = ""  # reason for its end
     closers: list[int] = field(default_factory=list)  # requests to close it
 
-    def enter(self, state: SessionState, seconds: float) -> None:
+    def enter_state(self, state: SessionState, seconds: float) -> None:
         """Enter a state that may last for ``seconds``."""
         self.state, self.deadline = state, time.monotonic() + seconds
 
-    def enter_end(self, state: SessionState) -> None:
+    def wait_for_init(self, state: SessionState) -> None:
         """Enter a state in which the session init stops or kills the interpreter."""
-        self.enter(state, END_SECONDS + SECONDS_PER_SESSION * len(self.family.sessions))
+        self.enter_state(state, END_SECONDS + SECONDS_PER_SESSION * len(self.family.sessions))
 
 
-def _inner_pid(pid: int) -> int:
+def _pid_in_namespace(pid: int) -> int:
     """Return the PID of a process inside its PID namespace, or 0 if it has exited."""
     try:
         with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as file:
@@ -189,10 +189,10 @@ class SessionManager:
         self._limit_checker = LimitChecker(config)
         self._sessions: dict[int, ServerSession] = {}
         self._families: dict[int, SessionFamily] = {}
-        self._slots = list(range(config.workers, config.slots))
+        self._free_slots = list(range(config.workers, config.slots))
         self._queued_opens: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
         self._identifiers = itertools.count(-1, -1)
-        self._programs_reach_init = reaches_session_init(config)
+        self._programs_can_signal_init = programs_can_signal_init(config)
 
     # Requests of the client.
 
@@ -216,7 +216,7 @@ class SessionManager:
         program.pid = session.family.pid
         self._server.watch_program(program)
         session.program = program
-        session.enter(SessionState.RUNNING, math.inf)
+        session.enter_state(SessionState.RUNNING, math.inf)
         self._send_to_interpreter(session, {"op": "run"}, descriptors)
         for descriptor in descriptors:
             os.close(descriptor)
@@ -224,14 +224,14 @@ class SessionManager:
     def _open(self, request: int, number: int) -> None:
         if self._refuse_if_full(request):
             return
-        if not self._slots:  # some slots are still being cleaned
+        if not self._free_slots:  # some slots are still being cleaned
             self._queued_opens.append((request, number))
             return
         control, childs_control = _socket_pair()
         init, childs_init = _socket_pair()
-        family = SessionFamily(identifier=next(self._identifiers), slot=self._slots.pop(), init=init)
+        family = SessionFamily(identifier=next(self._identifiers), slot=self._free_slots.pop(), init=init)
         session = ServerSession(identifier=number, family=family, control=control, request=request)
-        session.enter(SessionState.OPENING, _OPEN_SECONDS)
+        session.enter_state(SessionState.OPENING, _OPEN_SECONDS)
         self._families[family.identifier] = family
         self._add(session)
         self._server.add_reader(init.fileno(), lambda: self._on_init_message(family))
@@ -256,7 +256,7 @@ class SessionManager:
         child = ServerSession(identifier=fork, family=origin.family, control=control)
         self._add(child)
         origin.fork = PendingFork(request=request, child=child)
-        origin.enter(SessionState.FORKING, _FORK_SECONDS)
+        origin.enter_state(SessionState.FORKING, _FORK_SECONDS)
         with childs_control, announcement, childs_announcement:
             announcement.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
             origin.family.send_command("expect", fork, (announcement.fileno(),))
@@ -295,7 +295,7 @@ class SessionManager:
         return session
 
     def release_slot(self, slot: int) -> None:
-        self._slots.append(slot)
+        self._free_slots.append(slot)
         if self._queued_opens:
             self._open(*self._queued_opens.popleft())
 
@@ -339,7 +339,7 @@ class SessionManager:
             self._stop(session)
 
     def _stop(self, session: ServerSession) -> None:
-        session.enter_end(SessionState.STOPPING)
+        session.wait_for_init(SessionState.STOPPING)
         session.family.send_command("stop", session.identifier)
 
     def _finish_fork(self, origin: ServerSession, fork: PendingFork) -> None:
@@ -352,7 +352,7 @@ class SessionManager:
             why = os.strerror(code) if code is not None and code in errno.errorcode else "it exited immediately"
             origin.held_answer = {"op": "refused", "id": fork.request, "kind": "fork", "why": why}, []
         else:
-            fork.child.enter(SessionState.IDLE, self._config.session_idle_timeout)
+            fork.child.enter_state(SessionState.IDLE, self._config.session_idle_timeout)
             origin.held_answer = {"op": "opened", "id": fork.request}, []
         self._stop(origin)
 
@@ -384,7 +384,7 @@ class SessionManager:
                 self._on_started(session, message["pid"], message["error"])
             elif message["op"] == "stopped" and session.state is SessionState.STOPPING:
                 self._send_held_answer(session)
-                session.enter(SessionState.IDLE, self._config.session_idle_timeout)
+                session.enter_state(SessionState.IDLE, self._config.session_idle_timeout)
             elif message["op"] == "exit":
                 self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
 
@@ -396,7 +396,7 @@ class SessionManager:
             self._server.reply({"op": "opened", "id": session.request})
             session.request = 0
             if session.state is SessionState.OPENING:
-                session.enter(SessionState.IDLE, self._config.session_idle_timeout)
+                session.enter_state(SessionState.IDLE, self._config.session_idle_timeout)
             return
         for origin in session.family.sessions.values():
             if origin.fork is not None and origin.fork.child is session:
@@ -428,7 +428,7 @@ class SessionManager:
             while family.identifier in self._families and self._has_message(family):
                 self._on_init_message(family)
             killed_by_program = (
-                self._programs_reach_init and not family.timed_out and os.WIFSIGNALED(message.get("status", 0))
+                self._programs_can_signal_init and not family.timed_out and os.WIFSIGNALED(message.get("status", 0))
             )
             why = message.get("why", "its session init exited")
             self._end_family(family, why, killed_by_program=killed_by_program)
@@ -448,7 +448,7 @@ class SessionManager:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # killed when the process has started
-        session.enter_end(SessionState.ENDING)
+        session.wait_for_init(SessionState.ENDING)
         session.family.send_command("kill", number)
 
     def _end_session(self, session: ServerSession, why: str) -> None:
@@ -536,18 +536,18 @@ class SessionManager:
 
     def enforce_usage_limits(self, *, count_tasks: bool) -> None:
         """Kill programs whose session, including its family's stray processes, exceeds a limit."""
-        beyond = self._server.zygote_of_kind(SESSION_ZYGOTE).resident
+        baseline = self._server.zygote_of_kind(SESSION_ZYGOTE).resident
         for family in self._families.values():
             running = [session for session in family.sessions.values() if session.program is not None]
             if not running or not family.pid:
                 continue
-            known, stray = family.usage(beyond)
+            known, stray = family.usage(baseline)
             for session in running:
                 used = known.get(session.identifier, Usage()).add(stray)
                 assert session.program is not None
                 if count_tasks and used.tasks > self._config.max_processes:
                     self._server.kill(session.program, Outcome.KILLED)
-                elif self._limit_checker.exceeds_memory(session.program, used, beyond):
+                elif self._limit_checker.exceeds_memory(session.program, used, baseline):
                     self._server.kill(session.program, Outcome.MEMORY_LIMIT)
 
 

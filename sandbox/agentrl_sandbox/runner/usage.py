@@ -24,16 +24,16 @@ from dataclasses import dataclass, field
 # programs from enlarging (``seccomp``).
 
 _PAGE = resource.getpagesize()
-_MOST_PROCESSES = 8192  # twice the maximum of max_processes
-_INTERPRETERS_TABLES = 1 << 20  # page tables of a warm interpreter at its start
-_PIPE = 16 * _PAGE  # capacity of a pipe
-_MAPPING = 256  # bytes of the kernel's record of a mapped range
-_MAPPINGS_READ = 256 << 10  # maximum bytes read of a list of mappings; ordinary programs have 50 kB
-_MOST_MAPPINGS = 65_530  # vm.max_map_count
+_MAX_PROCESSES = 8192  # twice the maximum of max_processes
+_INTERPRETER_TABLE_BYTES = 1 << 20  # page tables of a warm interpreter at its start
+_PIPE_BYTES = 16 * _PAGE  # capacity of a pipe
+_MAPPING_BYTES = 256  # bytes of the kernel's record of a mapped range
+_MAX_MAPPING_BYTES_READ = 256 << 10  # maximum bytes read of a list of mappings; ordinary programs have 50 kB
+_MAX_MAPPINGS = 65_530  # vm.max_map_count
 # Bytes counted for a lock or a descriptor watched by epoll. Each takes 200 bytes, but the higher count limits the
 # length of the lists, because reading long lists would slow down the watch.
-_RECORD = 16 << 10
-_RECORDS_READ = 1 << 20  # maximum bytes read of one descriptor's list
+_COUNTED_RECORD_BYTES = 16 << 10
+_MAX_RECORD_BYTES_READ = 1 << 20  # maximum bytes read of one descriptor's list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -59,31 +59,31 @@ class Usage:
         )
 
 
-def measure_usage(pid: int, beyond: int = 0) -> Usage:
-    """Measure a process tree. Counts the memory of each process above ``beyond`` bytes. Dead processes count as 0."""
+def measure_usage(pid: int, baseline: int = 0) -> Usage:
+    """Measure a process tree. Counts the memory of each process above ``baseline`` bytes. Dead processes count as 0."""
     processes = process_tree(pid)
     result = [_resident_and_tables(process) for process in processes]
     return Usage(
-        resident=sum(max(0, resident - beyond) for resident, _ in result),
-        tables=sum(max(0, tables - _INTERPRETERS_TABLES) for _, tables in result),
+        resident=sum(max(0, resident - baseline) for resident, _ in result),
+        tables=sum(max(0, tables - _INTERPRETER_TABLE_BYTES) for _, tables in result),
         tasks=sum(len(task_ids(process)) for process in processes),
         processes=processes,
     )
 
 
-def proportional_bytes(processes: list[int], beyond: int) -> int:
-    """Measure the memory of processes above ``beyond`` bytes each. Shared pages count once.
+def proportional_bytes(processes: list[int], baseline: int) -> int:
+    """Measure the memory of processes above ``baseline`` bytes each. Shared pages count once.
 
     The kernel divides a page among the processes that map it. The zygote and possibly other programs also map the
     interpreter's pages, so n processes account for at most n / (n + 1) of these pages.
     """
-    total = sum(map(_proportional, processes))
-    return total - beyond * len(processes) // (len(processes) + 1)
+    total = sum(map(_proportional_set_size, processes))
+    return total - baseline * len(processes) // (len(processes) + 1)
 
 
-def _proportional(pid: int) -> int:
+def _proportional_set_size(pid: int) -> int:
     """Return the proportional memory of a process, or its resident memory if the kernel does not report it."""
-    for path in _views(pid, "smaps_rollup"):
+    for path in _proc_paths(pid, "smaps_rollup"):
         try:
             with open(path, encoding="ascii") as file:
                 return next(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:"))
@@ -98,7 +98,7 @@ def resident_bytes(pid: int) -> int:
 
 
 def _resident_and_tables(pid: int) -> tuple[int, int]:
-    for path in _views(pid, "status"):
+    for path in _proc_paths(pid, "status"):
         try:
             with open(path, encoding="ascii", errors="replace") as file:
                 result = {
@@ -111,7 +111,7 @@ def _resident_and_tables(pid: int) -> tuple[int, int]:
     return 0, 0
 
 
-def _views(pid: int, name: str) -> Iterator[str]:
+def _proc_paths(pid: int, name: str) -> Iterator[str]:
     """Yield the paths of a process's file in /proc. If the first thread has ended, only the others have content."""
     yield f"/proc/{pid}/{name}"
     yield from (f"/proc/{pid}/task/{task}/{name}" for task in task_ids(pid))
@@ -127,7 +127,7 @@ class KernelMemory:
 
     limit: int
     socket_bytes: int  # capacity of a socket's send buffer
-    _seen: set[str] = field(default_factory=set)
+    _counted: set[str] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
@@ -142,7 +142,7 @@ class KernelMemory:
                 return
 
     def _add_descriptors(self, pid: int) -> None:
-        for directory in _views(pid, "fd"):
+        for directory in _proc_paths(pid, "fd"):
             try:
                 names = os.listdir(directory)
             except OSError:
@@ -160,22 +160,22 @@ class KernelMemory:
     def _add_descriptor(self, path: str, details: str) -> None:
         target = os.readlink(path)
         if target.startswith(("socket:", "pipe:")):
-            if target not in self._seen:  # count shared sockets and pipes once
-                self._seen.add(target)
-                self.limit -= self.socket_bytes if target.startswith("socket:") else _PIPE
+            if target not in self._counted:  # count shared sockets and pipes once
+                self._counted.add(target)
+                self.limit -= self.socket_bytes if target.startswith("socket:") else _PIPE_BYTES
             return
         with open(details, "rb", buffering=0) as file:
-            text = file.read(_RECORDS_READ)
-        self.limit -= _RECORD * (text.count(b"\nlock:") + text.count(b"\ntfd:"))
+            text = file.read(_MAX_RECORD_BYTES_READ)
+        self.limit -= _COUNTED_RECORD_BYTES * (text.count(b"\nlock:") + text.count(b"\ntfd:"))
 
     def _add_mappings(self, pid: int) -> None:
         try:
             with open(f"/proc/{pid}/maps", "rb") as file:
-                text = file.read(_MAPPINGS_READ)
+                text = file.read(_MAX_MAPPING_BYTES_READ)
         except OSError:
             return
-        count = _MOST_MAPPINGS if len(text) == _MAPPINGS_READ else text.count(b"\n")
-        self.limit -= _MAPPING * count
+        count = _MAX_MAPPINGS if len(text) == _MAX_MAPPING_BYTES_READ else text.count(b"\n")
+        self.limit -= _MAPPING_BYTES * count
 
 
 def child_pids(pid: int) -> list[int]:
@@ -198,7 +198,7 @@ def process_tree(pid: int, visit: Callable[[int], None] = lambda process: None) 
     result = [pid]
     for process in result:  # the list grows during the iteration
         visit(process)
-        if len(result) < _MOST_PROCESSES:
+        if len(result) < _MAX_PROCESSES:
             result += child_pids(process)
     return result
 
@@ -237,19 +237,19 @@ def count_user_tasks(user: int) -> int:
 INODES = 16_384
 """Maximum number of files and directories of a program."""
 
-_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_SEEN = stat.S_IRUSR | stat.S_IXUSR
-_BLOCK = 512
-_SPARE = 1 << 20  # bytes for the file system's block lists
+_DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_OWNER_ACCESS = stat.S_IRUSR | stat.S_IXUSR
+_BLOCK_BYTES = 512
+_BLOCK_LIST_BYTES = 1 << 20  # bytes for the file system's block lists
 
 
 class ScratchUse:
     """The remaining quota of a program. Counting stops when the quota is exceeded."""
 
     def __init__(self, *, bytes_left: int, inodes_left: int) -> None:
-        self._bytes_left = bytes_left + _SPARE
+        self._bytes_left = bytes_left + _BLOCK_LIST_BYTES
         self._inodes_left = inodes_left
-        self._linked: set[tuple[int, int]] = set()  # files with several names, whose bytes count once
+        self._multiply_linked: set[tuple[int, int]] = set()  # files with several names, whose bytes count once
         self._devices: set[int] = set()
 
     @property
@@ -259,24 +259,24 @@ class ScratchUse:
     def add_tree(self, directory: str) -> None:
         """Count everything in a directory. Raises OSError if it does not exist."""
         # Open directories on the current path, each with its unvisited subdirectories.
-        way = [(os.open(directory, _DIRECTORY), [""])]
+        open_directories = [(os.open(directory, _DIRECTORY_FLAGS), [""])]
         try:
-            self._devices.add(os.fstat(way[0][0]).st_dev)
-            way[0] = way[0][0], self._add_entries(way[0][0])
-            while way and not self.is_over:
-                here, names = way[-1]
+            self._devices.add(os.fstat(open_directories[0][0]).st_dev)
+            open_directories[0] = open_directories[0][0], self._add_entries(open_directories[0][0])
+            while open_directories and not self.is_over:
+                here, names = open_directories[-1]
                 if not names:
-                    way.pop()
+                    open_directories.pop()
                     os.close(here)
-                elif (deeper := _enter(here, names.pop())) is not None:
-                    way.append((deeper, []))
-                    way[-1] = deeper, self._add_entries(deeper)
+                elif (subdirectory := _open_subdirectory(here, names.pop())) is not None:
+                    open_directories.append((subdirectory, []))
+                    open_directories[-1] = subdirectory, self._add_entries(subdirectory)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             self._inodes_left = -1  # no program needs such a deep tree
         finally:
-            for here, _ in way:
+            for here, _ in open_directories:
                 os.close(here)
 
     def add_files_of(self, user: int, directory: str) -> None:
@@ -299,7 +299,7 @@ class ScratchUse:
     def _add_entries(self, directory: int) -> list[str]:
         """Count the entries of a directory. Returns the names of its subdirectories."""
         names: list[str] = []
-        if os.fstat(directory).st_mode & _SEEN != _SEEN:
+        if os.fstat(directory).st_mode & _OWNER_ACCESS != _OWNER_ACCESS:
             os.fchmod(directory, 0o700)
         with os.scandir(directory) as entries:
             for entry in entries:
@@ -317,10 +317,10 @@ class ScratchUse:
             return
         if status.st_nlink != 1:
             file = status.st_dev, status.st_ino
-            if file in self._linked:
+            if file in self._multiply_linked:
                 return
-            self._linked.add(file)
-        self._bytes_left -= status.st_blocks * _BLOCK
+            self._multiply_linked.add(file)
+        self._bytes_left -= status.st_blocks * _BLOCK_BYTES
 
 
 def user_files(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]]:
@@ -333,19 +333,19 @@ def user_files(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]
                     yield entry.path, status
 
 
-def _enter(parent: int, name: str) -> int | None:
+def _open_subdirectory(parent: int, name: str) -> int | None:
     """Open a directory, even if it denies access to its owner. Returns None if it does not exist. Raises OSError."""
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
-            return os.open(name, _DIRECTORY, dir_fd=parent)
+            return os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
         except PermissionError:
-            return _force(parent, name)
+            return _grant_access_and_open(parent, name)
     return None
 
 
-def _force(parent: int, name: str) -> int:
+def _grant_access_and_open(parent: int, name: str) -> int:
     """Grant the owner access through a path descriptor, which cannot be redirected, and open the directory."""
-    here = os.open(name, os.O_PATH | _DIRECTORY, dir_fd=parent)
+    here = os.open(name, os.O_PATH | _DIRECTORY_FLAGS, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{here}", 0o700)
         return os.open(f"/proc/self/fd/{here}", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -79,7 +79,7 @@ def _immortal_count() -> int | None:
 
 
 _MAX_MESSAGE = 65_536
-_MOST_DESCRIPTORS = 5
+_MAX_DESCRIPTORS = 5
 
 
 def main() -> None:
@@ -106,7 +106,7 @@ def main() -> None:
 def warm_up(*, science: bool) -> None:
     """Import modules that programs use. Programs cannot use modules that are not importable here."""
     _add_site_builtins()
-    _put_shared_memory_into_files()
+    _map_shared_memory_to_files()
     for name in (*BARE_MODULES, "linecache", "traceback"):
         importlib.import_module(name)
     if not science:
@@ -118,10 +118,10 @@ def warm_up(*, science: bool) -> None:
     sympy = importlib.import_module("sympy")
     for name in ("sympy.ntheory", "sympy.geometry", "sympy.combinatorics", "sympy.solvers.diophantine"):
         importlib.import_module(name)
-    _exercise(sympy)
+    _warm_up_sympy(sympy)
 
 
-def _exercise(sympy: ModuleType) -> None:
+def _warm_up_sympy(sympy: ModuleType) -> None:
     """Run common operations once, so that their imports and caches are warm."""
     x, y = sympy.symbols("x y")
     root = sympy.solve(x**2 - 5 * x + 6, x)
@@ -148,34 +148,34 @@ def _add_site_builtins() -> None:
     setattr(builtins, "help", site_builtins._Helper())  # noqa: B010 - an attribute that the type lacks
 
 
-def _put_shared_memory_into_files() -> None:
+def _map_shared_memory_to_files() -> None:
     """Make ``mmap.mmap(-1, length)`` map a file in the scratch directory, so that it counts toward the scratch limit.
 
     The system call filter denies shared memory without a file, because it would persist after no process maps it.
     """
-    plain = importlib.import_module("mmap")
+    mmap_module = importlib.import_module("mmap")
 
-    class Mapping(plain.mmap):  # type: ignore[misc, name-defined]
+    class Mapping(mmap_module.mmap):  # type: ignore[misc, name-defined]
         def __new__(
             cls,
             fileno: int,
             length: int,
-            flags: int = plain.MAP_SHARED,
-            prot: int = plain.PROT_READ | plain.PROT_WRITE,
-            access: int = plain.ACCESS_DEFAULT,
+            flags: int = mmap_module.MAP_SHARED,
+            prot: int = mmap_module.PROT_READ | mmap_module.PROT_WRITE,
+            access: int = mmap_module.ACCESS_DEFAULT,
             **more: Any,
         ) -> Self:
             rest = {"prot": prot, "access": access, **more}
-            if fileno != -1 or not flags & plain.MAP_SHARED or access == plain.ACCESS_COPY:
+            if fileno != -1 or not flags & mmap_module.MAP_SHARED or access == mmap_module.ACCESS_COPY:
                 return super().__new__(cls, fileno, length, flags, **rest)
             with importlib.import_module("tempfile").TemporaryFile() as file:
                 if length > 0:
                     os.posix_fallocate(file.fileno(), 0, length)
-                return super().__new__(cls, file.fileno(), length, flags & ~plain.MAP_ANONYMOUS, **rest)
+                return super().__new__(cls, file.fileno(), length, flags & ~mmap_module.MAP_ANONYMOUS, **rest)
 
     Mapping.__name__ = Mapping.__qualname__ = "mmap"
     Mapping.__module__ = "mmap"
-    plain.mmap = Mapping  # type: ignore[attr-defined]
+    mmap_module.mmap = Mapping  # type: ignore[attr-defined]
 
 
 def merge_heap_pages() -> None:
@@ -198,9 +198,9 @@ class Zygote:
         self._ids: dict[int, int] = {}  # process -> program
         self._pids: dict[int, int] = {}  # program -> process
         self._slots: dict[int, int] = {}  # process of a program or of a cleanup helper -> slot
-        self._bare = config.isolate == "none"
+        self._without_namespaces = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
-        if self._bare:
+        if self._without_namespaces:
             kernel.adopt_orphans(needed=not has_separate_users(config))
         self._own_pid_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY) if config.isolate != "none" else -1
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -222,7 +222,7 @@ class Zygote:
 
     def _receive(self) -> bool:
         flags = socket.MSG_CMSG_CLOEXEC
-        data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, _MOST_DESCRIPTORS, flags)
+        data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, _MAX_DESCRIPTORS, flags)
         if not data:
             return False
         message: ProcessMessage = json.loads(data)
@@ -277,7 +277,7 @@ class Zygote:
             identifier = self._ids.pop(pid, None)
             if identifier is not None and slot is not None:
                 del self._pids[identifier]
-                if self._bare:
+                if self._without_namespaces:
                     cleanup.kill_leftover_processes(self._slots, self._limits.user(slot))
                 cpu = usage.ru_utime + usage.ru_stime
                 self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})

@@ -23,14 +23,16 @@ from agentrl_sandbox.types import SandboxError, StartError
 # Runners on this machine, for a gateway without Docker.
 
 _STOP_SECONDS = 10.0
-_SOON_SECONDS = 5.0  # a runner that exits sooner is restarted after a pause
-_PAUSE_SECONDS = 1.0
-_PASSED_ON = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
+_EARLY_EXIT_SECONDS = 5.0  # a runner that exits sooner is restarted after a pause
+_RESTART_PAUSE_SECONDS = 1.0
+_PASSED_VARIABLES = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "VIRTUAL_ENV", "PYTHONPATH")
 
 
 def runner_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the environment variables that a runner needs, without the token."""
-    wanted = {name: text for name, text in environment.items() if name in _PASSED_ON or name.startswith("SANDBOX_")}
+    wanted = {
+        name: text for name, text in environment.items() if name in _PASSED_VARIABLES or name.startswith("SANDBOX_")
+    }
     wanted.pop("SANDBOX_TOKEN", None)
     return wanted
 
@@ -46,21 +48,21 @@ async def local_runners(count: int, arguments: Sequence[str]) -> AsyncIterator[t
             ]
             for number in range(count)
         ]
-        keeping = asyncio.ensure_future(_keep_all(commands))
+        supervising = asyncio.ensure_future(_supervise_runners(commands))
         try:
-            yield Path(directory), keeping
+            yield Path(directory), supervising
         finally:
-            keeping.cancel()
-            await asyncio.gather(keeping, return_exceptions=True)
+            supervising.cancel()
+            await asyncio.gather(supervising, return_exceptions=True)
 
 
-async def _keep_all(commands: Sequence[Sequence[str]]) -> None:
+async def _supervise_runners(commands: Sequence[Sequence[str]]) -> None:
     async with asyncio.TaskGroup() as group:
         for command in commands:
-            group.create_task(_keep(command))
+            group.create_task(_supervise_runner(command))
 
 
-async def _keep(command: Sequence[str]) -> None:
+async def _supervise_runner(command: Sequence[str]) -> None:
     """Restart a runner whenever it exits. Raises StartError if the settings or the machine prevent a start."""
     while True:
         started = time.monotonic()
@@ -71,14 +73,14 @@ async def _keep(command: Sequence[str]) -> None:
             status = await process.wait()
         finally:
             if process.returncode is None:
-                await _stop(process)
+                await _stop_runner(process)
         if status == 2:
             raise StartError("the runner could not start (see its message above)")
-        if time.monotonic() - started < _SOON_SECONDS:
-            await asyncio.sleep(_PAUSE_SECONDS)
+        if time.monotonic() - started < _EARLY_EXIT_SECONDS:
+            await asyncio.sleep(_RESTART_PAUSE_SECONDS)
 
 
-async def _stop(process: asyncio.subprocess.Process) -> None:
+async def _stop_runner(process: asyncio.subprocess.Process) -> None:
     process.terminate()
     try:
         await asyncio.wait_for(process.wait(), _STOP_SECONDS)
@@ -87,12 +89,12 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         await process.wait()
 
 
-_OF_CLIENTS = ("url", "token", "retry_deadline", "service_deadline")  # settings that do not apply to a runner
-_WARNING = (
+_CLIENT_SETTINGS = ("url", "token", "retry_deadline", "service_deadline")  # settings that do not apply to a runner
+_ATTACK_WARNING = (
     "The attacks are real: without isolation they kill processes and write files. They stop on their own at "
     "3000 processes, 3 GB of memory or disk and 100 MB of output."
 )
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
+_SOCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -111,22 +113,26 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="agentrl-sandbox", description="Run Python programs in isolation, over HTTP.")
     commands = parser.add_subparsers(dest="command", required=True)
-    of_runners = ", ".join(name for name in SandboxSettings.model_fields if name not in _OF_CLIENTS)
-    of_gateway = ", ".join(GatewaySettings.model_fields)
-    epilog = f"Settings of runners: {of_runners}; of the gateway: {of_gateway}. Or set variables SANDBOX_NAME."
+    runner_settings = ", ".join(name for name in SandboxSettings.model_fields if name not in _CLIENT_SETTINGS)
+    gateway_settings = ", ".join(GatewaySettings.model_fields)
+    epilog = (
+        f"Settings of runners: {runner_settings}; of the gateway: {gateway_settings}. Or set variables SANDBOX_NAME."
+    )
     serve = commands.add_parser("serve", help="serve HTTP requests", epilog=epilog)
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
     serve.add_argument("--port", help="port (default 8080); 0 picks a free one")
     serve.add_argument("--no-token", action="store_true", help="disable authentication")
     serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets (default: start runners here)")
     serve.add_argument("--runners", type=int, default=1, help="number of runners to start here")
-    runner = commands.add_parser("runner", help="run programs for a gateway", epilog=f"Settings: {of_runners}.")
+    runner = commands.add_parser("runner", help="run programs for a gateway", epilog=f"Settings: {runner_settings}.")
     runner.add_argument("--sockets", type=Path, required=True, help="directory of the runner's socket")
     runner.add_argument("--name", default=socket.gethostname(), help="name of the socket (default: the host name)")
     runner.add_argument("--linger", type=float, help="seconds without a gateway after which the runner exits")
     runner.add_argument("--parent", type=int, help="process id; the runner exits when this process exits")
     check = commands.add_parser(
-        "check", help="run programs that a sandbox must support and attacks that it must withstand", epilog=_WARNING
+        "check",
+        help="run programs that a sandbox must support and attacks that it must withstand",
+        epilog=_ATTACK_WARNING,
     )
     check.add_argument("url", nargs="?", default="local://", help="local://, docker://IMAGE or http://HOST:PORT")
     for command in (serve, runner, check):
@@ -137,11 +143,11 @@ def _parser() -> argparse.ArgumentParser:
 def _runner(options: argparse.Namespace) -> int:
     from agentrl_sandbox.service.runner import serve_runner
 
-    if not _NAME.fullmatch(options.name):
+    if not _SOCKET_NAME.fullmatch(options.name):
         raise SandboxError(
             f"{options.name!r} is not a valid socket name: use letters, digits, dots, underscores and dashes"
         )
-    settings = read_settings(SandboxSettings, os.environ, options.settings, without=_OF_CLIENTS)
+    settings = read_settings(SandboxSettings, os.environ, options.settings, without=_CLIENT_SETTINGS)
     ends = {"linger": options.linger, "parent": options.parent}
     asyncio.run(serve_runner(settings, options.sockets, options.name, **ends))
     return 0
@@ -160,18 +166,18 @@ def _serve(options: argparse.Namespace) -> int:
     if options.no_token:
         named["token"] = NO_TOKEN
     arguments = [*options.settings, *(f"{name}={value}" for name, value in named.items())]
-    of_gateway = [text for text in arguments if text.partition("=")[0] in GatewaySettings.model_fields]
-    of_runners = [text for text in arguments if text not in of_gateway]
-    of_a_runner = read_settings(SandboxSettings, os.environ, of_runners, without=_OF_CLIENTS)
-    check_answers_fit(of_a_runner)  # fail here, not in a child
-    if options.sockets is not None and of_runners:
+    gateway_settings = [text for text in arguments if text.partition("=")[0] in GatewaySettings.model_fields]
+    runner_settings = [text for text in arguments if text not in gateway_settings]
+    checked_settings = read_settings(SandboxSettings, os.environ, runner_settings, without=_CLIENT_SETTINGS)
+    check_answers_fit(checked_settings)  # fail here, not in a child
+    if options.sockets is not None and runner_settings:
         raise SandboxError(
-            f"{of_runners[0]!r} is a setting of runners, but --sockets starts none: set it where they start"
+            f"{runner_settings[0]!r} is a setting of runners, but --sockets starts none: set it where they start"
         )
-    settings = read_settings(GatewaySettings, os.environ, of_gateway)
+    settings = read_settings(GatewaySettings, os.environ, gateway_settings)
     import uvloop
 
-    return uvloop.run(_serve_gateway(settings, options.sockets, options.runners, of_runners))
+    return uvloop.run(_serve_gateway(settings, options.sockets, options.runners, runner_settings))
 
 
 async def _serve_gateway(
@@ -179,14 +185,14 @@ async def _serve_gateway(
 ) -> int:
     from agentrl_sandbox.service.gateway import serve_gateway
 
-    def say(port: int) -> None:
+    def print_address(port: int) -> None:
         print(f"listening at http://{settings.host}:{port}", flush=True)
 
     if sockets is not None:
-        await serve_gateway(settings, sockets, on_listening=say)
+        await serve_gateway(settings, sockets, on_listening=print_address)
         return 0
     async with local_runners(runners, arguments) as (directory, supervising):
-        serving = asyncio.ensure_future(serve_gateway(settings, directory, on_listening=say))
+        serving = asyncio.ensure_future(serve_gateway(settings, directory, on_listening=print_address))
         await asyncio.wait((serving, supervising), return_when=asyncio.FIRST_COMPLETED)
         if supervising.done():
             serving.cancel()

@@ -47,8 +47,8 @@ from agentrl_sandbox.types import (
     UnknownSessionError,
 )
 
-_MOST_NAMED = 16  # maximum number of invalid fields in an answer
-_PROBLEMS: dict[int | str, dict[str, Any]] = {
+_MAX_FIELD_ERRORS = 16  # maximum number of invalid fields in an answer
+_ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": meaning}
     for status, meaning in {
         401: "the token is missing or wrong",
@@ -108,17 +108,17 @@ def build_app(gateway: Gateway) -> FastAPI:
         summary="Runs untrusted Python programs.",
         lifespan=lifespan,
         redoc_url=None,
-        responses=_PROBLEMS,
+        responses=_ERROR_RESPONSES,
     )
-    _add_errors(app, gateway)
-    _add_state(app, gateway)
-    _add_programs(app, gateway)
-    _add_sessions(app, gateway)
-    _add_fusion(app, gateway)
+    _add_error_handlers(app, gateway)
+    _add_state_endpoints(app, gateway)
+    _add_program_endpoints(app, gateway)
+    _add_session_endpoints(app, gateway)
+    _add_fusion_endpoint(app, gateway)
     return app
 
 
-_STATUS: dict[type[Exception], HTTPStatus] = {
+_STATUS_BY_ERROR: dict[type[Exception], HTTPStatus] = {
     QueueFullError: HTTPStatus.TOO_MANY_REQUESTS,
     SessionLimitError: HTTPStatus.CONFLICT,
     SessionForkError: HTTPStatus.CONFLICT,
@@ -129,9 +129,9 @@ _STATUS: dict[type[Exception], HTTPStatus] = {
 }
 
 
-def _add_errors(app: FastAPI, gateway: Gateway) -> None:
+def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
-        status = next(status for kind, status in _STATUS.items() if isinstance(error, kind))
+        status = next(status for error_class, status in _STATUS_BY_ERROR.items() if isinstance(error, error_class))
         gateway.metrics.record_refusal(status)
         after = error.retry_after if isinstance(error, BusyError) else 2
         again = status in (HTTPStatus.TOO_MANY_REQUESTS, HTTPStatus.SERVICE_UNAVAILABLE)
@@ -142,15 +142,15 @@ def _add_errors(app: FastAPI, gateway: Gateway) -> None:
         """Return the first invalid fields, without their values, because NaN and lone surrogates cannot be encoded."""
         assert isinstance(error, RequestValidationError)
         gateway.metrics.record_refusal(HTTPStatus.UNPROCESSABLE_ENTITY)
-        wrong = [{key: field[key] for key in ("loc", "msg", "type")} for field in error.errors()[:_MOST_NAMED]]
+        wrong = [{key: field[key] for key in ("loc", "msg", "type")} for field in error.errors()[:_MAX_FIELD_ERRORS]]
         return _json({"detail": wrong}, HTTPStatus.UNPROCESSABLE_ENTITY)
 
-    for kind in _STATUS:
-        app.add_exception_handler(kind, refuse)
+    for error_class in _STATUS_BY_ERROR:
+        app.add_exception_handler(error_class, refuse)
     app.add_exception_handler(RequestValidationError, refuse_body)
 
 
-def _add_state(app: FastAPI, gateway: Gateway) -> None:
+def _add_state_endpoints(app: FastAPI, gateway: Gateway) -> None:
     registry = gateway.pool.registry
 
     @app.get("/health", tags=["state"])
@@ -178,14 +178,14 @@ def _add_state(app: FastAPI, gateway: Gateway) -> None:
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
 
 
-def _add_programs(app: FastAPI, gateway: Gateway) -> None:
+def _add_program_endpoints(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
         """Run a program. It is killed if the client disconnects."""
         return _json(execution_json(await gateway.run(request.to_call(), request.request_id)))
 
 
-def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
+def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
     pool = gateway.pool
 
     @app.post("/v1/sessions", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"])
@@ -214,7 +214,7 @@ def _add_sessions(app: FastAPI, gateway: Gateway) -> None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
-def _add_fusion(app: FastAPI, gateway: Gateway) -> None:
+def _add_fusion_endpoint(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
         return _json((await fusion.run_code(request, gateway.run)).model_dump())
@@ -226,9 +226,9 @@ def _json(value: object, status: int = HTTPStatus.OK) -> Response:
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that clients close first
-_HEAD_SECONDS = 10.0  # from the first byte of a request to the end of its headers
-_HEAD_BYTES = 65_536
-_CHUNKS_BYTES = 1 << 20  # overhead of the chunked encoding of a body
+_HEADER_SECONDS = 10.0  # from the first byte of a request to the end of its headers
+_MAX_HEADER_BYTES = 65_536
+_CHUNKED_OVERHEAD_BYTES = 1 << 20  # overhead of the chunked encoding of a body
 
 
 def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpToolsProtocol]:
@@ -238,45 +238,45 @@ def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpTools
     """
 
     class BoundedProtocol(HttpToolsProtocol):
-        _closing: asyncio.TimerHandle | None = None
+        _close_timer: asyncio.TimerHandle | None = None
         _received = 0  # bytes of the current request
         _in_body = False
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)  # type: ignore[arg-type]
-            self._close_in(min(_HEAD_SECONDS, receive_seconds))
+            self._close_after(min(_HEADER_SECONDS, receive_seconds))
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._stop()
+            self._cancel_timer()
             super().connection_lost(exc)
 
         def data_received(self, data: bytes) -> None:
             answering = self.cycle is not None and not self.cycle.response_complete
-            if self._closing is None and not answering:  # the next request on an idle connection
-                self._close_in(min(_HEAD_SECONDS, receive_seconds))
+            if self._close_timer is None and not answering:  # the next request on an idle connection
+                self._close_after(min(_HEADER_SECONDS, receive_seconds))
             self._received += len(data)
             super().data_received(data)
-            if self._received > (max_body + _CHUNKS_BYTES if self._in_body else 0) + _HEAD_BYTES:
+            if self._received > (max_body + _CHUNKED_OVERHEAD_BYTES if self._in_body else 0) + _MAX_HEADER_BYTES:
                 self.transport.abort()
 
         def on_headers_complete(self) -> None:
             self._in_body = True
-            self._close_in(receive_seconds)
+            self._close_after(receive_seconds)
             super().on_headers_complete()
 
         def on_message_complete(self) -> None:
-            self._stop()
+            self._cancel_timer()
             self._received, self._in_body = 0, False
             super().on_message_complete()
 
-        def _close_in(self, seconds: float) -> None:
-            self._stop()
-            self._closing = self.loop.call_later(seconds, self.transport.abort)
+        def _close_after(self, seconds: float) -> None:
+            self._cancel_timer()
+            self._close_timer = self.loop.call_later(seconds, self.transport.abort)
 
-        def _stop(self) -> None:
-            if self._closing is not None:
-                self._closing.cancel()
-                self._closing = None
+        def _cancel_timer(self) -> None:
+            if self._close_timer is not None:
+                self._close_timer.cancel()
+                self._close_timer = None
 
     return BoundedProtocol
 
@@ -312,12 +312,12 @@ class DrainingServer(uvicorn.Server):
             self.force_exit = sig == signal.SIGINT
             return
         self._gateway.draining = True
-        self._loop.call_soon_threadsafe(self._begin_to_drain)
+        self._loop.call_soon_threadsafe(self._start_drain)
 
-    def _begin_to_drain(self) -> None:
-        self._drain = self._loop.create_task(self._until_idle())
+    def _start_drain(self) -> None:
+        self._drain = self._loop.create_task(self._wait_until_idle())
 
-    async def _until_idle(self) -> None:
+    async def _wait_until_idle(self) -> None:
         _log.info("stopping: %d calls are still running", self._gateway.calls)
         try:
             async with asyncio.timeout(self._drain_seconds):

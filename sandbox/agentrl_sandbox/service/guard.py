@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from agentrl_sandbox.types import Execution, Outcome
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_SECONDS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 
 
 class Metrics:
@@ -32,9 +32,9 @@ class Metrics:
         for outcome in Outcome:
             self._outcomes.labels(outcome.value)
         program, name = "wall-clock time of programs", "agentrl_sandbox_execution_seconds"
-        self._seconds = Histogram(name, program, buckets=_SECONDS, registry=registry)
+        self._seconds = Histogram(name, program, buckets=_BUCKETS, registry=registry)
         answer, name = "time from a call's arrival to its answer, including the queue", "agentrl_sandbox_answer_seconds"
-        self._answer_seconds = Histogram(name, answer, buckets=_SECONDS, registry=registry)
+        self._answer_seconds = Histogram(name, answer, buckets=_BUCKETS, registry=registry)
         refused = "rejected calls by HTTP status"
         self._refused = Counter("agentrl_sandbox_refused", refused, ["status"], registry=registry)
 
@@ -58,7 +58,7 @@ class Metrics:
 _OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})
 
 
-class _ClientLeftError(Exception):
+class _ClientDisconnectedError(Exception):
     """The client disconnected before its request was complete."""
 
 
@@ -88,16 +88,16 @@ class Guard:
         try:
             if scope["type"] != "http":
                 raise RejectedRequestError(400, "only HTTP requests are supported")
-            headers = _headers(scope)
+            headers = _read_headers(scope)
             self._check_host(headers)
             self._check_origin(headers)
             self._check_token(scope["path"], headers)
             _check_content(scope["method"], headers)
-            body = await self._body(headers, receive)
+            body = await self._read_body(headers, receive)
         except RejectedRequestError as refusal:
             answer = JSONResponse({"detail": refusal.detail}, refusal.status, refusal.headers)
             await answer(scope, receive, send)
-        except _ClientLeftError:
+        except _ClientDisconnectedError:
             return
         else:
             await self._run(scope, body, receive, send)
@@ -109,8 +109,8 @@ class Guard:
 
     def _check_origin(self, headers: dict[bytes, bytes]) -> None:
         origin = headers.get(b"origin")
-        own = (b"http://" + headers[b"host"], b"https://" + headers[b"host"])
-        if origin is not None and origin.lower() not in (name.lower() for name in own):
+        own_origins = (b"http://" + headers[b"host"], b"https://" + headers[b"host"])
+        if origin is not None and origin.lower() not in (name.lower() for name in own_origins):
             raise RejectedRequestError(403, "cross-site requests are rejected")
         if headers.get(b"sec-fetch-site") in (b"cross-site", b"same-site"):
             raise RejectedRequestError(403, "cross-site requests are rejected")
@@ -122,8 +122,8 @@ class Guard:
             why = "the header 'Authorization: Bearer TOKEN' is missing or wrong"
             raise RejectedRequestError(401, why, {"WWW-Authenticate": "Bearer"})
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """Read the complete body, up to the limit. Raises RejectedRequestError or _ClientLeftError."""
+    async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
+        """Read the complete body, up to the limit. Raises RejectedRequestError or _ClientDisconnectedError."""
         said = headers.get(b"content-length", b"0")
         if not said.isdigit() or int(said) > self._max_body:
             raise RejectedRequestError(413, f"the body exceeds {self._max_body} bytes")
@@ -132,7 +132,7 @@ class Guard:
         while True:
             message = await receive()
             if message["type"] == "http.disconnect":
-                raise _ClientLeftError
+                raise _ClientDisconnectedError
             parts.append(message.get("body", b""))
             size += len(parts[-1])
             if size > self._max_body:
@@ -160,7 +160,7 @@ class Guard:
             await asyncio.gather(*unfinished, return_exceptions=True)
 
 
-def _headers(scope: Scope) -> dict[bytes, bytes]:
+def _read_headers(scope: Scope) -> dict[bytes, bytes]:
     """Return the headers. Raises RejectedRequestError if a checked header occurs twice or host is missing."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:

@@ -59,12 +59,12 @@ REFUSALS: dict[str, type[SandboxError]] = {
 }
 """Errors for the kinds of refusal that a caller can handle."""
 
-_TOLD = ("timeout", *LIMITS)  # the settings that a runner announces
-_LONGEST_ENCODING = 3  # bytes of U+FFFD, which replaces an invalid byte
-_NOTES = 1024  # maximum bytes of notes about dropped output
+_ANNOUNCED_SETTINGS = ("timeout", *LIMITS)  # the settings that a runner announces
+_MAX_ENCODED_BYTES = 3  # bytes of U+FFFD, which replaces an invalid byte
+_MAX_NOTE_BYTES = 1024  # maximum bytes of notes about dropped output
 _Identifier = Annotated[int, Field(ge=1)]
 _Name = Annotated[str, Field(min_length=1, max_length=256)]
-_Why = Annotated[str, Field(max_length=65_536)]
+_Reason = Annotated[str, Field(max_length=65_536)]
 
 
 class RunnerRequest(CallHeader, total=False):
@@ -84,7 +84,7 @@ class HelloMessage(_Message):
     op: Literal["hello"]
     workers: Annotated[int, Field(ge=1, le=4096)]
     mode: Annotated[str, Field(max_length=64)]
-    layers: Annotated[dict[_Name, _Why | None], Field(max_length=64)]
+    layers: Annotated[dict[_Name, _Reason | None], Field(max_length=64)]
     limits: Annotated[dict[_Name, float], Field(max_length=64)]
 
     @property
@@ -125,7 +125,7 @@ class RefusedMessage(_Message):
     op: Literal["refused"]
     id: _Identifier
     kind: Literal["unknown_session", "session_limit", "session_fork", "bad_call", "cancelled", "failed"]
-    why: _Why
+    why: _Reason
 
 
 Answer = Execution | SessionMessage | RefusedMessage
@@ -139,12 +139,12 @@ def check_answers_fit(settings: SandboxSettings) -> None:
 
     Raises StartError if the limits allow larger answers.
     """
-    largest = settings.fetch_limit + 2 * _LONGEST_ENCODING * settings.output_limit + _NOTES
+    largest = settings.fetch_limit + 2 * _MAX_ENCODED_BYTES * settings.output_limit + _MAX_NOTE_BYTES
     if largest > MAX_ANSWER:
         raise StartError(
             f"fetch_limit={settings.fetch_limit} and output_limit={settings.output_limit} allow answers of {largest} "
-            f"bytes (an invalid byte expands to {_LONGEST_ENCODING} bytes), but the maximum is {MAX_ANSWER}: lower one "
-            "of the limits"
+            f"bytes (an invalid byte expands to {_MAX_ENCODED_BYTES} bytes), but the maximum is {MAX_ANSWER}: lower "
+            "one of the limits"
         )
 
 
@@ -155,7 +155,7 @@ def hello_header(settings: SandboxSettings, isolation: Isolation) -> dict[str, o
         "workers": settings.concurrency,
         "mode": isolation.mode,
         "layers": dict(isolation.layers),
-        "limits": {name: float(getattr(settings, name)) for name in _TOLD},
+        "limits": {name: float(getattr(settings, name)) for name in _ANNOUNCED_SETTINGS},
     }
 
 
@@ -201,9 +201,9 @@ class RunnerLink(asyncio.Protocol):
     def __init__(self, name: str, on_change: Callable[[RunnerLink], None]) -> None:
         loop = asyncio.get_running_loop()
         self.name = name
-        self.gone = False
+        self.disconnected = False
         self.leaving = False
-        self.why_gone = "the runner is gone"
+        self.why_disconnected = "the runner disconnected"
         self.hello: asyncio.Future[HelloMessage] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._on_change = on_change
@@ -232,15 +232,15 @@ class RunnerLink(asyncio.Protocol):
 
     def has_room_for(self, count: int) -> bool:
         """Return True if the runner would start ``count`` more programs immediately."""
-        return not self.gone and not self.leaving and self.in_flight + count <= self.hello.result().workers
+        return not self.disconnected and not self.leaving and self.in_flight + count <= self.hello.result().workers
 
     async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
         """Send a request and return its answer. Cancelling the call cancels the request at the runner.
 
         Raises NotSentError, RunnerLostError or FrameError.
         """
-        if self.gone or self._transport is None or self._transport.is_closing():
-            raise NotSentError(self.why_gone)
+        if self.disconnected or self._transport is None or self._transport.is_closing():
+            raise NotSentError(self.why_disconnected)
         identifier = next(self._identifiers)
         frame = pack_frame({**header, "id": identifier}, *blobs)
         if len(frame) > MAX_FRAME:
@@ -255,12 +255,12 @@ class RunnerLink(asyncio.Protocol):
         try:
             return await future
         finally:
-            if identifier in self._waiting and not self.gone:
+            if identifier in self._waiting and not self.disconnected:
                 self._transport.write(pack_frame({"op": "cancel", "id": identifier}))
 
     def abort(self, why: str) -> None:
-        if not self.gone:
-            self.why_gone = why
+        if not self.disconnected:
+            self.why_disconnected = why
         if self._transport is not None:
             self._transport.abort()
 
@@ -278,10 +278,10 @@ class RunnerLink(asyncio.Protocol):
             self.abort(f"a runner violated the protocol: {error}")
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self.gone = True
+        self.disconnected = True
         for timer in self._timers.values():
             timer.cancel()
-        fail_futures((self.hello, *self._waiting.values()), RunnerLostError(self.why_gone))
+        fail_futures((self.hello, *self._waiting.values()), RunnerLostError(self.why_disconnected))
         self._waiting.clear()
         if not self.closed.done():
             self.closed.set_result(None)
@@ -295,7 +295,7 @@ class RunnerLink(asyncio.Protocol):
             self.hello.set_result(message)
         elif isinstance(message, LeavingMessage):
             self.leaving = True
-            self._disconnect_if_done()
+            self._disconnect_if_idle()
         elif isinstance(message, ExecutionMessage) and execution is not None:
             self._answer(message.id, execution)
         elif isinstance(message, SessionMessage | RefusedMessage):
@@ -308,19 +308,19 @@ class RunnerLink(asyncio.Protocol):
         self._timers.pop(identifier).cancel()
         if not future.done():
             future.set_result(answer)
-        self._disconnect_if_done()
+        self._disconnect_if_idle()
         self._on_change(self)
 
-    def _disconnect_if_done(self) -> None:
+    def _disconnect_if_idle(self) -> None:
         """Disconnect from a stopping runner after its last answer. Before that, a request may be in transit."""
         if self.leaving and not self._waiting and self._transport is not None:
-            self.why_gone = "it left"
+            self.why_disconnected = "it stopped"
             self._transport.close()
 
 
 _log = logging.getLogger(__name__)
 _POLL_SECONDS = 0.2  # between two scans of the directory
-_MOST_RUNNERS = 1024
+_MAX_RUNNERS = 1024
 
 
 class RunnerRegistry:
@@ -330,14 +330,14 @@ class RunnerRegistry:
         self._directory = directory
         self._on_change = on_change
         self._connecting: dict[str, asyncio.Task[None]] = {}
-        self._looking: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self.links: dict[str, RunnerLink] = {}
 
     def open(self) -> None:
-        self._looking = asyncio.get_running_loop().create_task(self._poll())
+        self._polling = asyncio.get_running_loop().create_task(self._poll())
 
     async def close(self) -> None:
-        tasks = [*self._connecting.values(), *([self._looking] if self._looking else [])]
+        tasks = [*self._connecting.values(), *([self._polling] if self._polling else [])]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -379,34 +379,34 @@ class RunnerRegistry:
 
     async def _poll(self) -> None:
         while True:
-            for name in self._listed():
+            for name in self._socket_names():
                 if name not in self.links and name not in self._connecting:
                     self._connecting[name] = asyncio.get_running_loop().create_task(self._connect(name))
             await asyncio.sleep(_POLL_SECONDS)
 
-    def _listed(self) -> list[str]:
+    def _socket_names(self) -> list[str]:
         try:
             with os.scandir(self._directory) as entries:
                 names = [entry.name for entry in entries if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)]
         except OSError:
             return []  # it does not exist yet or is changing: scan again
-        return [name for name in sorted(names)[:_MOST_RUNNERS] if name.endswith(".sock")]
+        return [name for name in sorted(names)[:_MAX_RUNNERS] if name.endswith(".sock")]
 
     async def _connect(self, name: str) -> None:
         try:
-            link = await RunnerLink.connect(str(self._directory / name), name, self._changed)
+            link = await RunnerLink.connect(str(self._directory / name), name, self._on_link_change)
         except (OSError, TimeoutError):  # the socket of a killed runner, or a runner that sent no hello
             await asyncio.sleep(_POLL_SECONDS)
         else:
-            if not link.gone:
+            if not link.disconnected:
                 self.links[name] = link
                 _log.info("runner %s connected: %s", name, link.hello.result().isolation.describe())
                 self._on_change(link)
         finally:
             del self._connecting[name]
 
-    def _changed(self, link: RunnerLink) -> None:
-        if link.gone and self.links.get(link.name) is link:
+    def _on_link_change(self, link: RunnerLink) -> None:
+        if link.disconnected and self.links.get(link.name) is link:
             del self.links[link.name]
-            _log.warning("runner %s disconnected: %s", link.name, link.why_gone)
+            _log.warning("runner %s disconnected: %s", link.name, link.why_disconnected)
         self._on_change(link)

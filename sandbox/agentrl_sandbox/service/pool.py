@@ -46,7 +46,7 @@ class RunnerQueue:
         self._seconds = seconds
         self._waiters: deque[Waiter] = deque()
         self._length = 0
-        self._promised: dict[RunnerLink, int] = {}  # capacity assigned to waiters that have not sent their requests yet
+        self._assigned: dict[RunnerLink, int] = {}  # capacity assigned to waiters that have not sent their requests yet
 
     @property
     def length(self) -> int:
@@ -57,7 +57,7 @@ class RunnerQueue:
 
         Raises QueueFullError if the queue is full, BusyError if the wait takes too long, and ClosedError after a close.
         """
-        if not self._waiters and (link := self._freest(only)) is not None:
+        if not self._waiters and (link := self._least_busy(only)) is not None:
             return link
         if self._length >= self._limit:
             raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
@@ -92,30 +92,30 @@ class RunnerQueue:
 
     def assign_waiting_calls(self) -> None:
         """Assign free capacity to the longest-waiting calls. Must be called whenever capacity may have increased."""
-        passed: deque[Waiter] = deque()
+        still_waiting: deque[Waiter] = deque()
         while self._waiters:
             future, only = self._waiters.popleft()
             if future.done():
                 continue
-            link = only if only is not None and only.gone else self._freest(only)
+            link = only if only is not None and only.disconnected else self._least_busy(only)
             if link is None:
-                passed.append((future, only))
+                still_waiting.append((future, only))
                 if only is None:
                     break  # no runner has capacity for any later call either
                 continue
-            self._promised[link] = self._promised.get(link, 0) + 1
+            self._assigned[link] = self._assigned.get(link, 0) + 1
             future.set_result(link)
-        self._waiters.extendleft(reversed(passed))
+        self._waiters.extendleft(reversed(still_waiting))
 
-    def _freest(self, only: RunnerLink | None) -> RunnerLink | None:
+    def _least_busy(self, only: RunnerLink | None) -> RunnerLink | None:
         links = self._links() if only is None else (only,)
-        free = [link for link in links if link.has_room_for(1 + self._promised.get(link, 0))]
-        return min(free, key=lambda link: link.in_flight + self._promised.get(link, 0), default=None)
+        free = [link for link in links if link.has_room_for(1 + self._assigned.get(link, 0))]
+        return min(free, key=lambda link: link.in_flight + self._assigned.get(link, 0), default=None)
 
     def _release(self, link: RunnerLink) -> None:
-        self._promised[link] -= 1
-        if not self._promised[link]:
-            del self._promised[link]
+        self._assigned[link] -= 1
+        if not self._assigned[link]:
+            del self._assigned[link]
 
 
 _T = TypeVar("_T")
@@ -184,8 +184,8 @@ class RunnerPool(CallSandbox):
                 raise self.sessions.end_with_error(session, str(error)) from error
 
     def _on_change(self, link: RunnerLink) -> None:
-        if link.gone:
-            self.sessions.record_end_at_owner(link, link.why_gone)
+        if link.disconnected:
+            self.sessions.record_end_at_owner(link, link.why_disconnected)
         self.queue.assign_waiting_calls()
 
     # Sessions.

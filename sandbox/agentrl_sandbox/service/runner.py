@@ -25,7 +25,7 @@ from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import SandboxError, StartError
 
 _log = logging.getLogger(__name__)
-_FAREWELL_SECONDS = 5.0  # for a gateway without running requests to disconnect
+_DISCONNECT_SECONDS = 5.0  # for a gateway without running requests to disconnect
 
 
 async def serve_runner(
@@ -67,19 +67,19 @@ def listening_socket(directory: Path, name: str) -> Iterator[socket.socket]:
     container, temporarily belongs to this process, because root without CAP_DAC_OVERRIDE cannot write to it. Raises
     StartError if the socket cannot be created.
     """
-    path, early = directory / f"{name}.sock", directory / f".{name}.early"
+    path, temporary = directory / f"{name}.sock", directory / f".{name}.early"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _refuse_a_living(path)
+        _check_unused(path)
         listener = socket.socket(socket.AF_UNIX)
-        with _owned(directory) as (user, group):
-            early.unlink(missing_ok=True)
-            listener.bind(str(early))
-            os.chmod(early, 0o600)
+        with _owned_directory(directory) as (user, group):
+            temporary.unlink(missing_ok=True)
+            listener.bind(str(temporary))
+            os.chmod(temporary, 0o600)
             if user != os.geteuid():
-                os.chown(early, user, group)
+                os.chown(temporary, user, group)
             listener.listen(64)
-            os.rename(early, path)
+            os.rename(temporary, path)
     except OSError as error:
         raise StartError(f"cannot listen at {path}: {error}") from error
     with listener:
@@ -91,7 +91,7 @@ def listening_socket(directory: Path, name: str) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _owned(directory: Path) -> Iterator[tuple[int, int]]:
+def _owned_directory(directory: Path) -> Iterator[tuple[int, int]]:
     before = directory.stat()
     foreign = before.st_uid != os.geteuid()
     if foreign:
@@ -104,7 +104,7 @@ def _owned(directory: Path) -> Iterator[tuple[int, int]]:
             os.chown(directory, before.st_uid, before.st_gid)
 
 
-def _refuse_a_living(path: Path) -> None:
+def _check_unused(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -149,7 +149,7 @@ class RunnerService:
             self.changed.clear()
             waiting = [*tasks, asyncio.ensure_future(self.changed.wait())]
             done, _ = await asyncio.wait(
-                waiting, timeout=None if tasks else _FAREWELL_SECONDS, return_when=asyncio.FIRST_COMPLETED
+                waiting, timeout=None if tasks else _DISCONNECT_SECONDS, return_when=asyncio.FIRST_COMPLETED
             )
             waiting[-1].cancel()
             if not done:
@@ -218,28 +218,28 @@ class GatewayConnection(asyncio.Protocol):
         def forget(task: asyncio.Task[None]) -> None:
             del self.tasks[identifier]
             if task.cancelled():  # before its first step
-                self.send(_refused(identifier, "cancelled", "cancelled"))
+                self.send(_refusal(identifier, "cancelled", "cancelled"))
             elif (bug := task.exception()) is not None:  # without an answer, the gateway would disconnect this runner
                 _log.error("cannot answer a request", exc_info=bug)
-                self.send(_refused(identifier, "failed", f"{type(bug).__name__}: {bug}"))
+                self.send(_refusal(identifier, "failed", f"{type(bug).__name__}: {bug}"))
 
         return forget
 
     async def _answer(self, identifier: int, header: links.RunnerRequest, blobs: list[bytes]) -> None:
         """Execute one request and send exactly one answer."""
         try:
-            answer, out = await self._carry_out(identifier, header, blobs)
+            answer, out = await self._execute_request(identifier, header, blobs)
         except asyncio.CancelledError:
-            answer, out = _refused(identifier, "cancelled", "cancelled"), []
+            answer, out = _refusal(identifier, "cancelled", "cancelled"), []
         except (SandboxError, ValueError) as error:
             kind = "bad_call" if isinstance(error, ValueError) else "failed"
-            known = [name for name, refusal in links.REFUSALS.items() if isinstance(error, refusal)]
-            answer, out = _refused(identifier, [*known, kind][0], str(error)), []
+            kinds = [name for name, refusal in links.REFUSALS.items() if isinstance(error, refusal)]
+            answer, out = _refusal(identifier, [*kinds, kind][0], str(error)), []
         if sum(map(len, out)) > links.MAX_ANSWER:
-            answer, out = _refused(identifier, "failed", "the output and files are too large to send"), []
+            answer, out = _refusal(identifier, "failed", "the output and files are too large to send"), []
         self.send(answer, *out)
 
-    async def _carry_out(
+    async def _execute_request(
         self, identifier: int, header: links.RunnerRequest, blobs: list[bytes]
     ) -> Frame[Mapping[str, object]]:
         sandbox, operation = self._service.sandbox, header["op"]
@@ -262,5 +262,5 @@ class GatewayConnection(asyncio.Protocol):
             await self._service.sandbox.close_session(session)
 
 
-def _refused(identifier: int, kind: str, why: str) -> dict[str, object]:
+def _refusal(identifier: int, kind: str, why: str) -> dict[str, object]:
     return {"op": "refused", "id": identifier, "kind": kind, "why": why[:4096]}

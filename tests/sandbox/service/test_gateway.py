@@ -217,7 +217,7 @@ async def test_a_request_on_its_way_to_a_runner_that_leaves_is_answered(sockets,
     await runner.service.drain()
     assert runner.sandbox.started == ["on its way"]
     assert (await call).outcome == "ok"
-    with pytest.raises(NotSentError, match="it left"):
+    with pytest.raises(NotSentError, match="it stopped"):
         await link.request({"op": "execute", **header}, blobs, timeout=5.0)
 
 
@@ -287,7 +287,7 @@ async def test_the_interface_describes_itself(gateway):
 
 
 async def test_what_finished_is_forgotten_by_size():
-    once, runs = SharedRuns(remembered_bytes=5000), []
+    once, runs = SharedRuns(cache_bytes=5000), []
 
     async def run(key):
         runs.append(key)
