@@ -61,7 +61,7 @@ def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid()
     for handler in list(server.handlers.values()):
         handler()
     assert server.replies == [{"op": "opened", "id": 1}]
-    manager.run(RunOrder(identifier=2, session=7, timeout=5.0, call=Call(program="1")))
+    manager.run(RunOrder(identifier=2, session=7, call=Call(program="1", timeout=5.0)))
     (program,) = server.programs
     assert program.pid == 0
     manager.handle_zygote_report({"op": "located", "id": -1, "pid": 4321})

@@ -47,13 +47,11 @@ class RunOrder:
 
     identifier: int
     session: int | None
-    timeout: float
     call: Call
 
     @classmethod
     def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> RunOrder:
-        call = Call.from_frame(header, blobs)
-        return cls(identifier=header["id"], session=header["number"], timeout=call.timeout or 0.0, call=call)
+        return cls(identifier=header["id"], session=header["number"], call=Call.from_frame(header, blobs))
 
 
 def write_task(call: Call) -> int:

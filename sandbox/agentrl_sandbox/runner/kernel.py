@@ -101,14 +101,12 @@ def make_current_directory_root() -> None:
     os.chdir("/")
 
 
-def collapse_to_huge_pages(begin: int, end: int) -> int:
-    """Merge the pages of an address range into huge pages. Returns the number of huge pages, 0 if not supported."""
+def collapse_to_huge_pages(begin: int, end: int) -> None:
+    """Merge the pages of an address range into huge pages. No effect if the kernel does not support it."""
     first = -(-begin // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
-    made = 0
     for address in range(first, end // _HUGE_PAGE_BYTES * _HUGE_PAGE_BYTES, _HUGE_PAGE_BYTES):
         advice = ctypes.c_void_p(address), ctypes.c_size_t(_HUGE_PAGE_BYTES), ctypes.c_int(_MADV_COLLAPSE)
-        made += _libc.madvise(*advice) == 0
-    return made
+        _libc.madvise(*advice)
 
 
 def die_with_parent(signal_number: int) -> None:

@@ -229,15 +229,15 @@ def prepare_program(order: RunOrder, config: RunnerConfig, kind: str, slot: int)
     if order.call.fetch_files:
         fetched_file = create_fetch_file(config.fetch_limit, order.call.fetch_files)
         descriptors.append(os.dup(fetched_file))
-    now = time.monotonic()
+    now, seconds = time.monotonic(), order.call.timeout or 0.0
     program = Program(
         identifier=order.identifier,
         slot=slot,
         zygote=kind,
         session=order.session,
         started=now,
-        deadline=now + order.timeout,
-        cpu_limit=int(order.timeout) + 1,
+        deadline=now + seconds,
+        cpu_limit=int(seconds) + 1,
         stdout=captures[0],
         stderr=captures[1],
         status=captures[2] if len(captures) > 2 else None,

@@ -43,15 +43,15 @@ from agentrl_sandbox.runner.session_process import run_session_init
 # references of an immortal object are not counted.
 
 
-def freeze_refcounts() -> int:
-    """Make all objects that the garbage collector reaches immortal. Returns their number.
+def freeze_refcounts() -> None:
+    """Make all objects that the garbage collector reaches immortal.
 
-    Returns 0 without a change if the interpreter has no immortal objects or stores reference counts differently.
-    Existing objects are never freed, so call this only in an interpreter that only forks.
+    No effect if the interpreter has no immortal objects or stores reference counts differently. Existing objects are
+    never freed, so call this only in an interpreter that only forks.
     """
     count = _immortal_count()
     if count is None:
-        return 0
+        return
     seen: set[int] = set()
     seen.add(id(seen))
     waiting: list[object] = gc.get_objects()
@@ -65,7 +65,6 @@ def freeze_refcounts() -> int:
     seen.remove(id(seen))
     for address in seen:
         ctypes.c_uint32.from_address(address).value = count
-    return len(seen)
 
 
 def _immortal_count() -> int | None:

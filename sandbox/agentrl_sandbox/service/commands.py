@@ -11,10 +11,8 @@ import socket
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import NoReturn
 
 from agentrl_sandbox.service.links import check_answers_fit
 from agentrl_sandbox.settings import NO_TOKEN, GatewaySettings, SandboxSettings, read_settings
@@ -37,33 +35,12 @@ def runner_environment(environment: Mapping[str, str]) -> dict[str, str]:
     return wanted
 
 
-@asynccontextmanager
-async def local_runners(count: int, arguments: Sequence[str]) -> AsyncIterator[tuple[Path, asyncio.Task[None]]]:
-    """Keep ``count`` runners running. Yields their directory and a task that fails if a runner cannot start."""
-    with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as directory:
-        commands = [
-            [
-                *(sys.executable, "-m", "agentrl_sandbox", "runner", "--sockets", directory),
-                *("--name", f"local-{number}", "--parent", str(os.getpid()), *arguments),
-            ]
-            for number in range(count)
-        ]
-        supervising = asyncio.ensure_future(_supervise_runners(commands))
-        try:
-            yield Path(directory), supervising
-        finally:
-            supervising.cancel()
-            await asyncio.gather(supervising, return_exceptions=True)
-
-
-async def _supervise_runners(commands: Sequence[Sequence[str]]) -> None:
-    async with asyncio.TaskGroup() as group:
-        for command in commands:
-            group.create_task(_supervise_runner(command))
-
-
-async def _supervise_runner(command: Sequence[str]) -> None:
-    """Restart a runner whenever it exits. Raises StartError if the settings or the machine prevent a start."""
+async def _supervise_runner(sockets: str, number: int, arguments: Sequence[str]) -> None:
+    """Start a runner, and restart it whenever it exits. Raises StartError if it cannot start."""
+    command = [
+        *(sys.executable, "-m", "agentrl_sandbox", "runner", "--sockets", sockets),
+        *("--name", f"local-{number}", "--parent", str(os.getpid()), *arguments),
+    ]
     while True:
         started = time.monotonic()
         process = await asyncio.create_subprocess_exec(
@@ -191,21 +168,13 @@ async def _serve_gateway(
     if sockets is not None:
         await serve_gateway(settings, sockets, on_listening=print_address)
         return 0
-    async with local_runners(runners, arguments) as (directory, supervising):
-        serving = asyncio.ensure_future(serve_gateway(settings, directory, on_listening=print_address))
-        await asyncio.wait((serving, supervising), return_when=asyncio.FIRST_COMPLETED)
-        if supervising.done():
-            serving.cancel()
-            await asyncio.gather(serving, return_exceptions=True)
-            _raise_start_error(supervising)
-        serving.result()
+    with tempfile.TemporaryDirectory(prefix="agentrl-sandbox-") as directory:
+        try:
+            async with asyncio.TaskGroup() as group:
+                supervisors = [group.create_task(_supervise_runner(directory, n, arguments)) for n in range(runners)]
+                await serve_gateway(settings, Path(directory), on_listening=print_address)
+                for supervisor in supervisors:
+                    supervisor.cancel()
+        except BaseExceptionGroup as errors:  # the gateway or a runner could not start
+            raise errors.exceptions[0] from None
     return 0
-
-
-def _raise_start_error(supervising: asyncio.Task[None]) -> NoReturn:
-    """Raise the error of the supervising task, which ends only if a runner cannot start."""
-    try:
-        supervising.result()
-    except* StartError as errors:
-        found = errors
-    raise StartError(str(found.exceptions[0]))
