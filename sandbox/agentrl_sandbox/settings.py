@@ -148,10 +148,10 @@ class SandboxSettings(BaseModel):
 
 
 NO_TOKEN = "none"
-_RENAMED_SETTINGS = {"patience": "retry_deadline"}
-_REMOVED_SETTINGS = {
-    "standby": "a fork server that exits is restarted automatically",
-    "batch_limit": "send programs to /v1/execute concurrently instead of in batches",
+_FORMER_SETTINGS = {
+    "patience": "was renamed to retry_deadline",
+    "standby": "was removed: a fork server that exits is restarted automatically",
+    "batch_limit": "was removed: send programs to /v1/execute concurrently instead of in batches",
 }
 
 _Model = TypeVar("_Model", bound=BaseModel)
@@ -211,14 +211,9 @@ def read_settings(
     """
     arguments = list(arguments)
     given = {argument.partition("=")[0] for argument in arguments}
-    for old, new in _RENAMED_SETTINGS.items():
-        if environment.get(f"SANDBOX_{old.upper()}"):
-            raise ServiceSettingsError(f"SANDBOX_{old.upper()} was renamed to SANDBOX_{new.upper()}")
-        if old in given:
-            raise ServiceSettingsError(f"the setting {old} was renamed to {new}")
-    for old, why in _REMOVED_SETTINGS.items():
-        if old in given or environment.get(f"SANDBOX_{old.upper()}"):
-            raise ServiceSettingsError(f"the setting {old} was removed: {why}")
+    for name, change in _FORMER_SETTINGS.items():
+        if name in given or environment.get(f"SANDBOX_{name.upper()}"):
+            raise ServiceSettingsError(f"the setting {name} (variable SANDBOX_{name.upper()}) {change}")
     names = [name for name in model.model_fields if name not in set(without)]
     values = {name: text for name in names if (text := environment.get(f"SANDBOX_{name.upper()}"))}
     for argument in arguments:

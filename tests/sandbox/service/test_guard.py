@@ -224,11 +224,11 @@ def test_wrong_settings_are_named(argument):
 
 
 def test_the_old_name_of_a_setting_is_refused_with_the_new_one():
-    with pytest.raises(ServiceSettingsError, match="patience was renamed to retry_deadline"):
+    with pytest.raises(ServiceSettingsError, match=r"patience .* was renamed to retry_deadline"):
         read_settings(SandboxSettings, {}, ["patience=1"])
-    with pytest.raises(ServiceSettingsError, match="standby was removed"):
+    with pytest.raises(ServiceSettingsError, match=r"standby .* was removed"):
         read_settings(SandboxSettings, {"SANDBOX_STANDBY": "true"}, [])
-    with pytest.raises(ServiceSettingsError, match="batch_limit was removed"):
+    with pytest.raises(ServiceSettingsError, match=r"batch_limit .* was removed"):
         read_settings(GatewaySettings, {}, ["batch_limit=7"])
-    with pytest.raises(ServiceSettingsError, match="SANDBOX_PATIENCE was renamed to SANDBOX_RETRY_DEADLINE"):
+    with pytest.raises(ServiceSettingsError, match=r"SANDBOX_PATIENCE\) was renamed to retry_deadline"):
         read_settings(SandboxSettings, {"SANDBOX_PATIENCE": "1"}, [])
