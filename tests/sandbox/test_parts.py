@@ -15,7 +15,7 @@ from agentrl_sandbox.call import FrameBuffer, FrameError, pack_frame
 from agentrl_sandbox.client import SandboxSettings
 from agentrl_sandbox.runner.config import needs_science
 from agentrl_sandbox.runner.program import OutputCapture
-from agentrl_sandbox.runner.usage import KernelMemory
+from agentrl_sandbox.runner.usage import KernelMemoryQuota
 from agentrl_sandbox.types import PROPERTIES, Isolation
 
 
@@ -111,10 +111,10 @@ def test_mapped_ranges_count_where_several_processes_can_hold_them():
         command = [sys.executable, "-c", program, *arguments]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
             held.stdout.readline()
-            counted = KernelMemory(limit=1 << 30, socket_bytes=0)
+            counted = KernelMemoryQuota(bytes_left=1 << 30, socket_bytes=0)
             counted.add([held.pid] * processes)
             held.stdin.close()
-        return (1 << 30) - counted.limit
+        return (1 << 30) - counted.bytes_left
 
     few, many = bytes_counted(processes=2), bytes_counted("split", processes=2)
     assert abs(many - few - 2 * 256 * ranges) <= 2 * 256 * 20  # the loader's own mappings may vary

@@ -96,7 +96,7 @@ class LandlockRules:
 
 # The file system of programs: the interpreter and the system's libraries, read-only, and a scratch directory.
 #
-# The server calls ``enter`` once, before it starts any process. ``/scratch`` is mounted later, in the mount namespace
+# The server calls ``enter_namespaces`` once, before it starts other processes. ``/scratch`` is mounted later, in the mount namespace
 # of the program.
 
 SCRATCH = "/scratch"

@@ -23,8 +23,8 @@ from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
 from agentrl_sandbox.runner.interpreter import UNCAUGHT, RunOrder, write_task
 from agentrl_sandbox.runner.usage import (
     INODES,
-    KernelMemory,
-    ScratchUse,
+    KernelMemoryQuota,
+    ScratchQuota,
     Usage,
     process_tree,
     proportional_bytes,
@@ -125,32 +125,34 @@ class LimitChecker:
         resident = used.resident
         if resident + used.tables > self._memory:
             resident = proportional_bytes(used.processes, baseline)
-        kernel_memory = KernelMemory(limit=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
-        kernel_memory.add(used.processes)
-        return kernel_memory.limit
+        quota = KernelMemoryQuota(bytes_left=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
+        quota.add(used.processes)
+        return quota.bytes_left
 
     def exceeds_scratch(self, program: Program) -> bool:
         """Return True if the files exceed ``scratch_mb`` or are too many. With namespaces, the mount enforces this."""
-        return bool(self._scratch) and self._run_if_due(program, "scratch", lambda: self._scratch_use(program).is_over)
+        return bool(self._scratch) and self._run_if_due(
+            program, "scratch", lambda: self._scratch_quota(program).is_exceeded
+        )
 
-    def _run_if_due(self, program: Program, what: str, poll: Callable[[], bool]) -> bool:
+    def _run_if_due(self, program: Program, what: str, check: Callable[[], bool]) -> bool:
         """Run a check with the rights of the program's user if it is due. Returns its result."""
         started = time.monotonic()
         if started < program.next_checks.get(what, 0.0):
             return False
         with kernel.file_access_as(self._user(program)):
-            over = poll()
+            exceeded = check()
         program.next_checks[what] = started + _CHECK_PAUSE_FACTOR * (time.monotonic() - started)
-        return over
+        return exceeded
 
-    def _scratch_use(self, program: Program) -> ScratchUse:
-        use = ScratchUse(bytes_left=self._scratch_bytes, inodes_left=INODES)
-        use.add_tree(f"{self._scratch}/{program.slot}")
+    def _scratch_quota(self, program: Program) -> ScratchQuota:
+        quota = ScratchQuota(bytes_left=self._scratch_bytes, inodes_left=INODES)
+        quota.add_tree(f"{self._scratch}/{program.slot}")
         if (user := self._user(program)) is not None:
-            use.add_files_of(user, SHARED_MEMORY)
+            quota.add_files_of(user, SHARED_MEMORY)
         if program.pid:
-            use.add_unlinked(process_tree(program.pid))
-        return use
+            quota.add_unlinked(process_tree(program.pid))
+        return quota
 
     def _user(self, program: Program) -> int | None:
         return None if self._first_user is None else self._first_user + program.slot

@@ -215,7 +215,7 @@ _ALLOWED_PRCTL_OPTIONS = (2, 3, 15, 16, 21, 23, 25, 27, 29, 30, 37, 38, 39, 40, 
 _DENIED_FCNTL_COMMANDS = (
     1024,  # F_SETLEASE
     1026,  # F_NOTIFY
-    1031,  # F_SETPIPE_SZ, because the watch counts pipes at the default size
+    1031,  # F_SETPIPE_SZ, because the server counts pipes at their default size
     36,  # F_OFD_GETLK, F_OFD_SETLK, F_OFD_SETLKW, whose locks persist while their files are in flight
     37,
     38,
@@ -286,7 +286,7 @@ def _argument_rules() -> dict[str, Code]:
     connected = only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow_call(), refuse, mask=_SOCK_KIND)
     this_process = only_if_one_of(1, (0,), allow_call(), refuse)
     return {
-        # The watch cannot count descriptors of a thread with a separate descriptor table.
+        # The server cannot count the descriptors of a thread with a separate descriptor table.
         "clone": only_if_one_of(
             0,
             (_CLONE_THREAD,),

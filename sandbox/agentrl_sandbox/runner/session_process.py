@@ -81,7 +81,7 @@ _MAX_MESSAGE = 4096
 _MAX_DESCRIPTORS = 4
 
 
-def serve_session(control: int, scratch: str, directory_name: str, lockdown: Lockdown) -> NoReturn:
+def run_session_interpreter(control: int, scratch: str, directory_name: str, lockdown: Lockdown) -> NoReturn:
     """Isolate this process and become a session's interpreter, in a new directory inside ``scratch``.
 
     Never returns.
@@ -94,12 +94,12 @@ def serve_session(control: int, scratch: str, directory_name: str, lockdown: Loc
         kernel.die_with_parent(signal.SIGKILL)
         lockdown.apply(scratch)
         close_other_descriptors(control)
-        SessionProcess(control, scratch, directory_name).serve()
+        SessionInterpreter(control, scratch, directory_name).serve()
     finally:
         leave(70)
 
 
-class SessionProcess:
+class SessionInterpreter:
     """A session in its interpreter process."""
 
     def __init__(self, control: int, scratch: str, directory: str) -> None:
@@ -326,7 +326,7 @@ class SessionInit:
         if pid == 0:
             signal.set_wakeup_fd(-1)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-            serve_session(_PROCESS_SOCKET, self._scratch, str(session), self._lockdown)
+            run_session_interpreter(_PROCESS_SOCKET, self._scratch, str(session), self._lockdown)
         close_other_descriptors(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
         self._add(session, pid)
 

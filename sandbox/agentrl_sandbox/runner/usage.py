@@ -31,7 +31,7 @@ _MAPPING_BYTES = 256  # bytes of the kernel's record of a mapped range
 _MAX_MAPPING_BYTES_READ = 256 << 10  # maximum bytes read of a list of mappings; ordinary programs have 50 kB
 _MAX_MAPPINGS = 65_530  # vm.max_map_count
 # Bytes counted for a lock or a descriptor watched by epoll. Each takes 200 bytes, but the higher count limits the
-# length of the lists, because reading long lists would slow down the watch.
+# length of the lists, because reading long lists would slow down the server.
 _COUNTED_RECORD_BYTES = 16 << 10
 _MAX_RECORD_BYTES_READ = 1 << 20  # maximum bytes read of one descriptor's list
 
@@ -118,27 +118,27 @@ def _proc_paths(pid: int, name: str) -> Iterator[str]:
 
 
 @dataclass(kw_only=True, slots=True)
-class KernelMemory:
-    """Counts kernel memory that processes may hold in addition to their pages, up to ``limit`` bytes.
+class KernelMemoryQuota:
+    """The remaining memory of a program, from which kernel memory that its processes may hold is subtracted.
 
     Requires the rights of the processes' user, and counts only memory that is visible with these rights. Descriptors in
     flight between sockets are not counted; the kernel allows a user twice RLIMIT_NOFILE of them.
     """
 
-    limit: int
+    bytes_left: int
     socket_bytes: int  # capacity of a socket's send buffer
     _counted: set[str] = field(default_factory=set)
 
     @property
-    def is_over(self) -> bool:
-        return self.limit < 0
+    def is_exceeded(self) -> bool:
+        return self.bytes_left < 0
 
     def add(self, processes: list[int]) -> None:
         for pid in processes:
             self._add_descriptors(pid)
             if len(processes) > 1:  # the records of one process take at most 16 MB
                 self._add_mappings(pid)
-            if self.is_over:
+            if self.is_exceeded:
                 return
 
     def _add_descriptors(self, pid: int) -> None:
@@ -152,7 +152,7 @@ class KernelMemory:
                     self._add_descriptor(f"{directory}/{name}", f"{directory}info/{name}")
                 except OSError:  # closed meanwhile
                     continue
-                if self.is_over:
+                if self.is_exceeded:
                     return
             if names:
                 return
@@ -162,11 +162,11 @@ class KernelMemory:
         if target.startswith(("socket:", "pipe:")):
             if target not in self._counted:  # count shared sockets and pipes once
                 self._counted.add(target)
-                self.limit -= self.socket_bytes if target.startswith("socket:") else _PIPE_BYTES
+                self.bytes_left -= self.socket_bytes if target.startswith("socket:") else _PIPE_BYTES
             return
         with open(details, "rb", buffering=0) as file:
             text = file.read(_MAX_RECORD_BYTES_READ)
-        self.limit -= _COUNTED_RECORD_BYTES * (text.count(b"\nlock:") + text.count(b"\ntfd:"))
+        self.bytes_left -= _COUNTED_RECORD_BYTES * (text.count(b"\nlock:") + text.count(b"\ntfd:"))
 
     def _add_mappings(self, pid: int) -> None:
         try:
@@ -175,7 +175,7 @@ class KernelMemory:
         except OSError:
             return
         count = _MAX_MAPPINGS if len(text) == _MAX_MAPPING_BYTES_READ else text.count(b"\n")
-        self.limit -= _MAPPING_BYTES * count
+        self.bytes_left -= _MAPPING_BYTES * count
 
 
 def child_pids(pid: int) -> list[int]:
@@ -243,8 +243,8 @@ _BLOCK_BYTES = 512
 _BLOCK_LIST_BYTES = 1 << 20  # bytes for the file system's block lists
 
 
-class ScratchUse:
-    """The remaining quota of a program. Counting stops when the quota is exceeded."""
+class ScratchQuota:
+    """The remaining bytes and inodes of a program. Counting stops when the quota is exceeded."""
 
     def __init__(self, *, bytes_left: int, inodes_left: int) -> None:
         self._bytes_left = bytes_left + _BLOCK_LIST_BYTES
@@ -253,24 +253,27 @@ class ScratchUse:
         self._devices: set[int] = set()
 
     @property
-    def is_over(self) -> bool:
+    def is_exceeded(self) -> bool:
         return self._bytes_left < 0 or self._inodes_left < 0
 
     def add_tree(self, directory: str) -> None:
         """Count everything in a directory. Raises OSError if it does not exist."""
         # Open directories on the current path, each with its unvisited subdirectories.
-        open_directories = [(os.open(directory, _DIRECTORY_FLAGS), [""])]
+        names: list[str] = []
+        root = os.open(directory, _DIRECTORY_FLAGS)
+        open_directories = [(root, names)]
         try:
-            self._devices.add(os.fstat(open_directories[0][0]).st_dev)
-            open_directories[0] = open_directories[0][0], self._add_entries(open_directories[0][0])
-            while open_directories and not self.is_over:
+            self._devices.add(os.fstat(root).st_dev)
+            names += self._add_entries(root)
+            while open_directories and not self.is_exceeded:
                 here, names = open_directories[-1]
                 if not names:
                     open_directories.pop()
                     os.close(here)
                 elif (subdirectory := _open_subdirectory(here, names.pop())) is not None:
-                    open_directories.append((subdirectory, []))
-                    open_directories[-1] = subdirectory, self._add_entries(subdirectory)
+                    names = []
+                    open_directories.append((subdirectory, names))
+                    names += self._add_entries(subdirectory)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -307,7 +310,7 @@ class ScratchUse:
                     self._add(entry.stat(follow_symlinks=False))
                     if entry.is_dir(follow_symlinks=False):
                         names.append(entry.name)
-                if self.is_over:
+                if self.is_exceeded:
                     break
         return names
 
