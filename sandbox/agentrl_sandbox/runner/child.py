@@ -96,8 +96,8 @@ class LandlockRules:
 
 # The file system of programs: the interpreter and the system's libraries, read-only, and a scratch directory.
 #
-# The server calls ``enter_namespaces`` once, before it starts other processes. ``/scratch`` is mounted later, in the mount namespace
-# of the program.
+# The server calls ``enter_namespaces`` once, before it starts other processes. ``/scratch`` is mounted later, in the
+# mount namespace of the program.
 
 SCRATCH = "/scratch"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32")
