@@ -20,8 +20,8 @@ import uvicorn
 from fastapi import FastAPI, Request, Response
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from agentrl_sandbox.call import Call, InvalidCallError
 from agentrl_sandbox.service import fusion
@@ -33,13 +33,14 @@ from agentrl_sandbox.service.bodies import (
     encode_json,
     execution_json,
 )
-from agentrl_sandbox.service.guard import CONTENT_TYPE, Guard, Metrics
+from agentrl_sandbox.service.guard import Guard, bounded_protocol
 from agentrl_sandbox.service.pool import RunnerPool
 from agentrl_sandbox.settings import NO_TOKEN, GatewaySettings
 from agentrl_sandbox.types import (
     BusyError,
     ClosedError,
     Execution,
+    Outcome,
     QueueFullError,
     SessionForkError,
     SessionLimitError,
@@ -60,6 +61,42 @@ _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
         503: "no runner had capacity, or the service is stopping; retry after the seconds in Retry-After",
     }.items()
 }
+
+
+_METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
+
+
+class Metrics:
+    """Prometheus metrics of one gateway, in a separate registry so that gateways in one process do not mix."""
+
+    def __init__(self) -> None:
+        self._registry = registry = CollectorRegistry()
+        counted = "answered calls by outcome"
+        self._outcomes = Counter("agentrl_sandbox_executions", counted, ["outcome"], registry=registry)
+        for outcome in Outcome:
+            self._outcomes.labels(outcome.value)
+        program, name = "wall-clock time of programs", "agentrl_sandbox_execution_seconds"
+        self._seconds = Histogram(name, program, buckets=_BUCKETS, registry=registry)
+        answer, name = "time from a call's arrival to its answer, including the queue", "agentrl_sandbox_answer_seconds"
+        self._answer_seconds = Histogram(name, answer, buckets=_BUCKETS, registry=registry)
+        refused = "rejected calls by HTTP status"
+        self._refused = Counter("agentrl_sandbox_refused", refused, ["status"], registry=registry)
+
+    def add_gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
+        """Add a gauge whose value is read at every scrape."""
+        Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
+
+    def record_execution(self, execution: Execution, answer_seconds: float) -> None:
+        self._outcomes.labels(execution.outcome.value).inc()
+        self._seconds.observe(execution.seconds)
+        self._answer_seconds.observe(answer_seconds)
+
+    def record_refusal(self, status: int) -> None:
+        self._refused.labels(str(status)).inc()
+
+    def render(self) -> bytes:
+        return generate_latest(self._registry)
 
 
 class Gateway:
@@ -175,7 +212,7 @@ def _add_state_endpoints(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/metrics", tags=["state"])
     async def metrics() -> Response:
         """Return Prometheus metrics."""
-        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
+        return Response(gateway.metrics.render(), media_type=_METRICS_CONTENT_TYPE)
 
 
 def _add_program_endpoints(app: FastAPI, gateway: Gateway) -> None:
@@ -226,59 +263,6 @@ def _json(value: object, status: int = HTTPStatus.OK) -> Response:
 
 _log = logging.getLogger(__name__)
 _KEEP_ALIVE_SECONDS = 75  # longer than clients keep idle connections, so that clients close first
-_HEADER_SECONDS = 10.0  # from the first byte of a request to the end of its headers
-_MAX_HEADER_BYTES = 65_536
-_CHUNKED_OVERHEAD_BYTES = 1 << 20  # overhead of the chunked encoding of a body
-
-
-def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpToolsProtocol]:
-    """Return a protocol class that closes connections whose request arrives too slowly or is too large.
-
-    uvicorn has no such limits, and an application cannot apply them before the headers are complete.
-    """
-
-    class BoundedProtocol(HttpToolsProtocol):
-        _close_timer: asyncio.TimerHandle | None = None
-        _received = 0  # bytes of the current request
-        _in_body = False
-
-        def connection_made(self, transport: asyncio.BaseTransport) -> None:
-            super().connection_made(transport)  # type: ignore[arg-type]
-            self._close_after(min(_HEADER_SECONDS, receive_seconds))
-
-        def connection_lost(self, exc: Exception | None) -> None:
-            self._cancel_timer()
-            super().connection_lost(exc)
-
-        def data_received(self, data: bytes) -> None:
-            answering = self.cycle is not None and not self.cycle.response_complete
-            if self._close_timer is None and not answering:  # the next request on an idle connection
-                self._close_after(min(_HEADER_SECONDS, receive_seconds))
-            self._received += len(data)
-            super().data_received(data)
-            if self._received > (max_body + _CHUNKED_OVERHEAD_BYTES if self._in_body else 0) + _MAX_HEADER_BYTES:
-                self.transport.abort()
-
-        def on_headers_complete(self) -> None:
-            self._in_body = True
-            self._close_after(receive_seconds)
-            super().on_headers_complete()
-
-        def on_message_complete(self) -> None:
-            self._cancel_timer()
-            self._received, self._in_body = 0, False
-            super().on_message_complete()
-
-        def _close_after(self, seconds: float) -> None:
-            self._cancel_timer()
-            self._close_timer = self.loop.call_later(seconds, self.transport.abort)
-
-        def _cancel_timer(self) -> None:
-            if self._close_timer is not None:
-                self._close_timer.cancel()
-                self._close_timer = None
-
-    return BoundedProtocol
 
 
 def server_config(app: ASGIApp, *, receive_seconds: float, max_body: int) -> uvicorn.Config:

@@ -1,4 +1,4 @@
-"""Authentication of requests, before the application processes them.
+"""Rejection of unauthorized, cross-site, slow and large requests, before the application processes them.
 
 A web page cannot freely choose the Host header, the Origin and the content type that a browser sends. So a foreign Host
 (DNS rebinding) or Origin is rejected, and a body must be JSON, which a page cannot send to another site without a
@@ -9,50 +9,12 @@ from __future__ import annotations
 
 import asyncio
 import hmac
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fastapi.responses import JSONResponse
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from agentrl_sandbox.types import Execution, Outcome
-
-CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
-
-
-class Metrics:
-    """Prometheus metrics of one gateway, in a separate registry so that gateways in one process do not mix."""
-
-    def __init__(self) -> None:
-        self._registry = registry = CollectorRegistry()
-        counted = "answered calls by outcome"
-        self._outcomes = Counter("agentrl_sandbox_executions", counted, ["outcome"], registry=registry)
-        for outcome in Outcome:
-            self._outcomes.labels(outcome.value)
-        program, name = "wall-clock time of programs", "agentrl_sandbox_execution_seconds"
-        self._seconds = Histogram(name, program, buckets=_BUCKETS, registry=registry)
-        answer, name = "time from a call's arrival to its answer, including the queue", "agentrl_sandbox_answer_seconds"
-        self._answer_seconds = Histogram(name, answer, buckets=_BUCKETS, registry=registry)
-        refused = "rejected calls by HTTP status"
-        self._refused = Counter("agentrl_sandbox_refused", refused, ["status"], registry=registry)
-
-    def add_gauge(self, name: str, meaning: str, value: Callable[[], float]) -> None:
-        """Add a gauge whose value is read at every scrape."""
-        Gauge(f"agentrl_sandbox_{name}", meaning, registry=self._registry).set_function(value)
-
-    def record_execution(self, execution: Execution, answer_seconds: float) -> None:
-        self._outcomes.labels(execution.outcome.value).inc()
-        self._seconds.observe(execution.seconds)
-        self._answer_seconds.observe(answer_seconds)
-
-    def record_refusal(self, status: int) -> None:
-        self._refused.labels(str(status)).inc()
-
-    def render(self) -> bytes:
-        return generate_latest(self._registry)
-
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 # These paths run no programs and reveal no secrets.
 _OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})
@@ -183,3 +145,58 @@ def _without_port(host: str) -> str:
     if host.startswith("["):
         return host[1:].partition("]")[0].lower()
     return host.partition(":")[0].lower()
+
+
+_HEADER_SECONDS = 10.0  # from the first byte of a request to the end of its headers
+_MAX_HEADER_BYTES = 65_536
+_CHUNKED_OVERHEAD_BYTES = 1 << 20  # overhead of the chunked encoding of a body
+
+
+def bounded_protocol(*, receive_seconds: float, max_body: int) -> type[HttpToolsProtocol]:
+    """Return a protocol class that closes connections whose request arrives too slowly or is too large.
+
+    uvicorn has no such limits, and an application cannot apply them before the headers are complete.
+    """
+
+    class BoundedProtocol(HttpToolsProtocol):
+        _close_timer: asyncio.TimerHandle | None = None
+        _received = 0  # bytes of the current request
+        _in_body = False
+
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)  # type: ignore[arg-type]
+            self._close_after(min(_HEADER_SECONDS, receive_seconds))
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._cancel_timer()
+            super().connection_lost(exc)
+
+        def data_received(self, data: bytes) -> None:
+            answering = self.cycle is not None and not self.cycle.response_complete
+            if self._close_timer is None and not answering:  # the next request on an idle connection
+                self._close_after(min(_HEADER_SECONDS, receive_seconds))
+            self._received += len(data)
+            super().data_received(data)
+            if self._received > (max_body + _CHUNKED_OVERHEAD_BYTES if self._in_body else 0) + _MAX_HEADER_BYTES:
+                self.transport.abort()
+
+        def on_headers_complete(self) -> None:
+            self._in_body = True
+            self._close_after(receive_seconds)
+            super().on_headers_complete()
+
+        def on_message_complete(self) -> None:
+            self._cancel_timer()
+            self._received, self._in_body = 0, False
+            super().on_message_complete()
+
+        def _close_after(self, seconds: float) -> None:
+            self._cancel_timer()
+            self._close_timer = self.loop.call_later(seconds, self.transport.abort)
+
+        def _cancel_timer(self) -> None:
+            if self._close_timer is not None:
+                self._close_timer.cancel()
+                self._close_timer = None
+
+    return BoundedProtocol
