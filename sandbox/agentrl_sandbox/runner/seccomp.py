@@ -233,6 +233,7 @@ _DENIED_IOCTL_REQUESTS = (
 )
 _QUERY_PERSONALITY = 0xFFFF_FFFF
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_KIND = 1, 1, 5, 0xF
+_SECCOMP_CALL = {"x86_64": 317, "aarch64": 277}
 _SET_MODE_FILTER, _GET_ACTION_AVAILABLE = 1, 2
 _FLAG_SPECULATION_ALLOWED = 4  # without it older kernels slow down filtered processes
 
@@ -244,7 +245,7 @@ class _Program(ctypes.Structure):
 class Filter:
     def __init__(self, code: bytes) -> None:
         self._program = _Program(len(code) // 8, code)
-        self._call = system_call_number("seccomp", platform.machine())
+        self._call = _SECCOMP_CALL[platform.machine()]
 
     def install(self) -> None:
         """Install the filter permanently in this process and its children, after no_new_privileges. Raises OSError."""
@@ -258,7 +259,7 @@ def seccomp_available() -> bool:
         return False
     action = ctypes.c_uint32(KILL_PROCESS)
     query = ctypes.c_uint(_GET_ACTION_AVAILABLE), ctypes.c_uint(0), ctypes.byref(action)
-    return kernel.system_call(system_call_number("seccomp", platform.machine()), *query) == 0
+    return kernel.system_call(_SECCOMP_CALL[platform.machine()], *query) == 0
 
 
 def build_filter(machine: str, *, separate_user: bool) -> bytes:
