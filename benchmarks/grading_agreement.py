@@ -24,7 +24,7 @@ from pathlib import Path
 from math_verify import parse, verify
 
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import last_boxed
+from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.types import Verdict
 
 Case = tuple[str, str, str, bool]

@@ -28,7 +28,6 @@ from agentrl.rollout.environment import build_environment
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.rewards import Conversation, Message, Reward
 from agentrl_envs.settings import INSTRUCTIONS
-from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.tools import EpisodeTools, load_tools
 from agentrl_envs.types import Ended, Problem, Verdict
 
@@ -215,7 +214,7 @@ async def judges(program: str, problem: Problem, conversation: Conversation) -> 
 
 async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> list[str]:
     chosen = load_tools(("python", "my_tools:constant"))
-    tools = EpisodeTools(chosen, problem, sandbox=None, threads=BlockingCalls(2, name="tool"), timeout=60.0)
+    tools = EpisodeTools(chosen, problem, sandbox=None, timeout=60.0)
     await tools.open()
     try:
         return [(await tools.call(name, arguments))[0] for name, arguments in calls]
@@ -291,7 +290,7 @@ def test_the_server_of_the_example_answers_as_shown(tmp_path: Path) -> None:
     async def told() -> list[str]:
         tools = load_tools((f"mcp:{sys.executable} {script}",))
         problem = Problem(id="toy", statement="?", answer="5", source="toy")
-        episode = EpisodeTools(tools, problem, sandbox=None, threads=BlockingCalls(1, name="tool"), timeout=60.0)
+        episode = EpisodeTools(tools, problem, sandbox=None, timeout=60.0)
         await episode.open()
         try:
             return [(await episode.call("price", {"item": item}))[0] for item in ("pen", "moon")]

@@ -24,15 +24,14 @@ from agentrl.evaluation.transcripts import Transcript
 from agentrl.telemetry.console import Console
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.grading import Grader
-from agentrl_envs.protocols.base import Protocol
-from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.base import TextProtocol, make_protocol
 from agentrl_envs.reasoning import ReasoningProtocol
 from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Ended, Verdict
 
 
-def protocol_from_provenance(provenance: Provenance) -> Protocol:
+def protocol_from_provenance(provenance: Provenance) -> TextProtocol:
     """Return the protocol of an evaluation. Raises SettingsError if its answers cannot be extracted again."""
     recorded = provenance["protocol"]
     if recorded["env"] == "reasoning":
@@ -56,7 +55,7 @@ def protocol_from_provenance(provenance: Provenance) -> Protocol:
     )
 
 
-def extract_answer_again(transcript: Transcript, protocol: Protocol) -> Transcript:
+def extract_answer_again(transcript: Transcript, protocol: TextProtocol) -> Transcript:
     """Extract the answer again. A rollout with a changed answer loses its verdict.
 
     Excluded rollouts are unchanged, except rollouts with an answer whose grader failed.
@@ -74,7 +73,7 @@ def extract_answer_again(transcript: Transcript, protocol: Protocol) -> Transcri
     return replace(transcript, answer=answer, verdict=None, reward=0.0, ended=ended)
 
 
-def _answer(transcript: Transcript, protocol: Protocol) -> str | None:
+def _answer(transcript: Transcript, protocol: TextProtocol) -> str | None:
     """Return the first answer in the order of an episode. In a turn, a program's answer precedes an answer in text."""
     calls = iter(transcript.tool_calls)
     turns = [turn.text for turn in transcript.turns if turn.origin == "model"]
@@ -168,7 +167,7 @@ async def _regrade(
     before: Results,
     settings: EvaluationSections,
     path: str | None,
-    protocol: Protocol | None,
+    protocol: TextProtocol | None,
 ) -> tuple[list[Change], Results]:
     sets = directory.problem_sets()
     golds = {(one.name, problem.id): problem.answer for one in sets for problem in one.problems}

@@ -12,37 +12,24 @@ from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import ParsedTurn, last_boxed
-from agentrl_envs.protocols.factory import wrap_in_chat_template
+from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, required_chat
+from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
-from agentrl_envs.types import Ended, Problem
-from agentrl_sandbox.client import Execution, SandboxSettings
+from agentrl_envs.types import Problem
+from agentrl_sandbox.client import SandboxSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningProtocol:
+class ReasoningProtocol(TextProtocol):
     """One turn of plain text, which ends at the end of sequence. Executes no programs."""
 
-    instruction: str
+    observation_limit: int = 0
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """Empty, because the turn ends at the end of sequence or at a token limit."""
         return ()
-
-    @property
-    def empty_turn(self) -> Ended:
-        """How an empty turn ends the episode: normally, with reward 0."""
-        return Ended.STOPPED
-
-    def message(self, statement: str) -> str:
-        """Return the instruction, an empty line and the statement."""
-        return "\n\n".join(part for part in (self.instruction, statement) if part)
-
-    def prompt(self, problem: Problem) -> str:
-        """Return the message, followed by a newline."""
-        return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
         """Return False, because no text ends the turn."""
@@ -52,19 +39,7 @@ class ReasoningProtocol:
         """Return the last boxed answer."""
         return ParsedTurn(program=None, answer=last_boxed(text))
 
-    def runnable(self, problem: Problem, program: str) -> str:
-        """Raise AssertionError, because no turn has a program."""
-        raise AssertionError("reasoning runs no program")
-
-    def printed_answer(self, stdout: str) -> str | None:
-        """Raise AssertionError, because no turn has a program."""
-        raise AssertionError("reasoning runs no program")
-
-    def result(self, execution: Execution) -> str:
-        """Raise AssertionError, because no turn has a program."""
-        raise AssertionError("reasoning runs no program")
-
-    def observation(self, text: str, results: Sequence[str]) -> str:
+    def format_results(self, text: str, results: Sequence[str]) -> str:
         """Raise AssertionError, because no turn has a program or a call."""
         raise AssertionError("reasoning has no observations")
 
@@ -86,9 +61,7 @@ class ReasoningEnvironment(Environment):
         """
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
-        self._protocol = wrap_in_chat_template(
-            ReasoningProtocol(instruction=self.settings.preamble), self.settings, chat
-        )
+        self._protocol = ReasoningProtocol(instruction=self.settings.preamble, chat=required_chat(self.settings, chat))
         self._episode_settings = SimpleTIRSettings(max_turns=1)
 
     def episode(self, problem: Problem) -> SimpleTIREpisode:

@@ -122,11 +122,16 @@ ADAPTERS: Mapping[str, str] = {
 
 PROTOCOLS: Registry[Any] = Registry(
     "protocol",
-    builtin={name: f"agentrl_envs.protocols.factory:{name}" for name in ("simpletir", "retool", "torl", "hermes")},
+    builtin={
+        "simpletir": "agentrl_envs.protocols.simpletir:SimpleTIRProtocol.from_settings",
+        "retool": "agentrl_envs.protocols.retool:ReToolProtocol.from_settings",
+        "torl": "agentrl_envs.protocols.torl:ToRLProtocol.from_settings",
+        "hermes": "agentrl_envs.protocols.hermes:hermes_from_settings",
+    },
     group="agentrl.protocols",
     paths=True,
 )
-"""Functions that create a `Protocol` (`agentrl_envs.protocols.factory.ProtocolFactory`)."""
+"""Functions that create a `TextProtocol` (`agentrl_envs.protocols.base.ProtocolFactory`)."""
 
 TOOLS: Registry[object] = Registry(
     "tool", builtin={"python": "agentrl_envs.tools.schema:PYTHON_SCHEMA"}, group="agentrl.tools", paths=True

@@ -9,35 +9,32 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import cast
 
 from pydantic import BaseModel
 
 from agentrl_envs.chat import ChatFormat
-from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
-from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call, tool_call_of_execution
+from agentrl_envs.episode import Environment, EpisodeUsageError
+from agentrl_envs.execution import tool_call_of_execution
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
-from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
-from agentrl_envs.protocols.base import MalformedCall, Protocol, ToolRequest, truncate_output
-from agentrl_envs.protocols.factory import TITLES, make_protocol
+from agentrl_envs.protocols.base import MalformedCall, TextProtocol, ToolRequest, make_protocol
 from agentrl_envs.settings import SimpleTIRSettings
-from agentrl_envs.threads import BlockingCalls
+from agentrl_envs.tool_episode import ToolEpisode
 from agentrl_envs.tools import NO_TOOLS, PYTHON, EpisodeTools, ToolSet, load_tools
-from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall
+from agentrl_envs.types import Ended, Problem, Step, ToolCall
 from agentrl_sandbox.client import Execution, Sandbox, SandboxSettings, open_sandbox
 
 __all__ = ["SimpleTIREnvironment", "SimpleTIREpisode", "SimpleTIRSettings"]
 
-_THREADS = 64  # concurrent calls of synchronous functions
+_TITLES = {"simpletir": "SimpleTIR", "retool": "ReTool", "torl": "ToRL", "hermes": "Hermes"}
 _RESTARTED = "; the interpreter was restarted and its variables are gone"
 
 logger = logging.getLogger(__name__)
 
 
-class SimpleTIREpisode:
+class SimpleTIREpisode(ToolEpisode):
     """One problem under one protocol. Does not close the shared sandbox and grader."""
 
     def __init__(
@@ -47,138 +44,57 @@ class SimpleTIREpisode:
         settings: SimpleTIRSettings,
         sandbox: Sandbox | None,
         grader: Grader,
-        protocol: Protocol | None = None,
+        protocol: TextProtocol | None = None,
         tools: ToolSet = NO_TOOLS,
-        threads: BlockingCalls | None = None,
     ) -> None:
         """Create an episode. ``sandbox`` may be None only if the protocol executes nothing.
 
-        The default ``protocol`` is ``settings.protocol``. ``threads`` runs the synchronous tools.
+        The default ``protocol`` is ``settings.protocol``.
         """
-        self.problem = problem
-        self._settings = settings
-        self._shared_sandbox = sandbox
-        self._sandbox: EpisodeSandbox | None = None
+        super().__init__(problem, settings=settings, protocol=protocol or make_protocol(settings), sandbox=sandbox)
         self._grader = grader
-        self._protocol = make_protocol(settings) if protocol is None else protocol
-        self._tools = tools
-        self._threads = threads or BlockingCalls(_THREADS, name="tool")
-        self._episode_tools: EpisodeTools | None = None
-        self._setup = asyncio.Lock()
-        self._turns = 0
-        self._state = "new"  # new -> running -> ended; any state -> closed
+        self._tool_set = tools
+        self._setup_lock = asyncio.Lock()
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Strings at which the engine stops generating."""
-        return self._protocol.stop_strings
-
-    def turn_complete(self, text: str) -> bool:
-        """Return True if a turn that ended at a stop string is complete, with its program closed."""
-        return self._protocol.turn_complete(text)
-
-    async def start(self) -> str:
-        """Return the prompt: instruction and statement. Raises ToolError if a tool cannot be created."""
-        self._expect("new")
-        self._state = "running"
-        if self._shared_sandbox is not None:
-            self._sandbox = EpisodeSandbox(self._shared_sandbox, self._settings)
-        self._episode_tools = EpisodeTools(
-            self._tools,
-            self.problem,
-            sandbox=self._sandbox,
-            threads=self._threads,
-            timeout=self._settings.execution_timeout,
+    async def begin(self) -> str:
+        """Create the tools and return the prompt: instruction and statement."""
+        self._tools = EpisodeTools(
+            self._tool_set, self.problem, sandbox=self._sandbox, timeout=self._settings.execution_timeout
         )
-        await self._episode_tools.open()
+        await self._tools.open()
         return self._protocol.prompt(self.problem)
 
-    async def step(self, action: str) -> Step:
+    async def play_turn(self, action: str) -> Step:
         """Execute the turn's program or calls, and grade its answer if it has one.
 
-        A turn without a program, a call or an answer ends the episode as `Ended.VOID_TURN`. The driver replaces this
-        value if a token limit cut the turn or the model ended the turn without an answer.
+        A turn without a program, a call or an answer ends the episode as ``empty_turn`` of the protocol. The driver
+        replaces this value if a token limit cut the turn or the model ended the turn without an answer.
         """
-        self._expect("running")
-        try:
-            step = await self._play(action)
-        except UnavailableError as error:
-            logger.warning("problem %s: %s", self.problem.id, error)
-            call = infrastructure_failure_call(error.seconds)
-            step = Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=(call,))
-        if step.ended is not None:
-            self._state = "ended"
-        return step
-
-    async def fork(self) -> SimpleTIREpisode:
-        """Return an episode with the same conversation so far. Copies the interpreter session and the tools."""
-        twin = SimpleTIREpisode(
-            self.problem,
-            settings=self._settings,
-            sandbox=self._shared_sandbox,
-            grader=self._grader,
-            protocol=self._protocol,
-            tools=self._tools,
-            threads=self._threads,
-        )
-        twin._turns, twin._state = self._turns, self._state
-        async with closed_on_failure(twin):
-            if self._sandbox is not None:
-                twin._sandbox = await self._sandbox.fork()
-            if self._episode_tools is not None:
-                twin._episode_tools = await self._episode_tools.fork(twin._sandbox)
-        return twin
-
-    async def close(self) -> None:
-        """Close the tools and the interpreter session. Further turns raise EpisodeUsageError."""
-        self._state = "closed"
-        if self._episode_tools is not None:
-            await self._episode_tools.close()
-        if self._sandbox is not None:
-            await self._sandbox.close()
-
-    async def _play(self, action: str) -> Step:
-        self._turns += 1
         turn = self._protocol.parse(action)
         if turn.program is not None:
-            return await self._run(turn.program, action, turn.answer)
+            return await self._run_program(turn.program, action, turn.answer)
         if turn.calls:
-            return await self._call(turn.calls, action)
+            return self._step_after_calls(*await self.call_tools(turn.calls, action))
         if turn.answer is not None:
             return await self._grade(turn.answer, observation="", calls=())
         return Step(observation="", reward=0.0, ended=self._protocol.empty_turn)
 
-    async def _run(self, program: str, action: str, text_answer: str | None) -> Step:
+    async def call_tool(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
+        """Execute a call. The tool ``python`` runs in the sandbox."""
+        if isinstance(request, ToolRequest) and request.name == PYTHON:
+            execution = await self._execute(str(request.arguments["code"]))
+            return self._result_text(execution), tool_call_of_execution(execution)
+        return await super().call_tool(request)
+
+    async def _run_program(self, program: str, action: str, text_answer: str | None) -> Step:
         """Execute the turn's program. A printed answer takes precedence over an answer in the model's text."""
         execution = await self._execute(program)
         call = tool_call_of_execution(execution)
-        observation = self._protocol.observation(action, [self._shown(execution)])
+        observation = self._protocol.observation(action, [self._result_text(execution)])
         answer = self._protocol.printed_answer(execution.stdout) or text_answer
         if answer is not None:
             return await self._grade(answer, observation=observation, calls=(call,))
-        return self._continued(observation, (call,))
-
-    async def _call(self, requests: Sequence[ToolRequest | MalformedCall], action: str) -> Step:
-        """Execute the turn's calls concurrently. The result of an invalid call is an error message."""
-        made = await asyncio.gather(*(self._answer(request) for request in requests), return_exceptions=True)
-        # Wait for all calls before raising. A tool's bug ends the run, so it takes precedence over a lost service.
-        failures = [result for result in made if isinstance(result, BaseException)]
-        if failures:
-            raise next((one for one in failures if not isinstance(one, UnavailableError)), failures[0])
-        answered = [result for result in made if not isinstance(result, BaseException)]
-        observation = self._protocol.observation(action, [text for text, _ in answered])
-        return self._continued(observation, tuple(call for _, call in answered))
-
-    async def _answer(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
-        """Return the text of a call's result and its telemetry."""
-        if isinstance(request, MalformedCall):
-            return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
-        if request.name == PYTHON:
-            execution = await self._execute(str(request.arguments["code"]))
-            return self._shown(execution), tool_call_of_execution(execution)
-        assert self._episode_tools is not None
-        result, call = await self._episode_tools.call(request.name, request.arguments)
-        return truncate_output(result, self._settings.observation_limit), call
+        return self._step_after_calls(observation, (call,))
 
     async def _execute(self, program: str) -> Execution:
         """Run a program after the problem's setup. Raises UnavailableError."""
@@ -187,47 +103,31 @@ class SimpleTIREpisode:
         problem = self.problem
         if self._settings.interpreter == "session" and problem.setup:
             # Run the setup as a separate program, so that a syntax error in the first program does not discard it.
-            async with self._setup:
+            async with self._setup_lock:
                 if self._sandbox.is_stateless:
                     await self._sandbox.execute(problem.setup)
             problem = replace(problem, setup="")
         return await self._sandbox.execute(self._protocol.runnable(problem, program))
 
-    def _shown(self, execution: Execution) -> str:
+    def _result_text(self, execution: Execution) -> str:
         """Return the result that the model reads, with a note if the interpreter session ended."""
         return self._protocol.result(execution) + (_RESTARTED if execution.session_ended else "")
 
-    def _continued(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
+    def _step_after_calls(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         ended = Ended.TURN_LIMIT if self._turns >= self._settings.max_turns else None
         return Step(observation=observation, reward=0.0, ended=ended, tool_calls=calls)
 
     async def _grade(self, answer: str, *, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         """Return the last step. Without a reference answer, the reward is 0, and a reward function may replace it."""
+        last = Step(observation=observation, reward=0.0, ended=Ended.ANSWERED, answer=answer, tool_calls=calls)
         if self.problem.answer is None and not self._grader.needs_no_reference:
-            return Step(observation=observation, reward=0.0, ended=Ended.ANSWERED, answer=answer, tool_calls=calls)
+            return last
         try:
             verdict, score = await self._grader.score(answer, self.problem)
         except GraderError as error:
             logger.warning("problem %s was not graded: %s", self.problem.id, error)
-            return Step(
-                observation=observation,
-                reward=0.0,
-                ended=Ended.INFRASTRUCTURE_FAILURE,
-                answer=answer,
-                tool_calls=calls,
-            )
-        return Step(
-            observation=observation,
-            reward=score,
-            ended=Ended.ANSWERED,
-            verdict=verdict,
-            answer=answer,
-            tool_calls=calls,
-        )
-
-    def _expect(self, state: str) -> None:
-        if self._state != state:
-            raise EpisodeUsageError(f"episode of problem {self.problem.id!r} is {self._state}, expected {state}")
+            return replace(last, ended=Ended.INFRASTRUCTURE_FAILURE)
+        return replace(last, reward=score, verdict=verdict)
 
 
 class SimpleTIREnvironment(Environment):
@@ -249,7 +149,6 @@ class SimpleTIREnvironment(Environment):
         """Load the tools. Raises PluginError for an invalid tool and EpisodeUsageError if ``chat`` is missing."""
         self.settings = settings or SimpleTIRSettings()
         self._tools = _tools(self.settings)
-        self._threads = BlockingCalls(_THREADS, name="tool")
         self._protocol = make_protocol(self.settings, chat=chat, tools=self._tools)
         self._sandbox_settings = sandbox_settings or SandboxSettings()
         self._grader = Grader(grader_settings or GraderSettings())
@@ -270,7 +169,6 @@ class SimpleTIREnvironment(Environment):
             grader=self._grader,
             protocol=self._protocol,
             tools=self._tools,
-            threads=self._threads,
         )
 
     async def close(self) -> None:
@@ -293,7 +191,7 @@ class SimpleTIREnvironment(Environment):
     def describe(self) -> list[str]:
         """Return console lines about the protocol's limits, the sandbox's isolation and the grader."""
         settings = self.settings
-        title = TITLES.get(settings.protocol, settings.protocol)
+        title = _TITLES.get(settings.protocol, settings.protocol)
         lines = [f"{title}: up to {settings.max_turns} turns, {settings.execution_timeout:g} s a program"]
         if self._tools.schemas:
             lines.append(f"tools: {', '.join(schema.name for schema in self._tools.schemas)}")

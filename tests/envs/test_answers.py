@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_envs.protocols.base import last_boxed
+from agentrl_envs.protocols.texts import last_boxed
 
 
 @pytest.mark.parametrize(

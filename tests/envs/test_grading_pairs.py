@@ -16,8 +16,8 @@ from different_answers import DIFFERENT
 from equal_answers import EQUAL
 
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import last_boxed
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
+from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.threads import LoopThread
 from agentrl_envs.types import Verdict
 from agentrl_sandbox.client import Execution

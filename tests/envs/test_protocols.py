@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import EpisodeUsageError
-from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest
-from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, ToolRequest, make_protocol
 from agentrl_envs.protocols.hermes import HermesProtocol
 from agentrl_envs.protocols.retool import ReToolProtocol
 from agentrl_envs.protocols.torl import ToRLProtocol

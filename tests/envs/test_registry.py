@@ -6,7 +6,7 @@ import pytest
 
 import agentrl
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.base import make_protocol
 from agentrl_envs.protocols.torl import ToRLProtocol
 from agentrl_envs.registry import (
     ENVIRONMENTS,

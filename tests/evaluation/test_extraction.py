@@ -18,8 +18,9 @@ from agentrl.evaluation.regrade import extract_answer_again, protocol_from_prove
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl_envs.execution import PRINTED
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import ParsedTurn, last_boxed
+from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
+from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
 from agentrl_envs.types import Ended, ToolCall, Verdict

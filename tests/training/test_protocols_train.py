@@ -14,7 +14,7 @@ from agentrl.config import load_settings
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_observation, format_program
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.demonstrations import read_in_protocol_format
-from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.base import make_protocol
 from agentrl_envs.types import Problem
 
 pytestmark = pytest.mark.slow

@@ -18,8 +18,7 @@ from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import plain_text_format
 from agentrl_envs.episode import Environment, EnvironmentContractError
-from agentrl_envs.protocols.base import Protocol
-from agentrl_envs.protocols.factory import make_protocol
+from agentrl_envs.protocols.base import TextProtocol, make_protocol
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
@@ -154,7 +153,7 @@ def _answered(demonstration: Demonstration) -> Demonstration:
     return Demonstration(problem=demonstration.problem, turns=(DemonstrationTurn(model=answer),))
 
 
-def _turns(demonstration: Demonstration, protocol: Protocol, name: str) -> Iterator[DemonstrationTurn]:
+def _turns(demonstration: Demonstration, protocol: TextProtocol, name: str) -> Iterator[DemonstrationTurn]:
     """Yield programs and answers in the protocol's format. ``final_answer`` becomes a print, then the answer."""
     answer = DemonstrationTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
     for turn in demonstration.turns:

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -29,27 +28,24 @@ from typing import cast
 from pydantic import BaseModel
 
 from agentrl_envs.chat import ChatFormat, plain_text_format
-from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
-from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call
+from agentrl_envs.episode import Environment, EnvironmentContractError, UnavailableError
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
-from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import MalformedCall, ToolRequest, truncate_output
 from agentrl_envs.protocols.hermes import HermesProtocol, PlainTextCallsProtocol
+from agentrl_envs.protocols.texts import truncate_output
 from agentrl_envs.registry import PluginError, describe_error
 from agentrl_envs.settings import ClassEnvironmentSettings, read_options
-from agentrl_envs.threads import BlockingCalls, ObjectThread
+from agentrl_envs.threads import ObjectThread
+from agentrl_envs.tool_episode import ToolEpisode
 from agentrl_envs.tools import EpisodeTools, ToolSet
 from agentrl_envs.tools.calling import ToolError, is_unreachable
 from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.tools.toolset import methods_as_tools
-from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, Verdict, as_reward, thaw
+from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict, as_reward, thaw
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
 _SPECIAL_METHODS = frozenset({"reset", "step", "get_reward", "close", "fork"})
 _SPECIAL_METHODS_OF_TRL = frozenset({"reset", "get_reward", "close"})
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -202,8 +198,11 @@ class ClassEnvironment(Environment):
         return lines if self._sandbox is None else [*lines, f"sandbox: {self._sandbox.isolation.describe()}"]
 
 
-class ClassEpisode:
+class ClassEpisode(ToolEpisode):
     """One problem, played with an instance of the custom class."""
+
+    _settings: ClassEnvironmentSettings
+    _protocol: HermesProtocol
 
     def __init__(
         self,
@@ -214,44 +213,31 @@ class ClassEpisode:
         sandbox: Sandbox | None,
         grader: Grader,
     ) -> None:
-        self.problem = problem
+        super().__init__(problem, settings=settings, protocol=protocol, sandbox=sandbox)
         self._factory = factory
-        self._settings = settings
-        self._protocol = protocol
-        self._shared_sandbox = sandbox
         self._grader = grader
-        self._sandbox: EpisodeSandbox | None = None
-        self._tools: EpisodeTools | None = None
-        self._turns = 0
-        self._ended = False
         self.running_call = ""
 
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Strings at which an engine stops generating."""
-        return self._protocol.stop_strings
-
-    def turn_complete(self, text: str) -> bool:
-        """Return True if a turn that ended at a stop string is complete."""
-        return self._protocol.turn_complete(text)
-
-    async def start(self) -> str:
+    async def begin(self) -> str:
         """Create the instance and call ``reset`` with the row's columns.
 
         Returns the prompt, followed by the text that ``reset`` returns.
         """
-        if self._shared_sandbox is not None:
-            self._sandbox = EpisodeSandbox(self._shared_sandbox, self._settings)
         self._tools = EpisodeTools(
             self._protocol.tools,
             self.problem,
             sandbox=self._sandbox,
-            threads=BlockingCalls(1, name="environment"),  # unused: the methods run in the instance's thread
             timeout=self._settings.execution_timeout,
             extra_arguments={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
             lenient=self._factory.is_trl_class,
         )
-        await self._make()
+        self.running_call = self._name_of("__init__")
+        try:
+            await self._tools.create_instance(cast("Callable[..., object]", self._factory.user_class))
+        except ToolError as error:
+            if isinstance(error.__cause__, TypeError):
+                raise ToolError(f"{error}; set the arguments of __init__ in environment.kwargs") from error.__cause__
+            raise
         returned = await self._call("reset", **self._factory.columns(self.problem))
         if returned is not None and not isinstance(returned, str):
             raise EnvironmentContractError(
@@ -261,61 +247,12 @@ class ClassEpisode:
             self.problem, lambda statement: "\n\n".join(filter(None, (self._protocol.message(statement), returned)))
         )
 
-    async def _make(self) -> None:
-        assert self._tools is not None
-        self.running_call = self._name_of("__init__")
-        try:
-            await self._tools.create_instance(cast("Callable[..., object]", self._factory.user_class))
-        except ToolError as error:
-            if isinstance(error.__cause__, TypeError):
-                raise ToolError(f"{error}; set the arguments of __init__ in environment.kwargs") from error.__cause__
-            raise
-
-    async def step(self, action: str) -> Step:
+    async def play_turn(self, action: str) -> Step:
         """Execute the turn's calls, or pass its text to ``step`` of the class. Without either, the episode ends."""
-        if self._tools is None or self._ended:
-            raise EpisodeUsageError(
-                "the episode is not running: call start() first, and do not call step() after the end"
-            )
-        self._turns += 1
-        try:
-            step = await self._play(action)
-        except UnavailableError as error:
-            logger.warning("problem %s: %s", self.problem.id, error)
-            calls = (infrastructure_failure_call(error.seconds),)
-            step = Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE, tool_calls=calls)
-        self._ended = step.ended is not None
-        return step
-
-    async def fork(self) -> ClassEpisode:
-        """Return an episode with the same conversation and a copy of the instance.
-
-        Copies the instance with its ``fork()`` method, or else with `copy.deepcopy`.
-        """
-        twin = ClassEpisode(
-            self.problem, self._factory, self._settings, self._protocol, self._shared_sandbox, self._grader
-        )
-        twin._turns, twin._ended = self._turns, self._ended
-        if self._tools is not None:
-            async with closed_on_failure(twin):
-                twin._sandbox = None if self._sandbox is None else await self._sandbox.fork()
-                twin._tools = await self._tools.fork(twin._sandbox)
-        return twin
-
-    async def close(self) -> None:
-        """Close the instance and its interpreter session. May be called more than once."""
-        self._ended = True
-        if self._tools is not None:
-            await self._tools.close()
-        if self._sandbox is not None:
-            await self._sandbox.close()
-
-    async def _play(self, action: str) -> Step:
         turn = self._protocol.parse(action)
         if turn.calls:
-            made = await asyncio.gather(*(self._answer(request) for request in turn.calls))
-            observation = self._protocol.observation(action, [text for text, _ in made])
-            return await self._continued(observation, 0.0, done=False, calls=tuple(call for _, call in made))
+            observation, calls = await self.call_tools(turn.calls, action)
+            return await self._continued(observation, 0.0, done=False, calls=calls)
         if self._factory.has_step_method:
             returned, reward, done = _stepped(await self._call("step", action), self._name_of("step"))
             observation = (
@@ -323,13 +260,6 @@ class ClassEpisode:
             )
             return await self._continued(observation, reward, done=done, calls=())
         return await self._last(Ended.ANSWERED, "", 0.0, ())
-
-    async def _answer(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
-        if isinstance(request, MalformedCall):
-            return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
-        assert self._tools is not None
-        text, call = await self._tools.call(request.name, request.arguments)
-        return truncate_output(text, self._settings.observation_limit), call
 
     async def _continued(self, observation: str, reward: float, *, done: bool, calls: tuple[ToolCall, ...]) -> Step:
         instance, _ = self._instance()

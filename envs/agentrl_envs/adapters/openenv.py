@@ -25,9 +25,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 from urllib.parse import urlsplit
 
-from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, UnavailableError
+from agentrl_envs.episode import (
+    Environment,
+    EnvironmentContractError,
+    EpisodeUsageError,
+    UnavailableError,
+    repeat_actions,
+)
 from agentrl_envs.factory import OptionsFactory
-from agentrl_envs.forks import repeat_actions
 from agentrl_envs.registry import PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward, thaw

@@ -1,21 +1,20 @@
-"""The interface of a text protocol, and shared functions for results, boxed answers and fenced programs.
-
-A fence is three backticks at the start of a line, after up to three spaces as in CommonMark. An opening fence may be
-bare or contain ``py``, ``python`` or ``python3`` in any case, with spaces or a CR before the end of the line. A fence
-with such a word may also follow other text in a line (``Code: ```python``). Backticks inside a line of the program do
-not close the block. Blocks in other languages are skipped.
-"""
+"""The interface of a text protocol: prompt, stop strings, programs, tool calls, answers and observations."""
 
 from __future__ import annotations
 
-import re
-import typing
-from collections.abc import Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Self
 
+from agentrl_envs.chat import ChatFormat
+from agentrl_envs.episode import EpisodeUsageError
+from agentrl_envs.protocols.texts import prepend_setup, result_text
+from agentrl_envs.registry import PROTOCOLS
+from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
+from agentrl_envs.tools import NO_TOOLS, ToolSet
 from agentrl_envs.types import Ended, Problem
-from agentrl_sandbox.client import Execution, Outcome
+from agentrl_sandbox.client import Execution
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,193 +45,110 @@ class ParsedTurn:
     calls: tuple[ToolRequest | MalformedCall, ...] = ()
 
 
-class Protocol(typing.Protocol):
-    """The text format of a conversation, as pure functions without state."""
-
-    @property
-    def stop_strings(self) -> tuple[str, ...]:
-        """Strings at which the engine stops generating."""
-        ...
-
-    @property
-    def empty_turn(self) -> Ended:
-        """The end of an episode after a turn with neither a call nor an answer."""
-        ...
-
-    def message(self, statement: str) -> str:
-        """Return the user message that poses the problem."""
-        ...
-
-    def prompt(self, problem: Problem) -> str:
-        """Return the text before the model's first turn."""
-        ...
-
-    def turn_complete(self, text: str) -> bool:
-        """Return True if the text contains a complete turn. Appending text must not make the result False."""
-        ...
-
-    def parse(self, text: str) -> ParsedTurn:
-        """Parse a turn's text into the program, the other calls and the answer."""
-        ...
-
-    def runnable(self, problem: Problem, program: str) -> str:
-        """Return the source code that the sandbox runs for a program."""
-        ...
-
-    def printed_answer(self, stdout: str) -> str | None:
-        """Return the answer in a program's output, or None."""
-        ...
-
-    def result(self, execution: Execution) -> str:
-        """Return the part of a program's result that the model reads: its output or the error."""
-        ...
-
-    def observation(self, text: str, results: Sequence[str]) -> str:
-        """Format the results of a turn's program or calls as the text that follows the turn ``text``."""
-        ...
-
-
-_NOTES = {
-    Outcome.TIMEOUT: "TimeoutError: the program did not finish in time",
-    Outcome.MEMORY_LIMIT: "MemoryError: the program needs more memory than it may use",
-    Outcome.OUTPUT_LIMIT: "OutputLimitError: the program prints more than it may",
-    Outcome.KILLED: "KilledError: the program was killed",
-}
-_CUT = "\n[... output cut ...]\n"
-
-
-def result_text(execution: Execution, limit: int) -> str:
-    """Return the output or the error: a note if a limit ended the program, otherwise the last line of stderr."""
-    return truncate_output(
-        _NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit
-    )
-
-
-def truncate_output(output: str, limit: int) -> str:
-    """Return ``output``, or its first and last ``limit / 2`` characters if it is longer than ``limit``."""
-    if len(output) <= limit:
-        return output
-    head = limit // 2
-    return output[:head] + _CUT + output[len(output) - (limit - head) :]
-
-
-def prepend_setup(setup: str, program: str) -> str:
-    """Return the setup and the program as one module."""
-    return "\n".join(part for part in (setup, program) if part)
-
-
-def _last_line(text: str) -> str:
-    return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class TextAnswerProtocol:
-    """Base class of protocols whose answers are in the model's text. A program's output is never an answer.
-
-    ``observation_limit`` is the maximum number of characters of a program's output that the model reads.
-    """
-
-    instruction: str
-    observation_limit: int
-
-    @property
-    def empty_turn(self) -> Ended:
-        """An ordinary end with reward 0."""
-        return Ended.STOPPED
-
-    def runnable(self, problem: Problem, program: str) -> str:
-        """Return the problem's setup and the program."""
-        return prepend_setup(problem.setup, program)
-
-    def printed_answer(self, stdout: str) -> str | None:
-        """Return None, because a program's output is never an answer."""
-        return None
-
-    def result(self, execution: Execution) -> str:
-        """Return the output or the error, shortened to ``observation_limit`` characters."""
-        return result_text(execution, self.observation_limit)
-
-
 def malformed_turn(message: str) -> ParsedTurn:
     """Return a turn with a single malformed call."""
     return ParsedTurn(program=None, answer=None, calls=(MalformedCall(message=message),))
 
 
-_TOKEN = re.compile(r"(?P<boxed>\\boxed[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+@dataclass(frozen=True, kw_only=True, slots=True)
+class TextProtocol(ABC):
+    """The text format of a conversation, as pure functions without state.
 
-
-def last_boxed(text: str) -> str | None:
-    r"""Return the content of the last complete ``\boxed{...}``, or None.
-
-    If several boxes are complete, the last box to open counts. Escaped braces (``\{``, ``\}``) are text. Boxes with
-    unbalanced braces are ignored. Empty boxes are ignored too, because a model that repeats the instruction writes
-    ``\boxed{}``. Takes linear time.
-
-    >>> last_boxed(r"So \boxed{4}, no: \boxed{\frac{1}{2}}.")
-    '\\frac{1}{2}'
-    >>> last_boxed(r"an open \boxed{4 has no answer") is None
-    True
+    ``instruction`` precedes the problem's statement. ``observation_limit`` is the maximum number of characters of a
+    program's output that the model reads. With ``chat``, the conversation has the form of the model's chat template:
+    the problem is a user message. If a turn ends at a stop string, the observation continues the model's message. If
+    the model ended its message, or a token limit cut the message, the observation is a user message.
     """
-    open_boxes: list[int | None] = []  # per open brace: start of the content if it is a box, else None
-    last: tuple[int, int] | None = None
-    for token in _TOKEN.finditer(text):
-        if token["boxed"]:
-            open_boxes.append(token.end())
-        elif token["open"]:
-            open_boxes.append(None)
-        elif token["close"] and open_boxes:
-            start = open_boxes.pop()
-            if start is not None and (last is None or start > last[0]) and text[start : token.start()].strip():
-                last = (start, token.start())
-    return None if last is None else text[last[0] : last[1]].strip()
+
+    instruction: str
+    observation_limit: int
+    chat: ChatFormat | None = None
+
+    @classmethod
+    def from_settings(cls, settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Self:
+        """Create the protocol. Raises EpisodeUsageError if it requires ``chat`` and ``chat`` is None."""
+        return cls(
+            instruction=settings.preamble,
+            observation_limit=settings.observation_limit,
+            chat=required_chat(settings, chat),
+        )
+
+    @property
+    @abstractmethod
+    def stop_strings(self) -> tuple[str, ...]:
+        """Strings at which the engine stops generating."""
+
+    @abstractmethod
+    def turn_complete(self, text: str) -> bool:
+        """Return True if the text contains a complete turn. Appending text must not make the result False."""
+
+    @abstractmethod
+    def parse(self, text: str) -> ParsedTurn:
+        """Parse a turn's text into the program, the other calls and the answer."""
+
+    @abstractmethod
+    def format_results(self, text: str, results: Sequence[str]) -> str:
+        """Format the results of a turn's program or calls as plain text that follows the turn ``text``."""
+
+    @property
+    def empty_turn(self) -> Ended:
+        """The end of an episode after a turn with neither a call nor an answer: by default normal, with reward 0."""
+        return Ended.STOPPED
+
+    def message(self, statement: str) -> str:
+        """Return the user message that poses the problem: by default the instruction and the statement."""
+        return "\n\n".join(part for part in (self.instruction, statement) if part)
+
+    def plain_prompt(self, problem: Problem) -> str:
+        """Return the prompt without a chat template: by default the message, followed by a newline."""
+        return self.message(problem.statement) + "\n"
+
+    def prompt(self, problem: Problem) -> str:
+        """Return the text before the model's first turn."""
+        return self.plain_prompt(problem) if self.chat is None else self.chat.prompt(problem, self.message)
+
+    def runnable(self, problem: Problem, program: str) -> str:
+        """Return the source code that the sandbox runs: by default the problem's setup and the program."""
+        return prepend_setup(problem.setup, program)
+
+    def printed_answer(self, stdout: str) -> str | None:
+        """Return the answer in a program's output: by default None, because only the model's text has answers."""
+        return None
+
+    def result(self, execution: Execution) -> str:
+        """Return the output or the error that the model reads, shortened to ``observation_limit`` characters."""
+        return result_text(execution, self.observation_limit)
+
+    def observation(self, text: str, results: Sequence[str]) -> str:
+        """Return the text that follows the turn ``text``: the results in plain text, or as a user message."""
+        formatted = self.format_results(text, results)
+        if self.chat is None or self.turn_complete(text):
+            return formatted
+        return self.chat.format_user_reply(formatted.strip())
 
 
-_WORDS = frozenset({"py", "python", "python3"})
-_OPENING = re.compile(
-    r"^(?P<indent> {0,3})```(?P<info>[^`\n]*)\n|```(?P<inline>py|python|python3)[ \t]*\r?\n",
-    re.MULTILINE | re.IGNORECASE,
-)
-_CLOSING = re.compile(r"^ {0,3}```", re.MULTILINE)
-_FOREIGN_CLOSING = re.compile(r"^ {0,3}```[ \t]*\r?$", re.MULTILINE)
+def required_chat(settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None) -> ChatFormat | None:
+    """Return ``chat`` if ``settings.chat`` is ``always``, otherwise None.
 
-
-class PythonBlock(NamedTuple):
-    """A Python block: the start of its opening fence, its program if closed, and the end of its closing fence."""
-
-    start: int
-    program: str | None
-    end: int
-
-
-def python_blocks(text: str, *, bare: bool = True) -> Iterator[PythonBlock]:
-    """Yield the Python blocks in order. The last block may be open.
-
-    With ``bare``, a fence without a language also opens a block.
+    Raises EpisodeUsageError if the settings require ``chat`` and it is None.
     """
-    words = _WORDS | {""} if bare else _WORDS
-    position = 0
-    while (opening := _OPENING.search(text, position)) is not None:
-        if opening["inline"] or opening["info"].strip().lower() in words:
-            closing = _CLOSING.search(text, opening.end())
-            if closing is None:
-                yield PythonBlock(opening.start(), None, len(text))
-                return
-            body = text[opening.end() : closing.start()]
-            yield PythonBlock(opening.start(), _source(body, opening["indent"] or ""), closing.end())
-            position = closing.end()
-            continue
-        foreign = _FOREIGN_CLOSING.search(text, opening.end())
-        if foreign is None:
-            return
-        position = foreign.end()
+    if settings.chat != "always":
+        return None
+    if chat is None:
+        raise EpisodeUsageError("environment.chat=always requires the policy's chat template: pass chat=")
+    return chat
 
 
-def first_python_block(text: str) -> PythonBlock | None:
-    """Return the first Python block, open or closed, or None."""
-    return next(python_blocks(text), None)
+ProtocolFactory = Callable[[SimpleTIRSettings, ChatFormat | None, ToolSet], TextProtocol]
+"""Signature of `register_protocol` functions. The tools are those of protocol hermes."""
 
 
-def _source(body: str, indent: str) -> str:
-    """Return the program with LF line endings and without the indentation of its fence."""
-    body = body.replace("\r\n", "\n")
-    return re.sub(rf"^ {{1,{len(indent)}}}", "", body, flags=re.MULTILINE) if indent else body
+def make_protocol(
+    settings: SimpleTIRSettings, *, chat: ChatFormat | None = None, tools: ToolSet = NO_TOOLS
+) -> TextProtocol:
+    """Create the protocol that ``settings.protocol`` names.
+
+    Raises PluginError for an invalid name, and EpisodeUsageError if the protocol requires ``chat`` and it is None.
+    """
+    factory: ProtocolFactory = PROTOCOLS[settings.protocol]
+    return factory(settings, chat, tools)

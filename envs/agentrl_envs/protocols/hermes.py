@@ -19,18 +19,20 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.chat import ChatFormat
-from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, TextAnswerProtocol, ToolRequest, last_boxed
+from agentrl_envs.chat import ChatFormat, plain_text_format
+from agentrl_envs.episode import EpisodeUsageError
+from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, TextProtocol, ToolRequest
+from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.tool_call_formats import ParsedCall
 from agentrl_envs.tools import ToolSet
-from agentrl_envs.types import Problem
 
 _PLAIN_END = "</tool_call>"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class HermesProtocol(TextAnswerProtocol):
+class HermesProtocol(TextProtocol):
     """Tool calls in a chat template.
 
     Executes the first ``max_calls`` calls of a turn, and responds to all others with one error message.
@@ -45,14 +47,6 @@ class HermesProtocol(TextAnswerProtocol):
         """Empty, because the model ends its turn itself, after any number of calls."""
         return ()
 
-    def message(self, statement: str) -> str:
-        """Return the instruction and the statement. The template lists the tools."""
-        return "\n\n".join(part for part in (self.instruction, statement) if part)
-
-    def prompt(self, problem: Problem) -> str:
-        """Return the problem's messages, with the instruction in the last user message."""
-        return self.chat.prompt(problem, self.message)
-
     def turn_complete(self, text: str) -> bool:
         """Return False, because no text ends a turn."""
         return False
@@ -65,9 +59,13 @@ class HermesProtocol(TextAnswerProtocol):
             calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; the others were not run")]
         return ParsedTurn(program=None, answer=None if calls else last_boxed(visible), calls=tuple(calls))
 
-    def observation(self, text: str, results: Sequence[str]) -> str:
+    def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the responses between template marks. The content of the responses is encoded as plain text."""
         return self.chat.format_tool_responses(results, [call.id for call in self._attempts(self._visible(text))])
+
+    def observation(self, text: str, results: Sequence[str]) -> str:
+        """Return the responses, in every case between template marks."""
+        return self.format_results(text, results)
 
     def reply(self, text: str) -> str:
         """Return an environment's response to a turn without a call, as a user message."""
@@ -126,3 +124,24 @@ def remove_reasoning(text: str, *, opened: bool) -> str:
 
 def _error(reason: str) -> MalformedCall:
     return MalformedCall(message=f"ToolCallError: {reason}")
+
+
+def hermes_from_settings(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> HermesProtocol:
+    """Create the protocol hermes, in plain text with ``environment.chat=never``.
+
+    Raises EpisodeUsageError if the protocol requires ``chat`` and ``chat`` is None.
+    """
+    plain = settings.chat == "never"
+    if plain:
+        chat = plain_text_format(
+            [schema.as_openai_function() for schema in tools.schemas], system=settings.system_prompt
+        )
+    if chat is None:
+        raise EpisodeUsageError("protocol hermes requires the policy's chat template: pass chat=")
+    return (PlainTextCallsProtocol if plain else HermesProtocol)(
+        instruction=settings.effective_instruction,
+        observation_limit=settings.observation_limit,
+        chat=chat,
+        tools=tools,
+        max_calls=settings.max_calls,
+    )

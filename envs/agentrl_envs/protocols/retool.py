@@ -15,7 +15,8 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import ParsedTurn, TextAnswerProtocol, last_boxed, malformed_turn
+from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, malformed_turn
+from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.types import Problem
 
 _CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"
@@ -29,8 +30,8 @@ _EMPTY = "ToolCallError: the ```python block is empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReToolProtocol(TextAnswerProtocol):
-    """ReTool as plain text.
+class ReToolProtocol(TextProtocol):
+    """ReTool: programs, outputs and answers in tags.
 
     >>> protocol = ReToolProtocol(instruction="", observation_limit=512)
     >>> turn = "<code>\\n```python\\nprint(2+3)\\n```\\n</code>"
@@ -47,7 +48,7 @@ class ReToolProtocol(TextAnswerProtocol):
         """Return instruction, statement and answer format. Without an instruction, return only the statement."""
         return f"{self.instruction}\n\nProblem:\n{statement}{_FORM}" if self.instruction else statement
 
-    def prompt(self, problem: Problem) -> str:
+    def plain_prompt(self, problem: Problem) -> str:
         """Return the message, followed by an empty line if it has an instruction."""
         return self.message(problem.statement) + ("\n\n" if self.instruction else "\n")
 
@@ -72,6 +73,6 @@ class ReToolProtocol(TextAnswerProtocol):
         program = fence["program"].replace("\r\n", "\n")
         return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY)
 
-    def observation(self, text: str, results: Sequence[str]) -> str:
+    def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the result between its tags. A printed ``</interpreter>`` is not escaped."""
         return f"\n\n<interpreter>\n{' '.join(results)}\n</interpreter>\n\n"

@@ -1,6 +1,6 @@
 r"""The SimpleTIR protocol: Python in fenced blocks, output after ``Code execution result: ``, answers boxed.
 
-**Fences.** `agentrl_envs.protocols.base` defines the fences, including bare fences. The first closed Python block is
+**Fences.** `agentrl_envs.protocols.texts` defines the fences, including bare fences. The first closed Python block is
 the turn's program. Blocks in other languages are text.
 
 **End of a turn.** A turn ends at the first closed fence. Text that the engine sampled after the fence is ignored. A
@@ -16,18 +16,16 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import ParsedTurn, first_python_block, last_boxed, prepend_setup, result_text
+from agentrl_envs.protocols.base import ParsedTurn, TextProtocol
+from agentrl_envs.protocols.texts import first_python_block, last_boxed, prepend_setup
 from agentrl_envs.types import Ended, Problem
-from agentrl_sandbox.client import Execution
 
 _FINAL_ANSWER = 'def final_answer(answer):\n    print("\\\\boxed{" + str(answer) + "}")\n'
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SimpleTIRProtocol:
-    """SimpleTIR as plain text.
-
-    ``instruction`` precedes the statement. Outputs are shortened to ``observation_limit`` characters.
+class SimpleTIRProtocol(TextProtocol):
+    """SimpleTIR: fenced programs and boxed answers.
 
     >>> protocol = SimpleTIRProtocol(instruction="", observation_limit=512)
     >>> protocol.turn_complete("Let me see.\\n```py"), protocol.turn_complete("```py\\nprint(1)\\n```")
@@ -35,9 +33,6 @@ class SimpleTIRProtocol:
     >>> protocol.parse("```py\\nprint(1)\\n```").program
     'print(1)\\n'
     """
-
-    instruction: str
-    observation_limit: int
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
@@ -51,14 +46,6 @@ class SimpleTIRProtocol:
     def empty_turn(self) -> Ended:
         """A void turn, whose rollout is dropped."""
         return Ended.VOID_TURN
-
-    def message(self, statement: str) -> str:
-        """Return the instruction, an empty line and the statement."""
-        return "\n\n".join(part for part in (self.instruction, statement) if part)
-
-    def prompt(self, problem: Problem) -> str:
-        """Return the message, followed by a newline."""
-        return self.message(problem.statement) + "\n"
 
     def turn_complete(self, text: str) -> bool:
         """Return True if a Python block is closed."""
@@ -84,10 +71,6 @@ class SimpleTIRProtocol:
         r"""Return the last complete ``\boxed{...}`` in the output, even if the program failed afterwards."""
         return last_boxed(stdout)
 
-    def result(self, execution: Execution) -> str:
-        """Return the output or the error, shortened to ``observation_limit`` characters."""
-        return result_text(execution, self.observation_limit)
-
-    def observation(self, text: str, results: Sequence[str]) -> str:
+    def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the result of the turn's program."""
         return f"\nCode execution result: {' '.join(results)}\n"

@@ -14,14 +14,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.protocols.base import (
-    ParsedTurn,
-    PythonBlock,
-    TextAnswerProtocol,
-    last_boxed,
-    malformed_turn,
-    python_blocks,
-)
+from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, malformed_turn
+from agentrl_envs.protocols.texts import PythonBlock, last_boxed, python_blocks
 from agentrl_envs.types import Problem
 
 _OUTPUT = "```output"
@@ -32,8 +26,8 @@ _NOT_RUN = "ToolCallError: the program was not run: write ```output on the line 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ToRLProtocol(TextAnswerProtocol):
-    """ToRL as plain text: a dialogue of user and assistant without a chat template.
+class ToRLProtocol(TextProtocol):
+    """ToRL: as plain text, a dialogue of user and assistant.
 
     >>> protocol = ToRLProtocol(instruction="", observation_limit=512)
     >>> turn = "```python\\nprint(2+3)\\n```\\n```output"
@@ -46,11 +40,7 @@ class ToRLProtocol(TextAnswerProtocol):
         """The opening fence of the output."""
         return (_OUTPUT,)
 
-    def message(self, statement: str) -> str:
-        """Return the instruction and the statement, without the speaker names of the dialogue."""
-        return "\n\n".join(part for part in (self.instruction, statement) if part)
-
-    def prompt(self, problem: Problem) -> str:
+    def plain_prompt(self, problem: Problem) -> str:
         """Return the instruction, the statement as the user's message, and the start of the assistant's message."""
         return "\n".join(part for part in (self.instruction, f"User: {problem.statement}", "Assistant:") if part)
 
@@ -63,23 +53,24 @@ class ToRLProtocol(TextAnswerProtocol):
         start = text.find(_OUTPUT)
         if start >= 0:
             # Keep the backticks of the output fence, because they may close the program.
-            return _called(list(python_blocks(text[: start + 3], bare=False)))
+            return _turn_of_blocks(list(python_blocks(text[: start + 3], bare=False)))
         blocks = list(python_blocks(text, bare=False))
-        answer = last_boxed(_without(text, blocks))
+        answer = last_boxed(_remove_blocks(text, blocks))
         if blocks and blocks[-1].program is None:
             return malformed_turn(_OPEN)
         if blocks and answer is None:
             return malformed_turn(_NOT_RUN)
         return ParsedTurn(program=None, answer=answer)
 
-    def observation(self, text: str, results: Sequence[str]) -> str:
+    def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the rest of the ``output`` block, or the whole block if the model did not open it."""
         opened = "" if _OUTPUT in text else ("" if text.endswith("\n") else "\n") + _OUTPUT
         newline = "" if not opened and text.endswith("\n") else "\n"
         return f"{opened}{newline}{' '.join(results)}\n```\n"
 
 
-def _called(blocks: list[PythonBlock]) -> ParsedTurn:
+def _turn_of_blocks(blocks: list[PythonBlock]) -> ParsedTurn:
+    """Return the turn that runs the last of the blocks before an ``output`` fence."""
     if not blocks:
         return malformed_turn(_NO_PROGRAM)
     program = blocks[-1].program
@@ -88,7 +79,7 @@ def _called(blocks: list[PythonBlock]) -> ParsedTurn:
     return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY)
 
 
-def _without(text: str, blocks: list[PythonBlock]) -> str:
+def _remove_blocks(text: str, blocks: list[PythonBlock]) -> str:
     """Return the text outside the blocks."""
     kept, position = [], 0
     for block in blocks:

@@ -8,12 +8,11 @@ import functools
 import inspect
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol, cast, runtime_checkable
 
-from agentrl_envs.episode import UnavailableError
+from agentrl_envs.episode import UnavailableError, closed_on_failure
 from agentrl_envs.execution import EpisodeSandbox
-from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
 from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
 from agentrl_envs.tools.calling import ToolCallError, ToolError, call_tool
@@ -32,6 +31,8 @@ from agentrl_envs.types import Problem, ToolCall
 
 RESERVED = frozenset({"close", "fork"})
 """Public methods of a class that are not tools."""
+
+_THREADS = 64  # concurrent calls of synchronous functions
 
 
 @runtime_checkable
@@ -68,9 +69,12 @@ class ToolEntry:
 
 @dataclass(frozen=True, slots=True)
 class ToolSet:
-    """The tools of an environment, in the order of the settings."""
+    """The tools of an environment, in the order of the settings. ``threads`` runs the synchronous functions."""
 
     entries: tuple[ToolEntry, ...]
+    threads: BlockingCalls = field(
+        default_factory=lambda: BlockingCalls(_THREADS, name="tool"), compare=False, repr=False
+    )
 
     @property
     def schemas(self) -> tuple[ToolSchema, ...]:
@@ -219,7 +223,6 @@ class EpisodeTools:
         problem: Problem,
         *,
         sandbox: EpisodeSandbox | None,
-        threads: BlockingCalls,
         timeout: float,
         extra_arguments: Mapping[str, object] | None = None,
         lenient: bool = False,
@@ -234,7 +237,6 @@ class EpisodeTools:
         self._more = extra_arguments or {}
         self._lenient = lenient
         self._injected: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._more}
-        self._threads = threads
         self._timeout = timeout
         self._instances: dict[Callable[..., object], tuple[object, ObjectThread]] = {}
 
@@ -287,7 +289,6 @@ class EpisodeTools:
             self._tools,
             self._injected["problem"],  # type: ignore[arg-type]
             sandbox=sandbox,
-            threads=self._threads,
             timeout=self._timeout,
             extra_arguments=self._more,
             lenient=self._lenient,
@@ -339,9 +340,9 @@ class EpisodeTools:
     async def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], BlockingRunner]:
         """Return the tool's function and its runner. Raises UnavailableError if a server is unreachable."""
         if entry.function is not None:
-            return entry.function, self._threads
+            return entry.function, self._tools.threads
         instance, threads = (
-            (entry.shared, self._threads) if entry.tool_class is None else self._instances[entry.tool_class]
+            (entry.shared, self._tools.threads) if entry.tool_class is None else self._instances[entry.tool_class]
         )
         if isinstance(instance, McpSession):
             await instance.connect()  # the time limit does not include the start of a server
