@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from random import Random
 
-from agentrl.problems.demonstrations import DemonstrationTurn, format_observation, format_program
+from agentrl.problems.demonstrations import DemonstrationTurn, boxed_answer_turn, final_answer_turn
 from agentrl.problems.exercises import (
     SECRET_RANGE,
     ExerciseFamily,
     ExerciseSource,
     Numbers,
+    Solution,
     call_turn,
     define_reveal,
     draw_descending_pair,
@@ -27,9 +28,9 @@ def _plain(
 ) -> ExerciseFamily:
     """Build a family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
 
-    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
+    def solve(rng: Random, numbers: Numbers) -> Solution:
         answer = value(**numbers)
-        return answer, _compute(rng, expression.format(**numbers), answer), ""
+        return Solution(answer, _compute(rng, expression.format(**numbers), answer))
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
@@ -37,15 +38,11 @@ def _plain(
 def _compute(rng: Random, expression: str, answer: int) -> tuple[DemonstrationTurn, ...]:
     """Return one turn that submits the answer (70 %), or two turns that print the answer and then state it."""
     if rng.random() < 0.7:
-        return (DemonstrationTurn(model=format_program(f"final_answer({expression})")),)
+        return (final_answer_turn(expression),)
     return (
-        DemonstrationTurn(model=format_program(f"print({expression})"), observation=format_observation(str(answer))),
-        DemonstrationTurn(model=_boxed(answer)),
+        call_turn(f"print({expression})", answer),
+        boxed_answer_turn(answer),
     )
-
-
-def _boxed(answer: int) -> str:
-    return f"\\boxed{{{answer}}}"
 
 
 def _secret(rng: Random) -> int:
@@ -62,31 +59,24 @@ def _one_secret(
 ) -> ExerciseFamily:
     """Build a family whose answer combines the hidden value of object ``a`` and the stated ``b`` in one operation."""
 
-    def solve(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
+    def solve(rng: Random, numbers: Numbers) -> Solution:
         a, b, secret = numbers["a"], numbers["b"], _secret(rng)
-        turns = (
-            call_turn(f"{function}({a})", secret),
-            DemonstrationTurn(model=format_program(f"final_answer({secret}{sign}{b})")),
-        )
-        return value(secret, b), turns, define_reveal(function, {a: secret})
+        turns = (call_turn(f"{function}({a})", secret), final_answer_turn(f"{secret}{sign}{b}"))
+        return Solution(value(secret, b), turns, define_reveal(function, {a: secret}))
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
 
-def _solve_two_boxes(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
+def _solve_two_boxes(rng: Random, numbers: Numbers) -> Solution:
     a, b, first, second = numbers["a"], numbers["b"], _secret(rng), _secret(rng)
-    turns = (
-        call_turn(f"box({a})", first),
-        call_turn(f"box({b})", second),
-        DemonstrationTurn(model=format_program(f"final_answer({first}+{second})")),
-    )
-    return first + second, turns, define_reveal("box", {a: first, b: second})
+    turns = (call_turn(f"box({a})", first), call_turn(f"box({b})", second), final_answer_turn(f"{first}+{second}"))
+    return Solution(first + second, turns, define_reveal("box", {a: first, b: second}))
 
 
-def _solve_note(rng: Random, numbers: Numbers) -> tuple[int, tuple[DemonstrationTurn, ...], str]:
+def _solve_note(rng: Random, numbers: Numbers) -> Solution:
     a, box, held = numbers["a"], _secret(rng), _secret(rng)
-    turns = (call_turn(f"note({a})", box), call_turn(f"box({box})", held), DemonstrationTurn(model=_boxed(held)))
-    return held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held})
+    turns = (call_turn(f"note({a})", box), call_turn(f"box({box})", held), boxed_answer_turn(held))
+    return Solution(held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held}))
 
 
 def _uniform(**bounds: tuple[int, int]) -> Callable[[Random], Numbers]:

@@ -68,6 +68,16 @@ def format_observation(output: str) -> str:
     return f"\nCode execution result: {output}\n"
 
 
+def final_answer_turn(expression: str) -> DemonstrationTurn:
+    """Return the turn whose program submits the value of ``expression`` as the answer."""
+    return DemonstrationTurn(model=format_program(f"final_answer({expression})"))
+
+
+def boxed_answer_turn(answer: int) -> DemonstrationTurn:
+    """Return the turn that states the answer without a program."""
+    return DemonstrationTurn(model=f"\\boxed{{{answer}}}")
+
+
 def read_demonstrations(path: str | Path) -> list[Demonstration]:
     """Read demonstrations from a JSONL file with the schema in the module docstring.
 

@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from random import Random
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, NamedTuple
 
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_observation, format_program
 from agentrl.problems.rows import EmptyProblemsError, ProblemError
@@ -25,11 +25,9 @@ THINGS = ("coins", "apples", "books", "pens", "cards", "stones", "eggs", "nuts",
 SECRET_RANGE = (10, 99)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Exercise:
-    """One sampled problem: statement, answer, hidden definitions and the turns of a solution."""
+class Solution(NamedTuple):
+    """The answer of an exercise, the turns of a solution, and the hidden definitions (``Problem.setup``)."""
 
-    statement: str
     answer: int
     turns: tuple[DemonstrationTurn, ...]
     setup: str = ""
@@ -40,21 +38,19 @@ class ExerciseFamily:
     """A family of problems: samples the numbers of a statement, writes the statement and solves the problem.
 
     ``draw`` returns the numbers in the statement. ``solve`` receives a random generator, for hidden values and style,
-    and these numbers. It returns ``(answer, turns, setup)``.
+    and these numbers.
     """
 
     name: str
     phrasings: tuple[str, ...]
     draw: Callable[[Random], Numbers]
-    solve: Callable[[Random, Numbers], tuple[int, tuple[DemonstrationTurn, ...], str]]
+    solve: Callable[[Random, Numbers], Solution]
 
-    def exercise(self, rng: Random, numbers: Numbers) -> Exercise:
-        """Write and solve the problem for ``numbers`` with random names and objects."""
+    def statement(self, rng: Random, numbers: Numbers) -> str:
+        """Write a statement about ``numbers`` with random names and objects."""
         first, second = rng.sample(NAMES, 2)
         words = {"n": first, "m": second, "t": rng.choice(THINGS)}
-        statement = rng.choice(self.phrasings).format(**words, **numbers)
-        answer, turns, setup = self.solve(rng, numbers)
-        return Exercise(statement=statement, answer=answer, turns=turns, setup=setup)
+        return rng.choice(self.phrasings).format(**words, **numbers)
 
 
 def call_turn(call: str, output: object) -> DemonstrationTurn:
@@ -68,7 +64,7 @@ def draw_descending_pair(rng: Random) -> Numbers:
     return {"a": a, "b": b}
 
 
-def define_reveal(function: str, values: Mapping[int, int]) -> str:
+def define_reveal(function: str, values: Mapping[int, int] | Mapping[int, str]) -> str:
     """Return Python code that defines ``function(n)``, which prints the value of ``n`` or ``empty``.
 
     >>> define_reveal("box", {7: 48})
@@ -126,16 +122,18 @@ class ExerciseSource:
             raise IndexError(f"problem index must not be negative, got {index}")
         family = self.all_families[self.families[index % len(self.families)]]
         rng = Random(f"{self.seed}:{family.name}:{index}")
-        exercise = family.exercise(rng, self._draw(family, rng))
+        numbers = self._draw(family, rng)
+        statement = family.statement(rng, numbers)
+        solution = family.solve(rng, numbers)
         problem = Problem(
             id=f"{self.name}-{index}",
-            statement=exercise.statement,
-            answer=str(exercise.answer),
+            statement=statement,
+            answer=str(solution.answer),
             source=self.builtin,
             family=family.name,
-            setup=exercise.setup,
+            setup=solution.setup,
         )
-        return Demonstration(problem=problem, turns=exercise.turns)
+        return Demonstration(problem=problem, turns=solution.turns)
 
     def demonstrations(self, count: int, *, start: int = 0) -> list[Demonstration]:
         """Return demonstrations ``start`` to ``start + count - 1``."""

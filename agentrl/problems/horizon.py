@@ -20,27 +20,23 @@ import re
 from collections.abc import Mapping
 from random import Random
 
-from agentrl.problems.demonstrations import DemonstrationTurn, format_program
+from agentrl.problems.demonstrations import boxed_answer_turn, final_answer_turn
 from agentrl.problems.exercises import (
     SECRET_RANGE,
     ExerciseFamily,
     ExerciseSource,
     Numbers,
+    Solution,
     call_turn,
     define_reveal,
     draw_descending_pair,
 )
 from agentrl.problems.word_problems import Formula
-from agentrl_envs.protocols.base import first_python_block
+from agentrl_envs.protocols.texts import first_python_block
 from agentrl_envs.rewards import Conversation, Message
 from agentrl_envs.types import Problem, Verdict
 
 HORIZONS = (1, 2, 4, 8, 10)
-Solution = tuple[int, tuple[DemonstrationTurn, ...], str]
-
-
-def _boxed(answer: int) -> DemonstrationTurn:
-    return DemonstrationTurn(model=f"\\boxed{{{answer}}}")
 
 
 def _secrets(rng: Random, count: int) -> list[int]:
@@ -53,7 +49,7 @@ def _chain(turns: int) -> ExerciseFamily:
         *path, end = boxes
         contents = dict(zip(path, [*map(str, path[1:]), f"end {end}"], strict=True))
         shown = [call_turn(f"box({box})", contents[box]) for box in path]
-        return end, (*shown, _boxed(end)), _define_texts("box", contents)
+        return Solution(end, (*shown, boxed_answer_turn(end)), define_reveal("box", contents))
 
     return ExerciseFamily(
         name=f"chain_{turns}",
@@ -72,8 +68,8 @@ def _sum(turns: int) -> ExerciseFamily:
     def solve(rng: Random, numbers: Numbers) -> Solution:
         contents = _filled(rng, numbers["a"], count)
         shown = [call_turn(f"box({box})", held) for box, held in contents.items()]
-        last = DemonstrationTurn(model=format_program(f"final_answer({'+'.join(map(str, contents.values()))})"))
-        return sum(contents.values()), (*shown, last), define_reveal("box", contents)
+        last = final_answer_turn("+".join(map(str, contents.values())))
+        return Solution(sum(contents.values()), (*shown, last), define_reveal("box", contents))
 
     return ExerciseFamily(
         name=f"sum_{turns}",
@@ -95,7 +91,8 @@ def _total(turns: int) -> ExerciseFamily:
         for box, held in contents.items():
             shown.append(call_turn(f"add({box},{so_far})", so_far + held))
             so_far += held
-        return so_far, (*shown, _boxed(so_far)), _define_add(contents)
+        setup = f"def add(n, so_far):\n    print(so_far + {contents!r}[n])\n"
+        return Solution(so_far, (*shown, boxed_answer_turn(so_far)), setup)
 
     return ExerciseFamily(
         name=f"total_{turns}",
@@ -106,10 +103,6 @@ def _total(turns: int) -> ExerciseFamily:
             "{n} has {t} in the boxes {a} to {b}: begin with add({a},0), go on with add(n, so far). How many {t}?",
         ),
     )
-
-
-def _define_add(contents: Mapping[int, int]) -> str:
-    return f"def add(n, so_far):\n    print(so_far + {dict(contents)!r}[n])\n"
 
 
 def _filled(rng: Random, first: int, count: int) -> dict[int, int]:
@@ -134,7 +127,7 @@ def _search(turns: int) -> ExerciseFamily:
             shown.append(call_turn(f"key(({below}+{above})//2)", f"less {middle}" if less else f"more {middle}"))
             below, above = (below, middle) if less else (middle, above)
         shown.append(call_turn(f"key(({below}+{above})//2)", f"open {held}"))
-        return held, (*shown, _boxed(held)), _define_key(right, held)
+        return Solution(held, (*shown, boxed_answer_turn(held)), _define_key(right, held))
 
     return ExerciseFamily(
         name=f"search_{turns}",
@@ -156,20 +149,16 @@ def _define_key(right: int, held: int) -> str:
     return f"def key(n):\n    print(*(['open', {held}] if n == {right} else ['less' if n > {right} else 'more', n]))\n"
 
 
-def _define_texts(function: str, values: Mapping[int, str]) -> str:
-    return f"def {function}(n):\n    print({dict(values)!r}.get(n, 'empty'))\n"
-
-
 def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
     a, b = numbers["a"], numbers["b"]
-    return a + b, (DemonstrationTurn(model=format_program(f"final_answer({a}+{b})")),), ""
+    return Solution(a + b, (final_answer_turn(f"{a}+{b}"),))
 
 
 def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
-    turns = (call_turn("test(0)", shift), DemonstrationTurn(model=format_program(f"final_answer({shift}+{b})")))
-    return shift + b, turns, _define_test(f"n + {shift}")
+    turns = (call_turn("test(0)", shift), final_answer_turn(f"{shift}+{b}"))
+    return Solution(shift + b, turns, _define_test(f"n + {shift}"))
 
 
 def _debug_square(rng: Random, numbers: Numbers) -> Solution:
@@ -179,8 +168,9 @@ def _debug_square(rng: Random, numbers: Numbers) -> Solution:
     values = [p, p + q, p + 2 * q + r]
     shown = [call_turn(f"test({n})", value) for n, value in enumerate(values)]
     u, v, w = values
-    last = DemonstrationTurn(model=format_program(f"final_answer({u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2)"))
-    return p + q * b + r * b * (b - 1) // 2, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2")
+    last = final_answer_turn(f"{u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2")
+    answer = p + q * b + r * b * (b - 1) // 2
+    return Solution(answer, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2"))
 
 
 def _define_test(expression: str) -> str:
@@ -223,15 +213,6 @@ DEFAULT_FAMILIES = ("debug_2", "chain_2", "sum_2", "chain_4")
 """Families with two and four turns, which a tiny policy learns within minutes."""
 
 HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
-
-
-def families_of_horizon(turns: int) -> tuple[str, ...]:
-    """Return the names of the families of one horizon.
-
-    >>> families_of_horizon(8)
-    ('chain_8', 'total_8', 'search_8')
-    """
-    return tuple(name for name in HORIZON_FAMILIES if name.endswith(f"_{turns}"))
 
 
 class HorizonSource(ExerciseSource):

@@ -33,7 +33,7 @@ from typing import get_args
 
 from agentrl.errors import SettingsError, require_package
 from agentrl.problems.settings import FieldName
-from agentrl_envs.protocols.base import last_boxed
+from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.types import ChatMessage, NotJSONError, Problem, freeze
 
 

@@ -83,7 +83,7 @@ class ProblemSourceSettings(BaseModel):
     @property
     def is_generated(self) -> bool:
         """True for generators, which read no files."""
-        return self.path.startswith((BUILTIN, REASONING_GYM))
+        return is_generated(self.path)
 
     @property
     def is_local(self) -> bool:
@@ -111,9 +111,8 @@ class ProblemSourceSettings(BaseModel):
                 raise ValueError(
                     f"{self.path} is generated, so {wrong[0]} does not apply; only split=train or heldout does"
                 )
-        else:
-            if self.seed is not None:
-                raise ValueError(f"seed applies to generated problems, not to {self.path}")
+        elif self.seed is not None:
+            raise ValueError(f"seed applies to generated problems, not to {self.path}")
         if self.families is not None and self.path not in (BUILTIN + "arithmetic", BUILTIN + "horizon"):
             raise ValueError(f"families applies to builtin:arithmetic and builtin:horizon, not to {self.path}")
         if self.options and not self.path.startswith(REASONING_GYM):

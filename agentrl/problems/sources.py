@@ -93,45 +93,36 @@ def masked_statement(statement: str) -> str:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class MaskedSplit:
-    """Two parts without a common masked statement, in input order, and the counts of removed problems."""
+    """Two parts without a common masked statement, in input order, and the number of excluded problems."""
 
     train: tuple[Problem, ...]
     heldout: tuple[Problem, ...]
-    excluded: int  # problems with the masked statement of an excluded problem
-    repeated: int  # problems with the statement and answer of an earlier problem
+    excluded: int
 
 
 def split_by_masked_statement(
     problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
 ) -> MaskedSplit:
-    """Remove repeats and problems that match ``exclude`` when masked, then split by a hash of the masked statement.
+    """Remove problems that match ``exclude`` when masked, and split the others by a hash of the masked statement.
 
     The part of a problem depends only on a hash of its masked statement and ``heldout_fraction`` (in [0, 1]). Files
     that are split separately are therefore consistent, and problems added to a file do not move the other problems.
     """
     if not 0 <= heldout_fraction <= 1:
         raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")
-    excluded_keys = {masked_statement(statement) for statement in exclude}
-    seen: set[tuple[str, str | None, str]] = set()
+    excluded_statements = {masked_statement(statement) for statement in exclude}
     train: list[Problem] = []
     heldout: list[Problem] = []
-    excluded = repeated = 0
     for problem in problems:
-        key = masked_statement(problem.statement)
-        content = (problem.statement.strip(), problem.answer, digest_of_columns(problem.info))
-        if key in excluded_keys:
-            excluded += 1
-        elif content in seen:
-            repeated += 1
-        else:
-            (heldout if _position(key) < heldout_fraction else train).append(problem)
-        seen.add(content)
-    return MaskedSplit(train=tuple(train), heldout=tuple(heldout), excluded=excluded, repeated=repeated)
+        masked = masked_statement(problem.statement)
+        if masked not in excluded_statements:
+            (heldout if _hash_to_unit_interval(masked) < heldout_fraction else train).append(problem)
+    excluded = len(problems) - len(train) - len(heldout)
+    return MaskedSplit(train=tuple(train), heldout=tuple(heldout), excluded=excluded)
 
 
-def _position(key: str) -> float:
-    """Map a masked statement to a fixed point in [0, 1)."""
-    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big") / 2**64
+def _hash_to_unit_interval(text: str) -> float:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
@@ -193,20 +184,24 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
         return _generator(settings, seed)
     path = expand_path(settings.path)
     name = _name(settings, path)
-    read = _read(settings, path, name, answered)
-    if not read.rows:
+    problems, rows, unanswered = _distinct_problems(settings, path, name, answered)
+    if not rows:
         raise EmptyProblemsError(f"{settings.path}: the file contains no problems")
-    if not read.problems:
-        raise EmptyProblemsError(f"{settings.path}: none of the {read.rows} problems has an answer")
-    split = _split(settings, read.problems)
+    if not problems:
+        raise EmptyProblemsError(f"{settings.path}: none of the {rows} problems has an answer")
+    split = split_by_masked_statement(
+        problems,
+        heldout_fraction=0.0 if settings.part == "all" else settings.heldout_fraction,
+        exclude=[statement for path in settings.exclude for statement in _statements(path)],
+    )
     kept = split.heldout if settings.part == "heldout" else split.train
     limited = kept[: settings.limit]
     report = LoadReport(
         name=name,
-        rows=read.rows,
+        rows=rows,
         kept=len(limited),
-        unanswered=read.unanswered,
-        repeated=read.repeated,
+        unanswered=unanswered,
+        repeated=rows - unanswered - len(problems),
         excluded=split.excluded,
         other_part=len(split.train) + len(split.heldout) - len(kept),
         beyond_limit=len(kept) - len(limited),
@@ -285,16 +280,10 @@ def _is_file(path: str) -> bool:
     return Path(path).suffix.lower() in FILE_KINDS
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class _Read:
-    problems: list[Problem]
-    rows: int
-    unanswered: int
-    repeated: int
-
-
-def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool) -> _Read:
-    """Return the distinct problems of a source.
+def _distinct_problems(
+    settings: ProblemSourceSettings, path: str, name: str, answered: bool
+) -> tuple[list[Problem], int, int]:
+    """Return the distinct problems of a source, the number of rows, and the number of skipped rows without an answer.
 
     Problems are equal if their statements and answers are equal. Without grading, all other columns must be equal too.
     """
@@ -308,8 +297,7 @@ def _read(settings: ProblemSourceSettings, path: str, name: str, answered: bool)
         else:
             other = "" if answered else digest_of_columns(problem.info)
             problems.setdefault((problem.statement.strip(), problem.answer, other), problem)
-    kept = _with_distinct_ids(problems)
-    return _Read(problems=kept, rows=rows, unanswered=unanswered, repeated=rows - unanswered - len(kept))
+    return _with_distinct_ids(problems), rows, unanswered
 
 
 def _with_distinct_ids(problems: Mapping[tuple[str, str | None, str], Problem]) -> list[Problem]:
@@ -356,12 +344,6 @@ def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row
     builtins = ", ".join(BUILTIN + name for name in GENERATORS)
     valid = f"{builtins}, a file ending in {' or '.join(FILE_KINDS)}, a folder, or an id OWNER/NAME"
     raise ProblemFileError(f"{settings.path}: not a source of problems; valid: {valid}")
-
-
-def _split(settings: ProblemSourceSettings, problems: Sequence[Problem]) -> MaskedSplit:
-    fraction = 0.0 if settings.part == "all" else settings.heldout_fraction
-    exclude = [statement for path in settings.exclude for statement in _statements(path)]
-    return split_by_masked_statement(problems, heldout_fraction=fraction, exclude=exclude)
 
 
 def _statements(path: str) -> Iterator[str]:

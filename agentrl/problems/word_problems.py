@@ -18,7 +18,7 @@ from pathlib import Path
 from random import Random
 from typing import Final
 
-from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_program
+from agentrl.problems.demonstrations import Demonstration, final_answer_turn
 from agentrl.problems.rows import EmptyProblemsError, problem_from_row, read_jsonl
 from agentrl_envs.types import Problem
 
@@ -345,6 +345,4 @@ def _magnitude(value: int) -> tuple[int, int]:
 
 
 def _demonstration(problem: Problem, formula: Formula) -> Demonstration:
-    return Demonstration(
-        problem=problem, turns=(DemonstrationTurn(model=format_program(f"final_answer({formula.python()})")),)
-    )
+    return Demonstration(problem=problem, turns=(final_answer_turn(formula.python()),))

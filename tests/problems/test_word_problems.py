@@ -175,10 +175,10 @@ def test_split_counts_everything_once():
     def problem(number: int, statement: str) -> Problem:
         return Problem(id=str(number), statement=statement, answer="1", source="t")
 
-    texts = ["Tom has 3 pens", "Tom has 40 pens!", "tom has seven pens", "Ann has 3 pens", "Ann has 3 pens", "Gone 5"]
+    texts = ["Tom has 3 pens", "Tom has 40 pens!", "tom has seven pens", "Ann has 3 pens", "Gone 5"]
     given = [problem(number, text) for number, text in enumerate(texts)]
     split = split_by_masked_statement(given, heldout_fraction=0.5, exclude=["gone six"])
-    assert (split.excluded, split.repeated) == (1, 1)
+    assert split.excluded == 1
     assert len(split.train) + len(split.heldout) == 4
     sides = [{problem.id for problem in part} for part in (split.train, split.heldout)]
     assert {"0", "1", "2"} <= sides[0] or {"0", "1", "2"} <= sides[1]
@@ -192,4 +192,4 @@ def test_split_sides_share_no_masked_statement(texts: list[str], fraction: float
     split = split_by_masked_statement(given_problems, heldout_fraction=fraction)
     sides = [{masked_statement(problem.statement) for problem in part} for part in (split.train, split.heldout)]
     assert not sides[0] & sides[1]
-    assert len(split.train) + len(split.heldout) + split.repeated == len(texts)
+    assert len(split.train) + len(split.heldout) == len(texts)
