@@ -17,7 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
-from agentrl_envs.grading.grader import GradingProcess, NoVerdictError, is_short_and_flat, quick_verdict
+from agentrl_envs.grading.grader import GradingProcess, NoVerdictError, is_within_limits, quick_verdict
 from agentrl_envs.types import Verdict
 
 SLOW = r"\sum_{n=1}^{\infty} \frac{\sin n}{n^3+n^2+1}"  # a minute of algebra
@@ -67,9 +67,9 @@ def test_integers_in_any_dress(left: int, right: int, zeros: int) -> None:
 
 
 def test_bounds() -> None:
-    assert is_short_and_flat("((x))", max_length=5, max_depth=2)
-    assert not is_short_and_flat("((x)) ", max_length=5, max_depth=2)
-    assert not is_short_and_flat("(((", max_length=5, max_depth=2)
+    assert is_within_limits("((x))", max_length=5, max_depth=2)
+    assert not is_within_limits("((x)) ", max_length=5, max_depth=2)
+    assert not is_within_limits("(((", max_length=5, max_depth=2)
 
 
 @pytest.mark.parametrize(

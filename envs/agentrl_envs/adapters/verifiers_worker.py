@@ -76,9 +76,8 @@ class Worker:
         self._tasks = Tasks(iter(environment.taskset))
         self._url = url
         self._free = asyncio.Semaphore(concurrency)
-        self._opener = urllib.request.build_opener(
-            urllib.request.ProxyHandler({})
-        )  # the gateway is local: ignore proxies
+        # Ignore proxies, because the gateway is local.
+        self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
     async def play_rollouts(self) -> None:
         """Play rollouts until the gateway disconnects."""

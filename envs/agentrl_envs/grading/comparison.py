@@ -19,10 +19,25 @@ from fractions import Fraction
 from itertools import pairwise
 from typing import TypeGuard
 
+from agentrl_envs.grading.answer_parser import (
+    FLIPPED,
+    INTERVALS,
+    TO,
+    Answer,
+    Bracketed,
+    Numeral,
+    Quantity,
+    Relation,
+    TimeOfDay,
+    UnparsedText,
+    Words,
+    is_name_answer,
+    parse_answer,
+)
 from agentrl_envs.grading.equality import (
-    equal_by_algebra,
+    equal_by_math_verify,
     expressions_equal,
-    needs_algebra,
+    needs_math_verify,
     parse_latex,
     proportionality_factor,
 )
@@ -36,75 +51,67 @@ from agentrl_envs.grading.expressions import (
     symbol_names,
 )
 from agentrl_envs.grading.spelling import remove_spaces_at_signs
-from agentrl_envs.grading.structure import (
-    FLIPPED,
-    INTERVALS,
-    TO,
-    Answer,
-    Bracketed,
-    Numeral,
-    Quantity,
-    Relation,
-    TimeOfDay,
-    UnparsedText,
-    Words,
-    is_name_answer,
-    read_answer,
-)
 from agentrl_envs.grading.units import conversion_factor
 from agentrl_envs.grading.values import NoValueError, evaluate_expression
 from agentrl_envs.types import Verdict
 
 _DECIMAL_COMMA = re.compile(r"[+-]?\d+,\d+", re.ASCII)
-_ROUGHLY = 0.05  # relative difference up to which numbers are approximately equal
-_UNORDERED = frozenset({"list", "set", "union"})
-_RADIANS = divide(FunctionCall("pi", ()), Number(Fraction(180)))  # radians per degree
-_OF_RADIANS = frozenset({"pi", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc"})
-_ASKED_FOR = frozenset({"*", "over", "abs", "sin", "cos", "tan", "sec", "csc", "cot", "ln", "det"})
+_APPROXIMATE_TOLERANCE = 0.05  # relative difference up to which numbers are approximately equal
+_UNORDERED_KINDS = frozenset({"list", "set", "union"})
+_RADIANS_PER_DEGREE = divide(FunctionCall("pi", ()), Number(Fraction(180)))  # radians per degree
+_RADIAN_FUNCTIONS = frozenset({"pi", "arcsin", "arccos", "arctan", "arccot", "arcsec", "arccsc"})
+_FUNCTIONS_OF_NAMES = frozenset({"*", "over", "abs", "sin", "cos", "tan", "sec", "csc", "cot", "ln", "det"})
 
 
 def compare(answer: str, reference: str) -> Verdict:
     """Return the verdict on an answer. Running out of memory is treated as a timeout."""
     try:
-        wanted = read_answer(reference)
+        parsed_reference = parse_answer(reference)
     except (MemoryError, RecursionError):
         return Verdict.GRADER_TIMEOUT
     try:
-        said = read_answer(answer)
-        if answers_match(wanted, said) or _with_decimal_comma(answer, wanted) or _by_algebra(said, wanted):
+        parsed_answer = parse_answer(answer)
+        if (
+            answers_match(parsed_reference, parsed_answer)
+            or _matches_with_decimal_comma(answer, parsed_reference)
+            or _equal_by_math_verify(parsed_answer, parsed_reference)
+        ):
             return Verdict.CORRECT
     except (MemoryError, RecursionError):
         return Verdict.ANSWER_TIMEOUT
-    if not _understood(wanted):
+    if not _is_parsable(parsed_reference):
         return Verdict.UNPARSABLE_GOLD
-    return Verdict.INCORRECT if _understood(said) else Verdict.UNPARSABLE_ANSWER
+    return Verdict.INCORRECT if _is_parsable(parsed_answer) else Verdict.UNPARSABLE_ANSWER
 
 
 def cache_reference(reference: str) -> None:
     """Parse and cache a reference answer before `compare`, so that parsing does not use the answer's CPU time."""
     with suppress(MemoryError, RecursionError):  # `compare` reports these
-        _understood(read_answer(reference))
+        _is_parsable(parse_answer(reference))
 
 
 def check_reference(reference: str) -> Verdict:
     """Return `Verdict.CORRECT` if the reference answer can be parsed and equals itself by value."""
     try:
-        wanted = read_answer(reference)
-        _by_algebra(
-            read_answer("7919"), wanted
-        )  # compare an arbitrary answer, so that the check takes as long as a real comparison
-        if isinstance(wanted, UnparsedText):
-            return Verdict.CORRECT if equal_by_algebra(wanted.text, wanted.text) else Verdict.UNPARSABLE_GOLD
-        return Verdict.CORRECT if answers_match(wanted, wanted) else Verdict.UNPARSABLE_GOLD
+        parsed = parse_answer(reference)
+        # Compare an arbitrary answer, so that the check takes as long as a real comparison.
+        _equal_by_math_verify(parse_answer("7919"), parsed)
+        if isinstance(parsed, UnparsedText):
+            equals_itself = equal_by_math_verify(parsed.text, parsed.text)
+        else:
+            equals_itself = answers_match(parsed, parsed)
     except (MemoryError, RecursionError):
         return Verdict.GRADER_TIMEOUT
+    return Verdict.CORRECT if equals_itself else Verdict.UNPARSABLE_GOLD
 
 
-def _understood(answer: Answer) -> bool:
-    return not isinstance(answer, UnparsedText) or (needs_algebra(answer.text) and parse_latex(answer.text) is not None)
+def _is_parsable(answer: Answer) -> bool:
+    return not isinstance(answer, UnparsedText) or (
+        needs_math_verify(answer.text) and parse_latex(answer.text) is not None
+    )
 
 
-def _by_algebra(answer: Answer, reference: Answer) -> bool:
+def _equal_by_math_verify(answer: Answer, reference: Answer) -> bool:
     """Compare with math-verify: text that only math-verify can parse, or sets in different notations."""
     both = (answer, reference)
     unread = any(isinstance(one, UnparsedText) for one in both)
@@ -113,15 +120,15 @@ def _by_algebra(answer: Answer, reference: Answer) -> bool:
         and isinstance(reference, Quantity)
         and expressions_equal(reference.tree, answer.tree) is None
     )
-    sets = all(map(_is_set, both)) and any(map(_has_other_forms, both))
-    return (unread or series or sets) and equal_by_algebra(answer.text, reference.text)
+    sets = all(map(_is_set, both)) and any(map(_is_inequality_or_union, both))
+    return (unread or series or sets) and equal_by_math_verify(answer.text, reference.text)
 
 
 def _is_set(answer: Answer) -> bool:
-    return _has_other_forms(answer) or (isinstance(answer, Bracketed) and answer.kind in INTERVALS)
+    return _is_inequality_or_union(answer) or (isinstance(answer, Bracketed) and answer.kind in INTERVALS)
 
 
-def _has_other_forms(answer: Answer) -> bool:
+def _is_inequality_or_union(answer: Answer) -> bool:
     """Return True if the answer is an inequality or a union, which have many notations."""
     match answer:
         case Relation():
@@ -131,11 +138,11 @@ def _has_other_forms(answer: Answer) -> bool:
     return False
 
 
-def _with_decimal_comma(answer: str, reference: Answer) -> bool:
+def _matches_with_decimal_comma(answer: str, reference: Answer) -> bool:
     """Compare, with the answer's comma as a decimal point. In a reference answer, a comma is always a separator."""
     answer = answer.strip()
     return _DECIMAL_COMMA.fullmatch(answer) is not None and answers_match(
-        reference, read_answer(answer.replace(",", "."))
+        reference, parse_answer(answer.replace(",", "."))
     )
 
 
@@ -159,29 +166,31 @@ def answers_match(reference: Answer, answer: Answer) -> bool:
                 and answers_match(reference.parts[-1], answer)
             )
         case _, Relation():
-            return _gives_its_right_side(answer) and answers_match(reference, answer.parts[-1])
+            return _states_value_of_left_side(answer) and answers_match(reference, answer.parts[-1])
         case (TimeOfDay(), _) | (_, TimeOfDay()):
             return _same_time(reference, answer)
         case Bracketed(), Bracketed():
-            return _same_group(reference, answer)
+            return _same_bracketed(reference, answer)
         case Bracketed(), _:
             return _same_parts(reference, answer)
         case _, Bracketed():
-            return _same_as_group(reference, answer)
+            return _same_as_bracketed(reference, answer)
         case Quantity(), Quantity():
-            return _same_leaf(reference, answer)
+            return _same_quantity(reference, answer)
     return False
 
 
 def _same_words(reference: Answer, answer: Answer) -> bool:
-    trees = [_number_of(one) if isinstance(one, Words) else getattr(one, "tree", None) for one in (reference, answer)]
+    trees = [
+        _number_in_words(one) if isinstance(one, Words) else getattr(one, "tree", None) for one in (reference, answer)
+    ]
     if trees[0] is not None and trees[1] is not None:
         return expressions_equal(trees[0], trees[1]) is True
     first, second = (one.text.casefold() for one in (reference, answer))
     return first == second
 
 
-def _number_of(words: Words) -> Number | None:
+def _number_in_words(words: Words) -> Number | None:
     return None if words.number is None else Number(words.number)
 
 
@@ -201,7 +210,7 @@ def _same_time(reference: Answer, answer: Answer) -> bool:
         return (
             len(numbers) == 3
             and not clock.am_or_pm
-            and _same_group(Bracketed(clock.text, "ratio", tuple(numbers)), other)
+            and _same_bracketed(Bracketed(clock.text, "ratio", tuple(numbers)), other)
         )
     if not isinstance(other, Quantity) or len(numbers) != (1 if clock.am_or_pm else 2):
         return False
@@ -220,15 +229,17 @@ def _same_numeral(reference: Answer, answer: Answer) -> bool:
     return isinstance(numeral, Numeral) and isinstance(other, Quantity) and other.text.upper() == numeral.digits
 
 
-def _same_leaf(reference: Quantity, answer: Quantity) -> bool:
+def _same_quantity(reference: Quantity, answer: Quantity) -> bool:
     factor = conversion_factor(answer.unit, reference.unit)
     if factor is not None:
-        wanted = reference.tree if factor == 1 else FunctionCall("*", (reference.tree, Number(factor)))
-        if expressions_equal(wanted, answer.tree) is True or _same_angle(reference, answer):
+        converted = reference.tree if factor == 1 else FunctionCall("*", (reference.tree, Number(factor)))
+        if expressions_equal(converted, answer.tree) is True or _same_angle(reference, answer):
             return True
     elif _same_angle(reference, answer):
         return True
-    return answer.measured is not None and not symbol_names(reference.tree) and _same_leaf(reference, answer.measured)
+    return (
+        answer.measured is not None and not symbol_names(reference.tree) and _same_quantity(reference, answer.measured)
+    )
 
 
 def _same_angle(reference: Quantity, answer: Quantity) -> bool:
@@ -238,25 +249,25 @@ def _same_angle(reference: Quantity, answer: Quantity) -> bool:
         return False
     other = answer if degrees[0] is reference else reference
     radians = (
-        not functions_in(other.tree).isdisjoint(_OF_RADIANS)
+        not functions_in(other.tree).isdisjoint(_RADIAN_FUNCTIONS)
         if other.unit is None
         else other.unit.dimension == (("rad", 1),)
     )
-    return radians and expressions_equal(FunctionCall("*", (degrees[0].tree, _RADIANS)), other.tree) is True
+    return radians and expressions_equal(FunctionCall("*", (degrees[0].tree, _RADIANS_PER_DEGREE)), other.tree) is True
 
 
-def _same_group(reference: Bracketed, answer: Bracketed) -> bool:
+def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
     if (
         reference.variable is not None
         and answer.variable is not None
-        and not _same_name(reference.variable, answer.variable)
+        and not _same_unknown(reference.variable, answer.variable)
     ):
         return False
     if reference.kind == answer.kind == "ratio":
         return _same_ratio(reference, answer)
     if reference.kind == answer.kind:
-        return _same_parts(reference, answer, ordered=reference.kind not in _UNORDERED)
-    if {reference.kind, answer.kind} <= _UNORDERED:
+        return _same_parts(reference, answer, ordered=reference.kind not in _UNORDERED_KINDS)
+    if {reference.kind, answer.kind} <= _UNORDERED_KINDS:
         return _same_parts(reference, answer, ordered=False)
     ordered = {"()", "<>", "list"}
     if reference.kind in ordered and answer.kind in ordered:
@@ -266,11 +277,11 @@ def _same_group(reference: Bracketed, answer: Bracketed) -> bool:
 
 def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) -> bool:
     if not isinstance(answer, Bracketed):
-        vector = _as_vector(answer)
+        vector = _matrix_as_vector(answer)
         if vector is not None:
             return reference.kind in ("()", "<>") and _same_parts(reference, vector, ordered=True)
         if reference.kind == "ratio":
-            return _same_quotient(reference, answer)
+            return _ratio_equals_number(reference, answer)
         parts = (
             _without_repeats(reference.parts, allowed=len(reference.parts))
             if reference.kind == "set"
@@ -283,13 +294,13 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
         return all(any(answers_match(part, other) for other in answer.parts) for part in reference.parts) and all(
             any(answers_match(part, other) for part in reference.parts) for other in answer.parts
         )
-    left = _without_repeats(answer.parts, allowed=len(answer.parts) - len(reference.parts))
+    remaining = _without_repeats(answer.parts, allowed=len(answer.parts) - len(reference.parts))
     for part in reference.parts:
-        found = next((place for place, other in enumerate(left) if answers_match(part, other)), None)
-        if found is None:
+        match_index = next((index for index, other in enumerate(remaining) if answers_match(part, other)), None)
+        if match_index is None:
             return False
-        del left[found]
-    return not left
+        del remaining[match_index]
+    return not remaining
 
 
 def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
@@ -303,20 +314,20 @@ def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
     return kept
 
 
-def _same_as_group(reference: Answer, answer: Bracketed) -> bool:
+def _same_as_bracketed(reference: Answer, answer: Bracketed) -> bool:
     """Compare a reference answer with a bracketed answer: a single value in brackets, or a matrix as lists."""
-    matrix = _as_lists(reference)
+    matrix = _matrix_as_lists(reference)
     if matrix is not None:
-        vector = _as_vector(reference)
+        vector = _matrix_as_vector(reference)
         return answers_match(matrix, answer) or (
             vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
         )
     if answer.kind == "ratio":
-        return _same_quotient(answer, reference)
+        return _ratio_equals_number(answer, reference)
     return answer.kind in ("set", "[]") and _same_parts(replace(answer, parts=(reference,)), answer)
 
 
-def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
+def _ratio_equals_number(ratio: Bracketed, other: Answer) -> bool:
     """Compare a ratio with a number: ``3:2`` equals 3/2. ``3 to 2`` may be a range, so it never equals 3 or 2."""
     trees = [part.tree for part in ratio.parts if isinstance(part, Quantity)]
     if len(trees) != 2 or len(ratio.parts) != 2 or not isinstance(other, Quantity):
@@ -326,7 +337,7 @@ def _same_quotient(ratio: Bracketed, other: Answer) -> bool:
     return expressions_equal(divide(*trees), other.tree) is True
 
 
-def _as_lists(answer: Answer) -> Bracketed | None:
+def _matrix_as_lists(answer: Answer) -> Bracketed | None:
     """Return a matrix as the list of its rows, or None if the answer is not a matrix."""
     match answer:
         case Quantity(text, FunctionCall("matrix", rows)):
@@ -337,9 +348,9 @@ def _as_lists(answer: Answer) -> Bracketed | None:
     return None
 
 
-def _as_vector(answer: Answer) -> Bracketed | None:
+def _matrix_as_vector(answer: Answer) -> Bracketed | None:
     """Return a matrix of one row or column as a tuple, or None for any other answer."""
-    matrix = _as_lists(answer)
+    matrix = _matrix_as_lists(answer)
     rows = [row.parts for row in matrix.parts if isinstance(row, Bracketed)] if matrix is not None else []
     cells = rows[0] if len(rows) == 1 else tuple(row[0] for row in rows if len(row) == 1)
     return Bracketed(answer.text, "<>", cells) if cells else None
@@ -359,23 +370,25 @@ def _same_ratio(reference: Bracketed, answer: Bracketed) -> bool:
 
 def _same_relation(reference: Relation, answer: Relation) -> bool:
     if _is_assignment(reference) and _is_assignment(answer):
-        if _numbers_differ(answer):
+        if _equates_unequal_numbers(answer):
             return False
         if is_name_answer(reference.parts[0]) and is_name_answer(answer.parts[0]):
-            names = _same_names(reference.parts[0], answer.parts[0])
+            names = _same_left_sides(reference.parts[0], answer.parts[0])
             if names and answers_match(reference.parts[-1], answer.parts[-1]):
                 return True
     if len(reference.parts) != 2 or len(answer.parts) != 2:
         return reference.signs == answer.signs and all(map(answers_match, reference.parts, answer.parts))
-    wanted, said = _difference(reference), _difference(answer)
-    ratio = proportionality_factor(wanted, said) if wanted is not None and said is not None else None
+    differences = _left_minus_right(reference), _left_minus_right(answer)
+    if differences[0] is None or differences[1] is None:
+        return False
+    ratio = proportionality_factor(differences[0], differences[1])
     if ratio is None or ratio == 0:
         return False
     sign = answer.signs[0] if ratio > 0 else FLIPPED.get(answer.signs[0], answer.signs[0])
     return sign == reference.signs[0]
 
 
-def _difference(relation: Relation) -> Expression | None:
+def _left_minus_right(relation: Relation) -> Expression | None:
     left, right = relation.parts
     if isinstance(left, Quantity) and isinstance(right, Quantity):
         return FunctionCall("+", (left.tree, FunctionCall("neg", (right.tree,))))
@@ -386,13 +399,13 @@ def _is_assignment(relation: Relation) -> bool:
     return set(relation.signs) <= {"=", "~"}
 
 
-def _same_names(reference: Answer, answer: Answer) -> bool:
+def _same_left_sides(reference: Answer, answer: Answer) -> bool:
     if isinstance(reference, Quantity) and isinstance(answer, Quantity):
-        return _same_name(reference.tree, answer.tree)
+        return _same_unknown(reference.tree, answer.tree)
     return answers_match(reference, answer)
 
 
-def _same_name(reference: Expression, answer: Expression) -> bool:
+def _same_unknown(reference: Expression, answer: Expression) -> bool:
     """Compare the left sides of two assignments. ``y`` matches every function."""
     if any(
         one == Symbol("y") and isinstance(other, FunctionCall)
@@ -402,13 +415,13 @@ def _same_name(reference: Expression, answer: Expression) -> bool:
     return reference == answer
 
 
-def _gives_its_right_side(relation: Relation) -> bool:
+def _states_value_of_left_side(relation: Relation) -> bool:
     """Return True if a relation states the value of its left side: a name, a number, or names added and multiplied.
 
     ``a + b = 7`` states 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` are equations to solve, and ``ax + by = c`` is a
     relation of variables.
     """
-    if not _is_assignment(relation) or _numbers_differ(relation):
+    if not _is_assignment(relation) or _equates_unequal_numbers(relation):
         return False
     left, right = relation.parts[0], relation.parts[-1]
     if is_name_answer(left) or not isinstance(left, Quantity):
@@ -424,7 +437,7 @@ def _contains_only_names(tree: Expression) -> bool:
             return all(_contains_only_names(term.arguments[0] if _is_negative(term) else term) for term in terms)
         case FunctionCall(function, arguments):
             return function.startswith("call ") or (
-                function in _ASKED_FOR and all(map(_contains_only_names, arguments))
+                function in _FUNCTIONS_OF_NAMES and all(map(_contains_only_names, arguments))
             )
     return isinstance(tree, Symbol)
 
@@ -433,17 +446,18 @@ def _is_negative(tree: Expression) -> TypeGuard[FunctionCall]:
     return isinstance(tree, FunctionCall) and tree.function == "neg"
 
 
-def _numbers_differ(relation: Relation) -> bool:
+def _equates_unequal_numbers(relation: Relation) -> bool:
     """Return True if a relation states that unequal numbers are equal."""
     rounded = "~" in relation.signs
     trees = [part.tree for part in relation.parts if isinstance(part, Quantity) and not symbol_names(part.tree)]
     trees = [tree for tree in trees if not any(function.startswith("call ") for function in functions_in(tree))]
     return any(
-        not (expressions_equal(one, other) or (rounded and _roughly(one, other))) for one, other in pairwise(trees)
+        not (expressions_equal(one, other) or (rounded and _approximately_equal(one, other)))
+        for one, other in pairwise(trees)
     )
 
 
-def _roughly(one: Expression, other: Expression) -> bool:
+def _approximately_equal(one: Expression, other: Expression) -> bool:
     """Return True if two numbers are approximately equal: to the decimal places of the second number, or within 5 %."""
     try:
         first, second = evaluate_expression(one, {}, 20), evaluate_expression(other, {}, 20)
@@ -452,4 +466,7 @@ def _roughly(one: Expression, other: Expression) -> bool:
     if isinstance(first, tuple) or isinstance(second, tuple):
         return False
     places = other.places if isinstance(other, Number) else 0
-    return bool(abs(first - second) <= (0.5001 * 10.0**-places if places else _ROUGHLY * max(abs(first), abs(second))))
+    return bool(
+        abs(first - second)
+        <= (0.5001 * 10.0**-places if places else _APPROXIMATE_TOLERANCE * max(abs(first), abs(second)))
+    )

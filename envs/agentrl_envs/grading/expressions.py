@@ -13,8 +13,8 @@ from fractions import Fraction
 from typing import TypeAlias
 
 MIN_ROUNDED_PLACES = 6
-ROUNDED = Fraction(1, 2 * 10**6)  # decimals are equal if they agree to six decimal places
-LEADING = Fraction(1, 10**5)  # small decimals must agree in their leading digits
+ROUNDING_TOLERANCE = Fraction(1, 2 * 10**6)  # decimals are equal if they agree to six decimal places
+LEADING_DIGITS_TOLERANCE = Fraction(1, 10**5)  # small decimals must agree in their leading digits
 FLOAT_DIGITS = 15
 
 

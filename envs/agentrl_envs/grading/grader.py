@@ -22,14 +22,14 @@ from fractions import Fraction
 from typing import IO, SupportsFloat, cast
 
 from agentrl_envs.episode import AgentRLEnvError, EnvironmentContractError
-from agentrl_envs.grading.expressions import LEADING, MIN_ROUNDED_PLACES, ROUNDED
+from agentrl_envs.grading.expressions import LEADING_DIGITS_TOLERANCE, MIN_ROUNDED_PLACES, ROUNDING_TOLERANCE
 from agentrl_envs.grading.spelling import normalize_spelling, plain_words, remove_spaces_at_signs
 from agentrl_envs.registry import PluginError, describe_error, import_attribute
 from agentrl_envs.settings import GraderSettings
 from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.types import Problem, Verdict
 
-_THREADS = 8
+_MAX_THREADS = 8
 
 
 class CustomGrader:
@@ -40,12 +40,12 @@ class CustomGrader:
 
     def __init__(self, path: str) -> None:
         """Import the function at ``path`` (``module:function``). Raises PluginError if it is not callable."""
-        found = import_attribute(path, "grader.function")
-        if not callable(found):
-            raise PluginError(f"grader.function {path!r} is a {type(found).__name__}, but must be a function")
+        function = import_attribute(path, "grader.function")
+        if not callable(function):
+            raise PluginError(f"grader.function {path!r} is a {type(function).__name__}, but must be a function")
         self._path = path
-        self._function: Callable[[str, Problem], SupportsFloat] = found
-        self._threads = BlockingCalls(_THREADS, name="grader")
+        self._function: Callable[[str, Problem], SupportsFloat] = function
+        self._threads = BlockingCalls(_MAX_THREADS, name="grader")
 
     async def grade(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
         """Return the verdict and the score. The verdict is correct if the score is 1.
@@ -71,15 +71,8 @@ class CustomGrader:
         return f"the grader {self._path} {what} (problem {problem.id})"
 
 
-_KEPT = (
-    "PATH",
-    "LANG",
-    "LC_ALL",
-    "TMPDIR",
-    "LD_LIBRARY_PATH",
-    "PYTHONPATH",
-    "VIRTUAL_ENV",
-)  # excludes secrets and HOME
+# Environment variables of a worker. The list excludes secrets and HOME.
+_INHERITED_VARIABLES = ("PATH", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH", "PYTHONPATH", "VIRTUAL_ENV")
 
 
 class GraderError(AgentRLEnvError):
@@ -122,16 +115,16 @@ class GradingProcess:
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=errors,
-                env=_environment(os.environ),
+                env=_worker_environment(os.environ),
             )
         except OSError as error:
             errors.close()
             raise GraderError(f"cannot start a grading process: {error}") from error
         worker = cls(process, errors, settings)
         try:
-            await worker._read(settings.start_deadline + settings.hang_deadline)
+            await worker._read_message(settings.start_deadline + settings.hang_deadline)
         except BaseException as error:
-            reason = worker._last_error() or str(error)
+            reason = worker._last_stderr_line() or str(error)
             if isinstance(error, ComparisonTimeoutError):
                 reason = f"not ready within start_deadline={settings.start_deadline:g} s of CPU time"
             await worker.kill()
@@ -153,7 +146,7 @@ class GradingProcess:
             await self._process.stdin.drain()
         except (BrokenPipeError, ConnectionResetError) as error:
             raise WorkerDiedError(str(error)) from error
-        return Verdict((await self._read(self._settings.hang_deadline))["verdict"])
+        return Verdict((await self._read_message(self._settings.hang_deadline))["verdict"])
 
     async def kill(self) -> None:
         """Kill the process and wait for its exit."""
@@ -164,7 +157,7 @@ class GradingProcess:
         await self._process.wait()
         self._errors.close()
 
-    async def _read(self, seconds: float) -> dict[str, str]:
+    async def _read_message(self, seconds: float) -> dict[str, str]:
         """Read the next message within ``seconds`` of wall-clock time."""
         assert self._process.stdout is not None
         try:
@@ -179,21 +172,21 @@ class GradingProcess:
         message: dict[str, str] = json.loads(line)
         return message
 
-    def _last_error(self) -> str:
+    def _last_stderr_line(self) -> str:
         self._errors.seek(0)
         lines = self._errors.read().decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else ""
 
 
-def _environment(environment: Mapping[str, str]) -> dict[str, str]:
+def _worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """Return the worker's environment variables, which set one thread and fixed hash seeds."""
-    kept = {name: environment[name] for name in _KEPT if name in environment}
+    kept = {name: environment[name] for name in _INHERITED_VARIABLES if name in environment}
     return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
 
 _FRACTION = re.compile(r"([+-]?)\\frac(?:\{(-?[0-9]+)\}\{([0-9]+)\}| *([0-9])([0-9]))")
 _NUMBER = re.compile(r"[+-]?(?:(?:[0-9]+|[0-9]{1,3}(?:,[0-9]{3})+)(?:\.0*)?|[0-9]*\.[0-9]+|[0-9]+/0*[1-9][0-9]*)")
-_LONGEST_NUMBER = 4000  # characters; Python converts at most 4300 digits to an integer
+_MAX_NUMBER_CHARACTERS = 4000  # characters; Python converts at most 4300 digits to an integer
 _BRACKETS = re.compile(r"[()\[\]{}]")
 
 
@@ -216,10 +209,10 @@ def quick_verdict(answer: str, reference: str) -> Verdict | None:
     answer, reference = normalize_spelling(answer), normalize_spelling(reference)
     if reference and remove_spaces_at_signs(answer) == remove_spaces_at_signs(reference):
         return Verdict.CORRECT
-    return _by_value(answer, reference) or _by_words(answer, reference)
+    return _verdict_by_value(answer, reference) or _verdict_by_words(answer, reference)
 
 
-def is_short_and_flat(text: str, *, max_length: int, max_depth: int) -> bool:
+def is_within_limits(text: str, *, max_length: int, max_depth: int) -> bool:
     """Return True if a text is short and flat enough for the parser. Counts brackets, balanced or not."""
     if len(text) > max_length:
         return False
@@ -232,11 +225,11 @@ def is_short_and_flat(text: str, *, max_length: int, max_depth: int) -> bool:
 
 def is_plain_number(text: str) -> bool:
     """Return True if a text is an integer, a decimal or a ratio in plain notation."""
-    return _number(normalize_spelling(text)) is not None
+    return _plain_number(normalize_spelling(text)) is not None
 
 
-def _by_value(answer: str, reference: str) -> Verdict | None:
-    answer_value, reference_value = _number(answer), _number(reference)
+def _verdict_by_value(answer: str, reference: str) -> Verdict | None:
+    answer_value, reference_value = _plain_number(answer), _plain_number(reference)
     if answer_value is None or reference_value is None:
         return None
     if answer_value == reference_value:
@@ -245,11 +238,13 @@ def _by_value(answer: str, reference: str) -> Verdict | None:
     places = [len(text.partition(".")[2]) for text in (answer, reference) if "." in text]
     if len(places) == 2 and apart > Fraction(1, 2 * 10 ** min(places)):
         return Verdict.INCORRECT  # neither is a rounded form of the other
-    near = apart < ROUNDED and apart <= LEADING * max(abs(answer_value), abs(reference_value))
+    near = apart < ROUNDING_TOLERANCE and apart <= LEADING_DIGITS_TOLERANCE * max(
+        abs(answer_value), abs(reference_value)
+    )
     return Verdict.CORRECT if near and max(places, default=0) >= MIN_ROUNDED_PLACES else Verdict.INCORRECT
 
 
-def _by_words(answer: str, reference: str) -> Verdict | None:
+def _verdict_by_words(answer: str, reference: str) -> Verdict | None:
     answer_words, reference_words = plain_words(answer), plain_words(reference)
     if answer_words is None or reference_words is None:
         return None
@@ -259,16 +254,16 @@ def _by_words(answer: str, reference: str) -> Verdict | None:
     return None if numbers else Verdict.INCORRECT
 
 
-def _number(text: str) -> Fraction | None:
+def _plain_number(text: str) -> Fraction | None:
     """Return the value of an integer, a decimal or a ratio in plain notation, or None."""
     fraction = _FRACTION.fullmatch(text)
     plain = text if fraction is None else fraction.expand(r"\1\2\4/\3\5")
-    if len(plain) > _LONGEST_NUMBER or _NUMBER.fullmatch(plain) is None:
+    if len(plain) > _MAX_NUMBER_CHARACTERS or _NUMBER.fullmatch(plain) is None:
         return None
     return Fraction(plain.replace(",", ""))
 
 
-_Question = tuple[str, str | None]  # reference and answer. Without an answer, the reference answer is checked.
+_Comparison = tuple[str, str | None]  # reference and answer. Without an answer, the reference answer is checked.
 
 logger = logging.getLogger(__name__)
 
@@ -289,8 +284,8 @@ class Grader:
         """Create a grader without starting a process. Raises PluginError if ``settings.function`` is not a function."""
         self._settings = settings
         self._custom = None if settings.function is None else CustomGrader(settings.function)
-        self._verdicts: OrderedDict[_Question, Verdict] = OrderedDict()
-        self._in_flight: dict[_Question, asyncio.Task[Verdict]] = {}
+        self._verdicts: OrderedDict[_Comparison, Verdict] = OrderedDict()
+        self._in_flight: dict[_Comparison, asyncio.Task[Verdict]] = {}
         self._idle: list[GradingProcess] = []
         self._slots = asyncio.Semaphore(settings.workers)
         self._closed = False
@@ -316,17 +311,17 @@ class Grader:
             raise GraderError("the grader is closed")
         if answer is None or not answer.strip():
             return Verdict.NO_ANSWER
-        verdict = self._out_of_bounds(answer, reference) or quick_verdict(answer, reference)
-        return verdict if verdict is not None else await self._by_algebra(reference, answer)
+        verdict = self._verdict_for_oversized(answer, reference) or quick_verdict(answer, reference)
+        return verdict if verdict is not None else await self._verdict_from_worker(reference, answer)
 
     async def check_reference(self, reference: str) -> Verdict:
         """Return `Verdict.CORRECT` if the reference answer can be parsed and equals itself, otherwise the reason."""
         if self._closed:
             raise GraderError("the grader is closed")
-        unusable = self._out_of_bounds("", reference)
+        unusable = self._verdict_for_oversized("", reference)
         if unusable is not None:
             return unusable
-        return Verdict.CORRECT if is_plain_number(reference) else await self._by_algebra(reference, None)
+        return Verdict.CORRECT if is_plain_number(reference) else await self._verdict_from_worker(reference, None)
 
     async def close(self) -> None:
         """Cancel the running comparisons and end all processes. May be called more than once."""
@@ -351,13 +346,13 @@ class Grader:
         """Process ids of the idle workers."""
         return tuple(process.pid for process in self._idle)
 
-    def _out_of_bounds(self, answer: str, reference: str) -> Verdict | None:
+    def _verdict_for_oversized(self, answer: str, reference: str) -> Verdict | None:
         bounds = {"max_length": self._settings.max_length, "max_depth": self._settings.max_depth}
-        if not reference.strip() or not is_short_and_flat(reference, **bounds):
+        if not reference.strip() or not is_within_limits(reference, **bounds):
             return Verdict.UNPARSABLE_GOLD
-        return None if is_short_and_flat(answer, **bounds) else Verdict.UNPARSABLE_ANSWER
+        return None if is_within_limits(answer, **bounds) else Verdict.UNPARSABLE_ANSWER
 
-    async def _by_algebra(self, reference: str, answer: str | None) -> Verdict:
+    async def _verdict_from_worker(self, reference: str, answer: str | None) -> Verdict:
         key = (reference, answer)
         if key in self._verdicts:
             self._verdicts.move_to_end(key)
@@ -365,22 +360,22 @@ class Grader:
         task = self._in_flight.get(key)
         if task is None:
             task = self._in_flight[key] = asyncio.create_task(self._compare(key))
-            task.add_done_callback(lambda done: self._forget(key, done))
+            task.add_done_callback(lambda done: self._finish_comparison(key, done))
         return await asyncio.shield(task)  # a cancelled caller must not cancel the comparison for other callers
 
-    def _forget(self, key: _Question, done: asyncio.Task[Verdict]) -> None:
+    def _finish_comparison(self, key: _Comparison, done: asyncio.Task[Verdict]) -> None:
         del self._in_flight[key]
         if not done.cancelled():
             done.exception()  # marks the exception as retrieved: all callers may have been cancelled
 
-    async def _compare(self, key: _Question) -> Verdict:
+    async def _compare(self, key: _Comparison) -> Verdict:
         reference, answer = key
         try:
             async with self._slots:
-                verdict = await self._attempt(answer, reference)
+                verdict = await self._compare_with_retry(answer, reference)
         except NoVerdictError as error:
             logger.warning("grading %.80r against %.80r failed: %s", answer, reference, error)
-            verdict = await self._blame(error, key)
+            verdict = await self._verdict_after_failure(error, key)
             if not isinstance(error, ComparisonTimeoutError):  # do not cache: the machine may have been at fault
                 return verdict
         self._verdicts[key] = verdict
@@ -388,7 +383,7 @@ class Grader:
             self._verdicts.popitem(last=False)
         return verdict
 
-    async def _blame(self, error: NoVerdictError, key: _Question) -> Verdict:
+    async def _verdict_after_failure(self, error: NoVerdictError, key: _Comparison) -> Verdict:
         """Return the verdict after a failed comparison.
 
         The answer caused the failure if the process was computing and the reference answer alone succeeds.
@@ -399,15 +394,15 @@ class Grader:
             return Verdict.GRADER_TIMEOUT
         return Verdict.ANSWER_TIMEOUT
 
-    async def _attempt(self, answer: str | None, reference: str) -> Verdict:
+    async def _compare_with_retry(self, answer: str | None, reference: str) -> Verdict:
         """Compare, and repeat in a second process if the first process dies. Raises NoVerdictError."""
         try:
-            return await self._in_process(answer, reference)
+            return await self._compare_in_worker(answer, reference)
         except WorkerDiedError as error:
             logger.warning("grading %.80r failed and is repeated: %s", answer, error)
-            return await self._in_process(answer, reference)
+            return await self._compare_in_worker(answer, reference)
 
-    async def _in_process(self, answer: str | None, reference: str) -> Verdict:
+    async def _compare_in_worker(self, answer: str | None, reference: str) -> Verdict:
         """Compare in an idle or a new process. Kills the process if it returns no verdict."""
         process = self._idle.pop() if self._idle else await GradingProcess.start(self._settings)
         try:

@@ -16,7 +16,7 @@ import unicodedata
 _GREEK = (
     "alpha beta gamma delta epsilon zeta eta theta iota kappa lambda mu nu xi _ pi rho _ sigma tau upsilon phi chi psi"
 )
-_SIGNS = r"""
+_SIGN_REPLACEMENTS = r"""
     - −; / ⁄∕÷; : ∶; ' ′’; | ∣; , 、; . 。; * ∗; = ⩵; \$ ＄; \cdot ·⋅∙•・; \times ×✕✖⨯; \le ≤≦⩽; \ge ≥≧⩾;
     \ne ≠; \approx ≈;
     \pm ±; \mp ∓; \cup ∪; \cap ∩; \in ∈; \notin ∉; \emptyset ∅; \setminus ∖; \infty ∞; \sum ∑; \prod ∏; \int ∫;
@@ -24,19 +24,19 @@ _SIGNS = r"""
 """  # each sign or command, followed by the characters that it replaces
 
 
-class _Characters(dict[int, str]):
+class _CharacterReplacements(dict[int, str]):
     """Replacements of characters. Missing entries are derived from the Unicode properties of the character.
 
     Digits of any script, dashes and spaces become ASCII digits, minus signs and spaces. Invisible characters are
     dropped. Compatibility characters (full width, bold, fractions, circled numbers, unit squares) are decomposed.
-    Superscripts and subscripts are enclosed in control characters, which `_in_latex` joins.
+    Superscripts and subscripts are enclosed in control characters, which `_unicode_to_latex` joins.
     """
 
     def __missing__(self, code: int) -> str:
-        self[code] = spelled = self._spelled(chr(code))
+        self[code] = spelled = self._replacement(chr(code))
         return spelled
 
-    def _spelled(self, character: str) -> str:
+    def _replacement(self, character: str) -> str:
         category = unicodedata.category(character)
         if category == "Nd":
             return str(unicodedata.decimal(character))
@@ -44,10 +44,8 @@ class _Characters(dict[int, str]):
             return {"Cf": "", "Zs": " ", "Pd": "-"}[category]
         tag, *codes = unicodedata.decomposition(character).split() or [""]
         if tag and not tag.startswith("<"):
-            tag, codes = (
-                "",
-                [] if codes else [tag],
-            )  # one code point: a duplicate character; several: an accented letter
+            # A single code point is a duplicate of the character. Several code points are an accented letter.
+            tag, codes = "", [] if codes else [tag]
         inner = "".join(chr(int(code, 16)) for code in codes).translate(self)
         if tag == "<fraction>":
             return "\\frac{{{}}}{{{}}}".format(*inner.split("/"))
@@ -55,19 +53,22 @@ class _Characters(dict[int, str]):
         return mark.format(inner) if inner else character
 
 
-_CHARACTERS = _Characters({code: chr(code) for code in range(128)})
-_CHARACTERS |= {0x3B1 + place: f"\\{name} " for place, name in enumerate(_GREEK.split()) if name != "_"}
-for _sign, _others in (line.split() for line in _SIGNS.replace("\n", "").split(";")):
-    _CHARACTERS |= {ord(other): f"{_sign} " if re.search(r"\\[a-z]+$", _sign) else _sign for other in _others}
-_PLAIN = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)  # normalization does not change such numbers
-_MATH_SIGNS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
-_BOX = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
-_INNER = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}[^{}]*)*"
-_ARGUMENT = rf"\{{({_INNER})\}}"
-_COLOR = r"\\color\s*\{[^{}]*\}\s*"
-_UPRIGHT = r"\\(?:text|mathrm)\s*\{\s*"
+_CHARACTER_REPLACEMENTS = _CharacterReplacements({code: chr(code) for code in range(128)})
+_CHARACTER_REPLACEMENTS |= {0x3B1 + offset: f"\\{name} " for offset, name in enumerate(_GREEK.split()) if name != "_"}
+for _sign, _others in (line.split() for line in _SIGN_REPLACEMENTS.replace("\n", "").split(";")):
+    _CHARACTER_REPLACEMENTS |= dict.fromkeys(
+        map(ord, _others), f"{_sign} " if re.search(r"\\[a-z]+$", _sign) else _sign
+    )
+# Normalization does not change these numbers, so they are returned at once.
+_PLAIN_NUMBER = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)
+_MATH_DELIMITERS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
+_BOX_COMMAND = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")
+_BALANCED_BRACES = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*\}[^{}]*)*"
+_ARGUMENT = rf"\{{({_BALANCED_BRACES})\}}"
+_COLOR_COMMAND = r"\\color\s*\{[^{}]*\}\s*"
+_UPRIGHT_TEXT = r"\\(?:text|mathrm)\s*\{\s*"
 # (substring of every match, pattern, replacement). Patterns whose substring is missing are skipped, for speed.
-_REWRITTEN: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
+_REWRITES: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
     (needed, re.compile(pattern), replacement)
     for needed, pattern, replacement in (
         ("\\\\", r"\\\\(?!\w*\s*[&\\])(?<!\\\\\\\\)(?=frac|sqrt|text|pi|left|right|cup|infty|le|ge)", r"\\"),
@@ -80,7 +81,7 @@ _REWRITTEN: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         ("frac", r"\\[dtc]frac(?![A-Za-z])", r"\\frac"),
         ("binom", r"\\[dt]binom(?![A-Za-z])", r"\\binom"),
         (r"\textcolor", rf"\\textcolor\s*\{{[^{{}}]*\}}\s*{_ARGUMENT}", r"\1"),
-        (r"\color", rf"\{{{_COLOR}({_INNER})\}}|{_COLOR}(?:{_ARGUMENT})?", r"\1\2"),
+        (r"\color", rf"\{{{_COLOR_COMMAND}({_BALANCED_BRACES})\}}|{_COLOR_COMMAND}(?:{_ARGUMENT})?", r"\1\2"),
         ("", r"(?<=\d)(?:,\s*\\!\s*|\\[,;: ]|~|\{,\})(?=\d{3}(?!\d))", ""),
         (r"\!", r"\\!", ""),
         ("quad", r"\\q?quad(?![A-Za-z])", " "),
@@ -91,8 +92,8 @@ _REWRITTEN: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         (r"\circ", r"(?<=\d)\s*\\circ(?![A-Za-z])(?!\s*[\w(\\{])", r"^{\\circ}"),
         ("^", r"(?<=[\d)}])\s*\^\s*(?:o(?![A-Za-z])|(?:\\(?:text|mathrm))?\s*\{\s*o\s*\})", r"^{\\circ}"),
         (r"\degree", r"\^\s*\{\s*\\degrees?\s*\}|\^?\s*\\degrees?(?![A-Za-z])", r"^{\\circ}"),
-        ("deg", rf"(?<=[\d)}}])\s*(?:{_UPRIGHT}deg(?:rees?)?\s*\}}|deg(?:rees?)?(?![A-Za-z]))", r"^{\\circ}"),
-        ("度", rf"(?<=[\d)}}])\s*(?:{_UPRIGHT}度\s*\}}|度(?![A-Za-z]))", r"^{\\circ}"),
+        ("deg", rf"(?<=[\d)}}])\s*(?:{_UPRIGHT_TEXT}deg(?:rees?)?\s*\}}|deg(?:rees?)?(?![A-Za-z]))", r"^{\\circ}"),
+        ("度", rf"(?<=[\d)}}])\s*(?:{_UPRIGHT_TEXT}度\s*\}}|度(?![A-Za-z]))", r"^{\\circ}"),
         (r"\operatorname", r"\\operatorname\*?\s*\{([a-z]+)\}", r"\\\1 "),
         ("\\", r"(?<!\\)\\(?:[,;:>]|(?= ))", " "),
         ("~", "~", " "),
@@ -122,11 +123,11 @@ _REWRITTEN: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
         ("  ", r" {2,}", " "),
     )
 )
-_AROUND_SIGNS = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
-_BEHIND = " \t\r\n,;"
+_SPACE_NEXT_TO_SIGN = re.compile(r"(?<=[^A-Za-z0-9.]) | (?=[^A-Za-z0-9.])")
+_TRAILING_CHARACTERS = " \t\r\n,;"
 _SPACED_THOUSANDS = re.compile(r"[+-]?\d{1,3}(?: \d{3})+(?:\.\d+)?", re.ASCII)
-_MIXED = re.compile(r"\A([+-]?\d+) (\d+)/(\d+)\Z", re.ASCII)
-_REPEATING = re.compile(
+_MIXED_NUMBER = re.compile(r"\A([+-]?\d+) (\d+)/(\d+)\Z", re.ASCII)
+_REPEATING_DECIMAL = re.compile(
     r"""(?<![\d.])(?P<whole>\d*)\.(?:
         (?P<fixed>\d*)(?:
             \\(?:overline|bar)\s*(?:\{\s*)?(?P<line>(?<=\{)\d+|(?<=\{\s)\d+|\d)(?:\s*\})?
@@ -137,12 +138,15 @@ _REPEATING = re.compile(
     )""",
     re.VERBOSE | re.ASCII,
 )
-_OPEN = r"(?P<open>\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?"
-_CLOSED = r"\s*(?P<closed>\})?\s*"
-_SO = re.compile(rf"{_OPEN}(?P<subject>(?:so|thus|hence|therefore|then)(?![A-Za-z])[,:]?){_CLOSED}", re.IGNORECASE)
-_SUBJECT = re.compile(
-    rf"{_OPEN}(?P<subject>[A-Za-z](?:[A-Za-z ,'$]|\}}\s*\$?[A-Za-z]\$?\s*\\text\s*\{{)*?\s*"
-    rf"(?:(?<![A-Za-z])(?:is|are|equals)(?![A-Za-z]):?|(?<=answer|result):)|(?:答案|结果)\s*[是为:]){_CLOSED}",
+_TEXT_COMMAND_START = r"(?P<open>\\(?:text|textbf|mathrm|mbox)\s*\{\s*)?"
+_TEXT_COMMAND_END = r"\s*(?P<closed>\})?\s*"
+_CONCLUSION_WORD = re.compile(
+    rf"{_TEXT_COMMAND_START}(?P<subject>(?:so|thus|hence|therefore|then)(?![A-Za-z])[,:]?){_TEXT_COMMAND_END}",
+    re.IGNORECASE,
+)
+_SUBJECT_OF_SENTENCE = re.compile(
+    rf"{_TEXT_COMMAND_START}(?P<subject>[A-Za-z](?:[A-Za-z ,'$]|\}}\s*\$?[A-Za-z]\$?\s*\\text\s*\{{)*?\s*"
+    rf"(?:(?<![A-Za-z])(?:is|are|equals)(?![A-Za-z]):?|(?<=answer|result):)|(?:答案|结果)\s*[是为:]){_TEXT_COMMAND_END}",
     re.IGNORECASE,
 )
 _IS_THE_ANSWER = re.compile(
@@ -154,7 +158,7 @@ _OTHER_WORDS = """
     not no never neither nor half third quarter twice double triple thrice minus plus times over than negative opposite
     reciprocal inverse square squared cube cubed root wrong incorrect false unless if isn't aren't without except
 """
-_OTHER_QUANTITIES = frozenset(_OTHER_WORDS.split())
+_WORDS_OF_OTHER_QUANTITIES = frozenset(_OTHER_WORDS.split())
 _NO_SOLUTION = re.compile(
     r"(?:there (?:is|are) |has |have )?no (?:real )?(?:solutions?|roots?)(?: exists?)?|(?:the )?empty set|无解",
     re.IGNORECASE,
@@ -164,8 +168,10 @@ _NO_VALUE = re.compile(
     r"|不存在",
     re.IGNORECASE,
 )
-STYLE = re.compile(r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}\\]*)\}")
-_WORDS = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*(?: [^\W_]+(?:['’-][^\W_]+)*)*")
+TEXT_COMMAND = re.compile(
+    r"\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox|operatorname)\s*\{([^{}\\]*)\}"
+)
+_PLAIN_WORDS = re.compile(r"[^\W_]+(?:['’-][^\W_]+)*(?: [^\W_]+(?:['’-][^\W_]+)*)*")
 _LONG_WORD = re.compile(r"[^\W\d_]{4}")
 NO_SOLUTION, NO_VALUE = "no solution", "no value"
 
@@ -175,71 +181,72 @@ def normalize_spelling(text: str) -> str:
 
     Removes math delimiters, boxes, markup, sizes, thin spaces and the full stop. Converts Unicode signs.
     """
-    plain = _PLAIN.fullmatch(text)
+    plain = _PLAIN_NUMBER.fullmatch(text)
     if plain is not None:
         return plain[2]
-    text = _stated(_bare(text if text.isascii() else _in_latex(text)))
-    for needed, pattern, replacement in _REWRITTEN:
+    text = _extract_stated_answer(_strip_delimiters(text if text.isascii() else _unicode_to_latex(text)))
+    for needed, pattern, replacement in _REWRITES:
         if needed in text:
             text = pattern.sub(replacement, text)
-    text = _bare(_REPEATING.sub(_repeating, text) if "." in text else text)
+    text = _strip_delimiters(_REPEATING_DECIMAL.sub(_repeating_decimal_to_fraction, text) if "." in text else text)
     if _SPACED_THOUSANDS.fullmatch(text):
         return text.replace(" ", "")
-    return _MIXED.sub(r"\1\\frac{\2}{\3}", text)
+    return _MIXED_NUMBER.sub(r"\1\\frac{\2}{\3}", text)
 
 
 def remove_text_commands(text: str) -> str:
     """Remove text commands and quotation marks if they enclose the whole answer."""
-    style = STYLE.fullmatch(text)
+    style = TEXT_COMMAND.fullmatch(text)
     plain = text if style is None else style[1].strip()
     return plain[1:-1] if len(plain) > 2 and plain[0] == plain[-1] == "'" else plain
 
 
 def remove_spaces_at_signs(text: str) -> str:
     """Remove the meaningless spaces next to signs."""
-    return _AROUND_SIGNS.sub("", text)
+    return _SPACE_NEXT_TO_SIGN.sub("", text)
 
 
 def plain_words(text: str) -> str | None:
     """Return plain words in lower case without text commands, or None. At least one word must have four letters."""
-    plain = " ".join(STYLE.sub(r" \1 ", text).split()).strip("\"'“”‘’.")
-    for pattern, said in ((_NO_SOLUTION, NO_SOLUTION), (_NO_VALUE, NO_VALUE)):
+    plain = " ".join(TEXT_COMMAND.sub(r" \1 ", text).split()).strip("\"'“”‘’.")
+    for pattern, meaning in ((_NO_SOLUTION, NO_SOLUTION), (_NO_VALUE, NO_VALUE)):
         if pattern.fullmatch(plain):
-            return said
-    return plain.casefold() if _WORDS.fullmatch(plain) and _LONG_WORD.search(plain) else None
+            return meaning
+    return plain.casefold() if _PLAIN_WORDS.fullmatch(plain) and _LONG_WORD.search(plain) else None
 
 
-def _in_latex(text: str) -> str:
+def _unicode_to_latex(text: str) -> str:
     """Convert superscripts, subscripts, fractions, and lines and dots over digits to LaTeX."""
     text = re.sub(r"(?:\d[\u0304\u0305])+", lambda lined: f"\\overline{{{lined.group()[::2]}}}", text)
-    text = re.sub(r"(\d)\u0307", r"\\dot{\1}", text).translate(_CHARACTERS)
+    text = re.sub(r"(\d)\u0307", r"\\dot{\1}", text).translate(_CHARACTER_REPLACEMENTS)
     text = re.sub(r"\x12\x11|\x14\x13", "", text)
     text = re.sub(r"\x11([^\x12]*)\x12\s*/\s*\x13([^\x14]*)\x14", r"\\frac{\1}{\2}", text)
     return text.translate({0x11: "^{", 0x12: "}", 0x13: "_{", 0x14: "}"})
 
 
-def _stated(text: str) -> str:
+def _extract_stated_answer(text: str) -> str:
     r"""Extract the answer from a sentence: ``42`` from ``\text{Thus the answer is } 42``. Return other text unchanged.
 
-    The subject must name a quantity (`names_the_quantity`), so ``half the answer is 42`` does not state 42.
+    The subject must name a quantity (`names_requested_quantity`), so ``half the answer is 42`` does not state 42.
     """
     behind = _IS_THE_ANSWER.fullmatch(text) if "is " in text else None
     if behind is not None:
         return behind["answer"]
-    for pattern in (_SO, _SUBJECT):
-        said = pattern.match(text)
-        rest = "" if said is None else text[said.end() :]
-        if said is not None and rest and names_the_quantity(said["subject"]):
-            text = _bare(f"\\text{{{rest}" if said["open"] and not said["closed"] else rest)
+    for pattern in (_CONCLUSION_WORD, _SUBJECT_OF_SENTENCE):
+        start = pattern.match(text)
+        rest = "" if start is None else text[start.end() :]
+        if start is not None and rest and names_requested_quantity(start["subject"]):
+            # The answer inside an open text command needs a command of its own.
+            text = _strip_delimiters(f"\\text{{{rest}" if start["open"] and not start["closed"] else rest)
     return text
 
 
-def names_the_quantity(words: str) -> bool:
+def names_requested_quantity(words: str) -> bool:
     """Return True if words can name the requested quantity. ``twice the area`` names a different quantity."""
-    return _OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
+    return _WORDS_OF_OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
 
 
-def _repeating(match: re.Match[str]) -> str:
+def _repeating_decimal_to_fraction(match: re.Match[str]) -> str:
     r"""Convert a repeating decimal to a fraction: ``0.1\overline{6}``, ``0.1\dot{6}``, ``0.1(6)`` or ``0.1666...``"""
     fixed = match["fixed"] or match["before"] or ""
     period = "".join(match[name] or "" for name in ("line", "first", "middle", "last", "bracket", "again"))
@@ -248,17 +255,17 @@ def _repeating(match: re.Match[str]) -> str:
     return f"\\frac{{{over}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
-def _bare(text: str) -> str:
+def _strip_delimiters(text: str) -> str:
     """Strip enclosing delimiters repeatedly."""
     before = None
     while text != before:
         before = text
-        text = _without_box(_without_math_signs(_without_trailing(text.strip()).strip()))
+        text = _strip_box(_strip_math_delimiters(_strip_trailing(text.strip()).strip()))
     return text
 
 
-def _without_box(text: str) -> str:
-    box = _BOX.match(text)
+def _strip_box(text: str) -> str:
+    box = _BOX_COMMAND.match(text)
     if box is None:
         return text
     inner = text[box.end() :]
@@ -272,8 +279,8 @@ def _without_box(text: str) -> str:
     return text
 
 
-def _without_math_signs(text: str) -> str:
-    for left, right in _MATH_SIGNS:
+def _strip_math_delimiters(text: str) -> str:
+    for left, right in _MATH_DELIMITERS:
         if text.startswith(left) and text.endswith(right):
             inner = text[len(left) : len(text) - len(right)].strip()
             unescaped = inner.replace("\\$", "")
@@ -282,12 +289,12 @@ def _without_math_signs(text: str) -> str:
     return text
 
 
-def _without_trailing(text: str) -> str:
+def _strip_trailing(text: str) -> str:
     """Strip trailing full stops and line breaks, unless nothing else is left."""
     shorter, before = text, ""
     while shorter != before:
         before = shorter
-        shorter = shorter.rstrip(_BEHIND).removesuffix("\\\\")
+        shorter = shorter.rstrip(_TRAILING_CHARACTERS).removesuffix("\\\\")
         if not shorter.endswith(".."):  # keep an ellipsis
             shorter = shorter.removesuffix(".")
     return shorter or text

@@ -1,9 +1,9 @@
 r"""Evaluation of an expression at a point: exact if the value is rational and short, otherwise to a given precision.
 
->>> from agentrl_envs.grading.reader import read_expression
->>> evaluate_expression(read_expression("2^{10} + 1/2"), {}, 40)
+>>> from agentrl_envs.grading.expression_parser import parse_expression
+>>> evaluate_expression(parse_expression("2^{10} + 1/2"), {}, 40)
 Fraction(2049, 2)
->>> evaluate_expression(read_expression(r"2^{7^{2023}} \bmod 7"), {}, 40)
+>>> evaluate_expression(parse_expression(r"2^{7^{2023}} \bmod 7"), {}, 40)
 Fraction(2, 1)
 
 All costs are bounded in advance: the bits of an exact number, the terms of a sum, the size of an exponent. A power
@@ -30,12 +30,12 @@ from agentrl_envs.grading.expressions import Expression, FunctionCall, Number, S
 Scalar: TypeAlias = Any
 Matrix: TypeAlias = tuple[tuple[Scalar, ...], ...]
 
-_BITS = 1 << 17  # maximum size of an exact number
-_LARGEST = 10**15  # largest argument of a function that mpmath evaluates
-_EXACT_FACTORIAL = 5_000
-_ROOT_DEGREE = 64  # roots of a higher degree are principal roots
-_TERMS = 20_000  # maximum number of terms in all sums and products of an expression
-_CELLS = 400
+_MAX_BITS = 1 << 17  # maximum size of an exact number
+_MAX_ARGUMENT = 10**15  # largest argument of a function that mpmath evaluates
+_MAX_EXACT_FACTORIAL = 5_000
+_MAX_ROOT_DEGREE = 64  # roots of a higher degree are principal roots
+_MAX_TERMS = 20_000  # maximum number of terms in all sums and products of an expression
+_MAX_MATRIX_CELLS = 400
 _ONE = Fraction(1)
 
 
@@ -47,7 +47,7 @@ def evaluate_expression(tree: Expression, point: Mapping[str, Fraction], digits:
     """Return the value at ``point``, which maps symbols to values. Raises NoValueError."""
     with mp.workdps(digits):
         try:
-            return _Evaluation(dict(point)).value(tree)
+            return _Evaluator(dict(point)).value(tree)
         except (ArithmeticError, ValueError, TypeError, mpmath.libmp.NoConvergence, RecursionError) as error:
             raise NoValueError(str(error)) from error
 
@@ -65,7 +65,7 @@ def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], S
             return math.prod(exact_modulo(factor, modulus, value) for factor in factors) % modulus
         case FunctionCall("^", (base, exponent)):
             return _power_modulo(exact_modulo(base, modulus, value), exponent, modulus, value)
-    return _integer(value(tree)) % modulus
+    return _require_integer(value(tree)) % modulus
 
 
 def _power_modulo(base: int, exponent: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
@@ -74,7 +74,7 @@ def _power_modulo(base: int, exponent: Expression, modulus: int, value: Callable
     try:
         exact = value(exponent)
         if isinstance(exact, Fraction):
-            return pow(base, _integer(exact), modulus)
+            return pow(base, _require_integer(exact), modulus)
     except NoValueError:
         pass
     period = _totient(modulus)
@@ -94,7 +94,7 @@ def _totient(number: int) -> int:
     return result - result // rest if rest > 1 else result
 
 
-class _Evaluation:
+class _Evaluator:
     """One traversal of a tree, with a budget of terms."""
 
     def __init__(self, point: dict[str, Fraction]) -> None:
@@ -114,16 +114,16 @@ class _Evaluation:
             return self._series(tree)
         if function == "mod":
             return self._modulo(*arguments)
-        if function in _OF_ANGLES:
-            return _checked(_trigonometric(function, self._angle(arguments[0])))
+        if function in _ANGLE_FUNCTIONS:
+            return _require_defined(_trigonometric(function, self._angle(arguments[0])))
         values = [self.value(argument) for argument in arguments]
         if function in _MATRIX_FUNCTIONS or any(isinstance(value, tuple) for value in values):
-            return _of_matrices(function, values)
+            return _matrix_function(function, values)
         if function.startswith("call "):
-            return _unknown(function, values)
+            return _value_of_unknown_function(function, values)
         if function not in _FUNCTIONS:
             raise NoValueError(function)
-        return _checked(_FUNCTIONS[function](*values))
+        return _require_defined(_FUNCTIONS[function](*values))
 
     def _angle(self, tree: Expression) -> Scalar:
         """Return the value of an angle in radians."""
@@ -140,9 +140,9 @@ class _Evaluation:
     def _series(self, tree: FunctionCall) -> Scalar:
         body, index, low_tree, high_tree = tree.arguments
         assert isinstance(index, Symbol)
-        low, high = _integer(self.value(low_tree)), _integer(self.value(high_tree))
+        low, high = _require_integer(self.value(low_tree)), _require_integer(self.value(high_tree))
         self._terms += max(0, high - low + 1)
-        if self._terms > _TERMS:
+        if self._terms > _MAX_TERMS:
             raise NoValueError("a long sum")
         before = dict(self._point)
         result: Scalar = Fraction(int(tree.function == "product"))
@@ -159,7 +159,7 @@ def to_mpmath(value: Scalar) -> Scalar:
     return mp.mpf(value.numerator) / value.denominator if isinstance(value, Fraction) else value
 
 
-def _arithmetic(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scalar, Scalar], Scalar]:
+def _exact_if_possible(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scalar, Scalar], Scalar]:
     """Wrap an operation to compute exactly if both operands are exact and the result is short enough."""
 
     def calculate(left: Scalar, right: Scalar) -> Scalar:
@@ -167,22 +167,22 @@ def _arithmetic(operation: Callable[[Scalar, Scalar], Scalar]) -> Callable[[Scal
             return operation(to_mpmath(left), to_mpmath(right))
         exact = operation(left, right)
         size = exact.numerator.bit_length() + exact.denominator.bit_length()
-        return exact if size <= _BITS else to_mpmath(exact)
+        return exact if size <= _MAX_BITS else to_mpmath(exact)
 
     return calculate
 
 
-_plus, _times = _arithmetic(operator.add), _arithmetic(operator.mul)
+_plus, _times = _exact_if_possible(operator.add), _exact_if_possible(operator.mul)
 
 
-def _small(value: Scalar) -> Scalar:
+def _require_small(value: Scalar) -> Scalar:
     number = to_mpmath(value)
-    if abs(number) > _LARGEST:
+    if abs(number) > _MAX_ARGUMENT:
         raise NoValueError("a large argument")
     return number
 
 
-def _over(value: Scalar) -> Scalar:
+def _reciprocal(value: Scalar) -> Scalar:
     if value == 0:
         raise NoValueError("a division by zero")
     return 1 / value
@@ -192,12 +192,12 @@ def _power(base: Scalar, exponent: Scalar) -> Scalar:
     if isinstance(exponent, Fraction):
         if exponent.denominator == 1:
             return _integer_power(base, int(exponent))
-        if exponent.denominator <= _ROOT_DEGREE:
+        if exponent.denominator <= _MAX_ROOT_DEGREE:
             return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
         exponent = to_mpmath(exponent)
     if base == 0:
         raise NoValueError("zero to an irrational power")
-    return mp.power(to_mpmath(base), _small(exponent))
+    return mp.power(to_mpmath(base), _require_small(exponent))
 
 
 def _integer_power(base: Scalar, exponent: int) -> Scalar:
@@ -206,15 +206,15 @@ def _integer_power(base: Scalar, exponent: int) -> Scalar:
     if isinstance(base, Fraction):
         if abs(base) in (0, 1):
             return base ** (exponent % 2 or 2) if exponent else _ONE
-        if (base.numerator.bit_length() + base.denominator.bit_length()) * abs(exponent) <= _BITS:
+        if (base.numerator.bit_length() + base.denominator.bit_length()) * abs(exponent) <= _MAX_BITS:
             return base**exponent
-    return mp.power(to_mpmath(base), _small(exponent))
+    return mp.power(to_mpmath(base), _require_small(exponent))
 
 
 def _root(value: Scalar, degree: Scalar) -> Scalar:
     """Return the root of degree ``degree``. Roots of odd degree are real."""
-    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _ROOT_DEGREE:
-        return _power(value, _over(degree))
+    if not isinstance(degree, Fraction) or degree.denominator != 1 or not 0 < degree <= _MAX_ROOT_DEGREE:
+        return _power(value, _reciprocal(degree))
     number = int(degree)
     if isinstance(value, Fraction):
         if value < 0 and number % 2:
@@ -243,22 +243,22 @@ def _factorial(value: Scalar) -> Scalar:
     if isinstance(value, Fraction) and value.denominator == 1:
         if value < 0:
             raise NoValueError("the factorial of a negative number")
-        if value <= _EXACT_FACTORIAL:
+        if value <= _MAX_EXACT_FACTORIAL:
             return Fraction(math.factorial(int(value)))
-    return mp.factorial(_small(value))
+    return mp.factorial(_require_small(value))
 
 
 def _binomial(over: Scalar, under: Scalar) -> Scalar:
     whole = all(isinstance(value, Fraction) and value.denominator == 1 for value in (over, under))
-    if whole and 0 <= under <= over <= _EXACT_FACTORIAL:
+    if whole and 0 <= under <= over <= _MAX_EXACT_FACTORIAL:
         return Fraction(math.comb(int(over), int(under)))
-    return mp.binomial(_small(over), _small(under))
+    return mp.binomial(_require_small(over), _require_small(under))
 
 
 def _floor(value: Scalar) -> Scalar:
     if isinstance(value, Fraction):
         return Fraction(math.floor(value))
-    _real(value)
+    _require_real(value)
     nearest = mp.nint(value)
     return Fraction(int(nearest if abs(value - nearest) < mp.mpf(10) ** (-mp.dps // 2) else mp.floor(value)))
 
@@ -270,57 +270,59 @@ def _logarithm(value: Scalar) -> Scalar:
 
 
 def _trigonometric(name: str, value: Scalar) -> Scalar:
-    return getattr(mp, name.replace("arc", "a"))(_small(value))
+    return getattr(mp, name.replace("arc", "a"))(_require_small(value))
 
 
-def _of_integers(function: Callable[..., int]) -> Callable[..., Scalar]:
-    return lambda *values: Fraction(function(*map(_integer, values)))
+def _integer_function(function: Callable[..., int]) -> Callable[..., Scalar]:
+    return lambda *values: Fraction(function(*map(_require_integer, values)))
 
 
-def _most(function: Callable[..., object]) -> Callable[..., Scalar]:
+def _extremum(function: Callable[..., object]) -> Callable[..., Scalar]:
     def chosen(*values: Scalar) -> Scalar:
         exact = all(isinstance(value, Fraction) for value in values)
-        return function(*(value if exact else _real(to_mpmath(value)) for value in values))
+        return function(*(value if exact else _require_real(to_mpmath(value)) for value in values))
 
     return chosen
 
 
-def _integer(value: Scalar) -> int:
+def _require_integer(value: Scalar) -> int:
     if isinstance(value, Fraction) and value.denominator == 1:
         return int(value)
     raise NoValueError("no integer")
 
 
-def _real(value: Scalar) -> Scalar:
+def _require_real(value: Scalar) -> Scalar:
     if mp.im(value) != 0:
         raise NoValueError("not a real number")
     return mp.re(value)
 
 
-def _checked(value: Scalar) -> Scalar:
+def _require_defined(value: Scalar) -> Scalar:
     if not isinstance(value, Fraction) and mp.isnan(value):
         raise NoValueError("undefined")
     return value
 
 
-def _unknown(name: str, values: Sequence[Scalar]) -> Scalar:
+def _value_of_unknown_function(name: str, values: Sequence[Scalar]) -> Scalar:
     """Return a pseudo-random value of an unknown function, equal for equal arguments."""
-    said = name + ",".join(str(value) if isinstance(value, Fraction) else mp.nstr(value, 20) for value in values)
-    return number_from_name(said)
+    key = name + ",".join(str(value) if isinstance(value, Fraction) else mp.nstr(value, 20) for value in values)
+    return pseudo_random_number(key)
 
 
-def number_from_name(name: str) -> Fraction:
+def pseudo_random_number(name: str) -> Fraction:
     """Return a pseudo-random number between 0.4 and 1.7 that depends only on ``name``."""
     drawn = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=4).digest())
     return Fraction(4_001 + drawn % 12_007, 9_973)
 
 
-def _of_matrices(function: str, values: list[Scalar]) -> Scalar:
+def _matrix_function(function: str, values: list[Scalar]) -> Scalar:
     match function:
         case "row":
             return tuple(values)
         case "matrix":
-            if sum(map(len, values)) > _CELLS or any(isinstance(cell, tuple) for row in values for cell in row):
+            if sum(map(len, values)) > _MAX_MATRIX_CELLS or any(
+                isinstance(cell, tuple) for row in values for cell in row
+            ):
                 raise NoValueError("a large matrix")
             return tuple(values)
         case "neg":
@@ -361,7 +363,7 @@ _FUNCTIONS: dict[str, Callable[..., Scalar]] = {
     "+": _sum,
     "*": lambda *values: reduce(_times, values),
     "neg": lambda value: -value,
-    "over": _over,
+    "over": _reciprocal,
     "^": _power,
     "root": _root,
     "percent": lambda value: _times(value, Fraction(1, 100)),
@@ -377,10 +379,10 @@ _FUNCTIONS: dict[str, Callable[..., Scalar]] = {
     "ceil": lambda value: -_floor(-value),
     "factorial": _factorial,
     "binomial": _binomial,
-    "gcd": _of_integers(math.gcd),
-    "lcm": _of_integers(math.lcm),
-    "max": _most(max),
-    "min": _most(min),
+    "gcd": _integer_function(math.gcd),
+    "lcm": _integer_function(math.lcm),
+    "max": _extremum(max),
+    "min": _extremum(min),
 }
 _TRIGONOMETRIC = "sin cos tan sec csc cot sinh cosh tanh arcsin arccos arctan arcsec arccsc arccot"
-_OF_ANGLES = frozenset(_TRIGONOMETRIC.split())
+_ANGLE_FUNCTIONS = frozenset(_TRIGONOMETRIC.split())

@@ -27,8 +27,8 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
     """Respond to requests until stdin ends. Deadlines are in seconds."""
     for number in (signal.SIGPROF, signal.SIGALRM):
         signal.signal(number, signal.SIG_DFL)
-    _allow(start_deadline)
-    replies = _private_stdout()
+    _limit_cpu_time(start_deadline)
+    replies = _redirect_stdout()
     logging.disable(logging.CRITICAL)
     warnings.simplefilter("ignore")
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole process group; the parent handles it
@@ -40,30 +40,30 @@ def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb
 
     resource.setrlimit(resource.RLIMIT_AS, (memory_mb << 20, memory_mb << 20))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    _allow(0)
+    _limit_cpu_time(0)
     _reply(replies, {"ready": True})
     for line in sys.stdin:
         request = json.loads(line)
         reference, answer = request["reference"], request["answer"]
         signal.setitimer(signal.ITIMER_REAL, hang_deadline + _GRACE_SECONDS)
-        _allow(deadline)
+        _limit_cpu_time(deadline)
         if answer is None:
             verdict = check_reference(reference)
         else:
             cache_reference(reference)
-            _allow(deadline)
+            _limit_cpu_time(deadline)
             verdict = compare(answer, reference)
-        _allow(0)
+        _limit_cpu_time(0)
         signal.setitimer(signal.ITIMER_REAL, 0)
         _reply(replies, {"verdict": verdict.value})
 
 
-def _allow(seconds: float) -> None:
+def _limit_cpu_time(seconds: float) -> None:
     """Limit the CPU time to ``seconds`` from now. 0 removes the limit."""
     signal.setitimer(signal.ITIMER_PROF, seconds)
 
 
-def _private_stdout() -> TextIO:
+def _redirect_stdout() -> TextIO:
     """Return the pipe to the parent, and redirect stdout to stderr, so that libraries cannot write into the pipe."""
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)

@@ -1,12 +1,12 @@
 r"""Parser of expressions in LaTeX or plain notation. The whole text must be valid.
 
->>> read_expression(r"\frac12") == read_expression("1/2")
+>>> parse_expression(r"\frac12") == parse_expression("1/2")
 True
->>> read_expression("2 pi r**2 - sqrt(A)") == read_expression(r"2\pi r^2-\sqrt{A}")
+>>> parse_expression("2 pi r**2 - sqrt(A)") == parse_expression(r"2\pi r^2-\sqrt{A}")
 True
->>> read_expression("17 0")
+>>> parse_expression("17 0")
 Traceback (most recent call last):
-agentrl_envs.grading.reader.UnreadableError: a number next to a factor
+agentrl_envs.grading.expression_parser.ExpressionSyntaxError: a number next to a factor
 
 Adjacent factors bind more tightly than a division sign: ``1/2x`` is ``1/(2x)``. Adjacent numbers are not a product. An
 integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
@@ -22,20 +22,25 @@ from typing import Literal
 
 from agentrl_envs.grading.expressions import Expression, FunctionCall, Number, Symbol, divide
 
-_WORDS = {  # names in plain notation, with their LaTeX commands
+_PLAIN_NAMES = {  # names in plain notation, with their LaTeX commands
     "pi": r"\pi", "oo": r"\infty", "inf": r"\infty", "infinity": r"\infty", "ln": r"\ln", "log": r"\ln",
     "abs": r"\abs", "Abs": r"\abs", "asin": r"\arcsin", "acos": r"\arccos", "atan": r"\arctan",
     "ceiling": r"\ceil", "Fraction": r"\Rational",
 }  # fmt: skip
-_SAME = "sqrt cbrt root Rational Integer Float exp sin cos tan sec csc cot sinh cosh tanh binomial factorial floor ceil"
-_WORDS |= {name: f"\\{name}" for name in (*_SAME.split(), "arcsin", "arccos", "arctan", "gcd", "lcm", "max", "min")}
+_NAMES_LIKE_COMMANDS = (
+    "sqrt cbrt root Rational Integer Float exp sin cos tan sec csc cot sinh cosh tanh binomial factorial floor ceil"
+)
+_PLAIN_NAMES |= {
+    name: f"\\{name}"
+    for name in (*_NAMES_LIKE_COMMANDS.split(), "arcsin", "arccos", "arctan", "gcd", "lcm", "max", "min")
+}
 # Scientific notation, except 2e+1, 3e-4 and the like, which are multiples of Euler's number.
 _SCIENTIFIC = r"(?:\d*\.\d+[eE][-+]?\d+|1[eE][-+]?\d+|\d+[eE](?:\d+|[-+]\d{2,}))(?![\d.])"
-_PATTERN = re.compile(
+_TOKEN_PATTERN = re.compile(
     r"(?P<blank>\s+)"
     rf"|(?P<number>{_SCIENTIFIC}|"
     r"\d{1,3}(?:,\d{3})+(?:\.\d+)?(?!\d)|\d+\.\d+|\d+|\.\d+)"
-    rf"|(?P<word>(?<![A-Za-z\\])(?:{'|'.join(sorted(_WORDS, key=len, reverse=True))})(?![A-Za-z]))"
+    rf"|(?P<word>(?<![A-Za-z\\])(?:{'|'.join(sorted(_PLAIN_NAMES, key=len, reverse=True))})(?![A-Za-z]))"
     r"|(?P<command>\\[A-Za-z]+|\\[%{}|\\])"
     r"|(?P<name>[A-Z]{2,}|[A-Za-z])"
     r"|(?P<sign>\*\*|[-+*/^_()\[\]{}|!',=&%:])",
@@ -44,7 +49,7 @@ _PATTERN = re.compile(
 _Kind = Literal["number", "command", "name", "sign", "end"]
 
 
-class UnreadableError(Exception):
+class ExpressionSyntaxError(Exception):
     """The text is not in a supported notation."""
 
 
@@ -67,7 +72,7 @@ def _commands(names: str) -> frozenset[str]:
 _FUNCTIONS = _commands(
     "sin cos tan sec csc cot arcsin arccos arctan arcsec arccsc arccot sinh cosh tanh exp ln lg log det"
 )
-_CALLS = {  # functions and their number of arguments; 0 for any number
+_ARGUMENT_COUNTS = {  # functions and their number of arguments; 0 for any number
     r"\abs": 1, r"\Integer": 1, r"\Float": 1, r"\factorial": 1, r"\floor": 1, r"\ceil": 1, r"\cbrt": 1,
     r"\Rational": 2, r"\root": 2, r"\binomial": 2, r"\gcd": 0, r"\lcm": 0, r"\max": 0, r"\min": 0,
 }  # fmt: skip
@@ -75,50 +80,52 @@ _GREEK = _commands(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar"
 )
-_FIGURES = _commands("angle triangle odot widehat parallel")
+_GEOMETRY_COMMANDS = _commands("angle triangle odot widehat parallel")
 _ACCENTS = _commands("vec bar hat tilde overline overrightarrow mathbf mathbb mathcal boldsymbol widetilde")
-_TIMES = _commands("cdot times ast") | {"*"}
-_OVER = frozenset({"/", r"\div", ":"})
-_MODULO = _commands("bmod mod")
-_BEHIND_FACTORS = _TIMES | _OVER | _MODULO | _commands(r"over choose rfloor rceil rvert end \ }")
+_MULTIPLICATION_SIGNS = _commands("cdot times ast") | {"*"}
+_DIVISION_SIGNS = frozenset({"/", r"\div", ":"})
+_MODULO_SIGNS = _commands("bmod mod")
+_NOT_A_FACTOR = (
+    _MULTIPLICATION_SIGNS | _DIVISION_SIGNS | _MODULO_SIGNS | _commands(r"over choose rfloor rceil rvert end \ }")
+)
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "array"})
 _FUNCTION_NAMES = frozenset("fghFGHP")
-_EXPONENT_DIGITS = 5  # maximum length of an exponent in scientific notation, including its sign
+_MAX_EXPONENT_CHARACTERS = 5  # maximum length of an exponent in scientific notation, including its sign
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
-def read_expression(text: str) -> Expression:
-    """Parse the whole text as one expression. Raises UnreadableError."""
+def parse_expression(text: str) -> Expression:
+    """Parse the whole text as one expression. Raises ExpressionSyntaxError."""
     try:
-        reader = _Reader(_tokens_of(text))
+        reader = _Parser(_tokenize(text))
         tree = reader.sum_or_fraction()
         reader.expect_end()
     except RecursionError as error:
-        raise UnreadableError("too deep") from error
+        raise ExpressionSyntaxError("too deep") from error
     return tree
 
 
-def _tokens_of(text: str) -> list[_Token]:
+def _tokenize(text: str) -> list[_Token]:
     """Split the whole text into tokens. Adjacent capitals are one name, so ``HHT`` differs from ``THH``."""
-    found: list[_Token] = []
-    place, spaced = 0, False
-    while place < len(text):
-        match = _PATTERN.match(text, place)
+    tokens: list[_Token] = []
+    position, spaced = 0, False
+    while position < len(text):
+        match = _TOKEN_PATTERN.match(text, position)
         if match is None:
-            raise UnreadableError(repr(text[place]))
-        place = match.end()
+            raise ExpressionSyntaxError(repr(text[position]))
+        position = match.end()
         if match.lastgroup != "blank":
-            found.append(_token(str(match.lastgroup), match.group(), spaced))
+            tokens.append(_make_token(str(match.lastgroup), match.group(), spaced))
         spaced = match.lastgroup == "blank"
-    return found
+    return tokens
 
 
-def _token(group: str, text: str, spaced: bool) -> _Token:
+def _make_token(group: str, text: str, spaced: bool) -> _Token:
     match group:
         case "number":
             return _Token("number", text.replace(",", ""), spaced)
         case "word":
-            return _Token("command", _WORDS[text], spaced)
+            return _Token("command", _PLAIN_NAMES[text], spaced)
         case "name":
             return _Token("name", text, spaced)
         case "command" if text != r"\%":
@@ -126,7 +133,7 @@ def _token(group: str, text: str, spaced: bool) -> _Token:
     return _Token("sign", {"**": "^", r"\%": "%"}.get(text, text), spaced)
 
 
-class _Reader:
+class _Parser:
     """Recursive-descent parser over the tokens."""
 
     def __init__(self, tokens: list[_Token]) -> None:
@@ -136,54 +143,54 @@ class _Reader:
         self._bars = 0
 
     def expect_end(self) -> None:
-        if self._next.kind != "end":
-            raise UnreadableError(f"{self._next.text!r} at the end")
+        if self._peeked.kind != "end":
+            raise ExpressionSyntaxError(f"{self._peeked.text!r} at the end")
 
     def sum_or_fraction(self) -> Expression:
         r"""Parse a sum, or plain TeX's fraction (``\over``) or binomial (``\choose``) of two sums."""
         tree = self.sum()
-        if self._taken(r"\over"):
+        if self._skip_if(r"\over"):
             return divide(tree, self.sum())
-        if self._taken(r"\choose"):
+        if self._skip_if(r"\choose"):
             return FunctionCall("binomial", (tree, self.sum()))
         return tree
 
     def sum(self) -> Expression:
         terms = [self._term()]
-        while self._next.text in ("+", "-"):
-            minus = self._take().text == "-"
-            terms.append(_with_sign(self._term(), minus=minus))
+        while self._peeked.text in ("+", "-"):
+            minus = self._next_token().text == "-"
+            terms.append(_negate_if(self._term(), minus=minus))
         return terms[0] if len(terms) == 1 else FunctionCall("+", tuple(terms))
 
     def _term(self) -> Expression:
-        factors = [self._signed()]
+        factors = [self._signed_factors()]
         while True:
-            if self._taken(*_TIMES):
-                factors.append(self._signed())
-            elif self._taken(*_OVER):
-                factors.append(FunctionCall("over", (self._signed(),)))
-            elif self._taken(*_MODULO):
-                factors = [FunctionCall("mod", (_product(factors), self._signed()))]
+            if self._skip_if(*_MULTIPLICATION_SIGNS):
+                factors.append(self._signed_factors())
+            elif self._skip_if(*_DIVISION_SIGNS):
+                factors.append(FunctionCall("over", (self._signed_factors(),)))
+            elif self._skip_if(*_MODULO_SIGNS):
+                factors = [FunctionCall("mod", (_product_of(factors), self._signed_factors()))]
             else:
-                return _product(factors)
+                return _product_of(factors)
 
-    def _signed(self) -> Expression:
-        minus = self._minus()
-        return _with_sign(self._adjacent_factors(), minus=minus)
+    def _signed_factors(self) -> Expression:
+        minus = self._consume_signs()
+        return _negate_if(self._adjacent_factors(), minus=minus)
 
-    def _minus(self) -> bool:
+    def _consume_signs(self) -> bool:
         """Consume the following signs. Returns True if their product is a minus."""
         minus = False
-        while self._next.text in ("+", "-"):
-            minus ^= self._take().text == "-"
+        while self._peeked.text in ("+", "-"):
+            minus ^= self._next_token().text == "-"
         return minus
 
     def _adjacent_factors(self, *, stop_at_functions: bool = False) -> Expression:
         """Parse adjacent factors."""
         factors = [self._factor()]
-        while self._starts_a_factor() and not (stop_at_functions and self._next.text in _FUNCTIONS):
-            if self._next.kind == "number":
-                raise UnreadableError("a number next to a factor")
+        while self._starts_a_factor() and not (stop_at_functions and self._peeked.text in _FUNCTIONS):
+            if self._peeked.kind == "number":
+                raise ExpressionSyntaxError("a number next to a factor")
             start = self._position
             before, factor = factors[-1], self._factor()
             ahead = (
@@ -192,42 +199,47 @@ class _Reader:
                 else ()
             )
             fraction = self._tokens[start].text == r"\frac" or r"\over" in ahead
-            if fraction and len(factors) == 1 and _whole(before) and (share := _share(factor)) is not None:
+            if (
+                fraction
+                and len(factors) == 1
+                and _is_plain_integer(before)
+                and (share := _value_of_fraction(factor)) is not None
+            ):
                 if share >= 1:
-                    raise UnreadableError("neither a mixed number nor a product")
+                    raise ExpressionSyntaxError("neither a mixed number nor a product")
                 factors = [FunctionCall("+", (before, factor))]
             else:
                 factors.append(factor)
-        tree = _product(factors)
-        return FunctionCall("percent", (tree,)) if self._taken("%") else tree
+        tree = _product_of(factors)
+        return FunctionCall("percent", (tree,)) if self._skip_if("%") else tree
 
     def _starts_a_factor(self) -> bool:
-        token = self._next
+        token = self._peeked
         if token.kind in ("number", "name"):
             return True
         if token.kind == "command":
-            return token.text not in _BEHIND_FACTORS
+            return token.text not in _NOT_A_FACTOR
         return token.text in ("(", "[", "{") or (token.text == "|" and self._bars == 0)
 
     def _factor(self) -> Expression:
         """Parse an operand with its powers, factorials and degree signs."""
         tree = self._operand()
         while True:
-            if self._taken("^"):
-                tree = self._raised(tree)
-            elif self._taken("!"):
+            if self._skip_if("^"):
+                tree = self._power(tree)
+            elif self._skip_if("!"):
                 tree = FunctionCall("factorial", (tree,))
             else:
                 return tree
 
-    def _raised(self, base: Expression) -> Expression:
-        if self._exponent_is(r"\circ"):
+    def _power(self, base: Expression) -> Expression:
+        if self._skip_exponent_if(r"\circ"):
             return FunctionCall("degree", (base,))
-        if self._exponent_is(r"\top"):
+        if self._skip_exponent_if(r"\top"):
             return FunctionCall("transpose", (base,))
         return FunctionCall("^", (base, self._exponent()))
 
-    def _exponent_is(self, command: str) -> bool:
+    def _skip_exponent_if(self, command: str) -> bool:
         """Consume the exponent and return True if it is the single command ``command``."""
         ahead = [token.text for token in self._tokens[self._position : self._position + 3]]
         taken = 1 if ahead[:1] == [command] else 3 if ahead == ["{", command, "}"] else 0
@@ -235,16 +247,16 @@ class _Reader:
         return taken > 0
 
     def _exponent(self) -> Expression:
-        minus = self._minus()
-        if self._next.kind == "name" and len(self._next.text) > 1:
-            raise UnreadableError("several letters as an exponent")
+        minus = self._consume_signs()
+        if self._peeked.kind == "name" and len(self._peeked.text) > 1:
+            raise ExpressionSyntaxError("several letters as an exponent")
         tree = self._operand()
-        if self._taken("^"):
+        if self._skip_if("^"):
             tree = FunctionCall("^", (tree, self._exponent()))
-        return _with_sign(tree, minus=minus)
+        return _negate_if(tree, minus=minus)
 
     def _operand(self) -> Expression:
-        token = self._take()
+        token = self._next_token()
         match token.kind:
             case "number":
                 return self._number(token)
@@ -253,113 +265,113 @@ class _Reader:
             case "command":
                 return self._command(token)
         if token.text in _CLOSING:
-            return self._group(_CLOSING[token.text])
+            return self._group_until(_CLOSING[token.text])
         if token.text == "|":
             self._bars += 1
             tree = self.sum()
             self._bars -= 1
             self._expect("|")
             return FunctionCall("abs", (tree,))
-        raise UnreadableError(f"{token.text!r} is not an operand")
+        raise ExpressionSyntaxError(f"{token.text!r} is not an operand")
 
     def _number(self, token: _Token) -> Expression:
-        if self._next.text == "_":
-            raise UnreadableError("a numeral with a base is not supported in an expression")
+        if self._peeked.text == "_":
+            raise ExpressionSyntaxError("a numeral with a base is not supported in an expression")
         mantissa, _, exponent = token.text.lower().partition("e")
-        if len(exponent) > _EXPONENT_DIGITS:
-            raise UnreadableError("a large exponent")
+        if len(exponent) > _MAX_EXPONENT_CHARACTERS:
+            raise ExpressionSyntaxError("a large exponent")
         whole, _, behind = mantissa.partition(".")
         digits = len((whole + behind).lstrip("0")) if behind else 0
         value = Number(Fraction(token.text), digits, digits if exponent else len(behind))
-        if self._next.text == "j" and not self._next.spaced:
-            self._take()
+        if self._peeked.text == "j" and not self._peeked.spaced:
+            self._next_token()
             return FunctionCall("*", (value, FunctionCall("i", ())))
         return value
 
     def _name(self, token: _Token) -> Expression:
         name = token.text
-        if name in ("e", "i") and name not in self._indices and self._next.text not in ("_", "'"):
+        if name in ("e", "i") and name not in self._indices and self._peeked.text not in ("_", "'"):
             return FunctionCall(name, ())
-        if name == "I" and "*" in (self._next.text, self._before):
+        if name == "I" and "*" in (self._peeked.text, self._text_before_last):
             return FunctionCall("i", ())
-        return self._marked(name)
+        return self._symbol_with_marks(name)
 
-    def _marked(self, name: str) -> Expression:
+    def _symbol_with_marks(self, name: str) -> Expression:
         """Parse the subscript, the primes and the arguments, if any, of a name."""
         function = name in _FUNCTION_NAMES
-        while self._next.text in ("_", "'"):
-            name += f"_{{{self._raw()}}}" if self._take().text == "_" else "'"
-        if function and self._next.text == "(":
-            return FunctionCall(f"call {name}", self._arguments())
+        while self._peeked.text in ("_", "'"):
+            name += f"_{{{self._raw_text()}}}" if self._next_token().text == "_" else "'"
+        if function and self._peeked.text == "(":
+            return FunctionCall(f"call {name}", self._parenthesized_arguments())
         return Symbol(name)
 
-    def _raw(self) -> str:
+    def _raw_text(self) -> str:
         """Return the text of the next token or braced group."""
-        token = self._take()
+        token = self._next_token()
         if token.kind == "end":
-            raise UnreadableError("an unexpected end")
+            raise ExpressionSyntaxError("an unexpected end")
         if token.text != "{":
             return token.text
-        depth, said = 1, []
+        depth, texts = 1, []
         while depth:
-            token = self._take()
+            token = self._next_token()
             depth += {"{": 1, "}": -1}.get(token.text, 0)
             if token.kind == "end":
-                raise UnreadableError("an unclosed brace")
-            said.append(token.text)
-        return "".join(said[:-1])
+                raise ExpressionSyntaxError("an unclosed brace")
+            texts.append(token.text)
+        return "".join(texts[:-1])
 
-    def _group(self, closing: str) -> Expression:
+    def _group_until(self, closing: str) -> Expression:
         bars, self._bars = self._bars, 0
         tree = self.sum_or_fraction()
         self._bars = bars
         self._expect(closing)
         return tree
 
-    def _arguments(self) -> tuple[Expression, ...]:
+    def _parenthesized_arguments(self) -> tuple[Expression, ...]:
         self._expect("(")
         bars, self._bars = self._bars, 0
-        found = self._separated(",")
+        expressions = self._separated(",")
         self._bars = bars
         self._expect(")")
-        return found
+        return expressions
 
     def _separated(self, separator: str) -> tuple[Expression, ...]:
-        found = [self.sum()]
-        while self._taken(separator):
-            found.append(self.sum())
-        return tuple(found)
+        expressions = [self.sum()]
+        while self._skip_if(separator):
+            expressions.append(self.sum())
+        return tuple(expressions)
 
     def _argument(self) -> Expression:
         """Parse the argument of a LaTeX command: a braced group, a digit, a letter, or another command."""
-        if self._next.kind == "number" and len(self._next.text) > 1:
-            raise UnreadableError("a number of several digits without braces")
-        if self._next.kind == "name" and len(self._next.text) > 1:
-            raise UnreadableError("several letters without braces")
-        if self._next.kind == "sign" and self._next.text != "{":
-            raise UnreadableError(f"{self._next.text!r} is not an argument")
+        if self._peeked.kind == "number" and len(self._peeked.text) > 1:
+            raise ExpressionSyntaxError("a number of several digits without braces")
+        if self._peeked.kind == "name" and len(self._peeked.text) > 1:
+            raise ExpressionSyntaxError("several letters without braces")
+        if self._peeked.kind == "sign" and self._peeked.text != "{":
+            raise ExpressionSyntaxError(f"{self._peeked.text!r} is not an argument")
         return self._operand()
 
     def _command(self, token: _Token) -> Expression:
         name = token.text
-        if name in _SIMPLE:
-            return _SIMPLE[name](self)
+        if name in _COMMAND_PARSERS:
+            return _COMMAND_PARSERS[name](self)
         if name in _FUNCTIONS:
             return self._function(name[1:])
-        if name in _CALLS:
-            return self._call(name)
+        if name in _ARGUMENT_COUNTS:
+            return self._function_call(name)
         if name in _GREEK:
-            return self._marked(name[1:].removeprefix("var"))
-        if name in _FIGURES and (self._next.kind in ("name", "number") or self._next.text == "{"):
-            return Symbol(f"{name[1:]} {self._raw()}")
+            return self._symbol_with_marks(name[1:].removeprefix("var"))
+        if name in _GEOMETRY_COMMANDS and (self._peeked.kind in ("name", "number") or self._peeked.text == "{"):
+            return Symbol(f"{name[1:]} {self._raw_text()}")
         if name in _ACCENTS:
-            return self._marked(f"{name[1:]} {self._raw()}")
-        raise UnreadableError(name)
+            return self._symbol_with_marks(f"{name[1:]} {self._raw_text()}")
+        raise ExpressionSyntaxError(name)
 
-    def _call(self, name: str) -> Expression:
-        arguments = self._arguments()
-        if _CALLS[name] not in (0, len(arguments)):
-            raise UnreadableError(f"{name} with {len(arguments)} arguments")
+    def _function_call(self, name: str) -> Expression:
+        arguments = self._parenthesized_arguments()
+        if _ARGUMENT_COUNTS[name] not in (0, len(arguments)):
+            raise ExpressionSyntaxError(f"{name} with {len(arguments)} arguments")
         match name:
             case r"\Rational":
                 return divide(*arguments)
@@ -373,8 +385,8 @@ class _Reader:
         """Parse ``\\sin^2 x``, ``\\log_2 8``, ``\\sin(x)`` or ``\\sin 2x``."""
         base: Expression | None = None
         power: Expression | None = None
-        while self._next.text in ("_", "^"):
-            if self._take().text == "_":
+        while self._peeked.text in ("_", "^"):
+            if self._next_token().text == "_":
                 base = self._operand()
             else:
                 power = self._exponent()
@@ -384,7 +396,7 @@ class _Reader:
             if name != "ln":
                 tree = divide(tree, FunctionCall("ln", (base or Number(Fraction(10)),)))
         elif base is not None:
-            raise UnreadableError(f"{name} with a subscript")
+            raise ExpressionSyntaxError(f"{name} with a subscript")
         elif power == FunctionCall("neg", (Number(Fraction(1)),)):
             return FunctionCall(f"arc{name}", (argument,))
         else:
@@ -392,31 +404,31 @@ class _Reader:
         return tree if power is None else FunctionCall("^", (tree, power))
 
     def _function_argument(self) -> Expression:
-        if self._next.text in _CLOSING:
+        if self._peeked.text in _CLOSING:
             return self._operand()
-        minus = self._taken("-")
-        return _with_sign(self._adjacent_factors(stop_at_functions=True), minus=minus)
+        minus = self._skip_if("-")
+        return _negate_if(self._adjacent_factors(stop_at_functions=True), minus=minus)
 
     def _fraction(self) -> Expression:
-        digits = self._next.text
+        digits = self._peeked.text
         if len(digits) == 2 and digits.isdecimal():
-            self._take()
+            self._next_token()
             upper, lower = (Number(Fraction(digit)) for digit in digits)
             return divide(upper, lower)
         return divide(self._argument(), self._argument())
 
     def _root(self) -> Expression:
-        degree = self._group("]") if self._taken("[") else Number(Fraction(2))
-        inner = self._operand() if self._next.text == "(" else self._argument()
+        degree = self._group_until("]") if self._skip_if("[") else Number(Fraction(2))
+        inner = self._operand() if self._peeked.text == "(" else self._argument()
         return FunctionCall("root", (inner, degree))
 
     def _series(self, name: str) -> Expression:
         r"""Parse ``\sum_{k=1}^{n} a_k``."""
         for sign in ("_", "{"):
             self._expect(sign)
-        index = self._take()
+        index = self._next_token()
         if index.kind != "name":
-            raise UnreadableError("a sum without an index")
+            raise ExpressionSyntaxError("a sum without an index")
         self._expect("=")
         low = self.sum()
         for sign in ("}", "^"):
@@ -428,80 +440,80 @@ class _Reader:
         return FunctionCall(name, (body, Symbol(index.text), low, high))
 
     def _matrix(self) -> Expression:
-        kind = self._environment()
+        kind = self._environment_name()
         if kind not in _MATRICES | {"vmatrix"}:
-            raise UnreadableError(kind)
+            raise ExpressionSyntaxError(kind)
         if kind == "array":
-            self._raw()
+            self._raw_text()
         rows: list[FunctionCall] = []
-        while self._next.text != r"\end":
+        while self._peeked.text != r"\end":
             rows.append(FunctionCall("row", self._separated("&")))
-            self._taken("\\\\")
-        self._take()
-        if self._environment() != kind or len({len(row.arguments) for row in rows}) != 1:
-            raise UnreadableError("an invalid matrix")
+            self._skip_if("\\\\")
+        self._next_token()
+        if self._environment_name() != kind or len({len(row.arguments) for row in rows}) != 1:
+            raise ExpressionSyntaxError("an invalid matrix")
         matrix = FunctionCall("matrix", tuple(rows))
         return FunctionCall("det", (matrix,)) if kind == "vmatrix" else matrix
 
-    def _environment(self) -> str:
-        if self._next.text != "{":
-            raise UnreadableError("an environment without a name")
-        return self._raw()
+    def _environment_name(self) -> str:
+        if self._peeked.text != "{":
+            raise ExpressionSyntaxError("an environment without a name")
+        return self._raw_text()
 
     @property
-    def _next(self) -> _Token:
+    def _peeked(self) -> _Token:
         return self._tokens[self._position] if self._position < len(self._tokens) else _END
 
     @property
-    def _before(self) -> str:
+    def _text_before_last(self) -> str:
         """The sign before the last token."""
         return self._tokens[self._position - 2].text if self._position >= 2 else ""
 
-    def _take(self) -> _Token:
-        token = self._next
+    def _next_token(self) -> _Token:
+        token = self._peeked
         self._position += 1
         return token
 
-    def _taken(self, *texts: str) -> bool:
+    def _skip_if(self, *texts: str) -> bool:
         """Consume the next token and return True if it is in ``texts``."""
-        found = self._next.kind != "end" and self._next.text in texts
-        self._position += found
-        return found
+        matches = self._peeked.kind != "end" and self._peeked.text in texts
+        self._position += matches
+        return matches
 
     def _expect(self, text: str) -> None:
-        if not self._taken(text):
-            raise UnreadableError(f"{self._next.text!r} instead of {text!r}")
+        if not self._skip_if(text):
+            raise ExpressionSyntaxError(f"{self._peeked.text!r} instead of {text!r}")
 
 
-_SIMPLE: dict[str, Callable[[_Reader], Expression]] = {
+_COMMAND_PARSERS: dict[str, Callable[[_Parser], Expression]] = {
     r"\pi": lambda _: FunctionCall("pi", ()),
     r"\infty": lambda _: FunctionCall("infinity", ()),
     r"\imath": lambda _: FunctionCall("i", ()),
-    r"\frac": _Reader._fraction,
-    r"\sqrt": _Reader._root,
+    r"\frac": _Parser._fraction,
+    r"\sqrt": _Parser._root,
     r"\binom": lambda reader: FunctionCall("binomial", (reader._argument(), reader._argument())),
     r"\sum": lambda reader: reader._series("sum"),
     r"\prod": lambda reader: reader._series("product"),
-    r"\begin": _Reader._matrix,
-    r"\lfloor": lambda reader: FunctionCall("floor", (reader._group(r"\rfloor"),)),
-    r"\lceil": lambda reader: FunctionCall("ceil", (reader._group(r"\rceil"),)),
-    r"\lvert": lambda reader: FunctionCall("abs", (reader._group(r"\rvert"),)),
+    r"\begin": _Parser._matrix,
+    r"\lfloor": lambda reader: FunctionCall("floor", (reader._group_until(r"\rfloor"),)),
+    r"\lceil": lambda reader: FunctionCall("ceil", (reader._group_until(r"\rceil"),)),
+    r"\lvert": lambda reader: FunctionCall("abs", (reader._group_until(r"\rvert"),)),
 }
 
 
-def _with_sign(tree: Expression, *, minus: bool) -> Expression:
+def _negate_if(tree: Expression, *, minus: bool) -> Expression:
     return FunctionCall("neg", (tree,)) if minus else tree
 
 
-def _product(factors: list[Expression]) -> Expression:
+def _product_of(factors: list[Expression]) -> Expression:
     return factors[0] if len(factors) == 1 else FunctionCall("*", tuple(factors))
 
 
-def _whole(tree: Expression) -> bool:
+def _is_plain_integer(tree: Expression) -> bool:
     return isinstance(tree, Number) and tree.value.denominator == 1 and tree.digits == 0
 
 
-def _share(tree: Expression) -> Fraction | None:
+def _value_of_fraction(tree: Expression) -> Fraction | None:
     """Return the value of a fraction of two plain integers, or None for other expressions."""
     match tree:
         case FunctionCall("*", (Number(over, 0), FunctionCall("over", (Number(under, 0),)))) if over and under:
