@@ -23,19 +23,19 @@ from agentrl.problems.exercises import (
 )
 
 
-def _plain(
+def _plain_family(
     name: str, draw: Callable[[Random], Numbers], value: Callable[..., int], expression: str, *phrasings: str
 ) -> ExerciseFamily:
     """Build a family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
         answer = value(**numbers)
-        return Solution(answer, _compute(rng, expression.format(**numbers), answer))
+        return Solution(answer, _answer_turns(rng, expression.format(**numbers), answer))
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
 
-def _compute(rng: Random, expression: str, answer: int) -> tuple[DemonstrationTurn, ...]:
+def _answer_turns(rng: Random, expression: str, answer: int) -> tuple[DemonstrationTurn, ...]:
     """Return one turn that submits the answer (70 %), or two turns that print the answer and then state it."""
     if rng.random() < 0.7:
         return (final_answer_turn(expression),)
@@ -45,11 +45,11 @@ def _compute(rng: Random, expression: str, answer: int) -> tuple[DemonstrationTu
     )
 
 
-def _secret(rng: Random) -> int:
+def _draw_secret(rng: Random) -> int:
     return rng.randint(*SECRET_RANGE)
 
 
-def _one_secret(
+def _one_secret_family(
     name: str,
     function: str,
     draw: Callable[[Random], Numbers],
@@ -60,7 +60,7 @@ def _one_secret(
     """Build a family whose answer combines the hidden value of object ``a`` and the stated ``b`` in one operation."""
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
-        a, b, secret = numbers["a"], numbers["b"], _secret(rng)
+        a, b, secret = numbers["a"], numbers["b"], _draw_secret(rng)
         turns = (call_turn(f"{function}({a})", secret), final_answer_turn(f"{secret}{sign}{b}"))
         return Solution(value(secret, b), turns, define_reveal(function, {a: secret}))
 
@@ -68,134 +68,134 @@ def _one_secret(
 
 
 def _solve_two_boxes(rng: Random, numbers: Numbers) -> Solution:
-    a, b, first, second = numbers["a"], numbers["b"], _secret(rng), _secret(rng)
+    a, b, first, second = numbers["a"], numbers["b"], _draw_secret(rng), _draw_secret(rng)
     turns = (call_turn(f"box({a})", first), call_turn(f"box({b})", second), final_answer_turn(f"{first}+{second}"))
     return Solution(first + second, turns, define_reveal("box", {a: first, b: second}))
 
 
 def _solve_note(rng: Random, numbers: Numbers) -> Solution:
-    a, box, held = numbers["a"], _secret(rng), _secret(rng)
+    a, box, held = numbers["a"], _draw_secret(rng), _draw_secret(rng)
     turns = (call_turn(f"note({a})", box), call_turn(f"box({box})", held), boxed_answer_turn(held))
     return Solution(held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held}))
 
 
-def _uniform(**bounds: tuple[int, int]) -> Callable[[Random], Numbers]:
+def _draw_uniform(**bounds: tuple[int, int]) -> Callable[[Random], Numbers]:
     return lambda rng: {key: rng.randint(low, high) for key, (low, high) in bounds.items()}
 
 
-def _divisible(rng: Random) -> Numbers:
+def _draw_divisible(rng: Random) -> Numbers:
     b, quotient = rng.randint(2, 9), rng.randint(2, 99)
     return {"a": b * quotient, "b": b}
 
 
-def _shared_then_more(rng: Random) -> Numbers:
-    return {**_divisible(rng), "c": rng.randint(2, 99)}
+def _draw_shared_then_more(rng: Random) -> Numbers:
+    return {**_draw_divisible(rng), "c": rng.randint(2, 99)}
 
 
-def _boxes_then_less(rng: Random) -> Numbers:
+def _draw_boxes_then_less(rng: Random) -> Numbers:
     a, b = rng.randint(2, 20), rng.randint(2, 20)
     return {"a": a, "b": b, "c": rng.randint(2, min(99, a * b))}
 
 
-def _paid(rng: Random) -> Numbers:
+def _draw_paid(rng: Random) -> Numbers:
     a, b = rng.randint(2, 20), rng.randint(2, 9)
     return {"a": a, "b": b, "c": a * b + rng.randint(1, 50)}
 
 
-def _gathered_then_packed(rng: Random) -> Numbers:
+def _draw_gathered_then_packed(rng: Random) -> Numbers:
     d, each, c, b = rng.randint(2, 9), rng.randint(2, 20), rng.randint(2, 40), rng.randint(2, 40)
     a = d * each + c - b
-    return {"a": a, "b": b, "c": c, "d": d} if a >= 2 else _gathered_then_packed(rng)
+    return {"a": a, "b": b, "c": c, "d": d} if a >= 2 else _draw_gathered_then_packed(rng)
 
 
-def _distinct_pair(rng: Random) -> Numbers:
+def _draw_distinct_pair(rng: Random) -> Numbers:
     a, b = rng.sample(range(2, 100), 2)
     return {"a": a, "b": b}
 
 
-_TWO = _uniform(a=(2, 99), b=(2, 99))
+_draw_two_numbers = _draw_uniform(a=(2, 99), b=(2, 99))
 
-_ALL = (
-    _plain(
-        "add", _TWO, lambda a, b: a + b, "{a}+{b}",
+_ALL_FAMILIES = (
+    _plain_family(
+        "add", _draw_two_numbers, lambda a, b: a + b, "{a}+{b}",
         "{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?",
         "There are {a} {t} here. {n} brings {b} more. How many {t} are there?",
     ),
-    _plain(
+    _plain_family(
         "subtract", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
         "{n} has {a} {t} and gives away {b}. How many {t} are left?",
         "{n} had {a} {t} but lost {b} of them. How many {t} are left?",
     ),
-    _plain(
-        "multiply", _TWO, lambda a, b: a * b, "{a}*{b}",
+    _plain_family(
+        "multiply", _draw_two_numbers, lambda a, b: a * b, "{a}*{b}",
         "{n} buys {a} boxes of {b} {t}. How many {t} is that?",
         "Each of {a} boxes holds {b} {t}. How many {t} are there?",
     ),
-    _plain(
-        "divide", _divisible, lambda a, b: a // b, "{a}//{b}",
+    _plain_family(
+        "divide", _draw_divisible, lambda a, b: a // b, "{a}//{b}",
         "{n} shares {a} {t} among {b} friends. How many {t} does each get?",
         "{n} packs {a} {t} into {b} equal boxes. How many {t} are in each?",
     ),
-    _plain(
+    _plain_family(
         "difference", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
         "{n} has {a} {t}. {m} has {b}. How many more {t} does {n} have?",
         "{n} has {b} {t}. {m} has {a}. How many fewer {t} does {n} have?",
     ),
-    _plain(
-        "together", _TWO, lambda a, b: a + a + b, "{a}+{a}+{b}",
+    _plain_family(
+        "together", _draw_two_numbers, lambda a, b: a + a + b, "{a}+{a}+{b}",
         "{n} has {a} {t}. {m} has {b} more than {n}. How many {t} do they have together?",
     ),
-    _plain(
-        "boxes_less", _boxes_then_less, lambda a, b, c: a * b - c, "{a}*{b}-{c}",
+    _plain_family(
+        "boxes_less", _draw_boxes_then_less, lambda a, b, c: a * b - c, "{a}*{b}-{c}",
         "{n} buys {a} boxes of {b} {t} and gives away {c}. How many {t} are left?",
         "{n} has {a} boxes of {b} {t} and loses {c} {t}. How many {t} are left?",
     ),
-    _plain(
-        "boxes_more", _uniform(a=(2, 20), b=(2, 20), c=(2, 99)), lambda a, b, c: c + a * b, "{c}+{a}*{b}",
+    _plain_family(
+        "boxes_more", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 99)), lambda a, b, c: c + a * b, "{c}+{a}*{b}",
         "{n} has {c} {t} and buys {a} boxes of {b}. How many {t} does {n} have now?",
     ),
-    _plain(
-        "share_more", _shared_then_more, lambda a, b, c: a // b + c, "{a}//{b}+{c}",
+    _plain_family(
+        "share_more", _draw_shared_then_more, lambda a, b, c: a // b + c, "{a}//{b}+{c}",
         "{n} shares {a} {t} among {b} friends. Each had {c}. How many {t} does each have now?",
     ),
-    _plain(
-        "change", _paid, lambda a, b, c: c - a * b, "{c}-{a}*{b}",
+    _plain_family(
+        "change", _draw_paid, lambda a, b, c: c - a * b, "{c}-{a}*{b}",
         "{t} cost {a} dollars each. {n} buys {b} and pays {c} dollars. How many dollars come back?",
     ),
-    _plain(
-        "two_kinds", _uniform(a=(2, 20), b=(2, 20), c=(2, 20), d=(2, 20)), lambda a, b, c, d: a * b + c * d,
+    _plain_family(
+        "two_kinds", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 20), d=(2, 20)), lambda a, b, c, d: a * b + c * d,
         "{a}*{b}+{c}*{d}",
         "{n} buys {a} boxes of {b} {t} and {c} boxes of {d}. How many {t} is that?",
     ),
-    _plain(
-        "gather_pack", _gathered_then_packed, lambda a, b, c, d: (a + b - c) // d, "({a}+{b}-{c})//{d}",
+    _plain_family(
+        "gather_pack", _draw_gathered_then_packed, lambda a, b, c, d: (a + b - c) // d, "({a}+{b}-{c})//{d}",
         "{n} has {a} {t}, gets {b}, gives away {c} and packs the rest into {d} equal boxes. How many {t} are in each?",
     ),
-    _one_secret(
-        "box_take", "box", _uniform(a=(2, 99), b=(2, 9)), "-", lambda secret, b: secret - b,
+    _one_secret_family(
+        "box_take", "box", _draw_uniform(a=(2, 99), b=(2, 9)), "-", lambda secret, b: secret - b,
         "box({a}) shows the {t} in box {a}. {n} takes {b}. How many {t} are left?",
         "Box {a} holds some {t}: box({a}) shows how many. {n} takes {b}. How many {t} are left?",
     ),
-    _one_secret(
-        "box_put", "box", _TWO, "+", lambda secret, b: secret + b,
+    _one_secret_family(
+        "box_put", "box", _draw_two_numbers, "+", lambda secret, b: secret + b,
         "box({a}) shows the {t} in box {a}. {n} adds {b}. How many {t} are in it now?",
     ),
-    _one_secret(
-        "price", "price", _uniform(a=(2, 99), b=(2, 20)), "*", lambda secret, b: secret * b,
+    _one_secret_family(
+        "price", "price", _draw_uniform(a=(2, 99), b=(2, 20)), "*", lambda secret, b: secret * b,
         "price({a}) shows the price of toy {a}. What do {b} of them cost?",
         "{n} buys {b} of toy {a}. price({a}) shows what one costs. What does {n} pay?",
     ),
     ExerciseFamily(
-        name="two_boxes", draw=_distinct_pair, solve=_solve_two_boxes,
+        name="two_boxes", draw=_draw_distinct_pair, solve=_solve_two_boxes,
         phrasings=("box({a}) and box({b}) show the {t} in two boxes. How many {t} are there together?",),
     ),
     ExerciseFamily(
-        name="note", draw=_uniform(a=(2, 99)), solve=_solve_note,
+        name="note", draw=_draw_uniform(a=(2, 99)), solve=_solve_note,
         phrasings=("note({a}) shows the number n of a box. box(n) shows its {t}. How many {t} are in it?",),
     ),
 )  # fmt: skip
 
-FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
+FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL_FAMILIES}
 
 
 class ArithmeticSource(ExerciseSource):

@@ -39,13 +39,13 @@ from agentrl_envs.types import Problem, Verdict
 HORIZONS = (1, 2, 4, 8, 10)
 
 
-def _secrets(rng: Random, count: int) -> list[int]:
+def _draw_secrets(rng: Random, count: int) -> list[int]:
     return rng.sample(range(SECRET_RANGE[0], SECRET_RANGE[1] + 1), count)
 
 
-def _chain(turns: int) -> ExerciseFamily:
+def _chain_family(turns: int) -> ExerciseFamily:
     def solve(rng: Random, numbers: Numbers) -> Solution:
-        boxes = [numbers["a"], *(box for box in _secrets(rng, turns) if box != numbers["a"])][:turns]
+        boxes = [numbers["a"], *(box for box in _draw_secrets(rng, turns) if box != numbers["a"])][:turns]
         *path, end = boxes
         contents = dict(zip(path, [*map(str, path[1:]), f"end {end}"], strict=True))
         shown = [call_turn(f"box({box})", contents[box]) for box in path]
@@ -62,18 +62,18 @@ def _chain(turns: int) -> ExerciseFamily:
     )
 
 
-def _sum(turns: int) -> ExerciseFamily:
+def _sum_family(turns: int) -> ExerciseFamily:
     count = turns - 1
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
-        contents = _filled(rng, numbers["a"], count)
+        contents = _fill_boxes(rng, numbers["a"], count)
         shown = [call_turn(f"box({box})", held) for box, held in contents.items()]
         last = final_answer_turn("+".join(map(str, contents.values())))
         return Solution(sum(contents.values()), (*shown, last), define_reveal("box", contents))
 
     return ExerciseFamily(
         name=f"sum_{turns}",
-        draw=lambda rng: _boxes(rng, count),
+        draw=lambda rng: _draw_boxes(rng, count),
         solve=solve,
         phrasings=(
             "box({a}) to box({b}) show the {t} of {n}. How many {t} are there together?",
@@ -82,11 +82,11 @@ def _sum(turns: int) -> ExerciseFamily:
     )
 
 
-def _total(turns: int) -> ExerciseFamily:
+def _total_family(turns: int) -> ExerciseFamily:
     count = turns - 1
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
-        contents = _filled(rng, numbers["a"], count)
+        contents = _fill_boxes(rng, numbers["a"], count)
         so_far, shown = 0, []
         for box, held in contents.items():
             shown.append(call_turn(f"add({box},{so_far})", so_far + held))
@@ -96,7 +96,7 @@ def _total(turns: int) -> ExerciseFamily:
 
     return ExerciseFamily(
         name=f"total_{turns}",
-        draw=lambda rng: _boxes(rng, count),
+        draw=lambda rng: _draw_boxes(rng, count),
         solve=solve,
         phrasings=(
             "add({a},0) shows the {t} in box {a}, add(n, so far) those up to box n. How many {t} are there up to {b}?",
@@ -105,17 +105,17 @@ def _total(turns: int) -> ExerciseFamily:
     )
 
 
-def _filled(rng: Random, first: int, count: int) -> dict[int, int]:
+def _fill_boxes(rng: Random, first: int, count: int) -> dict[int, int]:
     """Return the contents of ``count`` boxes whose numbers start at ``first``."""
-    return dict(zip(range(first, first + count), _secrets(rng, count), strict=True))
+    return dict(zip(range(first, first + count), _draw_secrets(rng, count), strict=True))
 
 
-def _boxes(rng: Random, count: int) -> Numbers:
+def _draw_boxes(rng: Random, count: int) -> Numbers:
     first = rng.randint(10, 100 - count)
     return {"a": first, "b": first + count - 1}
 
 
-def _search(turns: int) -> ExerciseFamily:
+def _search_family(turns: int) -> ExerciseFamily:
     span = 2 ** (turns - 1) - 1
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
@@ -131,7 +131,7 @@ def _search(turns: int) -> ExerciseFamily:
 
     return ExerciseFamily(
         name=f"search_{turns}",
-        draw=lambda rng: _bounds(rng, span),
+        draw=lambda rng: _draw_bounds(rng, span),
         solve=solve,
         phrasings=(
             "One key between {a} and {b} opens a box. key(n) shows if it is more or less than n. What is in the box?",
@@ -140,7 +140,7 @@ def _search(turns: int) -> ExerciseFamily:
     )
 
 
-def _bounds(rng: Random, span: int) -> Numbers:
+def _draw_bounds(rng: Random, span: int) -> Numbers:
     below = rng.randint(10, 99)
     return {"a": below, "b": below + span + 1}
 
@@ -149,19 +149,19 @@ def _define_key(right: int, held: int) -> str:
     return f"def key(n):\n    print(*(['open', {held}] if n == {right} else ['less' if n > {right} else 'more', n]))\n"
 
 
-def _debug_sign(rng: Random, numbers: Numbers) -> Solution:
+def _solve_debug_sign(rng: Random, numbers: Numbers) -> Solution:
     a, b = numbers["a"], numbers["b"]
     return Solution(a + b, (final_answer_turn(f"{a}+{b}"),))
 
 
-def _debug_shift(rng: Random, numbers: Numbers) -> Solution:
+def _solve_debug_shift(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
     turns = (call_turn("test(0)", shift), final_answer_turn(f"{shift}+{b}"))
     return Solution(shift + b, turns, _define_test(f"n + {shift}"))
 
 
-def _debug_square(rng: Random, numbers: Numbers) -> Solution:
+def _solve_debug_square(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = p + q n + r n (n - 1) / 2. Three tests reveal p, q and r."""
     b = numbers["b"]
     p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
@@ -177,23 +177,23 @@ def _define_test(expression: str) -> str:
     return f"def test(n):\n    print({expression})\n"
 
 
-_DEBUG = (
+_DEBUG_FAMILIES = (
     ExerciseFamily(
-        name="debug_1", draw=draw_descending_pair, solve=_debug_sign,
+        name="debug_1", draw=draw_descending_pair, solve=_solve_debug_sign,
         phrasings=(
             "{n} gets {b} {t} more. The program final_answer({a}-{b}) is wrong. What is right?",
             "{n} has {a} {t} and finds {b}. The program final_answer({a}-{b}) is wrong. What is right?",
         ),
     ),
     ExerciseFamily(
-        name="debug_2", draw=draw_descending_pair, solve=_debug_shift,
+        name="debug_2", draw=draw_descending_pair, solve=_solve_debug_shift,
         phrasings=(
             "f(n)=n+{a} is wrong: test(n) shows what n and some number make. What is f({b})?",
             "{n} adds {a}, which is wrong. test(n) shows n and the right number added. What is it for {b}?",
         ),
     ),
     ExerciseFamily(
-        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_debug_square,
+        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_solve_debug_square,
         phrasings=(
             "f(n)=n*n+{a} is wrong: test(n) shows the right values of a square. What is f({b})?",
             "{n} took {a}+n*n, which is wrong. test(n) shows the right square. What is it for {b}?",
@@ -201,18 +201,18 @@ _DEBUG = (
     ),
 )  # fmt: skip
 
-_ALL = (
-    *_DEBUG,
-    *(_chain(turns) for turns in HORIZONS[1:]),
-    *(_sum(turns) for turns in HORIZONS[1:3]),  # a tiny policy cannot copy more numbers reliably
-    # Start at four turns: at two turns, `_total` would have a single box and `_search` a single key.
-    *(family(turns) for turns in HORIZONS[2:] for family in (_total, _search)),
+_ALL_FAMILIES = (
+    *_DEBUG_FAMILIES,
+    *(_chain_family(turns) for turns in HORIZONS[1:]),
+    *(_sum_family(turns) for turns in HORIZONS[1:3]),  # a tiny policy cannot copy more numbers reliably
+    # Start at four turns: at two turns, `_total_family` would have a single box and `_search_family` a single key.
+    *(family(turns) for turns in HORIZONS[2:] for family in (_total_family, _search_family)),
 )
 
 DEFAULT_FAMILIES = ("debug_2", "chain_2", "sum_2", "chain_4")
 """Families with two and four turns, which a tiny policy learns within minutes."""
 
-HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL}
+HORIZON_FAMILIES: Mapping[str, ExerciseFamily] = {family.name: family for family in _ALL_FAMILIES}
 
 
 class HorizonSource(ExerciseSource):
@@ -223,8 +223,8 @@ class HorizonSource(ExerciseSource):
     default_families = DEFAULT_FAMILIES
 
 
-_LOOKUPS = ("box", "key", "test", "add")
-_HORIZON = re.compile(r"_(\d+)$")
+_LOOKUP_FUNCTIONS = ("box", "key", "test", "add")
+_TURNS_IN_FAMILY_NAME = re.compile(r"_(\d+)$")
 
 
 def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> list[float]:
@@ -237,7 +237,7 @@ def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdic
     N is the number at the end of the family's name. A search that ends early earns less than 1 here, but its answer
     still counts in the environment's reward. Families without such a number, such as ``word``, have no lookups.
     """
-    horizon = _HORIZON.search(problem.family)
+    horizon = _TURNS_IN_FAMILY_NAME.search(problem.family)
     lookups = int(horizon[1]) - 1 if horizon else 0
     seen: set[int] = set()
     rewards: list[float] = []
@@ -260,7 +260,7 @@ def _looked_up_key(turn: Message, answer: Message | None, problem: Problem) -> i
     block = first_python_block(turn.text)
     try:
         match ast.parse((block and block.program) or "").body:
-            case [ast.Expr(ast.Call(func=ast.Name(id=function), args=[first, *_]))] if function in _LOOKUPS:
+            case [ast.Expr(ast.Call(func=ast.Name(id=function), args=[first, *_]))] if function in _LOOKUP_FUNCTIONS:
                 argument = Formula.parse(ast.unparse(first)).value(floor=True)
             case _:
                 return None

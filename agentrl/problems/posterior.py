@@ -54,7 +54,7 @@ class Posteriors:
                 continue
             successes = sum(map(success_of_reward, rewards))
             evidence = (successes, len(rewards) - successes, sum(energies))
-            for name in (key, _ALL):
+            for name in (key, _ALL_PROBLEMS):
                 before = self._evidence(name)
                 self._known[name] = [*(old + new for old, new in zip(before, evidence, strict=True)), self._step]
 
@@ -70,7 +70,7 @@ class Posteriors:
 
     def expected_energy(self, key: str) -> float:
         """Return the mean energy of the rollouts of ``key``, or of all rollouts if ``key`` is unknown."""
-        successes, failures, energy = self._evidence(key if key in self._known else _ALL)
+        successes, failures, energy = self._evidence(key if key in self._known else _ALL_PROBLEMS)
         return energy / (successes + failures) if energy else 1.0
 
     def is_known(self, key: str) -> bool:
@@ -86,10 +86,10 @@ class Posteriors:
         self._known = {key: list(values) for key, values in state["known"].items()}
 
     def _evidence(self, key: str) -> tuple[float, float, float]:
-        successes, failures, energy, step = self._known.get(key, _NONE)
+        successes, failures, energy, step = self._known.get(key, _NO_EVIDENCE)
         left = self.decay ** (self._step - step)
         return successes * left, failures * left, energy * left
 
 
-_ALL = ""  # key of the evidence from all problems together
-_NONE = (0.0, 0.0, 0.0, 0)
+_ALL_PROBLEMS = ""  # key of the evidence from all problems together
+_NO_EVIDENCE = (0.0, 0.0, 0.0, 0)

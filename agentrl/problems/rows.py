@@ -59,7 +59,7 @@ class SamplerStateError(ProblemError):
 
 Row = dict[str, object]
 
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # a cheap test before the check for lone surrogates
+_ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")  # a cheap test before the check for lone surrogates
 
 
 def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
@@ -77,12 +77,12 @@ def read_jsonl(path: Path) -> Iterator[tuple[str, Row]]:
                 raise ProblemFileError(f"{location}: not valid JSON ({error})") from error
             if not isinstance(row, dict):
                 raise ProblemFileError(f"{location}: each line must be a JSON object; got {type(row).__name__}")
-            if _HALF.search(line):
-                _require_whole_characters(row, location)
+            if _ESCAPED_SURROGATE.search(line):
+                _reject_lone_surrogates(row, location)
             yield location, row
 
 
-def _require_whole_characters(row: Row, location: str) -> None:
+def _reject_lone_surrogates(row: Row, location: str) -> None:
     """Raise ProblemFileError for a lone surrogate, which no tokenizer can encode and no file can store."""
     try:
         json.dumps(row, ensure_ascii=False).encode()
@@ -163,34 +163,34 @@ def problem_from_row(
     or the answer is not text (an answer may be a number), or if a column is not JSON. Unless ``answered`` is False, a
     missing answer field is an error as well.
     """
-    column, statement, messages = _statement(row, location, fields)
-    answer_column, value = _field(row, "answer", fields, location, required=answered)
+    column, statement, messages = _read_statement(row, location, fields)
+    answer_column, value = _read_field(row, "answer", fields, location, required=answered)
     answer = canonical_answer(value, location)
-    id_column, row_id = _row_id(row, fields, location)
+    id_column, row_id = _read_id(row, fields, location)
     return Problem(
         id=_content_id(statement, answer, source) if row_id is None else row_id,
         statement=statement,
         answer=answer,
         source=source,
         family=str(row.get("subject") or row.get("kind") or ""),
-        info=_info(row, location, fields, {column, answer_column, id_column}),
+        info=_other_columns(row, location, fields, {column, answer_column, id_column}),
         messages=messages,
     )
 
 
 def statement_from_row(row: Row, location: str, *, fields: Mapping[str, str | None]) -> str:
     """Return the statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
-    return _statement(row, location, fields)[1]
+    return _read_statement(row, location, fields)[1]
 
 
-def _statement(
+def _read_statement(
     row: Row, location: str, fields: Mapping[str, str | None]
 ) -> tuple[str | None, str, tuple[ChatMessage, ...]]:
     """Return the statement's column, its text, and its messages if there are several."""
-    column, value = _field(row, "problem", fields, location)
-    messages = _messages(value, location) if isinstance(value, list) else ()
+    column, value = _read_field(row, "problem", fields, location)
+    messages = _read_messages(value, location) if isinstance(value, list) else ()
     if messages:
-        value = _as_text(messages)
+        value = _join_messages(messages)
     if value is not None and not isinstance(value, str):
         raise ProblemFieldError(
             f"{location}: the problem's statement must be text or a list of messages; got {type(value).__name__}"
@@ -201,7 +201,7 @@ def _statement(
     return column, statement, messages if len(messages) > 1 else ()
 
 
-def _messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
+def _read_messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
     messages: list[ChatMessage] = []
     for number, item in enumerate(value):
         role, content = (item.get("role"), item.get("content")) if isinstance(item, dict) else (None, None)
@@ -214,14 +214,16 @@ def _messages(value: list[object], location: str) -> tuple[ChatMessage, ...]:
     return tuple(messages)
 
 
-def _as_text(messages: tuple[ChatMessage, ...]) -> str:
+def _join_messages(messages: tuple[ChatMessage, ...]) -> str:
     """Join the contents of the messages. Includes the roles only if a message is not from system or user."""
     if {message["role"] for message in messages} <= {"system", "user"}:
         return "\n\n".join(message["content"] for message in messages)
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)
 
 
-def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[str | None]) -> dict[str, object]:
+def _other_columns(
+    row: Row, location: str, fields: Mapping[str, str | None], used: set[str | None]
+) -> dict[str, object]:
     """Return the other columns under the names in ``fields``. Raises ProblemFieldError for values that are not JSON."""
     columns = {name: path for name, path in fields.items() if name not in get_args(FieldName)}
     mapped = {path for path in columns.values() if path is not None}
@@ -229,9 +231,9 @@ def _info(row: Row, location: str, fields: Mapping[str, str | None], used: set[s
     info = {name: value for name, value in row.items() if name not in used | mapped | dropped}
     for name, path in columns.items():
         if path is not None:
-            exists, info[name] = _lookup(row, path)
+            exists, info[name] = _value_at_path(row, path)
             if not exists:
-                raise ProblemFieldError(f"{location}: no field {path!r} for fields.{name}; fields: {_names(row)}")
+                raise ProblemFieldError(f"{location}: no field {path!r} for fields.{name}; fields: {_field_names(row)}")
     for name, value in info.items():
         try:
             info[name] = freeze(value, name)
@@ -275,19 +277,19 @@ def canonical_answer(value: object, location: str) -> str | None:
     return (last_boxed(text) or text) or None
 
 
-def _field(
+def _read_field(
     row: Row, wanted: FieldName, fields: Mapping[str, str | None], location: str, *, required: bool = True
 ) -> tuple[str | None, object]:
     """Return the column and the value of a field, or (None, None) if the field is missing and not ``required``."""
     path = fields.get(wanted)
     if path is not None:
-        exists, value = _lookup(row, path)
+        exists, value = _value_at_path(row, path)
         if not exists:
-            raise ProblemFieldError(f"{location}: no field {path!r} for the {wanted}; fields: {_names(row)}")
+            raise ProblemFieldError(f"{location}: no field {path!r} for the {wanted}; fields: {_field_names(row)}")
         return path, value
     empty = None
     for path in USUAL_FIELDS[wanted]:
-        exists, value = _lookup(row, path)
+        exists, value = _value_at_path(row, path)
         if exists and value is not None and (wanted == "problem" or not isinstance(value, (dict, list))):
             return path, value
         empty = path if exists and value is None else empty
@@ -295,11 +297,11 @@ def _field(
         return empty, None
     raise ProblemFieldError(
         f"{location}: no field for the {wanted} (expected {', '.join(USUAL_FIELDS[wanted])});"
-        f" fields: {_names(row)}; set fields.{wanted} to the right one"
+        f" fields: {_field_names(row)}; set fields.{wanted} to the right one"
     )
 
 
-def _lookup(row: Row, path: str) -> tuple[bool, object]:
+def _value_at_path(row: Row, path: str) -> tuple[bool, object]:
     """Return ``(exists, value)`` at a dotted path. Numbers in the path index lists.
 
     A field whose name contains dots takes precedence.
@@ -317,17 +319,17 @@ def _lookup(row: Row, path: str) -> tuple[bool, object]:
     return True, value
 
 
-def _names(row: Row) -> str:
+def _field_names(row: Row) -> str:
     return ", ".join(sorted(map(str, row))) or "none"
 
 
-def _row_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
+def _read_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
     """Return the id's column and the id of a row, or (None, None)."""
     if "id" in fields:
-        column, value = _field(row, "id", fields, location)
+        column, value = _read_field(row, "id", fields, location)
         return column, str(value)
     for path in USUAL_FIELDS["id"]:
-        exists, value = _lookup(row, path)
+        exists, value = _value_at_path(row, path)
         if exists and isinstance(value, (str, int)) and value != "":
             return path, str(value)
     return None, None

@@ -113,19 +113,19 @@ class Mixture:
         return cls(sources=(source,), weights=(1.0,))
 
 
-def _by_variance(random: Random, alpha: float, beta: float) -> float:
+def _variance_priority(random: Random, alpha: float, beta: float) -> float:
     # The largest of these values are a weighted sample without replacement (Efraimidis and Spirakis 2006).
     return math.log(1 - random.random()) * (alpha + beta) ** 2 / (alpha * beta)
 
 
-def _by_sample(random: Random, alpha: float, beta: float) -> float:
+def _thompson_priority(random: Random, alpha: float, beta: float) -> float:
     success = random.betavariate(alpha, beta)
     return success * (1 - success)
 
 
 _PRIORITIES: Final[dict[Curriculum, Callable[[Random, float, float], float]]] = {
-    "variance": _by_variance,
-    "thompson": _by_sample,
+    "variance": _variance_priority,
+    "thompson": _thompson_priority,
 }
 """Random priority of a problem from the parameters of its Beta posterior. The largest priorities are drawn."""
 
@@ -205,10 +205,13 @@ class ProblemSampler:
 
     def draw(self, count: int) -> list[Draw]:
         """Return the next ``count`` problems with the keys of their posteriors."""
-        sources = [self._choose(self._drawn + number) for number in range(count)]
+        sources = [self._source_of_draw(self._drawn + number) for number in range(count)]
         self._drawn += count
-        indices = {which: iter(self._indices(which, among)) for which, among in sorted(Counter(sources).items())}
-        return [self._at(which, next(indices[which])) for which in sources]
+        indices = {
+            source_index: iter(self._next_indices(source_index, among))
+            for source_index, among in sorted(Counter(sources).items())
+        }
+        return [self._draw_at(source_index, next(indices[source_index])) for source_index in sources]
 
     def leave_out(self, draw: Draw) -> None:
         """Never draw a problem again by its posterior, because its prompt is too long."""
@@ -243,28 +246,28 @@ class ProblemSampler:
         self.posteriors.load_state_dict(state["posteriors"])
         self._left_out = set(state["left_out"])
 
-    def _choose(self, draw: int) -> int:
+    def _source_of_draw(self, draw: int) -> int:
         if len(self._cumulative) == 1:
             return 0
         # Seed with the index of the draw, so that a saved position needs no random state.
         point = Random(f"{self._seed}:draw:{draw}").random() * self._cumulative[-1]
-        return next(which for which, edge in enumerate(self._cumulative) if point < edge)
+        return next(source_index for source_index, edge in enumerate(self._cumulative) if point < edge)
 
-    def _indices(self, which: int, count: int) -> list[int]:
+    def _next_indices(self, source_index: int, count: int) -> list[int]:
         """Return the indices of the next ``count`` problems of a source."""
-        position, size = self._positions[which], self._mixture.sources[which].size
-        self._positions[which] += count
+        position, size = self._positions[source_index], self._mixture.sources[source_index].size
+        self._positions[source_index] += count
         positions = range(position, position + count)
         if size is None:
             return list(positions)
         if self._curriculum == "uniform":
-            return [self._order(which, one // size, size)[one % size] for one in positions]
-        return self._by_posterior(which, position, count)
+            return [self._epoch_order(source_index, one // size, size)[one % size] for one in positions]
+        return self._indices_by_posterior(source_index, position, count)
 
-    def _by_posterior(self, which: int, position: int, count: int) -> list[int]:
-        source, priority = self._mixture.sources[which], _PRIORITIES[self._curriculum]
+    def _indices_by_posterior(self, source_index: int, position: int, count: int) -> list[int]:
+        source, priority = self._mixture.sources[source_index], _PRIORITIES[self._curriculum]
         random = Random(f"{self._seed}:{source.name}:curriculum:{position}")
-        keys = {index: _key(source, index) for index in range(source.size or 0)}
+        keys = {index: _posterior_key(source, index) for index in range(source.size or 0)}
         ranked = [
             (priority(random, *self.posteriors.beta_parameters(key)), -index)
             for index, key in keys.items()
@@ -275,19 +278,19 @@ class ProblemSampler:
         chosen = [-index for _, index in heapq.nlargest(count, ranked)]
         return [chosen[number % len(chosen)] for number in range(count)]
 
-    def _at(self, which: int, index: int) -> Draw:
-        source = self._mixture.sources[which]
+    def _draw_at(self, source_index: int, index: int) -> Draw:
+        source = self._mixture.sources[source_index]
         problem = source.problem(index)
-        return Draw(problem=problem, key=_key(source, index if source.size is not None else problem.family))
+        return Draw(problem=problem, key=_posterior_key(source, index if source.size is not None else problem.family))
 
-    def _order(self, which: int, epoch: int, size: int) -> array[int]:
-        cached = self._orders.get(which)
+    def _epoch_order(self, source_index: int, epoch: int, size: int) -> array[int]:
+        cached = self._orders.get(source_index)
         if cached is None or cached[0] != epoch:
             order = array("q", range(size))
-            Random(f"{self._seed}:{self._mixture.sources[which].name}:epoch:{epoch}").shuffle(order)
-            cached = self._orders[which] = (epoch, order)
+            Random(f"{self._seed}:{self._mixture.sources[source_index].name}:epoch:{epoch}").shuffle(order)
+            cached = self._orders[source_index] = (epoch, order)
         return cached[1]
 
 
-def _key(source: ProblemSource, part: int | str | None) -> str:
+def _posterior_key(source: ProblemSource, part: int | str | None) -> str:
     return f"{source.name}/{part}"

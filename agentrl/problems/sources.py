@@ -75,7 +75,7 @@ class SeedSource:
         return Problem(id=name, statement=name, answer=None, source=self.name)
 
 
-_SPACE = re.compile(r"\W+")
+_NON_WORD = re.compile(r"\W+")
 
 
 def masked_statement(statement: str) -> str:
@@ -88,7 +88,7 @@ def masked_statement(statement: str) -> str:
     """
     # Replace numbers with a word first, because removing punctuation would also remove `#`.
     masked = NUMBER.sub(" \0 ", statement.casefold())
-    return _SPACE.sub(" ", masked.replace("\0", "_number_")).strip().replace("_number_", "#")
+    return _NON_WORD.sub(" ", masked.replace("\0", "_number_")).strip().replace("_number_", "#")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -126,7 +126,7 @@ def _hash_to_unit_interval(text: str) -> float:
 
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_ENVIRONMENT_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -181,9 +181,9 @@ def load_mixture(
 def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: bool = True) -> LoadedSource:
     """Load one source. Each row needs an answer unless ``answered`` is False. Raises ProblemError."""
     if settings.is_generated:
-        return _generator(settings, seed)
+        return _load_generated(settings, seed)
     path = expand_path(settings.path)
-    name = _name(settings, path)
+    name = _source_name(settings, path)
     problems, rows, unanswered = _distinct_problems(settings, path, name, answered)
     if not rows:
         raise EmptyProblemsError(f"{settings.path}: the file contains no problems")
@@ -192,7 +192,7 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
     split = split_by_masked_statement(
         problems,
         heldout_fraction=0.0 if settings.part == "all" else settings.heldout_fraction,
-        exclude=[statement for path in settings.exclude for statement in _statements(path)],
+        exclude=[statement for path in settings.exclude for statement in _read_statements(path)],
     )
     kept = split.heldout if settings.part == "heldout" else split.train
     limited = kept[: settings.limit]
@@ -217,7 +217,7 @@ def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, 
     The problem is None for rows that ``skip_unanswered`` leaves out.
     """
     path = expand_path(settings.path)
-    return _problems(settings, path, _name(settings, path), answered=True)
+    return _read_problems(settings, path, _source_name(settings, path), answered=True)
 
 
 def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
@@ -232,7 +232,7 @@ def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
 
 def expand_path(path: str) -> str:
     """Return ``path`` with ``~`` and ``$VARIABLES`` expanded. Raises ProblemFileError if a variable is not set."""
-    for match in _VARIABLE.finditer(path):
+    for match in _ENVIRONMENT_VARIABLE.finditer(path):
         variable = match[1] or match[2]
         if variable not in os.environ:
             raise ProblemFileError(f"{path}: the environment variable {variable} is not set")
@@ -247,8 +247,8 @@ def check_builtin(path: str, what: str, known: Sequence[str]) -> None:
         raise ProblemError(f"{path}: no such built-in {what}; valid: {valid}{did_you_mean(kind, known)}")
 
 
-def _generator(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
-    endless = _generated(settings, seed if settings.seed is None else settings.seed)
+def _load_generated(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
+    endless = _make_generator(settings, seed if settings.seed is None else settings.seed)
     if settings.limit is None:
         return LoadedSource(source=endless, report=None)
     problems = evaluation_set(endless, settings.limit)
@@ -256,7 +256,7 @@ def _generator(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
     return LoadedSource(source=FiniteSource(endless.name, problems), report=report)
 
 
-def _generated(settings: ProblemSourceSettings, seed: int) -> ProblemSource:
+def _make_generator(settings: ProblemSourceSettings, seed: int) -> ProblemSource:
     if settings.path.startswith(REASONING_GYM):
         from agentrl_envs.adapters.reasoning_gym import ReasoningGymSource
 
@@ -269,7 +269,7 @@ def _generated(settings: ProblemSourceSettings, seed: int) -> ProblemSource:
     return made_by(split=settings.split, seed=seed, families=settings.families)
 
 
-def _name(settings: ProblemSourceSettings, path: str) -> str:
+def _source_name(settings: ProblemSourceSettings, path: str) -> str:
     stem = Path(path).stem if _is_file(path) else path.rstrip("/")
     parts = [stem, settings.subset, None if settings.split == DEFAULT_SPLIT else settings.split]
     parts.append(None if settings.part == "all" else settings.part)
@@ -290,7 +290,7 @@ def _distinct_problems(
     # Drop repeats while reading, because rows may repeat hundreds of times.
     problems: dict[tuple[str, str | None, str], Problem] = {}
     rows = unanswered = 0
-    for _, problem in _problems(settings, path, name, answered=answered):
+    for _, problem in _read_problems(settings, path, name, answered=answered):
         rows += 1
         if problem is None:
             unanswered += 1
@@ -311,14 +311,14 @@ def _with_distinct_ids(problems: Mapping[tuple[str, str | None, str], Problem]) 
     return kept
 
 
-def _problems(
+def _read_problems(
     settings: ProblemSourceSettings, path: str, name: str, *, answered: bool
 ) -> Iterator[tuple[str, Problem | None]]:
     """Yield location and problem of every row.
 
     The problem is None for rows that are skipped because they have no answer.
     """
-    for location, row in _rows(settings, path):
+    for location, row in _read_rows(settings, path):
         problem = problem_from_row(
             row, location, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
         )
@@ -329,7 +329,7 @@ def _problems(
         yield location, None if problem.answer is None and settings.skip_unanswered else problem
 
 
-def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
+def _read_rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
     if path.startswith(HARBOR):
         from agentrl_envs.adapters.harbor_tasks import task_rows
 
@@ -346,9 +346,9 @@ def _rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row
     raise ProblemFileError(f"{settings.path}: not a source of problems; valid: {valid}")
 
 
-def _statements(path: str) -> Iterator[str]:
+def _read_statements(path: str) -> Iterator[str]:
     """Yield the statements of a file or data set, with or without answers."""
-    for location, row in _rows(ProblemSourceSettings(path=path), expand_path(path)):
+    for location, row in _read_rows(ProblemSourceSettings(path=path), expand_path(path)):
         yield statement_from_row(row, location, fields={})
 
 

@@ -25,7 +25,7 @@ from agentrl_envs.types import Problem
 MAX_LENGTH: Final = 200  # characters; limits the depth of the parser
 MAX_VALUE: Final = 10**12
 
-_ALLOWED = re.compile(r"[\d\s()+*/.,-]+")
+_ARITHMETIC_TEXT = re.compile(r"[\d\s()+*/.,-]+")
 _NUMBER = re.compile(r"\d+")
 _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
     ast.Add: operator.add,
@@ -63,9 +63,9 @@ class Formula:
         Raises FormulaError if the formula contains more than integers, ``+ - * /`` and parentheses.
         """
         left, equals, right = text.partition("=")
-        if len(text) > MAX_LENGTH or not _ALLOWED.fullmatch(left):
+        if len(text) > MAX_LENGTH or not _ARITHMETIC_TEXT.fullmatch(left):
             raise FormulaError("whose formula contains more than integer arithmetic")
-        if equals and not _ALLOWED.fullmatch(right):
+        if equals and not _ARITHMETIC_TEXT.fullmatch(right):
             raise FormulaError("whose formula contains more than integer arithmetic")
         try:
             tree = ast.parse(re.sub(r"(?<=\d),(?=\d{3})", "", left).strip(), mode="eval").body
@@ -90,7 +90,7 @@ class Formula:
         >>> Formula.parse("(50+59)//2").value(floor=True)
         54
         """
-        return _value(self.tree, floor)
+        return _evaluate(self.tree, floor)
 
     def python(self) -> str:
         """Return the formula in Python, with as few parentheses as possible."""
@@ -115,11 +115,11 @@ def _to_integer_arithmetic(node: ast.expr) -> ast.expr:
     raise FormulaError("whose formula contains more than integer arithmetic")
 
 
-def _value(node: ast.expr, floor: bool) -> int:
+def _evaluate(node: ast.expr, floor: bool) -> int:
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         return node.value
     assert isinstance(node, ast.BinOp)  # ensured by `_to_integer_arithmetic`
-    left, right = _value(node.left, floor), _value(node.right, floor)
+    left, right = _evaluate(node.left, floor), _evaluate(node.right, floor)
     if isinstance(node.op, ast.FloorDiv) and (right == 0 or (left % right and not floor)):
         raise FormulaError("whose division leaves a remainder")
     value = _OPERATORS[type(node.op)](left, right)
@@ -137,12 +137,14 @@ TENS = ("twenty", "thirty", "forty", "fifty", "sixty", "seventy", "eighty", "nin
 # fmt: on
 SCALES = {"hundred": 100, "thousand": 1000, "million": 1_000_000}
 
-_SMALL = {word: value for value, word in enumerate(UNITS)} | {word: 10 * (2 + i) for i, word in enumerate(TENS)}
-_WORD = "|".join(sorted([*_SMALL, *SCALES], key=len, reverse=True))
+_SMALL_NUMBER_WORDS = {word: value for value, word in enumerate(UNITS)} | {
+    word: 10 * (2 + i) for i, word in enumerate(TENS)
+}
+_NUMBER_WORD = "|".join(sorted([*_SMALL_NUMBER_WORDS, *SCALES], key=len, reverse=True))
 
-DIGITS = r"\d+(?:,\d{3})*(?:\.\d+)?"
-WORDS = rf"\b(?:{_WORD})(?:(?:\s+and\s+|[\s-]+)(?:{_WORD}))*\b"
-NUMBER = re.compile(rf"(?P<digits>{DIGITS})|(?P<words>{WORDS})", re.IGNORECASE)
+DIGITS_PATTERN = r"\d+(?:,\d{3})*(?:\.\d+)?"
+WORDS_PATTERN = rf"\b(?:{_NUMBER_WORD})(?:(?:\s+and\s+|[\s-]+)(?:{_NUMBER_WORD}))*\b"
+NUMBER = re.compile(rf"(?P<digits>{DIGITS_PATTERN})|(?P<words>{WORDS_PATTERN})", re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -162,8 +164,8 @@ def number_mentions(text: str) -> tuple[NumberMention, ...]:
     """
     mentions = []
     for match in NUMBER.finditer(text):
-        value = _whole(match["digits"]) if match["digits"] else number_from_words(match["words"])
-        if value is not None and not _glued(text, match.start(), match.end()):
+        value = _integer_or_none(match["digits"]) if match["digits"] else number_from_words(match["words"])
+        if value is not None and not _is_part_of_word(text, match.start(), match.end()):
             mentions.append(NumberMention(start=match.start(), end=match.end(), value=value))
     return tuple(mentions)
 
@@ -201,7 +203,7 @@ def number_from_words(words: str) -> int | None:
                 total, group = total + group, 0
             previous = scale
             continue
-        value = _SMALL[word]
+        value = _SMALL_NUMBER_WORDS[word]
         if value >= previous or (previous < 100 and (previous < 20 or value > 9)):
             return None
         group += value
@@ -209,12 +211,12 @@ def number_from_words(words: str) -> int | None:
     return total + group
 
 
-def _whole(digits: str) -> int | None:
+def _integer_or_none(digits: str) -> int | None:
     plain = digits.replace(",", "")
     return None if "." in plain else int(plain)
 
 
-def _glued(text: str, start: int, end: int) -> bool:
+def _is_part_of_word(text: str, start: int, end: int) -> bool:
     """Return True if the match is part of a word or a larger number: ``3rd``, ``A4``, ``.5``, ``1/2``."""
     before, after = text[start - 1 : start], text[end : end + 1]
     if before.isalnum() or before in {".", "/"} or after.isalpha() or after == "/":
@@ -244,7 +246,7 @@ class FormulaReport:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Solved:
+class _UsableProblem:
     """A problem, its formula, and the positions of the formula's numbers in the statement."""
 
     problem: Problem
@@ -268,18 +270,18 @@ def formula_demonstrations(
     rows = 0
     for location, row in read_jsonl(Path(path)):
         rows += 1
-        solved = _solve(problem_from_row(row, location, source=Path(path).stem, fields={}), row.get("formula"))
+        solved = _usable_problem(problem_from_row(row, location, source=Path(path).stem, fields={}), row.get("formula"))
         if isinstance(solved, str):
             unusable[solved] += 1
         else:
-            made.extend(_variants(solved, variants, seed))
+            made.extend(_make_variants(solved, variants, seed))
     if not made:
         raise EmptyProblemsError(f"{path}: none of the {rows} rows has a formula that a program can compute")
     usable = rows - unusable.total()
     return made, FormulaReport(rows=rows, usable=usable, demonstrations=len(made), unusable=dict(unusable))
 
 
-def _solve(problem: Problem, formula: object) -> _Solved | str:
+def _usable_problem(problem: Problem, formula: object) -> _UsableProblem | str:
     """Return the solved problem, or the reason why the row is unusable."""
     if problem.answer is None:
         return "without an answer"
@@ -294,15 +296,15 @@ def _solve(problem: Problem, formula: object) -> _Solved | str:
     mentions = tuple(mention for mention in number_mentions(problem.statement) if mention.value in parsed.numbers)
     if {mention.value for mention in mentions} != set(parsed.numbers):
         return "whose statement lacks a number of the formula"
-    return _Solved(problem=problem, formula=parsed, mentions=mentions)
+    return _UsableProblem(problem=problem, formula=parsed, mentions=mentions)
 
 
-def _variants(solved: _Solved, variants: int, seed: int) -> Iterator[Demonstration]:
+def _make_variants(solved: _UsableProblem, variants: int, seed: int) -> Iterator[Demonstration]:
     yield _demonstration(solved.problem, solved.formula)
     seen = {solved.problem.statement}
     for number in range(1, variants):
         rng = Random(f"{seed}:{solved.problem.id}:{number}")
-        renumbered = _renumber(solved, rng)
+        renumbered = _with_new_numbers(solved, rng)
         if renumbered is None:
             continue
         formula, statement = renumbered
@@ -319,7 +321,7 @@ def _variants(solved: _Solved, variants: int, seed: int) -> Iterator[Demonstrati
         yield _demonstration(problem, formula)
 
 
-def _renumber(solved: _Solved, rng: Random) -> tuple[Formula, str] | None:
+def _with_new_numbers(solved: _UsableProblem, rng: Random) -> tuple[Formula, str] | None:
     """Replace numbers with random numbers of the same magnitude. Equal numbers stay equal."""
     # Keep 0 and 1, because their words often have another meaning ("each one").
     fixed = {0, 1}
@@ -328,7 +330,7 @@ def _renumber(solved: _Solved, rng: Random) -> tuple[Formula, str] | None:
     if not values:
         return None
     for _ in range(MAX_TRIES):
-        drawn = {value: rng.randint(*_magnitude(value)) for value in values}
+        drawn = {value: rng.randint(*_bounds_of_magnitude(value)) for value in values}
         if len(set(drawn.values())) < len(values):
             continue
         formula = solved.formula.with_numbers(drawn)
@@ -340,7 +342,7 @@ def _renumber(solved: _Solved, rng: Random) -> tuple[Formula, str] | None:
     return None
 
 
-def _magnitude(value: int) -> tuple[int, int]:
+def _bounds_of_magnitude(value: int) -> tuple[int, int]:
     return next((bounds for bounds in MAGNITUDES if value <= bounds[1]), (value // 2, value * 2))
 
 

@@ -8,17 +8,16 @@ import keyword
 import re
 import sys
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.resources import files
-from importlib.resources.abc import Traversable
 from pathlib import Path
 from string import Template
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl_envs.registry import DISTRIBUTION, ENVIRONMENTS
 
-_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
-_SUFFIX = ".template"  # keeps linters and test runners from treating a template as code
-_PACKAGE = "package"  # name of the template directory that becomes the Python package
+_PACKAGE_NAME = re.compile(r"[a-z][a-z0-9]*([-_][a-z0-9]+)*")
+_TEMPLATES = Path(__file__).with_name("template")
+_TEMPLATE_SUFFIX = ".template"  # keeps linters and test runners from treating a template as code
+_PACKAGE_DIRECTORY = "package"  # name of the template directory that becomes the Python package
 
 
 def new_environment_command(name: str) -> list[str]:
@@ -29,7 +28,7 @@ def new_environment_command(name: str) -> list[str]:
     """
     folder = Path(name)
     written = write_environment(name, folder)
-    module = _module(name)
+    module = _module_name(name)
     return [
         f"wrote {folder}/: {', '.join(str(path.relative_to(folder)) for path in written)}",
         "next:",
@@ -46,28 +45,30 @@ def write_environment(name: str, folder: Path) -> list[Path]:
     if folder.exists():
         raise SettingsError(f"{folder} already exists: choose another name, or change to another directory")
     _check_name(name)
-    module = _module(name)
+    module = _module_name(name)
     words = {
         "name": name,
         "module": module,
-        "class_name": _class_name(name),
-        "trainer": pinned(DISTRIBUTION),
-        "sandbox": pinned("agentrl-sandbox"),  # a dependency of agentrl, whose metadata records no origin for it
+        "class_name": "".join(part.capitalize() for part in module.split("_")),
+        "trainer": pinned_requirement(DISTRIBUTION),
+        # A dependency of agentrl must be pinned separately, because agentrl's metadata records no origin for it.
+        "sandbox": pinned_requirement("agentrl-sandbox"),
     }
     try:
         folder.mkdir(parents=True)
         written = []
-        for parts, text in _templates():
-            path = folder.joinpath(*(module if part == _PACKAGE else part for part in parts))
+        for template in _TEMPLATES.rglob(f"*{_TEMPLATE_SUFFIX}"):
+            parts = template.relative_to(_TEMPLATES).with_suffix("").parts
+            path = folder.joinpath(*(module if part == _PACKAGE_DIRECTORY else part for part in parts))
             path.parent.mkdir(exist_ok=True)
-            path.write_text(Template(text).substitute(words), encoding="utf-8")
+            path.write_text(Template(template.read_text(encoding="utf-8")).substitute(words), encoding="utf-8")
             written.append(path)
     except OSError as error:
         raise WorldError(f"cannot write {folder}: {error.strerror}") from error
     return sorted(written)
 
 
-def pinned(name: str) -> str:
+def pinned_requirement(name: str) -> str:
     """Return a requirement for an installed distribution, pinned to its recorded origin or, without one, its version.
 
     The origin (PEP 610) is a commit, a directory or an archive. Raises SettingsError if the distribution is not
@@ -93,10 +94,11 @@ def pinned(name: str) -> str:
 
 
 def _check_name(name: str) -> None:
-    module = _module(name)
-    if not _NAME.fullmatch(name):
-        nearest = re.sub(r"[^a-z0-9]+", "-", _kebab(name).lower()).strip("-0123456789")
-        hint = f"; did you mean {nearest!r}?" if _NAME.fullmatch(nearest) else ""
+    module = _module_name(name)
+    if not _PACKAGE_NAME.fullmatch(name):
+        hyphenated = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name)  # MyShop becomes My-Shop
+        nearest = re.sub(r"[^a-z0-9]+", "-", hyphenated.lower()).strip("-0123456789")
+        hint = f"; did you mean {nearest!r}?" if _PACKAGE_NAME.fullmatch(nearest) else ""
         raise SettingsError(
             f"new environment {name!r}: a name must start with a letter and contain only lowercase "
             f"letters, digits, '-' and '_'{hint}"
@@ -109,29 +111,5 @@ def _check_name(name: str) -> None:
         )
 
 
-def _kebab(name: str) -> str:
-    """Insert hyphens at changes of case: ``MyShop`` becomes ``My-Shop``."""
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "-", name)
-
-
-def _module(name: str) -> str:
+def _module_name(name: str) -> str:
     return name.replace("-", "_")
-
-
-def _class_name(name: str) -> str:
-    return "".join(part.capitalize() for part in _module(name).split("_"))
-
-
-def _templates() -> list[tuple[tuple[str, ...], str]]:
-    """Return the path (without the suffix) and the text of each template."""
-    return _below(files("agentrl.scaffold").joinpath("template"), ())
-
-
-def _below(folder: Traversable, parts: tuple[str, ...]) -> list[tuple[tuple[str, ...], str]]:
-    templates = []
-    for entry in folder.iterdir():
-        if entry.is_dir():
-            templates += _below(entry, (*parts, entry.name))
-        elif entry.name.endswith(_SUFFIX):
-            templates.append(((*parts, entry.name.removesuffix(_SUFFIX)), entry.read_text(encoding="utf-8")))
-    return templates

@@ -77,8 +77,8 @@ def text_and_marks(text: str) -> tuple[Part, ...]:
 CALL_ID = "\ue001call-id\ue001"
 """Placeholder of a tool call's id. It has nine characters, because some templates check the length."""
 
-_DEFAULT_ID = "call00000"
-_ID = re.compile(r"[A-Za-z0-9]{1,64}")
+_DEFAULT_CALL_ID = "call00000"
+_VALID_CALL_ID = re.compile(r"[A-Za-z0-9]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,11 +156,11 @@ class ChatFormat:
 
         ``ids`` are the call ids that the model wrote, if any.
         """
-        parts = self._ending()
+        parts = self._turn_end_parts()
         leads = CALL_ID in self.before_response  # some templates write the id before its response, others after
-        last = _DEFAULT_ID
+        last = _DEFAULT_CALL_ID
         for number, text in enumerate(texts):
-            own = ids[number] if number < len(ids) and _ID.fullmatch(ids[number]) else _DEFAULT_ID
+            own = ids[number] if number < len(ids) and _VALID_CALL_ID.fullmatch(ids[number]) else _DEFAULT_CALL_ID
             mark = self.between_responses if number else self.before_response
             parts.append(TemplateMark(mark.replace(CALL_ID, own if leads else last)))
             parts.append(json.dumps(text, ensure_ascii=False)[1:-1] if self.quoted else text)
@@ -174,9 +174,9 @@ class ChatFormat:
             raise EpisodeUsageError("this chat format cannot write a user message after a model turn: set user=")
         before, after = self.user
         message: ChatMessage = {"role": "user", "content": text}
-        return MarkedText(*self._ending(), TemplateMark(before), text, TemplateMark(after), messages=[message])
+        return MarkedText(*self._turn_end_parts(), TemplateMark(before), text, TemplateMark(after), messages=[message])
 
-    def _ending(self) -> list[Part]:
+    def _turn_end_parts(self) -> list[Part]:
         return [TemplateMark(self.turn_end, ends_turn=True)] if self.turn_end else []
 
 

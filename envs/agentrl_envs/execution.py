@@ -95,7 +95,7 @@ class EpisodeSandbox:
                 raise _InfrastructureError(execution)
             return execution
 
-        execution = await self._within_deadline(run)
+        execution = await self._run_within_deadline(run)
         if execution.session_ended:
             self._session = None
         return execution
@@ -143,11 +143,11 @@ class EpisodeSandbox:
                 self._session = await self._sandbox.open_session()
             return self._session
 
-    async def _within_deadline(self, run: Callable[[], Awaitable[Execution]]) -> Execution:
+    async def _run_within_deadline(self, run: Callable[[], Awaitable[Execution]]) -> Execution:
         settings = self._settings
         try:
             async with asyncio.timeout(settings.sandbox_deadline):
-                return await _retried(run, settings)
+                return await _run_with_retries(run, settings)
         except TimeoutError as error:
             message = f"the sandbox returned no result within sandbox_deadline={settings.sandbox_deadline:g} s"
             raise UnavailableError(message, seconds=settings.sandbox_deadline) from error
@@ -176,7 +176,7 @@ def infrastructure_failure_call(seconds: float) -> ToolCall:
     return ToolCall(outcome=Outcome.INFRASTRUCTURE_FAILURE.value, seconds=seconds)
 
 
-async def _retried(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
+async def _run_with_retries(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
     """Retry ``run`` after sandbox failures, and return the result of the first successful attempt."""
     # The first attempt bypasses stamina, which takes ten times as long as the rest of the turn.
     first: SandboxError | _InfrastructureError | None = None

@@ -25,7 +25,7 @@ from agentrl_envs.types import Problem, Step, ToolCall
 from agentrl_sandbox.client import Sandbox, SandboxSettings
 
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_SAMPLED = string.ascii_letters + string.digits + string.punctuation + " \näπ∑中🙂"
+_SAMPLE_CHARSET = string.ascii_letters + string.digits + string.punctuation + " \näπ∑中🙂"
 _LONGEST_SAMPLE = 64
 
 
@@ -38,7 +38,7 @@ class UnicodeText(Text):
     """
 
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:
-        super().__init__(max_length, min_length=0, charset=_SAMPLED, seed=seed)
+        super().__init__(max_length, min_length=0, charset=_SAMPLE_CHARSET, seed=seed)
 
     def contains(self, x: object) -> bool:
         """Return True if x is a str of valid length without lone surrogates, which have no encoding."""
@@ -65,7 +65,7 @@ class UnicodeText(Text):
         return False
 
 
-_MAX_TEXT = 1 << 20  # characters in one action or observation
+_MAX_TEXT_CHARACTERS = 1 << 20  # characters in one action or observation
 
 SAMPLE_PROBLEMS = (
     Problem(id="sample-0", statement="What is 17 * 23?", answer="391", source="sample"),
@@ -87,8 +87,8 @@ class ProblemEnv(gymnasium.Env[str, str]):
     def __init__(self, problems: Sequence[Problem], environment: SimpleTIREnvironment | ReasoningEnvironment) -> None:
         if not problems:
             raise ValueError("problems must contain at least one Problem")
-        self.action_space = UnicodeText(_MAX_TEXT)
-        self.observation_space = UnicodeText(_MAX_TEXT)
+        self.action_space = UnicodeText(_MAX_TEXT_CHARACTERS)
+        self.observation_space = UnicodeText(_MAX_TEXT_CHARACTERS)
         self.telemetry: list[ToolCall] = []
         self._problems = tuple(problems)
         self._environment = environment
@@ -101,7 +101,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
         problem = (options or {}).get("problem")
         if problem is None:
             problem = self._problems[int(self.np_random.integers(len(self._problems)))]
-        loop = self._running_loop()
+        loop = self._start_loop()
         self.telemetry.clear()
         self._episode = self._environment.episode(problem)
         return loop.run(self._episode.start()), {"problem_id": problem.id}
@@ -122,7 +122,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
             loop.run(self._environment.close())
             loop.close()
 
-    def _running_loop(self) -> LoopThread:
+    def _start_loop(self) -> LoopThread:
         if self._loop is None:
             loop = LoopThread()
             try:

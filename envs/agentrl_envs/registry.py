@@ -84,7 +84,7 @@ class Registry(Generic[Item]):
 
     def names(self) -> tuple[str, ...]:
         """Return all names in order, including names of entry points."""
-        return tuple(sorted({*self.builtin, *self._entries, *self._installed()}))
+        return tuple(sorted({*self.builtin, *self._entries, *self._entry_points()}))
 
     def check(self, name: str) -> None:
         """Raise UnknownNameError unless the name is valid. Does not import ``module:attribute``."""
@@ -95,10 +95,10 @@ class Registry(Generic[Item]):
         self.check(name)
         if name in self._entries:
             return self._entries[name]
-        path = self.builtin.get(name) or self._installed().get(name, name.removeprefix(TRL))
+        path = self.builtin.get(name) or self._entry_points().get(name, name.removeprefix(TRL))
         return cast(Item, import_attribute(path, self.kind))
 
-    def _installed(self) -> dict[str, str]:
+    def _entry_points(self) -> dict[str, str]:
         return {entry.name: entry.value for entry in entry_points(group=self._group)} if self._group else {}
 
 
@@ -199,7 +199,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean {near[0]!r}?" if near else ""
 
 
-_CALLS_CODE = str(Path(__file__).with_name("threads.py"))
+_CALLING_FILE = str(Path(__file__).with_name("threads.py"))
 """The file whose frames call custom code. Error messages omit these frames."""
 
 
@@ -211,11 +211,11 @@ def describe_error(error: BaseException) -> str:
     if isinstance(error, SyntaxError):  # the message already contains file and line
         return f"{type(error).__name__}: {error}"
     last = traceback.extract_tb(error.__traceback__)[-1:]
-    location = "".join(f" ({at.filename}:{at.lineno})" for at in last if at.filename != _CALLS_CODE)
+    location = "".join(f" ({at.filename}:{at.lineno})" for at in last if at.filename != _CALLING_FILE)
     return f"{type(error).__name__}: {error}{location}"
 
 
-GROUP = "agentrl.plugins"
+PLUGIN_GROUP = "agentrl.plugins"
 """Entry points of installed packages; each names a module to import."""
 
 
@@ -227,13 +227,13 @@ def load_plugins(names: Iterable[str]) -> None:
     """
     for name in names:
         if name.endswith(".py"):
-            _load_file(name)
+            _import_plugin_file(name)
         else:
-            _import(name)
+            _import_plugin(name)
 
 
-def _import(name: str) -> None:
-    installed = {entry.name: entry.value for entry in entry_points(group=GROUP)}
+def _import_plugin(name: str) -> None:
+    installed = {entry.name: entry.value for entry in entry_points(group=PLUGIN_GROUP)}
     module = installed.get(name, name)
     try:
         importlib.import_module(module)
@@ -244,13 +244,13 @@ def _import(name: str) -> None:
         hint = did_you_mean(name, installed)
         raise PluginError(
             f"plugins {name!r}: there is no module {missing!r}{hint} (valid: a module, a file that ends in .py, or the "
-            f"name of an entry point in {GROUP})"
+            f"name of an entry point in {PLUGIN_GROUP})"
         ) from error
     except (Exception, SystemExit) as error:
         raise PluginError(f"plugins {name!r}: importing it raised {describe_error(error)}") from error
 
 
-def _load_file(name: str) -> None:
+def _import_plugin_file(name: str) -> None:
     """Import a file as the module ``STEM``, so that ``module:attribute`` and pickle can resolve its objects."""
     path = Path(name).expanduser().absolute()
     if not path.is_file():

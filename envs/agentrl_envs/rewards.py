@@ -37,7 +37,7 @@ from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.types import Ended, Problem, Verdict, as_reward
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
 
-_THREADS = 32  # concurrent calls of synchronous functions
+_MAX_THREADS = 32  # concurrent calls of synchronous functions
 
 
 class RewardError(EnvironmentContractError):
@@ -119,7 +119,7 @@ class Reward:
                 "(problem, conversation, verdict) -> float"
             )
         self._injected = injected_parameters(function, ("sandbox",))
-        if not _takes(function, 3, self._injected):
+        if not _accepts_arguments(function, 3, self._injected):
             raise PluginError(
                 f"reward.functions {path!r} cannot be called with (problem, conversation, verdict): its parameters are "
                 f"{inspect.signature(function)}"
@@ -127,7 +127,7 @@ class Reward:
         self.path = path
         self._function: Callable[..., object] = function
         self._deadline = deadline
-        self._threads = BlockingCalls(_THREADS, name="reward")
+        self._threads = BlockingCalls(_MAX_THREADS, name="reward")
 
     @property
     def needs_sandbox(self) -> bool:
@@ -146,38 +146,38 @@ class Reward:
         call = functools.partial(self._function, problem, conversation, verdict, **options)
         try:
             async with asyncio.timeout(self._deadline) as limit:
-                value = await self._value(call)
+                value = await self._call_function(call)
         except TimeoutError as error:
             if limit.expired():
                 raise TimeoutError(f"the reward {self.path} took longer than {self._deadline:g} s") from error
-            raise RewardError(self._message(problem, f"raised {describe_error(error)}")) from error
+            raise RewardError(self._error_message(problem, f"raised {describe_error(error)}")) from error
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
             if is_unreachable(error):
-                raise UnavailableError(self._message(problem, f"raised {describe_error(error)}")) from error
-            raise RewardError(self._message(problem, f"raised {describe_error(error)}")) from error
+                raise UnavailableError(self._error_message(problem, f"raised {describe_error(error)}")) from error
+            raise RewardError(self._error_message(problem, f"raised {describe_error(error)}")) from error
         turns = sum(turn.role == "assistant" for turn in conversation.turns)
         if not isinstance(value, (list, tuple)):
-            return (0.0,) * (turns - 1) + (self._checked(problem, value),)
+            return (0.0,) * (turns - 1) + (self._check_reward(problem, value),)
         if len(value) != turns:
             message = f"returned {len(value)} numbers for {turns} model turns"
-            raise RewardError(self._message(problem, message))
-        return tuple(self._checked(problem, item) for item in value)
+            raise RewardError(self._error_message(problem, message))
+        return tuple(self._check_reward(problem, item) for item in value)
 
-    async def _value(self, call: Callable[[], object]) -> object:
+    async def _call_function(self, call: Callable[[], object]) -> object:
         if inspect.iscoroutinefunction(self._function):
             return await cast("Awaitable[object]", call())
         value = await self._threads.run(call)
         return await value if inspect.isawaitable(value) else value
 
-    def _checked(self, problem: Problem, value: object) -> float:
+    def _check_reward(self, problem: Problem, value: object) -> float:
         try:
             return as_reward(value)
         except ValueError as error:
-            raise RewardError(self._message(problem, f"returned {error}, or a list of one per turn")) from None
+            raise RewardError(self._error_message(problem, f"returned {error}, or a list of one per turn")) from None
 
-    def _message(self, problem: Problem, what: str) -> str:
+    def _error_message(self, problem: Problem, what: str) -> str:
         return f"the reward {self.path} {what} (problem {problem.id})"
 
 
@@ -230,7 +230,7 @@ class Rewards:
         )
 
 
-def _takes(function: Callable[..., object], count: int, named: Sequence[str]) -> bool:
+def _accepts_arguments(function: Callable[..., object], count: int, named: Sequence[str]) -> bool:
     """Return True if a call with ``count`` positional and the ``named`` arguments matches the signature.
 
     Also returns True if the signature is unknown.

@@ -26,12 +26,12 @@ def read_options(model: type[Section], options: Mapping[str, object]) -> Section
         raise PluginError(f"{key}={first['input']!r}: {first['msg']} (valid settings: {known})") from error
 
 
-def _known_protocol(name: str) -> str:
+def _check_protocol(name: str) -> str:
     PROTOCOLS.check(name)
     return name
 
 
-_SIMPLETIR = (
+_SIMPLETIR_INSTRUCTION = (
     "Work through the problem below step by step. You may write Python to help you: every program is executed, and "
     'what it prints is shown to you after "Code execution result: ". Put a program into a fenced block,\n'
     "```python\nprint(1 + 1)\n```\n"
@@ -40,50 +40,50 @@ _SIMPLETIR = (
 )
 
 
-_RETOOL = (
+_RETOOL_INSTRUCTION = (
     "Solve the problem below step by step. Where a computation helps you, write a complete Python program; it is "
     "executed, and what it prints comes back between <interpreter> and </interpreter>. Write a program as\n"
     "<code>\n```python\nprint(1 + 1)\n```\n</code>\n"
     "Each program starts in a fresh interpreter: import what it needs, and print what you want to see."
 )
 
-_TORL = (
+_TORL_INSTRUCTION = (
     "A User asks a question and an Assistant solves it, by reasoning in words and by Python programs. The Assistant "
     "writes a program as\n```python\nprint(1 + 1)\n```\n```output\n2\n```\n"
     "where the output block is filled in by executing the program. The Assistant gives the final answer as "
     "\\boxed{...}."
 )
 
-_HERMES = (
+_HERMES_INSTRUCTION = (
     "Solve the problem below step by step. Call the tools where they help you. When you know the answer, call none "
     "and write it as \\boxed{...}."
 )
 
-_REASONING = "Work through the problem below step by step, and write the final answer as \\boxed{...}."
+_REASONING_INSTRUCTION = "Work through the problem below step by step, and write the final answer as \\boxed{...}."
 
-_SAID_OF_FRESH = (
+_FRESH_INTERPRETER_SENTENCES = (
     "Each program starts in a fresh interpreter and knows nothing of earlier ones.",
     "Each program starts in a fresh interpreter: import what it needs, and print what you want to see.",
 )
-_SAID_OF_SESSION = (
+_SESSION_INTERPRETER_SENTENCES = (
     "Your programs run one after the other in one interpreter, which keeps variables and imports.",
     "Your programs run one after the other in one interpreter, which keeps variables and imports. Print what you want "
     "to see.",
 )
 
 
-def _in_session(instruction: str) -> str:
-    for fresh, session in zip(_SAID_OF_FRESH, _SAID_OF_SESSION, strict=True):
+def _describe_session_interpreter(instruction: str) -> str:
+    for fresh, session in zip(_FRESH_INTERPRETER_SENTENCES, _SESSION_INTERPRETER_SENTENCES, strict=True):
         instruction = instruction.replace(fresh, session)
     return instruction
 
 
 INSTRUCTIONS: Mapping[str, str] = {
-    "simpletir": _SIMPLETIR,
-    "retool": _RETOOL,
-    "torl": _TORL,
-    "hermes": _HERMES,
-    "reasoning": _REASONING,
+    "simpletir": _SIMPLETIR_INSTRUCTION,
+    "retool": _RETOOL_INSTRUCTION,
+    "torl": _TORL_INSTRUCTION,
+    "hermes": _HERMES_INSTRUCTION,
+    "reasoning": _REASONING_INSTRUCTION,
 }
 """Default instruction of each protocol (``environment.instruction``)."""
 
@@ -149,7 +149,7 @@ class ExecutionSettings(BaseModel):
 class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
     """Settings of an episode with tools, under SimpleTIR or another protocol."""
 
-    protocol: Annotated[str, AfterValidator(_known_protocol)] = Field(
+    protocol: Annotated[str, AfterValidator(_check_protocol)] = Field(
         "simpletir",
         json_schema_extra={"form": f"one of {', '.join(PROTOCOLS.builtin)} or module:function"},
         description="format of programs, outputs and answers; hermes needs a model with a chat template",
@@ -181,7 +181,7 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
         if self.instruction is not None:
             return self.instruction
         own = INSTRUCTIONS.get(self.protocol, "")
-        return own if self.interpreter == "fresh" else _in_session(own)
+        return own if self.interpreter == "fresh" else _describe_session_interpreter(own)
 
     @property
     def preamble(self) -> str:

@@ -41,14 +41,14 @@ class BlockingCalls:
         """
         async with asyncio.timeout(timeout):
             await self._slots.acquire()
-            return await self._started(call, call_name or self._name)
+            return await self._start_thread(call, call_name or self._name)
 
-    def _started(self, call: Callable[[], Result], what: str) -> asyncio.Future[Result]:
+    def _start_thread(self, call: Callable[[], Result], what: str) -> asyncio.Future[Result]:
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
         # Do not use ThreadPoolExecutor: Python joins its threads at exit, so a call that never returns blocks the exit.
         threading.Thread(
-            target=_complete,
+            target=_run_and_set_result,
             args=(call, future, loop, self._slots.release),
             name=f"{what}-{next(self._numbers)}",
             daemon=True,
@@ -66,7 +66,7 @@ class ObjectThread:
     def __init__(self, *, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._started = False
+        self._start_thread = False
         self._current: tuple[str, asyncio.Future[Any]] | None = None  # the running call
 
     @property
@@ -80,15 +80,15 @@ class ObjectThread:
 
         Raises TimeoutError after ``timeout`` seconds, which include the wait for earlier calls.
         """
-        if not self._started:
-            self._started = True
-            threading.Thread(target=self._work, name=self._name, daemon=True).start()
+        if not self._start_thread:
+            self._start_thread = True
+            threading.Thread(target=self._run_queued_calls, name=self._name, daemon=True).start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()
 
         def work() -> None:
             self._current = (call_name or self._name, future)
-            _complete(call, future, loop)
+            _run_and_set_result(call, future, loop)
             self._current = None
 
         self._calls.put(work)
@@ -109,10 +109,10 @@ class ObjectThread:
     def close(self, final_call: Callable[[], object] | None = None) -> None:
         """End the thread after all queued calls and after ``final_call``, whose exceptions are ignored."""
         if final_call is not None:
-            self._calls.put(lambda: _ignoring_errors(final_call))
+            self._calls.put(lambda: _call_ignoring_errors(final_call))
         self._calls.put(None)
 
-    def _work(self) -> None:
+    def _run_queued_calls(self) -> None:
         while (call := self._calls.get()) is not None:
             call()
 
@@ -123,16 +123,16 @@ class BlockingRunner(Protocol):
     async def run(self, call: Callable[[], Result], *, timeout: float | None = None, call_name: str = "") -> Result: ...
 
 
-def _ignoring_errors(call: Callable[[], object]) -> None:
+def _call_ignoring_errors(call: Callable[[], object]) -> None:
     with contextlib.suppress(Exception):
         call()
 
 
-def _complete(
+def _run_and_set_result(
     call: Callable[[], Result],
     future: asyncio.Future[Result],
     loop: asyncio.AbstractEventLoop,
-    then: Callable[[], None] = lambda: None,
+    on_completion: Callable[[], None] = lambda: None,
 ) -> None:
     """Run ``call`` in this thread, and set the future's result in ``loop`` unless the future was cancelled."""
     result, error = None, None
@@ -142,7 +142,7 @@ def _complete(
         error = raised
 
     def complete() -> None:
-        then()
+        on_completion()
         if future.cancelled():
             return
         if error is None:
@@ -157,8 +157,8 @@ def _complete(
 CLOSE_SECONDS = 5.0
 """Seconds that `LoopThread.close` waits for coroutines that block the loop or ignore their cancellation."""
 
-_STANDARD = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
-_INSTALLED = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
+_STANDARD_LIBRARY_PATHS = tuple(f"{sysconfig.get_path(name)}/" for name in ("stdlib", "platstdlib"))
+_INSTALLED_PACKAGE_PATHS = tuple(f"{sysconfig.get_path(name)}/" for name in ("purelib", "platlib"))
 
 
 class LoopThread:
@@ -195,8 +195,12 @@ class LoopThread:
         frame = sys._current_frames().get(self._thread.ident or 0)
         stack: list[traceback.FrameSummary] = traceback.extract_stack(frame) if frame else []
         stack = [at for at in stack if not at.filename.startswith("<") and at.filename != __file__]
-        outside = [at for at in stack if at.filename.startswith(_INSTALLED) or not at.filename.startswith(_STANDARD)]
-        preferred = [at for at in outside if not at.filename.startswith(_INSTALLED)]
+        outside = [
+            at
+            for at in stack
+            if at.filename.startswith(_INSTALLED_PACKAGE_PATHS) or not at.filename.startswith(_STANDARD_LIBRARY_PATHS)
+        ]
+        preferred = [at for at in outside if not at.filename.startswith(_INSTALLED_PACKAGE_PATHS)]
         return next(reversed(preferred or outside), None)
 
     def close(self) -> None:

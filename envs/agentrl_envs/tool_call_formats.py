@@ -24,7 +24,7 @@ from typing import NoReturn
 
 from jsonschema import Draft202012Validator
 
-_CONSTANTS = {"True": True, "False": False, "None": None, "null": None}
+_PYTHON_CONSTANTS = {"True": True, "False": False, "None": None, "null": None}
 """Python constants, which templates of the Qwen3-Coder family write instead of JSON constants."""
 
 
@@ -49,7 +49,7 @@ def parse_parameter(text: str, name: str, parameters: Mapping[str, object] | Non
     if check.is_valid(text):
         return text
     try:
-        value = _CONSTANTS[bare] if bare in _CONSTANTS else json.loads(bare)
+        value = _PYTHON_CONSTANTS[bare] if bare in _PYTHON_CONSTANTS else json.loads(bare)
     except (ValueError, RecursionError):
         return text
     return value if check.is_valid(value) else text
@@ -58,19 +58,19 @@ def parse_parameter(text: str, name: str, parameters: Mapping[str, object] | Non
 Parameters = Callable[[str], Mapping[str, object] | None]
 """Function from a tool's name to the JSON schema of its parameters, or to None for an unknown tool."""
 
-_OPEN, _CLOSE = "<tool_call>", "</tool_call>"
-_LIST = "[TOOL_CALLS]"
+_CALL_START, _CALL_END = "<tool_call>", "</tool_call>"
+_TOOL_CALLS_MARK = "[TOOL_CALLS]"
 _PYTHON_TAG = "<|python_tag|>"
-_BLANKS = re.compile(r"\s*")
-_FUNCTION = re.compile(
+_WHITESPACE = re.compile(r"\s*")
+_QWEN_FUNCTION = re.compile(
     r"\s*<function=(?P<name>[^>\n]+)>(?P<body>.*?)</function>\s*(?=</tool_call>)",
     re.DOTALL,
 )
-_PARAMETER = re.compile(
+_QWEN_PARAMETER = re.compile(
     r"\s*<parameter=(?P<name>[^>\n]+)>\n?(?P<value>.*?)\n?</parameter>(?=\s*(?:<parameter=|\Z))", re.DOTALL
 )
-_NAMED = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
-_BARE = re.compile(r'<\|python_tag\|>\s*|(?:^[ \t]*|;\s*)(?=\{\s*"(?:name|type)"\s*:)', re.MULTILINE)
+_MISTRAL_NAME = re.compile(r"\s*(?P<name>[\w.-]+)\s*(?:\[CALL_ID\]\s*(?P<id>\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)")
+_LLAMA_CALL_START = re.compile(r'<\|python_tag\|>\s*|(?:^[ \t]*|;\s*)(?=\{\s*"(?:name|type)"\s*:)', re.MULTILINE)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -89,7 +89,7 @@ class ParsedCall:
     error: str = ""
 
 
-def _unknown(name: str) -> None:
+def _no_schema(name: str) -> None:
     """Return None, which means that the schema is unknown."""
 
 
@@ -105,7 +105,7 @@ class ToolCallFormat:
     key: str = "arguments"
     tokens: tuple[str, ...] = ()
 
-    def find_calls(self, text: str, parameters: Parameters = _unknown) -> list[ParsedCall]:
+    def find_calls(self, text: str, parameters: Parameters = _no_schema) -> list[ParsedCall]:
         """Return every attempted call.
 
         ``parameters`` returns the schemas for formats whose values have no explicit type.
@@ -122,38 +122,38 @@ def remove_calls(text: str, calls: Sequence[ParsedCall]) -> str:
     return "".join([*kept, text[position:]]).strip()
 
 
-def _hermes(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
+def _parse_hermes(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
-    while (start := text.find(_OPEN, position)) >= 0:
-        position = start + len(_OPEN)
+    while (start := text.find(_CALL_START, position)) >= 0:
+        position = start + len(_CALL_START)
         value, end = _read_json(text, position)
-        close = text.find(_CLOSE, position if end is None else end)
+        close = text.find(_CALL_END, position if end is None else end)
         if close < 0:
-            yield ParsedCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
+            yield ParsedCall(start=start, end=len(text), error=f"{_CALL_START} is not closed by {_CALL_END}")
             return
-        position = close + len(_CLOSE)
+        position = close + len(_CALL_END)
         if end is None or text[end:close].strip():
-            error = f"between {_OPEN} and {_CLOSE} there must be one JSON object"
+            error = f"between {_CALL_START} and {_CALL_END} there must be one JSON object"
             yield ParsedCall(start=start, end=position, error=error)
         else:
-            yield _of_object(value, start, position, "arguments")
+            yield _call_from_object(value, start, position, "arguments")
 
 
-def _qwen_coder(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
+def _parse_qwen_coder(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
-    while (start := text.find(_OPEN, position)) >= 0:
-        position = start + len(_OPEN)
-        match = _FUNCTION.match(text, position)
-        close = text.find(_CLOSE, position if match is None else match.end())
+    while (start := text.find(_CALL_START, position)) >= 0:
+        position = start + len(_CALL_START)
+        match = _QWEN_FUNCTION.match(text, position)
+        close = text.find(_CALL_END, position if match is None else match.end())
         if close < 0:
-            yield ParsedCall(start=start, end=len(text), error=f"{_OPEN} is not closed by {_CLOSE}")
+            yield ParsedCall(start=start, end=len(text), error=f"{_CALL_START} is not closed by {_CALL_END}")
             return
-        position = close + len(_CLOSE)
-        written = None if match is None else _written_parameters(match["body"])
+        position = close + len(_CALL_END)
+        written = None if match is None else _parse_parameters(match["body"])
         if match is None or written is None:
             error = (
-                f"between {_OPEN} and {_CLOSE} there must be <function=NAME>, a <parameter=NAME> with </parameter> for "
-                "each argument, and </function>"
+                f"between {_CALL_START} and {_CALL_END} there must be <function=NAME>, a <parameter=NAME> with "
+                "</parameter> for each argument, and </function>"
             )
             yield ParsedCall(start=start, end=position, error=error)
             continue
@@ -162,25 +162,27 @@ def _qwen_coder(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
         yield ParsedCall(start=start, end=position, name=match["name"], arguments=arguments)
 
 
-def _written_parameters(body: str) -> list[tuple[str, str]] | None:
+def _parse_parameters(body: str) -> list[tuple[str, str]] | None:
     """Return names and values as written, or None if the body contains anything else."""
     pairs, position = [], 0
-    while (parameter := _PARAMETER.match(body, position)) is not None:
+    while (parameter := _QWEN_PARAMETER.match(body, position)) is not None:
         pairs.append((parameter["name"], parameter["value"]))
         position = parameter.end()
     return None if body[position:].strip() else pairs
 
 
-def _mistral(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
+def _parse_mistral(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
-    while (start := text.find(_LIST, position)) >= 0:
-        position = start + len(_LIST)
-        named = _NAMED.match(text, position)
+    while (start := text.find(_TOOL_CALLS_MARK, position)) >= 0:
+        position = start + len(_TOOL_CALLS_MARK)
+        named = _MISTRAL_NAME.match(text, position)
         value, end = _read_json(text, position if named is None else named.end())
         if end is None or not isinstance(value, dict | list):
-            following = text.find(_LIST, position)
+            following = text.find(_TOOL_CALLS_MARK, position)
             position = following if following >= 0 else len(text)
-            error = f"{_LIST} must be followed by a JSON list of calls, or by a tool's name and a JSON object"
+            error = (
+                f"{_TOOL_CALLS_MARK} must be followed by a JSON list of calls, or by a tool's name and a JSON object"
+            )
             yield ParsedCall(start=start, end=position, error=error)
             continue
         position = end
@@ -188,22 +190,22 @@ def _mistral(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
             yield ParsedCall(start=start, end=end, name=named["name"], arguments=value, id=named["id"] or "")
             continue
         for call in value if isinstance(value, list) else [value]:
-            yield _of_object(call, start, end, "arguments")
+            yield _call_from_object(call, start, end, "arguments")
 
 
-def _llama(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
+def _parse_llama(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     position = 0
-    while (start := _BARE.search(text, position)) is not None:
+    while (start := _LLAMA_CALL_START.search(text, position)) is not None:
         value, end = _read_json(text, start.end())
         if end is None:
             error = 'a call is a JSON object with a text "name" and an object "parameters", and nothing else'
             yield ParsedCall(start=start.start(), end=len(text), error=error)
             return
         position = end
-        yield _of_object(value, start.start(), end, "parameters", "arguments")
+        yield _call_from_object(value, start.start(), end, "parameters", "arguments")
 
 
-def _of_object(value: object, start: int, end: int, *keys: str) -> ParsedCall:
+def _call_from_object(value: object, start: int, end: int, *keys: str) -> ParsedCall:
     """Convert a JSON value to a call. The arguments are the value of the first key in ``keys`` that is present."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
         error = f'a call is a JSON object with a text "name" and an object "{keys[0]}"'
@@ -215,11 +217,11 @@ def _of_object(value: object, start: int, end: int, *keys: str) -> ParsedCall:
     )
 
 
-def _no_number(constant: str) -> NoReturn:
+def _reject_constant(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
 
 
-_DECODER = json.JSONDecoder(parse_constant=_no_number)
+_DECODER = json.JSONDecoder(parse_constant=_reject_constant)
 
 
 def _read_json(text: str, start: int) -> tuple[object, int | None]:
@@ -227,7 +229,7 @@ def _read_json(text: str, start: int) -> tuple[object, int | None]:
 
     Because the value is parsed, a string inside it may contain ``</tool_call>``.
     """
-    blanks = _BLANKS.match(text, start)
+    blanks = _WHITESPACE.match(text, start)
     try:
         return _DECODER.raw_decode(text, start if blanks is None else blanks.end())
     except (ValueError, RecursionError):  # invalid JSON, an integer of over 4300 digits, or deep nesting
@@ -237,10 +239,10 @@ def _read_json(text: str, start: int) -> tuple[object, int | None]:
 TOOL_CALL_FORMATS: Mapping[str, ToolCallFormat] = {
     form.name: form
     for form in (
-        ToolCallFormat(name="hermes", reader=_hermes, tokens=(_OPEN, _CLOSE)),
-        ToolCallFormat(name="qwen_coder", reader=_qwen_coder, tokens=(_OPEN, _CLOSE)),
-        ToolCallFormat(name="mistral", reader=_mistral, tokens=(_LIST, "[CALL_ID]", "[ARGS]")),
-        ToolCallFormat(name="llama", reader=_llama, key="parameters", tokens=(_PYTHON_TAG,)),
+        ToolCallFormat(name="hermes", reader=_parse_hermes, tokens=(_CALL_START, _CALL_END)),
+        ToolCallFormat(name="qwen_coder", reader=_parse_qwen_coder, tokens=(_CALL_START, _CALL_END)),
+        ToolCallFormat(name="mistral", reader=_parse_mistral, tokens=(_TOOL_CALLS_MARK, "[CALL_ID]", "[ARGS]")),
+        ToolCallFormat(name="llama", reader=_parse_llama, key="parameters", tokens=(_PYTHON_TAG,)),
     )
 }
 """The formats by name."""

@@ -161,7 +161,7 @@ class NotJSONError(ValueError):
     """JSON cannot represent a value. The message contains the path and the type of the value."""
 
 
-def _refuse(self: object, *_: object, **__: object) -> NoReturn:
+def _raise_read_only(self: object, *_: object, **__: object) -> NoReturn:
     kind = "dict" if isinstance(self, dict) else "list"
     raise TypeError(f"this {kind} is read-only: copy it (copy.deepcopy) and change the copy")
 
@@ -169,8 +169,8 @@ def _refuse(self: object, *_: object, **__: object) -> NoReturn:
 class _ReadOnlyDict(dict[str, object]):
     """A dict that cannot be changed. `copy.deepcopy` returns an ordinary dict."""
 
-    __setitem__ = __delitem__ = __ior__ = _refuse  # type: ignore[assignment]
-    clear = pop = popitem = setdefault = update = _refuse
+    __setitem__ = __delitem__ = __ior__ = _raise_read_only  # type: ignore[assignment]
+    clear = pop = popitem = setdefault = update = _raise_read_only
 
     def __deepcopy__(self, memo: object) -> dict[str, object]:
         return {key: thaw(value) for key, value in self.items()}
@@ -182,8 +182,8 @@ class _ReadOnlyDict(dict[str, object]):
 class _ReadOnlyList(list[object]):
     """A list that cannot be changed. `copy.deepcopy` returns an ordinary list."""
 
-    __setitem__ = __delitem__ = __iadd__ = __imul__ = _refuse
-    append = clear = extend = insert = pop = remove = reverse = sort = _refuse
+    __setitem__ = __delitem__ = __iadd__ = __imul__ = _raise_read_only
+    append = clear = extend = insert = pop = remove = reverse = sort = _raise_read_only
 
     def __deepcopy__(self, memo: object) -> list[object]:
         return [thaw(value) for value in self]
@@ -208,7 +208,7 @@ def freeze(value: object, path: str = "") -> object:
             raise NotJSONError(f"{path} is {value}")
         return value
     if isinstance(value, Mapping):
-        return _ReadOnlyDict(_items(value, path))
+        return _ReadOnlyDict(_frozen_items(value, path))
     if isinstance(value, (list, tuple)):
         return _ReadOnlyList([freeze(item, f"{path}.{number}") for number, item in enumerate(value)])
     raise NotJSONError(f"{path} contains {type(value).__name__}")
@@ -223,7 +223,7 @@ def thaw(value: object) -> object:
     return value
 
 
-def _items(value: Mapping[object, object], path: str) -> Iterable[tuple[str, object]]:
+def _frozen_items(value: Mapping[object, object], path: str) -> Iterable[tuple[str, object]]:
     for key, item in value.items():
         if not isinstance(key, str):
             raise NotJSONError(f"{path} has the key {key!r}, which is not text")

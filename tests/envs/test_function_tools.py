@@ -434,7 +434,7 @@ async def test_a_tool_that_holds_the_event_loop_is_named(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(calling, "BLOCKED_SECONDS", -1.0)
-    monkeypatch.setattr(calling, "_reported", set())
+    monkeypatch.setattr(calling, "_reported_tools", set())
     with caplog.at_level(logging.WARNING):
         async with episode("rude") as made:
             await made.step(call("rude") + call("rude"))

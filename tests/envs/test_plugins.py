@@ -61,7 +61,7 @@ def test_plugins_of_files_and_of_the_command_line_add_up(tmp_path: Path) -> None
 def test_a_module_and_an_entry_point_are_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "my_package_plugin.py", REGISTERS)
     monkeypatch.syspath_prepend(tmp_path)
-    points = {names.GROUP: [EntryPoint("mine", "my_package_plugin", names.GROUP)]}
+    points = {names.PLUGIN_GROUP: [EntryPoint("mine", "my_package_plugin", names.PLUGIN_GROUP)]}
     monkeypatch.setattr(names, "entry_points", lambda group: points.get(group, []))
     load_plugins(["mine", "my_package_plugin"])
     assert "mine" in ENVIRONMENTS.names()

@@ -17,7 +17,7 @@ from packaging.requirements import Requirement
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.scaffold.package import new_environment_command, pinned, write_environment
+from agentrl.scaffold.package import new_environment_command, pinned_requirement, write_environment
 
 FILES = [
     ".gitignore",
@@ -116,14 +116,14 @@ def test_a_distribution_is_pinned_to_its_origin(
     if direct_url is not None:
         (installed / "direct_url.json").write_text(json.dumps(direct_url))
     monkeypatch.syspath_prepend(tmp_path)
-    assert pinned("boxes-store") == requirement
+    assert pinned_requirement("boxes-store") == requirement
     Requirement(requirement)  # pip can read it
 
 
 def test_the_package_depends_on_what_is_installed_here(tmp_path: Path) -> None:
     write_environment("my-boxes", tmp_path / "my-boxes")
     project = tomllib.loads((tmp_path / "my-boxes" / "pyproject.toml").read_text())["project"]
-    assert project["dependencies"] == [pinned("agentrl-trainer"), pinned("agentrl-sandbox")]
+    assert project["dependencies"] == [pinned_requirement("agentrl-trainer"), pinned_requirement("agentrl-sandbox")]
 
 
 def test_nothing_is_written_if_agentrl_is_imported_without_being_installed(

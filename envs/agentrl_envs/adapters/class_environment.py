@@ -228,20 +228,23 @@ class ClassEpisode(ToolEpisode):
             self.problem,
             sandbox=self._sandbox,
             timeout=self._settings.execution_timeout,
-            extra_arguments={"grade": _Grade(self._grader, asyncio.get_running_loop()), **self._settings.kwargs},
+            extra_arguments={
+                "grade": _GradeFunction(self._grader, asyncio.get_running_loop()),
+                **self._settings.kwargs,
+            },
             lenient=self._factory.is_trl_class,
         )
-        self.running_call = self._name_of("__init__")
+        self.running_call = self._method_name("__init__")
         try:
             await self._tools.create_instance(cast("Callable[..., object]", self._factory.user_class))
         except ToolError as error:
             if isinstance(error.__cause__, TypeError):
                 raise ToolError(f"{error}; set the arguments of __init__ in environment.kwargs") from error.__cause__
             raise
-        returned = await self._call("reset", **self._factory.columns(self.problem))
+        returned = await self._call_method("reset", **self._factory.columns(self.problem))
         if returned is not None and not isinstance(returned, str):
             raise EnvironmentContractError(
-                f"{self._name_of('reset')} must return text or None, not {type(returned).__name__}"
+                f"{self._method_name('reset')} must return text or None, not {type(returned).__name__}"
             )
         return self._protocol.chat.prompt(
             self.problem, lambda statement: "\n\n".join(filter(None, (self._protocol.message(statement), returned)))
@@ -252,60 +255,64 @@ class ClassEpisode(ToolEpisode):
         turn = self._protocol.parse(action)
         if turn.calls:
             observation, calls = await self.call_tools(turn.calls, action)
-            return await self._continued(observation, 0.0, done=False, calls=calls)
+            return await self._step_after_turn(observation, 0.0, done=False, calls=calls)
         if self._factory.has_step_method:
-            returned, reward, done = _stepped(await self._call("step", action), self._name_of("step"))
+            returned, reward, done = _parse_step_result(
+                await self._call_method("step", action), self._method_name("step")
+            )
             observation = (
                 self._protocol.reply(truncate_output(returned, self._settings.observation_limit)) if returned else ""
             )
-            return await self._continued(observation, reward, done=done, calls=())
-        return await self._last(Ended.ANSWERED, "", 0.0, ())
+            return await self._step_after_turn(observation, reward, done=done, calls=())
+        return await self._last_step(Ended.ANSWERED, "", 0.0, ())
 
-    async def _continued(self, observation: str, reward: float, *, done: bool, calls: tuple[ToolCall, ...]) -> Step:
-        instance, _ = self._instance()
+    async def _step_after_turn(
+        self, observation: str, reward: float, *, done: bool, calls: tuple[ToolCall, ...]
+    ) -> Step:
+        instance, _ = self._instance_and_thread()
         if done or bool(getattr(instance, "done", False)):
-            return await self._last(Ended.ANSWERED, observation, reward, calls)
+            return await self._last_step(Ended.ANSWERED, observation, reward, calls)
         if self._turns >= self._settings.max_turns:
-            return await self._last(Ended.TURN_LIMIT, observation, reward, calls)
+            return await self._last_step(Ended.TURN_LIMIT, observation, reward, calls)
         return Step(observation=observation, reward=reward, ended=None, tool_calls=calls)
 
-    async def _last(self, ended: Ended, observation: str, reward: float, calls: tuple[ToolCall, ...]) -> Step:
-        instance, _ = self._instance()
+    async def _last_step(self, ended: Ended, observation: str, reward: float, calls: tuple[ToolCall, ...]) -> Step:
+        instance, _ = self._instance_and_thread()
         if hasattr(instance, "get_reward"):
-            reward += _reward(await self._call("get_reward"), self._name_of("get_reward"))
+            reward += _checked_reward(await self._call_method("get_reward"), self._method_name("get_reward"))
         return Step(observation=observation, reward=reward, ended=ended, tool_calls=calls)
 
-    async def _call(self, method: str, *args: object, **kwargs: object) -> object:
+    async def _call_method(self, method: str, *args: object, **kwargs: object) -> object:
         """Call a method of the instance. Convert exceptions to UnavailableError or EnvironmentContractError."""
-        self.running_call = self._name_of(method)
-        result = await self._called(method, *args, **kwargs)
+        self.running_call = self._method_name(method)
+        result = await self._call_with_converted_errors(method, *args, **kwargs)
         self.running_call = ""
         return result
 
-    async def _called(self, method: str, *args: object, **kwargs: object) -> object:
-        instance, thread = self._instance()
+    async def _call_with_converted_errors(self, method: str, *args: object, **kwargs: object) -> object:
+        instance, thread = self._instance_and_thread()
         function = getattr(instance, method)
         try:
             if inspect.iscoroutinefunction(function):
                 return await cast("Callable[..., asyncio.Future[object]]", function)(*args, **kwargs)
             await thread.wait_for_overdue_call()
-            return await thread.run(partial(function, *args, **kwargs), call_name=self._name_of(method))
+            return await thread.run(partial(function, *args, **kwargs), call_name=self._method_name(method))
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
             if is_unreachable(error):
-                raise UnavailableError(f"{self._name_of(method)} raised {describe_error(error)}") from error
-            raise EnvironmentContractError(f"{self._name_of(method)} raised {describe_error(error)}") from error
+                raise UnavailableError(f"{self._method_name(method)} raised {describe_error(error)}") from error
+            raise EnvironmentContractError(f"{self._method_name(method)} raised {describe_error(error)}") from error
 
-    def _instance(self) -> tuple[object, ObjectThread]:
+    def _instance_and_thread(self) -> tuple[object, ObjectThread]:
         assert self._tools is not None
         return self._tools.instance(cast("Callable[..., object]", self._factory.user_class))
 
-    def _name_of(self, method: str) -> str:
+    def _method_name(self, method: str) -> str:
         return f"{method}() of environment {self._factory.name!r}"
 
 
-class _Grade:
+class _GradeFunction:
     """``grade(answer, reference)`` for synchronous methods. Returns True if the answer is correct.
 
     Asynchronous methods await `of` instead.
@@ -324,20 +331,20 @@ class _Grade:
             raise UnavailableError(f"the answer {answer!r:.60} was not graded ({verdict.value})")
         return verdict is Verdict.CORRECT
 
-    def __deepcopy__(self, memo: object) -> _Grade:
+    def __deepcopy__(self, memo: object) -> _GradeFunction:
         return self
 
 
-def _stepped(value: object, what: str) -> tuple[str, float, bool]:
+def _parse_step_result(value: object, what: str) -> tuple[str, float, bool]:
     """Return (observation, reward, done) for a result of ``step``: text, None, or (text, reward, done)."""
     if value is None or isinstance(value, str):
         return value or "", 0.0, value is None
     if isinstance(value, tuple) and len(value) == 3 and isinstance(value[0], str):
-        return value[0], _reward(value[1], what), bool(value[2])
+        return value[0], _checked_reward(value[1], what), bool(value[2])
     raise EnvironmentContractError(f"{what} must return text, None, or (text, reward, done), not {value!r:.80}")
 
 
-def _reward(value: object, what: str) -> float:
+def _checked_reward(value: object, what: str) -> float:
     try:
         return as_reward(value)
     except ValueError as error:

@@ -53,18 +53,20 @@ class GymnasiumEpisode:
         """Create and reset the environment. Raises EnvironmentContractError for a non-text prompt, and TimeoutError."""
         if self._env is not None:
             raise EpisodeUsageError("the episode has already started: call start() once")
-        self._env = await self._call(self._make)
+        self._env = await self._call_in_thread(self._make)
         seed = zlib.crc32(self.problem.id.encode())
-        observation, _ = await self._call(lambda: self._running().reset(seed=seed, options={"problem": self.problem}))
-        return _text(observation, "reset")
+        observation, _ = await self._call_in_thread(
+            lambda: self._started_env().reset(seed=seed, options={"problem": self.problem})
+        )
+        return _require_text(observation, "reset")
 
     async def step(self, action: str) -> Step:
         """Run ``step`` in a thread. Exceptions of the environment propagate. A timeout excludes the rollout."""
-        env = self._running()
+        env = self._started_env()
         if self._ended:
             raise EpisodeUsageError("the episode has ended: do not call step() again")
         try:
-            observation, reward, terminated, truncated, info = await self._call(lambda: env.step(action))
+            observation, reward, terminated, truncated, info = await self._call_in_thread(lambda: env.step(action))
         except TimeoutError:
             logger.warning("problem %s: step() took longer than %g s", self.problem.id, self._call_deadline)
             self._ended = True
@@ -79,7 +81,7 @@ class GymnasiumEpisode:
         ended = _ended(bool(terminated), bool(truncated), info)
         self._ended = ended is not None
         return Step(
-            observation=_text(observation, "step"),
+            observation=_require_text(observation, "step"),
             reward=reward,
             ended=ended,
             verdict=Verdict(info["verdict"]) if info.get("verdict") else None,
@@ -97,16 +99,16 @@ class GymnasiumEpisode:
         """Close the environment."""
         if self._env is not None:
             env, self._env = self._env, None
-            await self._call(env.close)
+            await self._call_in_thread(env.close)
 
-    def _running(self) -> TextEnv:
+    def _started_env(self) -> TextEnv:
         if self._env is None:
             raise EpisodeUsageError(
                 "the episode is not running: call start() first, and do not call step() after close()"
             )
         return self._env
 
-    async def _call(self, blocking: Callable[[], Result]) -> Result:
+    async def _call_in_thread(self, blocking: Callable[[], Result]) -> Result:
         return await self._threads.run(blocking, timeout=self._call_deadline)
 
 
@@ -143,7 +145,7 @@ class GymnasiumEnvironment(Environment):
         return [f"gymnasium environment {name}, blocking calls in up to {self.settings.threads} threads"]
 
 
-def _text(observation: object, method: str) -> str:
+def _require_text(observation: object, method: str) -> str:
     if not isinstance(observation, str):
         raise EnvironmentContractError(
             f"{method}() of a text environment must return a str as its observation, not {type(observation).__name__}"

@@ -41,15 +41,15 @@ if TYPE_CHECKING:
     from websockets.asyncio.client import ClientConnection
 
 
-_FULL = "CAPACITY_REACHED"
-_NO_SESSION = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
-_LONGEST_MESSAGE = 64 * 2**20
-_CLOSING = 5.0  # seconds to close a session
+_SERVER_FULL = "CAPACITY_REACHED"
+_NO_SESSION_CODES = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
+_MAX_MESSAGE_BYTES = 64 * 2**20
+_CLOSE_SECONDS = 5.0  # seconds to close a session
 _SCHEMA_DEADLINE = 30.0
 # Seconds between attempts to open a session on a full server. If a session of this run ends, the next attempt is
 # immediate.
-_FIRST_WAIT, _LONGEST_WAIT = 0.2, 5.0
-_HERE = frozenset({"localhost", "127.0.0.1", "::1"})
+_MIN_WAIT, _MAX_WAIT = 0.2, 5.0
+_LOCAL_HOSTS = frozenset({"localhost", "127.0.0.1", "::1"})
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -96,8 +96,8 @@ class OpenEnvSession:
             raise UnavailableError(f"OpenEnv server {self._url} {description}", seconds=self._deadline) from None
         except (ConnectionClosed, OSError) as error:
             raise UnavailableError(f"OpenEnv server {self._url} closed the session: {error}") from error
-        reply = _read(text, self._url)
-        if isinstance(reply, ErrorResponse) and reply.code in _NO_SESSION:
+        reply = _parse_response(text, self._url)
+        if isinstance(reply, ErrorResponse) and reply.code in _NO_SESSION_CODES:
             raise UnavailableError(f"OpenEnv server {self._url}: {reply.code}: {reply.message}")
         return reply
 
@@ -106,7 +106,7 @@ class OpenEnvSession:
         from websockets.exceptions import ConnectionClosed
 
         with contextlib.suppress(ConnectionClosed, OSError, TimeoutError):
-            async with asyncio.timeout(_CLOSING):
+            async with asyncio.timeout(_CLOSE_SECONDS):
                 await self._socket.send(json.dumps({"type": "close"}))
                 await self._socket.wait_closed()
         await self._socket.close()
@@ -122,10 +122,10 @@ class OpenEnvServer:
         if self._parts.scheme not in ("http", "https", "ws", "wss") or not self._parts.hostname:
             raise PluginError(f"environment openenv:{url} has no valid address; write openenv:http://HOST:PORT")
         self._deadline = deadline
-        self._proxied = self._parts.hostname not in _HERE
-        self._most: int | None = None  # maximum number of sessions; None until the server reports it
-        self._held = 0
-        self._forked = 0  # sessions of episodes that have been forked, and end after their forks
+        self._proxied = self._parts.hostname not in _LOCAL_HOSTS
+        self._session_limit: int | None = None  # maximum number of sessions; None until the server reports it
+        self._open_sessions = 0
+        self._forked_sessions = 0  # sessions of episodes that have been forked, and end after their forks
         self._ended = asyncio.Event()
 
     async def schemas(self) -> Mapping[str, object]:
@@ -157,56 +157,59 @@ class OpenEnvServer:
         Returns the session and the response to ``reset``. The caller must call `close_session`. ``fork``: the session
         is for a fork. Raises UnavailableError if all sessions belong to forked episodes, which would wait forever.
         """
-        wait = _FIRST_WAIT
+        wait = _MIN_WAIT
         while True:
-            while self._most is not None and self._held >= self._most:
-                if fork and self._forked >= self._held:
+            while self._session_limit is not None and self._open_sessions >= self._session_limit:
+                if fork and self._forked_sessions >= self._open_sessions:
                     raise UnavailableError(
-                        f"OpenEnv server {self.url} allows {self._most} concurrent sessions, and forked rollouts hold "
-                        "all of them: raise the server's limit, or lower rollout.concurrency or rollout.branching.live"
+                        f"OpenEnv server {self.url} allows {self._session_limit} concurrent sessions, and forked "
+                        "rollouts hold all of them: raise the server's limit, or lower rollout.concurrency or "
+                        "rollout.branching.live"
                     )
                 self._ended.clear()
                 await self._ended.wait()
-            self._held += 1
-            session, reply = await self._try(reset)
+            self._open_sessions += 1
+            session, reply = await self._try_to_open(reset)
             if session is not None:
                 return session, reply
             assert isinstance(reply, ErrorResponse)
-            self._full(reply)
+            self._record_session_limit(reply)
             self._ended.clear()
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._ended.wait(), wait)
-            wait = min(_LONGEST_WAIT, 1.5 * wait)
+            wait = min(_MAX_WAIT, 1.5 * wait)
 
     def record_fork(self) -> None:
         """Record that an episode is forked, which is then not played any further."""
-        self._forked += 1
+        self._forked_sessions += 1
 
     async def close_session(self, session: OpenEnvSession, *, forked: bool = False) -> None:
         """End a session, so that the next episode in the queue can start. ``forked``: after `record_fork`."""
-        self._forked -= forked
+        self._forked_sessions -= forked
         try:
             await session.close()
         finally:
             self._record_session_end()
 
-    async def _try(self, reset: Mapping[str, object]) -> tuple[OpenEnvSession | None, StepResult | ErrorResponse]:
+    async def _try_to_open(
+        self, reset: Mapping[str, object]
+    ) -> tuple[OpenEnvSession | None, StepResult | ErrorResponse]:
         """Open a session. Releases the reserved slot unless a session is returned."""
         session = None
         try:
-            session = OpenEnvSession(await self._connected(), url=self.url, deadline=self._deadline)
+            session = OpenEnvSession(await self._connect(), url=self.url, deadline=self._deadline)
             reply = await session.request("reset", reset)
         except BaseException:
             if session is not None:
                 await session.close()
             self._record_session_end()
             raise
-        if isinstance(reply, ErrorResponse) and reply.code == _FULL:
+        if isinstance(reply, ErrorResponse) and reply.code == _SERVER_FULL:
             await self.close_session(session)
             return None, reply
         return session, reply
 
-    async def _connected(self) -> ClientConnection:
+    async def _connect(self) -> ClientConnection:
         from websockets.asyncio.client import connect
         from websockets.exceptions import InvalidHandshake
 
@@ -215,9 +218,9 @@ class OpenEnvServer:
         try:
             return await connect(
                 address,
-                max_size=_LONGEST_MESSAGE,
+                max_size=_MAX_MESSAGE_BYTES,
                 open_timeout=self._deadline,
-                close_timeout=_CLOSING,
+                close_timeout=_CLOSE_SECONDS,
                 proxy=True if self._proxied else None,
             )
         except (OSError, TimeoutError) as error:
@@ -225,14 +228,14 @@ class OpenEnvServer:
         except InvalidHandshake as error:
             raise UnavailableError(f"OpenEnv server {self.url} refused the connection: {error}") from error
 
-    def _full(self, reply: ErrorResponse) -> None:
-        most = max(1, reply.sessions or self._held)
-        if self._most is None:
+    def _record_session_limit(self, reply: ErrorResponse) -> None:
+        most = max(1, reply.sessions or self._open_sessions)
+        if self._session_limit is None:
             logger.warning("OpenEnv server %s allows %d concurrent sessions; other episodes wait", self.url, most)
-        self._most = most
+        self._session_limit = most
 
     def _record_session_end(self) -> None:
-        self._held -= 1
+        self._open_sessions -= 1
         self._ended.set()
 
 
@@ -243,7 +246,7 @@ def _fetch(address: str, *, proxied: bool) -> bytes:
     return content
 
 
-def _read(text: str | bytes, url: str) -> StepResult | ErrorResponse:
+def _parse_response(text: str | bytes, url: str) -> StepResult | ErrorResponse:
     """Parse a server's message. Raises EnvironmentContractError if it is not an OpenEnv message."""
     try:
         message = json.loads(text)
@@ -266,8 +269,8 @@ def _read(text: str | bytes, url: str) -> StepResult | ErrorResponse:
     raise EnvironmentContractError(f"OpenEnv server {url} sent a message of type {kind!r} instead of an observation")
 
 
-TEXT = "{text}"
-_OF_EVERY_OBSERVATION = frozenset({"done", "reward", "metadata"})
+TEXT_PLACEHOLDER = "{text}"
+_COMMON_OBSERVATION_FIELDS = frozenset({"done", "reward", "metadata"})
 
 logger = logging.getLogger(__name__)
 
@@ -298,7 +301,7 @@ class TextFields:
         >>> TextFields(action=action, first_observation="out", later_observation="out").action_for_text("x")
         {'code': 'x', 'lines': ['# x']}
         """
-        return cast("dict[str, object]", _filled(dict(self.action), text))
+        return cast("dict[str, object]", _replace_placeholder(dict(self.action), text))
 
 
 class OpenEnvEnvironment(Environment):
@@ -441,22 +444,26 @@ def choose_text_fields(schemas: Mapping[str, object], settings: OpenEnvSettings,
     """
     action = settings.action
     if action is None:
-        name = _only_text(schemas.get("action"), "its action", "environment.action='{NAME: \"{text}\"}'", url)
-        action = {name: TEXT}
-    elif TEXT not in json.dumps(action):
-        raise PluginError(f"environment.action={action!r} must contain {TEXT}, which is replaced by the turn's text")
+        name = _only_text_field(schemas.get("action"), "its action", "environment.action='{NAME: \"{text}\"}'", url)
+        action = {name: TEXT_PLACEHOLDER}
+    elif TEXT_PLACEHOLDER not in json.dumps(action):
+        raise PluginError(
+            f"environment.action={action!r} must contain {TEXT_PLACEHOLDER}, which is replaced by the turn's text"
+        )
     hint = "environment.observation=NAME"
-    later = settings.observation or _only_text(schemas.get("observation"), "its observation", hint, url)
+    later = settings.observation or _only_text_field(schemas.get("observation"), "its observation", hint, url)
     first = settings.reset_observation or settings.observation
     if first is None:
         at_reset = schemas.get("reset_observation") or schemas.get("observation")
-        first = _only_text(at_reset, "its first observation", "environment.reset_observation=NAME", url)
+        first = _only_text_field(at_reset, "its first observation", "environment.reset_observation=NAME", url)
     return TextFields(action=action, first_observation=first, later_observation=later)
 
 
-def _only_text(schema: object, what: str, setting: str, url: str) -> str:
+def _only_text_field(schema: object, what: str, setting: str, url: str) -> str:
     properties = schema.get("properties", {}) if isinstance(schema, Mapping) else {}
-    texts = [name for name, one in properties.items() if name not in _OF_EVERY_OBSERVATION and _is_text(one)]
+    texts = [
+        name for name, one in properties.items() if name not in _COMMON_OBSERVATION_FIELDS and _accepts_any_text(one)
+    ]
     if len(texts) == 1:
         return str(texts[0])
     description = (
@@ -465,22 +472,24 @@ def _only_text(schema: object, what: str, setting: str, url: str) -> str:
     raise PluginError(f"OpenEnv server {url}: {what} {description}; select one with {setting}")
 
 
-def _is_text(schema: object) -> bool:
+def _accepts_any_text(schema: object) -> bool:
     """Return True if a field accepts any text, with or without null."""
     if not isinstance(schema, Mapping) or "enum" in schema or "const" in schema:
         return False
     kinds = schema.get("anyOf")
     if isinstance(kinds, list):
-        return any(map(_is_text, kinds)) and all(_is_text(one) or one == {"type": "null"} for one in kinds)
+        return any(map(_accepts_any_text, kinds)) and all(
+            _accepts_any_text(one) or one == {"type": "null"} for one in kinds
+        )
     return schema.get("type") == "string"
 
 
-def _filled(value: object, text: str) -> object:
+def _replace_placeholder(value: object, text: str) -> object:
     if isinstance(value, str):
-        return value.replace(TEXT, text)
+        return value.replace(TEXT_PLACEHOLDER, text)
     if isinstance(value, dict):
-        return {name: _filled(one, text) for name, one in value.items()}
-    return [_filled(one, text) for one in value] if isinstance(value, list) else value
+        return {name: _replace_placeholder(one, text) for name, one in value.items()}
+    return [_replace_placeholder(one, text) for one in value] if isinstance(value, list) else value
 
 
 def _observation_text(reply: StepResult, field: str, url: str) -> str:

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 PREFIX = "reasoning_gym:"
 # reasoning-gym draws problem i with seed + i, so the seeds of disjoint data sets must be at least this far apart.
-_SIZE = 1 << 14
-_HELD_OUT = 1 << 30
+_DATASET_SIZE = 1 << 14
+_HELDOUT_SEED_OFFSET = 1 << 30
 SPLITS = ("train", "heldout")
 
 
@@ -29,13 +29,13 @@ class ReasoningGymSource:
     The two splits have different seeds. If a data set has few distinct problems, the splits may still share problems.
     """
 
-    size = _SIZE
+    size = _DATASET_SIZE
 
     def __init__(self, name: str, *, split: str = "train", seed: int = 0, options: Mapping[str, object]) -> None:
         """Create a source. Raises PluginError if the package is missing, or if the name or options are invalid."""
         if split not in SPLITS:
             raise PluginError(f"{PREFIX}{name}: unknown split {split!r}; valid: {', '.join(SPLITS)}")
-        self._first = seed * _SIZE + (_HELD_OUT if split == "heldout" else 0)
+        self._first = seed * _DATASET_SIZE + (_HELDOUT_SEED_OFFSET if split == "heldout" else 0)
         self._options = dict(options)
         self._dataset = _dataset(name, json.dumps(self._options, sort_keys=True), self._first)
         self._kind = name
@@ -75,6 +75,6 @@ def _dataset(name: str, options: str, seed: int) -> ProceduralDataset:
             f"({len(DATASETS)} exist)"
         )
     try:
-        return create_dataset(name, seed=seed, size=_SIZE, **json.loads(options))
+        return create_dataset(name, seed=seed, size=_DATASET_SIZE, **json.loads(options))
     except (AssertionError, TypeError, ValueError) as error:
         raise PluginError(f"{PREFIX}{name}: invalid options {options}: {error}") from error

@@ -47,18 +47,18 @@ class TextArenaGame(gymnasium.Env[str, str]):
     def reset(self, *, seed: int | None = None, options: object = None) -> tuple[str, dict[str, object]]:
         """Start the game with ``seed``. Returns its opening text."""
         self._game.reset(num_players=1, seed=seed)
-        return self._shown(), {}
+        return self._new_messages(), {}
 
     def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, object]]:
         """Make a move. The reward is 0 until the game ends."""
         done, _ = self._game.step(action)
         if not done:
-            return self._shown(), 0.0, False, False, {}
+            return self._new_messages(), 0.0, False, False, {}
         rewards, _ = self._game.close()
         reward = float((rewards or {}).get(_PLAYER, 0.0))
         return "", reward, True, False, {"verdict": "correct" if reward >= 1.0 else "incorrect"}
 
-    def _shown(self) -> str:
+    def _new_messages(self) -> str:
         """Return the game's messages since the last move, without the player's messages."""
         _, messages = self._game.get_observation()
         return "".join(f"\n{text}\n" for speaker, text, _ in messages if speaker != _PLAYER)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 KEY = "AGENTRL_GATEWAY_KEY"
 HARNESS = "agentrl_python"
-_WAIT = 20.0  # seconds that a request for a rollout may wait in the gateway
+_MAX_WAIT_SECONDS = 20.0  # seconds that a request for a rollout may wait in the gateway
 
 
 class WorkerOptions(TypedDict):
@@ -54,14 +54,14 @@ class Tasks:
     """The tasks of a set by index, read on demand. Indices beyond the last task wrap around."""
 
     def __init__(self, tasks: Iterator[vf.Task]) -> None:
-        self._coming = tasks
+        self._unread = tasks
         self._read: list[vf.Task] = []
 
     def task_for_problem(self, problem: AssignedProblem) -> vf.Task:
         """Return the task at the index in column ``idx`` or, without this column, at the end of the problem's id."""
         number = problem["info"].get("idx", re.search(r"\d*$", problem["id"])[0] or 0)  # type: ignore[index]
         index = int(str(number))
-        while len(self._read) <= index and (task := next(self._coming, None)) is not None:
+        while len(self._read) <= index and (task := next(self._unread, None)) is not None:
             self._read.append(task)
         if not self._read:
             raise SystemExit("the task set contains no tasks")
@@ -75,7 +75,7 @@ class Worker:
         self._environment = environment
         self._tasks = Tasks(iter(environment.taskset))
         self._url = url
-        self._free = asyncio.Semaphore(concurrency)
+        self._free_slots = asyncio.Semaphore(concurrency)
         # Ignore proxies, because the gateway is local.
         self._opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
@@ -83,13 +83,13 @@ class Worker:
         """Play rollouts until the gateway disconnects."""
         async with self._environment.serving(), asyncio.TaskGroup() as playing:
             while True:
-                await self._free.acquire()
+                await self._free_slots.acquire()
                 try:
-                    assigned = await self._post("", {"wait": _WAIT})
+                    assigned = await self._post("", {"wait": _MAX_WAIT_SECONDS})
                 except TimeoutError:
                     assigned = None  # a gateway in the training process does not respond during a training step
                 if assigned is None:
-                    self._free.release()
+                    self._free_slots.release()
                 else:
                     playing.create_task(self._play(assigned))
 
@@ -115,7 +115,7 @@ class Worker:
         except OSError as problem:  # the gateway has ended the rollout, or the run is over
             print(f"verifiers worker: rollout {rollout['rollout_id']} has ended: {problem}", file=sys.stderr)
         finally:
-            self._free.release()
+            self._free_slots.release()
 
     async def _post(self, path: str, body: dict[str, object]) -> AssignedRollout | None:
         """Post to the gateway and return the response, or None if the response has no content."""
@@ -126,7 +126,7 @@ class Worker:
         )
 
         def posted() -> AssignedRollout | None:
-            with self._opener.open(request, timeout=2 * _WAIT) as answer:
+            with self._opener.open(request, timeout=2 * _MAX_WAIT_SECONDS) as answer:
                 text = answer.read()
             return None if answer.status == 204 else json.loads(text)
 

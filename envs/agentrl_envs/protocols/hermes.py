@@ -27,7 +27,7 @@ from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.tool_call_formats import ParsedCall
 from agentrl_envs.tools import ToolSet
 
-_PLAIN_END = "</tool_call>"
+_CALL_END = "</tool_call>"
 _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -53,15 +53,19 @@ class HermesProtocol(TextProtocol):
 
     def parse(self, text: str) -> ParsedTurn:
         """Return the turn's calls or, without calls, its answer."""
-        visible = self._visible(text)
-        calls = [self._request(call) for call in self._attempts(visible)]
+        visible = self._text_outside_reasoning(text)
+        calls = [self._check_call(call) for call in self._find_calls(visible)]
         if len(calls) > self.max_calls:
-            calls[self.max_calls :] = [_error(f"more than {self.max_calls} calls in one turn; the others were not run")]
+            calls[self.max_calls :] = [
+                _malformed_call(f"more than {self.max_calls} calls in one turn; the others were not run")
+            ]
         return ParsedTurn(program=None, answer=None if calls else last_boxed(visible), calls=tuple(calls))
 
     def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the responses between template marks. The content of the responses is encoded as plain text."""
-        return self.chat.format_tool_responses(results, [call.id for call in self._attempts(self._visible(text))])
+        return self.chat.format_tool_responses(
+            results, [call.id for call in self._find_calls(self._text_outside_reasoning(text))]
+        )
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """Return the responses, in every case between template marks."""
@@ -71,32 +75,32 @@ class HermesProtocol(TextProtocol):
         """Return an environment's response to a turn without a call, as a user message."""
         return self.chat.format_user_reply(text)
 
-    def _visible(self, text: str) -> str:
+    def _text_outside_reasoning(self, text: str) -> str:
         return remove_reasoning(text, opened=self.chat.opens_reasoning)
 
-    def _attempts(self, visible: str) -> list[ParsedCall]:
-        return self.chat.calls.find_calls(visible, self._parameters)
+    def _find_calls(self, visible: str) -> list[ParsedCall]:
+        return self.chat.calls.find_calls(visible, self._parameter_schema)
 
-    def _parameters(self, name: str) -> Mapping[str, object] | None:
+    def _parameter_schema(self, name: str) -> Mapping[str, object] | None:
         schema = self.tools.schema(name)
         return None if schema is None else schema.parameters
 
-    def _request(self, call: ParsedCall) -> ToolRequest | MalformedCall:
+    def _check_call(self, call: ParsedCall) -> ToolRequest | MalformedCall:
         if call.error:
-            return _error(call.error)
+            return _malformed_call(call.error)
         schema = self.tools.schema(call.name)
         if schema is None:
             known = ", ".join(tool.name for tool in self.tools.schemas)
-            return _error(f"there is no tool {call.name[:64]!r}; the tools are: {known}")
+            return _malformed_call(f"there is no tool {call.name[:64]!r}; the tools are: {known}")
         arguments = call.arguments
         if not isinstance(arguments, dict):
-            return _error(f'the call to {schema.name} needs "{self.chat.calls.key}", a JSON object')
+            return _malformed_call(f'the call to {schema.name} needs "{self.chat.calls.key}", a JSON object')
         if _LONE_SURROGATE.search(json.dumps(arguments, ensure_ascii=False)):
-            return _error(
+            return _malformed_call(
                 f"the arguments of {schema.name} contain half of a surrogate pair, which is not a valid character"
             )
         refusal = schema.find_argument_error(arguments)
-        return _error(refusal) if refusal is not None else ToolRequest(name=schema.name, arguments=arguments)
+        return _malformed_call(refusal) if refusal is not None else ToolRequest(name=schema.name, arguments=arguments)
 
 
 class PlainTextCallsProtocol(HermesProtocol):
@@ -105,15 +109,15 @@ class PlainTextCallsProtocol(HermesProtocol):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The closing tag of a call."""
-        return (_PLAIN_END,)
+        return (_CALL_END,)
 
     def turn_complete(self, text: str) -> bool:
         """Return True if a call is closed."""
-        return _PLAIN_END in text
+        return _CALL_END in text
 
     def parse(self, text: str) -> ParsedTurn:
         """Return the first call. Ignores text that the engine sampled after the call."""
-        return super().parse(text[: text.index(_PLAIN_END) + len(_PLAIN_END)] if self.turn_complete(text) else text)
+        return super().parse(text[: text.index(_CALL_END) + len(_CALL_END)] if self.turn_complete(text) else text)
 
 
 def remove_reasoning(text: str, *, opened: bool) -> str:
@@ -122,7 +126,7 @@ def remove_reasoning(text: str, *, opened: bool) -> str:
     return "" if opened and not closed else visible.partition("<think>")[0]
 
 
-def _error(reason: str) -> MalformedCall:
+def _malformed_call(reason: str) -> MalformedCall:
     return MalformedCall(message=f"ToolCallError: {reason}")
 
 

@@ -20,13 +20,13 @@ from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.types import Problem
 
 _CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"
-_END = re.compile(f"{_CLOSE_CODE}|{_CLOSE_ANSWER}")
+_CLOSING_TAG = re.compile(f"{_CLOSE_CODE}|{_CLOSE_ANSWER}")
 _FENCE = re.compile(r"```(?:py|python|python3)[ \t]*\r?\n(?P<program>.*)```", re.DOTALL | re.IGNORECASE)
-_FORM = "\n\nThe last part of your reply must be\n<answer>\n\\boxed{your final answer}\n</answer>"
+_ANSWER_FORMAT = "\n\nThe last part of your reply must be\n<answer>\n\\boxed{your final answer}\n</answer>"
 _NOT_OPENED = "ToolCallError: </code> without <code> before it"
-_OPEN = "ToolCallError: <code> is not closed by </code>"
+_NOT_CLOSED = "ToolCallError: <code> is not closed by </code>"
 _NO_FENCE = "ToolCallError: there is no closed ```python block between <code> and </code>"
-_EMPTY = "ToolCallError: the ```python block is empty"
+_EMPTY_PROGRAM = "ToolCallError: the ```python block is empty"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -46,7 +46,7 @@ class ReToolProtocol(TextProtocol):
 
     def message(self, statement: str) -> str:
         """Return instruction, statement and answer format. Without an instruction, return only the statement."""
-        return f"{self.instruction}\n\nProblem:\n{statement}{_FORM}" if self.instruction else statement
+        return f"{self.instruction}\n\nProblem:\n{statement}{_ANSWER_FORMAT}" if self.instruction else statement
 
     def plain_prompt(self, problem: Problem) -> str:
         """Return the message, followed by an empty line if it has an instruction."""
@@ -54,16 +54,16 @@ class ReToolProtocol(TextProtocol):
 
     def turn_complete(self, text: str) -> bool:
         """Return True if the text contains a closing tag, with or without its opening tag."""
-        return _END.search(text) is not None
+        return _CLOSING_TAG.search(text) is not None
 
     def parse(self, text: str) -> ParsedTurn:
         """Parse the text before the first closing tag: a program, an answer, or a malformed call."""
-        end = _END.search(text)
+        end = _CLOSING_TAG.search(text)
         before = text if end is None else text[: end.start()]
         opened = before.rfind("<code>")
         if end is None or end.group() == _CLOSE_ANSWER:
             if end is None and opened >= 0:
-                return malformed_turn(_OPEN)
+                return malformed_turn(_NOT_CLOSED)
             return ParsedTurn(program=None, answer=last_boxed(before[max(before.rfind("<answer>"), 0) :]))
         if opened < 0:
             return malformed_turn(_NOT_OPENED)
@@ -71,7 +71,7 @@ class ReToolProtocol(TextProtocol):
         if fence is None:
             return malformed_turn(_NO_FENCE)
         program = fence["program"].replace("\r\n", "\n")
-        return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY)
+        return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY_PROGRAM)
 
     def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the result between its tags. A printed ``</interpreter>`` is not escaped."""

@@ -14,19 +14,19 @@ from typing import NamedTuple
 
 from agentrl_sandbox.client import Execution, Outcome
 
-_NOTES = {
+_OUTCOME_NOTES = {
     Outcome.TIMEOUT: "TimeoutError: the program did not finish in time",
     Outcome.MEMORY_LIMIT: "MemoryError: the program needs more memory than it may use",
     Outcome.OUTPUT_LIMIT: "OutputLimitError: the program prints more than it may",
     Outcome.KILLED: "KilledError: the program was killed",
 }
-_CUT = "\n[... output cut ...]\n"
+_CUT_NOTE = "\n[... output cut ...]\n"
 
 
 def result_text(execution: Execution, limit: int) -> str:
     """Return the output or the error: a note if a limit ended the program, otherwise the last line of stderr."""
     return truncate_output(
-        _NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit
+        _OUTCOME_NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit
     )
 
 
@@ -35,7 +35,7 @@ def truncate_output(output: str, limit: int) -> str:
     if len(output) <= limit:
         return output
     head = limit // 2
-    return output[:head] + _CUT + output[len(output) - (limit - head) :]
+    return output[:head] + _CUT_NOTE + output[len(output) - (limit - head) :]
 
 
 def prepend_setup(setup: str, program: str) -> str:
@@ -47,7 +47,7 @@ def _last_line(text: str) -> str:
     return next((line for line in reversed(text.splitlines()) if line.strip()), "").strip()
 
 
-_TOKEN = re.compile(r"(?P<boxed>\\boxed[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
+_BOX_OR_BRACE = re.compile(r"(?P<boxed>\\boxed[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 
 
 def last_boxed(text: str) -> str | None:
@@ -64,7 +64,7 @@ def last_boxed(text: str) -> str | None:
     """
     open_boxes: list[int | None] = []  # per open brace: start of the content if it is a box, else None
     last: tuple[int, int] | None = None
-    for token in _TOKEN.finditer(text):
+    for token in _BOX_OR_BRACE.finditer(text):
         if token["boxed"]:
             open_boxes.append(token.end())
         elif token["open"]:
@@ -76,13 +76,13 @@ def last_boxed(text: str) -> str | None:
     return None if last is None else text[last[0] : last[1]].strip()
 
 
-_WORDS = frozenset({"py", "python", "python3"})
-_OPENING = re.compile(
+_PYTHON_NAMES = frozenset({"py", "python", "python3"})
+_OPENING_FENCE = re.compile(
     r"^(?P<indent> {0,3})```(?P<info>[^`\n]*)\n|```(?P<inline>py|python|python3)[ \t]*\r?\n",
     re.MULTILINE | re.IGNORECASE,
 )
-_CLOSING = re.compile(r"^ {0,3}```", re.MULTILINE)
-_FOREIGN_CLOSING = re.compile(r"^ {0,3}```[ \t]*\r?$", re.MULTILINE)
+_CLOSING_FENCE = re.compile(r"^ {0,3}```", re.MULTILINE)
+_FOREIGN_CLOSING_FENCE = re.compile(r"^ {0,3}```[ \t]*\r?$", re.MULTILINE)
 
 
 class PythonBlock(NamedTuple):
@@ -98,19 +98,19 @@ def python_blocks(text: str, *, bare: bool = True) -> Iterator[PythonBlock]:
 
     With ``bare``, a fence without a language also opens a block.
     """
-    words = _WORDS | {""} if bare else _WORDS
+    words = _PYTHON_NAMES | {""} if bare else _PYTHON_NAMES
     position = 0
-    while (opening := _OPENING.search(text, position)) is not None:
+    while (opening := _OPENING_FENCE.search(text, position)) is not None:
         if opening["inline"] or opening["info"].strip().lower() in words:
-            closing = _CLOSING.search(text, opening.end())
+            closing = _CLOSING_FENCE.search(text, opening.end())
             if closing is None:
                 yield PythonBlock(opening.start(), None, len(text))
                 return
             body = text[opening.end() : closing.start()]
-            yield PythonBlock(opening.start(), _source(body, opening["indent"] or ""), closing.end())
+            yield PythonBlock(opening.start(), _unindent_program(body, opening["indent"] or ""), closing.end())
             position = closing.end()
             continue
-        foreign = _FOREIGN_CLOSING.search(text, opening.end())
+        foreign = _FOREIGN_CLOSING_FENCE.search(text, opening.end())
         if foreign is None:
             return
         position = foreign.end()
@@ -121,7 +121,7 @@ def first_python_block(text: str) -> PythonBlock | None:
     return next(python_blocks(text), None)
 
 
-def _source(body: str, indent: str) -> str:
+def _unindent_program(body: str, indent: str) -> str:
     """Return the program with LF line endings and without the indentation of its fence."""
     body = body.replace("\r\n", "\n")
     return re.sub(rf"^ {{1,{len(indent)}}}", "", body, flags=re.MULTILINE) if indent else body

@@ -18,10 +18,10 @@ from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, malformed_turn
 from agentrl_envs.protocols.texts import PythonBlock, last_boxed, python_blocks
 from agentrl_envs.types import Problem
 
-_OUTPUT = "```output"
+_OUTPUT_FENCE = "```output"
 _NO_PROGRAM = "ToolCallError: there is no ```python block before this ```output block"
-_EMPTY = "ToolCallError: the ```python block is empty"
-_OPEN = "ToolCallError: the ```python block is not closed by a line ```"
+_EMPTY_PROGRAM = "ToolCallError: the ```python block is empty"
+_NOT_CLOSED = "ToolCallError: the ```python block is not closed by a line ```"
 _NOT_RUN = "ToolCallError: the program was not run: write ```output on the line after its block"
 
 
@@ -38,7 +38,7 @@ class ToRLProtocol(TextProtocol):
     @property
     def stop_strings(self) -> tuple[str, ...]:
         """The opening fence of the output."""
-        return (_OUTPUT,)
+        return (_OUTPUT_FENCE,)
 
     def plain_prompt(self, problem: Problem) -> str:
         """Return the instruction, the statement as the user's message, and the start of the assistant's message."""
@@ -46,25 +46,25 @@ class ToRLProtocol(TextProtocol):
 
     def turn_complete(self, text: str) -> bool:
         """Return True if the text opens an ``output`` fence, with or without a program."""
-        return _OUTPUT in text
+        return _OUTPUT_FENCE in text
 
     def parse(self, text: str) -> ParsedTurn:
         """Return the last program before the ``output`` fence or, without the fence, the answer or a malformed call."""
-        start = text.find(_OUTPUT)
+        start = text.find(_OUTPUT_FENCE)
         if start >= 0:
             # Keep the backticks of the output fence, because they may close the program.
             return _turn_of_blocks(list(python_blocks(text[: start + 3], bare=False)))
         blocks = list(python_blocks(text, bare=False))
         answer = last_boxed(_remove_blocks(text, blocks))
         if blocks and blocks[-1].program is None:
-            return malformed_turn(_OPEN)
+            return malformed_turn(_NOT_CLOSED)
         if blocks and answer is None:
             return malformed_turn(_NOT_RUN)
         return ParsedTurn(program=None, answer=answer)
 
     def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the rest of the ``output`` block, or the whole block if the model did not open it."""
-        opened = "" if _OUTPUT in text else ("" if text.endswith("\n") else "\n") + _OUTPUT
+        opened = "" if _OUTPUT_FENCE in text else ("" if text.endswith("\n") else "\n") + _OUTPUT_FENCE
         newline = "" if not opened and text.endswith("\n") else "\n"
         return f"{opened}{newline}{' '.join(results)}\n```\n"
 
@@ -75,8 +75,8 @@ def _turn_of_blocks(blocks: list[PythonBlock]) -> ParsedTurn:
         return malformed_turn(_NO_PROGRAM)
     program = blocks[-1].program
     if program is None:
-        return malformed_turn(_OPEN)
-    return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY)
+        return malformed_turn(_NOT_CLOSED)
+    return ParsedTurn(program=program, answer=None) if program.strip() else malformed_turn(_EMPTY_PROGRAM)
 
 
 def _remove_blocks(text: str, blocks: list[PythonBlock]) -> str:

@@ -52,7 +52,7 @@ UNREACHABLE_ERRORS = frozenset(
 BLOCKED_SECONDS = 1.0
 """An ``async`` tool that blocks the event loop for longer than this is reported."""
 
-_reported: set[str] = set()
+_reported_tools: set[str] = set()
 
 logger = logging.getLogger(__name__)
 
@@ -81,7 +81,7 @@ async def call_tool(
     Raises ToolCallError, ToolError and UnavailableError.
     """
     try:
-        value = await _value(name, function, arguments, threads)
+        value = await _run_tool(name, function, arguments, threads)
     except (ToolCallError, UnavailableError, TimeoutError):
         raise
     except BUG_ERRORS as error:
@@ -92,7 +92,7 @@ async def call_tool(
         if is_unreachable(error):
             raise UnavailableError(f"the tool {name!r}: {describe_error(error)}") from error
         raise ToolCallError(f"{type(error).__name__}: {error}") from error
-    return _text(name, value)
+    return _result_text(name, value)
 
 
 def is_unreachable(error: BaseException) -> bool:
@@ -102,27 +102,27 @@ def is_unreachable(error: BaseException) -> bool:
     return any(f"{kind.__module__}.{kind.__qualname__}" in UNREACHABLE_ERRORS for kind in type(error).__mro__)
 
 
-async def _value(
+async def _run_tool(
     name: str, function: Callable[..., object], arguments: Mapping[str, object], threads: BlockingRunner
 ) -> object:
     if inspect.isasyncgenfunction(function):
-        return await WatchedCoroutine(name, _joined(name, function(**arguments)))
+        return await WatchedCoroutine(name, _join_async_generator(name, function(**arguments)))
     if inspect.iscoroutinefunction(function):
         return await WatchedCoroutine(name, function(**arguments))
-    value = await threads.run(lambda: _exhausted(name, function(**arguments)), call_name=f"the tool {name!r}")
+    value = await threads.run(lambda: _join_generator(name, function(**arguments)), call_name=f"the tool {name!r}")
     return await WatchedCoroutine(name, value) if inspect.iscoroutine(value) else value
 
 
-def _exhausted(name: str, value: object) -> object:
+def _join_generator(name: str, value: object) -> object:
     """Concatenate a generator's items into one text. Return other values unchanged."""
-    return "".join(_text(name, piece) for piece in value) if inspect.isgenerator(value) else value
+    return "".join(_result_text(name, piece) for piece in value) if inspect.isgenerator(value) else value
 
 
-async def _joined(name: str, pieces: AsyncIterable[object]) -> str:
-    return "".join([_text(name, piece) async for piece in pieces])
+async def _join_async_generator(name: str, pieces: AsyncIterable[object]) -> str:
+    return "".join([_result_text(name, piece) async for piece in pieces])
 
 
-def _text(name: str, value: object) -> str:
+def _result_text(name: str, value: object) -> str:
     if not isinstance(value, str):
         try:
             value = json.dumps(value, ensure_ascii=False, allow_nan=False)
@@ -147,22 +147,22 @@ class WatchedCoroutine(Generator[object, object, object]):
         return self
 
     def send(self, value: object) -> object:
-        return self._timed(lambda: self._work.send(value))
+        return self._run_timed(lambda: self._work.send(value))
 
     def throw(self, *error: Any) -> object:
-        return self._timed(lambda: self._work.throw(*error))
+        return self._run_timed(lambda: self._work.throw(*error))
 
     def close(self) -> None:
         self._work.close()
 
-    def _timed(self, step: Callable[[], object]) -> object:
+    def _run_timed(self, step: Callable[[], object]) -> object:
         began = time.monotonic()
         try:
             return step()
         finally:
             seconds = time.monotonic() - began
-            if seconds > BLOCKED_SECONDS and self._name not in _reported:
-                _reported.add(self._name)
+            if seconds > BLOCKED_SECONDS and self._name not in _reported_tools:
+                _reported_tools.add(self._name)
                 logger.warning(
                     "the tool %r blocked the event loop, and with it all rollouts, for %.1f s. Make it a "
                     "synchronous function, which runs in a thread, or await its I/O",

@@ -34,7 +34,7 @@ OPENING_SECONDS = 60.0
 """Time limit for a server to accept a new connection."""
 
 # Messages of the MCP client (mcp 2.3) for errors of the connection rather than the tool.
-_LOST = ("Session terminated", "Server returned an error response")
+_CONNECTION_ERROR_MESSAGES = ("Session terminated", "Server returned an error response")
 
 
 class McpSession:
@@ -44,11 +44,11 @@ class McpSession:
 
     def __init__(self) -> None:
         self._current: _Connection | None = None
-        self._lost: list[_Connection] = []
+        self._lost_connections: list[_Connection] = []
 
     async def connect(self) -> _Connection:
         """Return the open connection. Raises UnavailableError."""
-        if self._current is None or self._current.over:
+        if self._current is None or self._current.has_ended:
             self._current = _Connection(self.target)
         await self._current.wait_for_client()
         return self._current
@@ -60,13 +60,13 @@ class McpSession:
 
         connection = await self.connect()
         try:
-            return _text(await connection.call(tool, arguments))
+            return _result_text(await connection.call(tool, arguments))
         except MCPError as error:
-            if error.code != CONNECTION_CLOSED and error.message not in _LOST:
+            if error.code != CONNECTION_CLOSED and error.message not in _CONNECTION_ERROR_MESSAGES:
                 raise ToolCallError(str(error)) from error
             if self._current is connection:  # the next call opens a new connection
                 self._current = None
-                self._lost.append(connection)
+                self._lost_connections.append(connection)
             raise UnavailableError(f"the MCP server {self.target!r}: {error}") from error
 
     def fork(self) -> McpSession:
@@ -80,10 +80,10 @@ class McpSession:
 
     async def close(self) -> None:
         """Close the connection, and stop the server if the session started it. May be called more than once."""
-        for connection in (*self._lost, *([self._current] if self._current else [])):
+        for connection in (*self._lost_connections, *([self._current] if self._current else [])):
             await connection.close()
         self._current = None
-        self._lost.clear()
+        self._lost_connections.clear()
 
 
 class _Connection:
@@ -93,12 +93,12 @@ class _Connection:
         self._target = target
         self._client: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
         self._done = asyncio.Event()
-        self._held = asyncio.create_task(self._hold())
+        self._task = asyncio.create_task(self._keep_open())
 
     @property
-    def over(self) -> bool:
+    def has_ended(self) -> bool:
         """True if the connection has ended."""
-        return self._held.done()
+        return self._task.done()
 
     async def wait_for_client(self) -> Client:
         """Wait for the connection and return the client. Raises UnavailableError."""
@@ -109,7 +109,7 @@ class _Connection:
         client = await self.wait_for_client()
         answer = asyncio.ensure_future(client.call_tool(tool, arguments))
         try:
-            await asyncio.wait({answer, self._held}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({answer, self._task}, return_when=asyncio.FIRST_COMPLETED)
             if not answer.done():
                 raise UnavailableError(f"the MCP server {self._target!r} disconnected during a call to {tool}")
             return answer.result()
@@ -119,9 +119,9 @@ class _Connection:
     async def close(self) -> None:
         """Close the client and stop the process that it started."""
         self._done.set()
-        await asyncio.wait({self._held})
+        await asyncio.wait({self._task})
 
-    async def _hold(self) -> None:
+    async def _keep_open(self) -> None:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(OPENING_SECONDS):
@@ -130,7 +130,7 @@ class _Connection:
                 await self._done.wait()
         except Exception as error:  # noqa: BLE001  (transports raise any exception, also in groups)
             if not self._client.done():
-                self._client.set_exception(UnavailableError(_no_answer(self._target, error)))
+                self._client.set_exception(UnavailableError(_unreachable_message(self._target, error)))
         finally:
             self._client.cancel()
 
@@ -151,9 +151,9 @@ def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
         1, thread_name_prefix="mcp"
     ) as thread:  # in a thread, because asyncio.run fails in a thread with a running event loop
         try:
-            schemas = thread.submit(lambda: asyncio.run(_listed(target))).result()
+            schemas = thread.submit(lambda: asyncio.run(_list_tools(target))).result()
         except Exception as error:
-            raise PluginError(f"environment.tools: {_no_answer(target, error)}") from error
+            raise PluginError(f"environment.tools: {_unreachable_message(target, error)}") from error
     if not schemas:
         raise PluginError(f"environment.tools: the MCP server {target!r} has no tools")
     for schema in schemas:
@@ -161,7 +161,7 @@ def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
     return schemas
 
 
-async def _listed(target: str) -> tuple[ToolSchema, ...]:
+async def _list_tools(target: str) -> tuple[ToolSchema, ...]:
     tools = []
     async with asyncio.timeout(OPENING_SECONDS), _client(target) as client:
         cursor: str | None = None
@@ -188,7 +188,7 @@ def _client(target: str) -> AbstractAsyncContextManager[Client]:
     return Client(stdio_client(parameters, errlog=sys.__stderr__ or sys.stderr))
 
 
-def _text(result: CallToolResult) -> str:
+def _result_text(result: CallToolResult) -> str:
     """Return the text of a result. Raises ToolCallError if the tool reports an error."""
     pieces = [block.text if block.type == "text" else f"[{block.type}]" for block in result.content]
     if not pieces and result.structured_content is not None:
@@ -199,7 +199,7 @@ def _text(result: CallToolResult) -> str:
     return text
 
 
-def _no_answer(target: str, error: BaseException) -> str:
+def _unreachable_message(target: str, error: BaseException) -> str:
     """Return the reason why a server could not be reached: the first error of a group, or the error."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]

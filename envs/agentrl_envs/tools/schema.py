@@ -21,8 +21,10 @@ from typing_extensions import TypedDict
 
 from agentrl_envs.registry import PluginError
 
-_SECTION = re.compile(r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):[ \t]*$", re.MULTILINE)
-_PARAMETER = re.compile(r"^(?P<name>\w+)[ \t]*(\([^)]*\))?:[ \t]*(?P<text>.*)$")
+_DOCSTRING_SECTION = re.compile(
+    r"^(Args|Arguments|Parameters|Returns|Raises|Yields|Examples?|Notes?):[ \t]*$", re.MULTILINE
+)
+_DOCSTRING_PARAMETER = re.compile(r"^(?P<name>\w+)[ \t]*(\([^)]*\))?:[ \t]*(?P<text>.*)$")
 
 
 class SignatureError(ValueError):
@@ -45,11 +47,11 @@ def parse_docstring(function: Callable[..., object]) -> tuple[str, Mapping[str, 
     text = inspect.getdoc(function) or ""
     if not text.strip():
         raise SignatureError("it has no docstring")
-    first = _SECTION.search(text)
-    sections = _SECTION.split(text)
+    first = _DOCSTRING_SECTION.search(text)
+    sections = _DOCSTRING_SECTION.split(text)
     bodies = dict(zip(sections[1::2], sections[2::2], strict=True))
     body = next((bodies[name] for name in ("Args", "Arguments", "Parameters") if name in bodies), "")
-    return text[: first.start() if first else None].strip(), _parameters(body)
+    return text[: first.start() if first else None].strip(), _parse_parameter_section(body)
 
 
 def parameters_schema(
@@ -77,16 +79,16 @@ def parameters_schema(
     except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema) as error:
         raise SignatureError(f"a type of its parameters has no JSON schema ({str(error).splitlines()[0]})") from error
     return {"type": "object", "properties": {}} | {
-        key: _without_titles(value) for key, value in schema.items() if key != "title"
+        key: _remove_titles(value) for key, value in schema.items() if key != "title"
     }
 
 
-def _parameters(body: str) -> dict[str, str]:
+def _parse_parameter_section(body: str) -> dict[str, str]:
     """Parse ``name: text`` for each parameter. Lines that are indented further continue the text."""
     descriptions: dict[str, str] = {}
     name = ""
     for line in textwrap.dedent(body).strip("\n").splitlines():
-        match = _PARAMETER.match(line)
+        match = _DOCSTRING_PARAMETER.match(line)
         if match is not None:
             name = match["name"]
             descriptions[name] = match["text"].strip()
@@ -95,24 +97,22 @@ def _parameters(body: str) -> dict[str, str]:
     return descriptions
 
 
-def _without_titles(value: object) -> object:
+def _remove_titles(value: object) -> object:
     """Remove the titles that pydantic derives from names.
 
     Keeps a property named ``title``, whose value is not a string.
     """
     if isinstance(value, dict):
-        return {
-            key: _without_titles(item) for key, item in value.items() if key != "title" or not isinstance(item, str)
-        }
-    return [_without_titles(item) for item in value] if isinstance(value, list) else value
+        return {key: _remove_titles(item) for key, item in value.items() if key != "title" or not isinstance(item, str)}
+    return [_remove_titles(item) for item in value] if isinstance(value, list) else value
 
 
 PYTHON = "python"
 INJECTED = ("problem", "sandbox")
 """Parameters that receive objects of the episode instead of arguments of the model."""
 
-_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_SHOWN_CHARACTERS = 300  # limit of a validation error, because jsonschema includes the whole value in its message
+_TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
+_MAX_ERROR_CHARACTERS = 300  # limit of a validation error, because jsonschema includes the whole value in its message
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -141,7 +141,7 @@ class ToolSchema:
         if error is None:
             return None
         location = f"argument {error.json_path.removeprefix('$.')}" if error.absolute_path else "arguments"
-        return f"{location} of {self.name}: {error.message[:_SHOWN_CHARACTERS]}"
+        return f"{location} of {self.name}: {error.message[:_MAX_ERROR_CHARACTERS]}"
 
 
 PYTHON_SCHEMA = ToolSchema(
@@ -184,7 +184,7 @@ def function_schema(function: Callable[..., object], path: str, *, method: bool 
 
 def check_schema(schema: ToolSchema, path: str) -> None:
     """Raise PluginError, with ``path`` in the message, if the schema is invalid."""
-    problem = _lack(schema)
+    problem = _schema_problem(schema)
     if problem is not None:
         raise PluginError(f"{path} cannot be a tool: {problem}")
 
@@ -198,8 +198,8 @@ def injected_parameters(function: Callable[..., object], names: Sequence[str] = 
     return tuple(name for name in names if name in signature.parameters)
 
 
-def _lack(schema: ToolSchema) -> str | None:
-    if not isinstance(schema.name, str) or not _NAME.fullmatch(schema.name):
+def _schema_problem(schema: ToolSchema) -> str | None:
+    if not isinstance(schema.name, str) or not _TOOL_NAME.fullmatch(schema.name):
         return f"its name {schema.name!r} must consist of at most 64 letters, digits, '_', '.' and '-'"
     if not isinstance(schema.description, str):
         return "its description must be text"

@@ -32,7 +32,7 @@ from agentrl_envs.types import Problem, ToolCall
 RESERVED = frozenset({"close", "fork"})
 """Public methods of a class that are not tools."""
 
-_THREADS = 64  # concurrent calls of synchronous functions
+_MAX_THREADS = 64  # concurrent calls of synchronous functions
 
 
 @runtime_checkable
@@ -73,7 +73,7 @@ class ToolSet:
 
     entries: tuple[ToolEntry, ...]
     threads: BlockingCalls = field(
-        default_factory=lambda: BlockingCalls(_THREADS, name="tool"), compare=False, repr=False
+        default_factory=lambda: BlockingCalls(_MAX_THREADS, name="tool"), compare=False, repr=False
     )
 
     @property
@@ -89,7 +89,9 @@ class ToolSet:
     @property
     def needs_sandbox(self) -> bool:
         """True if a tool needs the sandbox."""
-        asks = [entry.injected for entry in self.entries] + [injected_parameters(maker) for maker in self.tool_classes]
+        asks = [entry.injected for entry in self.entries] + [
+            injected_parameters(tool_class) for tool_class in self.tool_classes
+        ]
         return self.schema(PYTHON) is not None or any("sandbox" in injected for injected in asks)
 
     async def close(self) -> None:
@@ -115,7 +117,7 @@ def load_tools(names: Sequence[str], *, interpreter: str = "fresh", mcp_sessions
     """Load the tools of ``environment.tools``. Raises PluginError for an invalid tool or a repeated name."""
     entries: list[ToolEntry] = []
     for name in names:
-        for entry in _of_server(name, mcp_sessions) if name.startswith(MCP) else _entries(name, interpreter):
+        for entry in _server_entries(name, mcp_sessions) if name.startswith(MCP) else _load_entries(name, interpreter):
             if any(entry.schema.name == other.schema.name for other in entries):
                 raise PluginError(f"environment.tools: two tools have the name {entry.schema.name!r}")
             entries.append(entry)
@@ -158,7 +160,7 @@ def _public_functions(base: type) -> dict[str, Callable[..., object]]:
     return {name: functions[name] for name in order}
 
 
-def _of_server(name: str, sessions: str) -> list[ToolEntry]:
+def _server_entries(name: str, sessions: str) -> list[ToolEntry]:
     target = name.removeprefix(MCP)
     made = make_session_class(target)
     shared = made() if sessions == "shared" else None
@@ -168,21 +170,21 @@ def _of_server(name: str, sessions: str) -> list[ToolEntry]:
     ]
 
 
-def _entries(name: str, interpreter: str) -> list[ToolEntry]:
+def _load_entries(name: str, interpreter: str) -> list[ToolEntry]:
     if name == PYTHON:
         return [ToolEntry(schema=PYTHON_SCHEMA if interpreter == "fresh" else SESSION_PYTHON_SCHEMA)]
     loaded = TOOLS[name]
     path = f"environment.tools {name!r}"
     if hasattr(loaded, "parameters") and hasattr(loaded, "call"):
-        return [_written_by_hand(loaded() if inspect.isclass(loaded) else loaded, path)]
+        return [_entry_with_schema(loaded() if inspect.isclass(loaded) else loaded, path)]
     if inspect.isclass(loaded):
-        return _class(loaded, path)
+        return _class_entries(loaded, path)
     if callable(loaded):
         return [ToolEntry(schema=function_schema(loaded, path), function=loaded, injected=injected_parameters(loaded))]
     raise PluginError(f"{path} cannot be a tool: it is a {type(loaded).__name__}, but must be a function or a class")
 
 
-def _class(loaded: type, path: str) -> list[ToolEntry]:
+def _class_entries(loaded: type, path: str) -> list[ToolEntry]:
     unknown = [
         name
         for name, parameter in inspect.signature(loaded).parameters.items()
@@ -198,7 +200,7 @@ def _class(loaded: type, path: str) -> list[ToolEntry]:
     return entries
 
 
-def _written_by_hand(tool: object, path: str) -> ToolEntry:
+def _entry_with_schema(tool: object, path: str) -> ToolEntry:
     missing = [name for name in ("name", "description") if not hasattr(tool, name)]
     if missing:
         raise PluginError(f"{path} cannot be a tool: it has no {', '.join(missing)}")
@@ -234,22 +236,22 @@ class EpisodeTools:
         With ``lenient``, every exception is a call error, which the model reads.
         """
         self._tools = tools
-        self._more = extra_arguments or {}
+        self._extra_arguments = extra_arguments or {}
         self._lenient = lenient
-        self._injected: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._more}
+        self._injected: dict[str, object] = {"problem": problem, "sandbox": sandbox, **self._extra_arguments}
         self._timeout = timeout
         self._instances: dict[Callable[..., object], tuple[object, ObjectThread]] = {}
 
     async def open(self) -> None:
         """Create an instance of each class. Raises ToolError if a constructor fails."""
-        for maker in self._tools.tool_classes:
-            await self.create_instance(maker)
+        for tool_class in self._tools.tool_classes:
+            await self.create_instance(tool_class)
 
     async def create_instance(self, tool_class: Callable[..., object]) -> None:
         """Create an instance of one class. Raises ToolError if the constructor fails."""
         if tool_class not in self._instances:
             injected = {name: self._injected[name] for name in injected_parameters(tool_class, tuple(self._injected))}
-            await self._adopt(tool_class, functools.partial(tool_class, **injected))
+            await self._add_instance(tool_class, functools.partial(tool_class, **injected))
 
     def instance(self, tool_class: Callable[..., object]) -> tuple[object, ObjectThread]:
         """Return the instance of a class and the thread of its synchronous methods."""
@@ -262,7 +264,7 @@ class EpisodeTools:
         """
         entry = self._tools.entry(name)
         assert entry is not None  # checked by the protocol
-        function, threads = await self._bound(entry)
+        function, threads = await self._function_and_runner(entry)
         if isinstance(threads, ObjectThread):
             await threads.wait_for_overdue_call()  # the time limit does not include the rest of an earlier call
         injected = {one: self._injected[one] for one in entry.injected}
@@ -290,17 +292,19 @@ class EpisodeTools:
             self._injected["problem"],  # type: ignore[arg-type]
             sandbox=sandbox,
             timeout=self._timeout,
-            extra_arguments=self._more,
+            extra_arguments=self._extra_arguments,
             lenient=self._lenient,
         )
         shared = {id(self._injected["problem"]): self._injected["problem"], id(self._injected["sandbox"]): sandbox}
         async with closed_on_failure(twin):
-            for maker, (instance, _) in self._instances.items():
+            for tool_class, (instance, _) in self._instances.items():
                 custom = getattr(instance, "fork", None)
-                await twin._adopt(
-                    maker, custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))), verb="copying"
+                await twin._add_instance(
+                    tool_class,
+                    custom or (lambda instance=instance: copy.deepcopy(instance, dict(shared))),
+                    verb="copying",
                 )
-                copied, name = twin._instances[maker][0], type(instance).__name__
+                copied, name = twin._instances[tool_class][0], type(instance).__name__
                 if not isinstance(copied, type(instance)):
                     raise ToolError(f"fork() of {name} returned {copied!r:.100}; it must return another {name}")
         return twin
@@ -322,8 +326,10 @@ class EpisodeTools:
             finally:
                 thread.close()
 
-    async def _adopt(self, maker: Callable[..., object], make: Callable[[], object], verb: str = "creating") -> None:
-        thread = ObjectThread(name=_name(maker))
+    async def _add_instance(
+        self, tool_class: Callable[..., object], make: Callable[[], object], verb: str = "creating"
+    ) -> None:
+        thread = ObjectThread(name=_class_name(tool_class))
         try:
             if inspect.iscoroutinefunction(make):
                 instance = await make()
@@ -334,10 +340,10 @@ class EpisodeTools:
             raise
         except Exception as error:
             thread.close()
-            raise ToolError(f"{verb} {_name(maker)} raised {describe_error(error)}") from error
-        self._instances[maker] = (instance, thread)
+            raise ToolError(f"{verb} {_class_name(tool_class)} raised {describe_error(error)}") from error
+        self._instances[tool_class] = (instance, thread)
 
-    async def _bound(self, entry: ToolEntry) -> tuple[Callable[..., object], BlockingRunner]:
+    async def _function_and_runner(self, entry: ToolEntry) -> tuple[Callable[..., object], BlockingRunner]:
         """Return the tool's function and its runner. Raises UnavailableError if a server is unreachable."""
         if entry.function is not None:
             return entry.function, self._tools.threads
@@ -350,5 +356,5 @@ class EpisodeTools:
         return getattr(instance, entry.schema.name), threads
 
 
-def _name(maker: Callable[..., object]) -> str:
-    return getattr(maker, "__name__", type(maker).__name__)
+def _class_name(tool_class: Callable[..., object]) -> str:
+    return getattr(tool_class, "__name__", type(tool_class).__name__)
