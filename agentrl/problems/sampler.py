@@ -95,13 +95,6 @@ class Mixture:
     def __post_init__(self) -> None:
         if not self.sources:
             raise EmptyProblemsError("a mixture needs at least one source of problems")
-        if len(self.weights) != len(self.sources):
-            raise ProblemError(
-                f"a mixture needs one weight per source; {len(self.sources)} sources have {len(self.weights)} weights"
-            )
-        for source, weight in zip(self.sources, self.weights, strict=True):
-            if not 0 < weight < float("inf"):
-                raise ProblemError(f"{source.name}: weight must be positive and finite; got {weight}")
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:

@@ -13,11 +13,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import random
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-
-import stamina
 
 from agentrl_envs.episode import EpisodeUsageError, UnavailableError
 from agentrl_envs.settings import ExecutionSettings
@@ -26,6 +25,8 @@ from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, Un
 
 PRINTED = 4096
 """Number of characters of a program's output that its `ToolCall` stores."""
+
+_MAX_RETRY_WAIT = 5.0  # seconds
 
 traced: Callable[[], AbstractContextManager[object]] = nullcontext
 """Context manager around each program. Rollout tracing replaces it."""
@@ -178,23 +179,13 @@ def infrastructure_failure_call(seconds: float) -> ToolCall:
 
 async def _run_with_retries(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
     """Retry ``run`` after sandbox failures, and return the result of the first successful attempt."""
-    # The first attempt bypasses stamina, which takes ten times as long as the rest of the turn.
-    first: SandboxError | _InfrastructureError | None = None
-    try:
-        return await run()
-    except UnknownSessionError:
-        raise  # a retry cannot restore the variables of the session
-    except (SandboxError, _InfrastructureError) as error:
-        first = error
-    async for attempt in stamina.retry_context(
-        on=(SandboxError, _InfrastructureError),
-        attempts=settings.sandbox_attempts,
-        timeout=settings.sandbox_deadline,
-        wait_initial=settings.sandbox_retry_wait,
-        wait_jitter=settings.sandbox_retry_wait,
-    ):
-        with attempt:
-            if attempt.num == 1:
-                raise first
+    # Do not use stamina: even if the first attempt succeeds, it takes ten times as long as the rest of the turn.
+    wait = settings.sandbox_retry_wait
+    for attempt in range(settings.sandbox_attempts - 1):
+        try:
             return await run()
-    raise first
+        except UnknownSessionError:
+            raise  # a retry cannot restore the variables of the session
+        except (SandboxError, _InfrastructureError):
+            await asyncio.sleep(min(_MAX_RETRY_WAIT, wait * 2**attempt) + random.uniform(0, wait))
+    return await run()

@@ -284,25 +284,23 @@ class ClassEpisode(ToolEpisode):
 
     async def _call_method(self, method: str, *args: object, **kwargs: object) -> object:
         """Call a method of the instance. Convert exceptions to UnavailableError or EnvironmentContractError."""
-        self.running_call = self._method_name(method)
-        result = await self._call_with_converted_errors(method, *args, **kwargs)
-        self.running_call = ""
-        return result
-
-    async def _call_with_converted_errors(self, method: str, *args: object, **kwargs: object) -> object:
+        name = self.running_call = self._method_name(method)
         instance, thread = self._instance_and_thread()
         function = getattr(instance, method)
         try:
             if inspect.iscoroutinefunction(function):
-                return await cast("Callable[..., asyncio.Future[object]]", function)(*args, **kwargs)
-            await thread.wait_for_overdue_call()
-            return await thread.run(partial(function, *args, **kwargs), call_name=self._method_name(method))
+                result = await cast("Callable[..., asyncio.Future[object]]", function)(*args, **kwargs)
+            else:
+                await thread.wait_for_overdue_call()
+                result = await thread.run(partial(function, *args, **kwargs), call_name=name)
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
             if is_unreachable(error):
-                raise UnavailableError(f"{self._method_name(method)} raised {describe_error(error)}") from error
-            raise EnvironmentContractError(f"{self._method_name(method)} raised {describe_error(error)}") from error
+                raise UnavailableError(f"{name} raised {describe_error(error)}") from error
+            raise EnvironmentContractError(f"{name} raised {describe_error(error)}") from error
+        self.running_call = ""
+        return result
 
     def _instance_and_thread(self) -> tuple[object, ObjectThread]:
         assert self._tools is not None

@@ -118,26 +118,16 @@ class GymnasiumEnvironment(Environment):
     def __init__(self, make: Callable[..., TextEnv], settings: GymnasiumSettings | None = None) -> None:
         self.settings = settings or GymnasiumSettings()
         self._make = make
-        self._threads: BlockingCalls | None = None
-
-    async def open(self) -> None:
-        """Create the threads for blocking calls."""
-        self._threads = self._threads or BlockingCalls(self.settings.threads, name="gymnasium-env")
+        self._threads = BlockingCalls(self.settings.threads, name="gymnasium-env")
 
     def episode(self, problem: Problem) -> GymnasiumEpisode:
         """Create an episode. Its environment is created when it starts."""
-        if self._threads is None:
-            raise EpisodeUsageError("the environment is not open: await environment.open() first")
         return GymnasiumEpisode(
             problem,
             make=lambda: self._make(**self.settings.kwargs),
             threads=self._threads,
             call_deadline=self.settings.call_deadline,
         )
-
-    async def close(self) -> None:
-        """Reject further episodes. Running calls finish in their threads."""
-        self._threads = None
 
     def describe(self) -> list[str]:
         """Return the environment's name and the number of threads."""
