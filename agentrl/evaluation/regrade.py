@@ -22,7 +22,7 @@ from agentrl.evaluation.scores import Grades
 from agentrl.evaluation.settings import EvaluationSections
 from agentrl.evaluation.transcripts import Transcript
 from agentrl.telemetry.console import Console
-from agentrl_envs.execution import PRINTED
+from agentrl_envs.execution import MAX_PRINTED_CHARACTERS
 from agentrl_envs.grading import Grader
 from agentrl_envs.protocols.base import TextProtocol, make_protocol
 from agentrl_envs.reasoning import ReasoningProtocol
@@ -87,7 +87,12 @@ def _answer(transcript: Transcript, protocol: TextProtocol) -> str | None:
         if call is None:
             return transcript.answer  # more programs than calls: the rule for programs has changed
         printed = protocol.printed_answer(call.printed)
-        if printed is None and len(call.printed) == PRINTED and text is turns[-1] and transcript.answer is not None:
+        if (
+            printed is None
+            and len(call.printed) == MAX_PRINTED_CHARACTERS
+            and text is turns[-1]
+            and transcript.answer is not None
+        ):
             return transcript.answer  # the answer may be in the part of the output that was not stored
         if printed is not None or turn.answer is not None:
             return printed if printed is not None else turn.answer

@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.errors import SettingsError
-from agentrl_envs.chat import CALL_ID, ChatFormat, MarkedText, MessageTexts, Part, TemplateMark
+from agentrl_envs.chat import CALL_ID_PLACEHOLDER, ChatFormat, MarkedText, MessageTexts, Part, TemplateMark
 from agentrl_envs.tool_call_formats import HERMES, TOOL_CALL_FORMATS, ToolCallFormat
 
 if TYPE_CHECKING:
@@ -193,12 +193,12 @@ def _conversation(*behind: Message) -> list[Message]:
 
 def _called(tool: str, number: int) -> Message:
     function = {"name": tool, "arguments": {"place": content_placeholder(number)}}
-    call = {"id": CALL_ID, "type": "function", "function": function}
+    call = {"id": CALL_ID_PLACEHOLDER, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
 
 
 def _tool_message(tool: str, number: int) -> Message:
-    return {"role": "tool", "content": content_placeholder(number), "name": tool, "tool_call_id": CALL_ID}
+    return {"role": "tool", "content": content_placeholder(number), "name": tool, "tool_call_id": CALL_ID_PLACEHOLDER}
 
 
 class _Responses(NamedTuple):

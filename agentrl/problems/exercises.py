@@ -75,7 +75,7 @@ def define_reveal(function: str, values: Mapping[int, int] | Mapping[int, str]) 
 
 Split = Literal["train", "heldout"]
 SPLITS: tuple[Split, ...] = ("train", "heldout")
-HELDOUT_SHARE = 8  # one in this many combinations of family and numbers is held out
+HELDOUT_DIVISOR = 8  # one in this many combinations of family and numbers is held out
 
 
 class ExerciseSource:
@@ -166,4 +166,4 @@ def split_of_numbers(family: str, numbers: Numbers) -> Split:
     """Return the split of a problem from its family and the numbers in its statement. Does not depend on the seed."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
-    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_SHARE == 0 else "train"
+    return "heldout" if int.from_bytes(digest, "big") % HELDOUT_DIVISOR == 0 else "train"

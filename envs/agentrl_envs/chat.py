@@ -12,7 +12,7 @@ other text (statements, program output) is encoded as plain text.
 >>> text = MarkedText(end, start, "<|im_end|> is text here")
 >>> text == "<|im_end|>\\n<|im_start|>user\\n<|im_end|> is text here"
 True
->>> text_and_marks(text)[2], text_and_marks("plain <|im_end|>")
+>>> parts_of_text(text)[2], parts_of_text("plain <|im_end|>")
 ('<|im_end|> is text here', ('plain <|im_end|>',))
 """
 
@@ -69,12 +69,12 @@ class MarkedText(str):
         return partial(MarkedText, messages=self.messages), self.parts
 
 
-def text_and_marks(text: str) -> tuple[Part, ...]:
+def parts_of_text(text: str) -> tuple[Part, ...]:
     """Return the parts of a text. Plain text is a single part."""
     return text.parts if isinstance(text, MarkedText) else (text,)
 
 
-CALL_ID = "\ue001call-id\ue001"
+CALL_ID_PLACEHOLDER = "\ue001call-id\ue001"
 """Placeholder of a tool call's id. It has nine characters, because some templates check the length."""
 
 _DEFAULT_CALL_ID = "call00000"
@@ -143,8 +143,9 @@ class ChatFormat:
         return MarkedText(*parts, messages=self._with_system(messages))
 
     def _with_system(self, messages: list[ChatMessage]) -> list[ChatMessage]:
-        own = not self.system or messages[0]["role"] == "system"
-        return messages if own else [{"role": "system", "content": self.system}, *messages]
+        if not self.system or messages[0]["role"] == "system":
+            return messages
+        return [{"role": "system", "content": self.system}, *messages]
 
     @property
     def opens_reasoning(self) -> bool:
@@ -157,16 +158,18 @@ class ChatFormat:
         ``ids`` are the call ids that the model wrote, if any.
         """
         parts = self._turn_end_parts()
-        leads = CALL_ID in self.before_response  # some templates write the id before its response, others after
-        last = _DEFAULT_CALL_ID
+        # Some templates write a call's id before its response, others write it after the response.
+        id_comes_first = CALL_ID_PLACEHOLDER in self.before_response
+        previous_id = _DEFAULT_CALL_ID
         for number, text in enumerate(texts):
-            own = ids[number] if number < len(ids) and _VALID_CALL_ID.fullmatch(ids[number]) else _DEFAULT_CALL_ID
+            valid = number < len(ids) and _VALID_CALL_ID.fullmatch(ids[number])
+            call_id = ids[number] if valid else _DEFAULT_CALL_ID
             mark = self.between_responses if number else self.before_response
-            parts.append(TemplateMark(mark.replace(CALL_ID, own if leads else last)))
+            parts.append(_mark_with_id(mark, call_id if id_comes_first else previous_id))
             parts.append(json.dumps(text, ensure_ascii=False)[1:-1] if self.quoted else text)
-            last = own
+            previous_id = call_id
         messages: list[ChatMessage] = [{"role": "tool", "content": text} for text in texts]
-        return MarkedText(*parts, TemplateMark(self.after_response.replace(CALL_ID, last)), messages=messages)
+        return MarkedText(*parts, _mark_with_id(self.after_response, previous_id), messages=messages)
 
     def format_user_reply(self, text: str) -> MarkedText:
         """Return the text between two model turns: the turn's end, a user message, and the start of the next turn."""
@@ -178,6 +181,10 @@ class ChatFormat:
 
     def _turn_end_parts(self) -> list[Part]:
         return [TemplateMark(self.turn_end, ends_turn=True)] if self.turn_end else []
+
+
+def _mark_with_id(mark: str, call_id: str) -> TemplateMark:
+    return TemplateMark(mark.replace(CALL_ID_PLACEHOLDER, call_id))
 
 
 def plain_text_format(tools: Sequence[Mapping[str, object]], *, system: str = "") -> ChatFormat:

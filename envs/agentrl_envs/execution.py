@@ -23,12 +23,12 @@ from agentrl_envs.settings import ExecutionSettings
 from agentrl_envs.types import ToolCall
 from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, UnknownSessionError
 
-PRINTED = 4096
+MAX_PRINTED_CHARACTERS = 4096
 """Number of characters of a program's output that its `ToolCall` stores."""
 
 _MAX_RETRY_WAIT = 5.0  # seconds
 
-traced: Callable[[], AbstractContextManager[object]] = nullcontext
+trace_program: Callable[[], AbstractContextManager[object]] = nullcontext
 """Context manager around each program. Rollout tracing replaces it."""
 
 logger = logging.getLogger(__name__)
@@ -85,7 +85,7 @@ class EpisodeSandbox:
         async def run() -> Execution:
             if self._settings.interpreter == "session":
                 options["session"] = await self._open_session()
-            with traced():
+            with trace_program():
                 execution = await self._sandbox.execute(
                     program,
                     timeout=timeout or self._settings.execution_timeout,
@@ -167,7 +167,7 @@ def tool_call_of_execution(execution: Execution) -> ToolCall:
         outcome=execution.outcome.value,
         seconds=execution.seconds,
         truncated=execution.truncated,
-        printed=execution.stdout[-PRINTED:],
+        printed=execution.stdout[-MAX_PRINTED_CHARACTERS:],
         exit_code=execution.exit_code,
     )
 

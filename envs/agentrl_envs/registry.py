@@ -24,7 +24,7 @@ Item = TypeVar("Item")
 _Decorated = TypeVar("_Decorated")
 DISTRIBUTION = "agentrl-trainer"
 """Name of the distribution that contains this package. `agentrl` on PyPI is another project."""
-TRL = "trl:"
+TRL_PREFIX = "trl:"
 """Prefix of ``module:Class`` for an environment with the interface of TRL's ``environment_factory``."""
 
 
@@ -88,14 +88,14 @@ class Registry(Generic[Item]):
 
     def check(self, name: str) -> None:
         """Raise UnknownNameError unless the name is valid. Does not import ``module:attribute``."""
-        if not (name in self.names() or (self._paths and name.removeprefix(TRL).count(":") == 1)):
+        if not (name in self.names() or (self._paths and name.removeprefix(TRL_PREFIX).count(":") == 1)):
             raise UnknownNameError(self.kind, name, self.names(), paths=self._paths)
 
     def __getitem__(self, name: str) -> Item:
         self.check(name)
         if name in self._entries:
             return self._entries[name]
-        path = self.builtin.get(name) or self._entry_points().get(name, name.removeprefix(TRL))
+        path = self.builtin.get(name) or self._entry_points().get(name, name.removeprefix(TRL_PREFIX))
         return cast(Item, import_attribute(path, self.kind))
 
     def _entry_points(self) -> dict[str, str]:

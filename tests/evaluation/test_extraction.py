@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from agentrl.errors import SettingsError
 from agentrl.evaluation.regrade import extract_answer_again, protocol_from_provenance, regrade_command
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
-from agentrl_envs.execution import PRINTED
+from agentrl_envs.execution import MAX_PRINTED_CHARACTERS
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
@@ -42,8 +42,8 @@ OUTPUTS = (
     "1\n",
     "\\boxed{5}\n",
     "\\boxed{5}\n" + "x" * 500 + "\n\\boxed{6\n",
-    "x" * (PRINTED + 10),
-    "\\boxed{7}" + "x" * PRINTED,
+    "x" * (MAX_PRINTED_CHARACTERS + 10),
+    "\\boxed{7}" + "x" * MAX_PRINTED_CHARACTERS,
 )
 
 
@@ -97,8 +97,8 @@ def test_the_rule_of_play_finds_what_play_found(turns: list[tuple[str, str, str]
 
 
 def test_an_answer_before_the_kept_end_of_the_output_stays() -> None:
-    one = asyncio.run(played([(PROGRAM, "\\boxed{7}" + "x" * PRINTED, "")]))
-    assert (one.answer, one.tool_calls[0].printed) == ("7", "x" * PRINTED)
+    one = asyncio.run(played([(PROGRAM, "\\boxed{7}" + "x" * MAX_PRINTED_CHARACTERS, "")]))
+    assert (one.answer, one.tool_calls[0].printed) == ("7", "x" * MAX_PRINTED_CHARACTERS)
     assert extract_answer_again(one, PROTOCOL) is one
 
 

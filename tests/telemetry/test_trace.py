@@ -35,7 +35,7 @@ def path(tmp_path: Path) -> Iterator[Path]:
     start_trace(tmp_path / "trace.json", "rank 0")
     yield tmp_path / "trace.json"
     stop_trace()
-    execution.traced = contextlib.nullcontext
+    execution.trace_program = contextlib.nullcontext
 
 
 def names(slices: list[dict[str, object]]) -> list[object]:
@@ -70,7 +70,7 @@ def test_spans_lie_in_each_other_on_the_lane_of_their_task(path: Path) -> None:
 
 
 def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -> None:
-    execution.traced = partial(traced_service_call, "sandbox", "program")
+    execution.trace_program = partial(traced_service_call, "sandbox", "program")
 
     class Sandbox:
         async def execute(self, program: str, **options: object) -> SimpleNamespace:

@@ -139,8 +139,8 @@ class LocalService:
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._folder).trace, "rollout worker")
             opened.callback(stop_trace)
-            execution.traced = partial(traced_service_call, "sandbox", "program")
-            opened.callback(setattr, execution, "traced", contextlib.nullcontext)
+            execution.trace_program = partial(traced_service_call, "sandbox", "program")
+            opened.callback(setattr, execution, "trace_program", contextlib.nullcontext)
         environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
         self._loop = WorkerLoop(idle_between_calls=settings.rollout.schedule == "synchronous")

@@ -12,7 +12,7 @@ from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.episode import Environment
 from agentrl_envs.factory import EnvironmentFactory, OptionsFactory
-from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, TRL, PluginError, import_attribute
+from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, TRL_PREFIX, PluginError, import_attribute
 from agentrl_envs.settings import GymnasiumSettings
 
 
@@ -29,7 +29,7 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     loaded: object = ENVIRONMENTS[name]
     if name in ENVIRONMENTS.builtin:
         return cast(type[EnvironmentFactory[Any]], loaded)()
-    if name.startswith(TRL):
+    if name.startswith(TRL_PREFIX):
         return ClassEnvironmentFactory(name, loaded, is_trl_class=True)
     if not callable(loaded):
         raise PluginError(f"environment {name!r} is a {type(loaded).__name__}, but must be a class or a function")

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from mcp import Client
     from mcp.types import CallToolResult
 
-MCP = "mcp:"
+MCP_PREFIX = "mcp:"
 """Prefix of a server's command or address in ``environment.tools``."""
 
 OPENING_SECONDS = 60.0
@@ -146,7 +146,9 @@ def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
     try:
         import mcp  # noqa: F401
     except ImportError as error:
-        raise PluginError(f"environment.tools '{MCP}{target}' needs the package mcp: {install_extra('mcp')}") from error
+        raise PluginError(
+            f"environment.tools '{MCP_PREFIX}{target}' needs the package mcp: {install_extra('mcp')}"
+        ) from error
     with ThreadPoolExecutor(
         1, thread_name_prefix="mcp"
     ) as thread:  # in a thread, because asyncio.run fails in a thread with a running event loop
@@ -157,7 +159,7 @@ def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
     if not schemas:
         raise PluginError(f"environment.tools: the MCP server {target!r} has no tools")
     for schema in schemas:
-        check_schema(schema, f"environment.tools '{MCP}{target}': {schema.name!r}")
+        check_schema(schema, f"environment.tools '{MCP_PREFIX}{target}': {schema.name!r}")
     return schemas
 
 

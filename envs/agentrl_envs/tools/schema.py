@@ -108,7 +108,7 @@ def _remove_titles(value: object) -> object:
 
 
 PYTHON = "python"
-INJECTED = ("problem", "sandbox")
+INJECTED_PARAMETERS = ("problem", "sandbox")
 """Parameters that receive objects of the episode instead of arguments of the model."""
 
 _TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
@@ -166,7 +166,7 @@ def function_schema(function: Callable[..., object], path: str, *, method: bool 
     Raises PluginError, with ``path`` in the message, if a parameter lacks a type or a description.
     """
     parameters = list(inspect.signature(function).parameters.values())[1 if method else 0 :]
-    visible = [parameter for parameter in parameters if parameter.name not in INJECTED]
+    visible = [parameter for parameter in parameters if parameter.name not in INJECTED_PARAMETERS]
     try:
         description, descriptions = parse_docstring(function)
         properties = parameters_schema(function, visible, descriptions)
@@ -189,7 +189,7 @@ def check_schema(schema: ToolSchema, path: str) -> None:
         raise PluginError(f"{path} cannot be a tool: {problem}")
 
 
-def injected_parameters(function: Callable[..., object], names: Sequence[str] = INJECTED) -> tuple[str, ...]:
+def injected_parameters(function: Callable[..., object], names: Sequence[str] = INJECTED_PARAMETERS) -> tuple[str, ...]:
     """Return the ``names`` that are parameters of the function; none if the signature is unknown."""
     try:
         signature = inspect.signature(function)

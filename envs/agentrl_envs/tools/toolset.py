@@ -16,9 +16,9 @@ from agentrl_envs.execution import EpisodeSandbox
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
 from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
 from agentrl_envs.tools.calling import ToolCallError, ToolError, call_tool
-from agentrl_envs.tools.mcp_tools import MCP, McpSession, list_server_tools, make_session_class
+from agentrl_envs.tools.mcp_tools import MCP_PREFIX, McpSession, list_server_tools, make_session_class
 from agentrl_envs.tools.schema import (
-    INJECTED,
+    INJECTED_PARAMETERS,
     PYTHON,
     PYTHON_SCHEMA,
     SESSION_PYTHON_SCHEMA,
@@ -29,7 +29,7 @@ from agentrl_envs.tools.schema import (
 )
 from agentrl_envs.types import Problem, ToolCall
 
-RESERVED = frozenset({"close", "fork"})
+RESERVED_METHODS = frozenset({"close", "fork"})
 """Public methods of a class that are not tools."""
 
 _MAX_THREADS = 64  # concurrent calls of synchronous functions
@@ -117,7 +117,9 @@ def load_tools(names: Sequence[str], *, interpreter: str = "fresh", mcp_sessions
     """Load the tools of ``environment.tools``. Raises PluginError for an invalid tool or a repeated name."""
     entries: list[ToolEntry] = []
     for name in names:
-        for entry in _server_entries(name, mcp_sessions) if name.startswith(MCP) else _load_entries(name, interpreter):
+        for entry in (
+            _server_entries(name, mcp_sessions) if name.startswith(MCP_PREFIX) else _load_entries(name, interpreter)
+        ):
             if any(entry.schema.name == other.schema.name for other in entries):
                 raise PluginError(f"environment.tools: two tools have the name {entry.schema.name!r}")
             entries.append(entry)
@@ -161,7 +163,7 @@ def _public_functions(base: type) -> dict[str, Callable[..., object]]:
 
 
 def _server_entries(name: str, sessions: str) -> list[ToolEntry]:
-    target = name.removeprefix(MCP)
+    target = name.removeprefix(MCP_PREFIX)
     made = make_session_class(target)
     shared = made() if sessions == "shared" else None
     return [
@@ -188,13 +190,15 @@ def _class_entries(loaded: type, path: str) -> list[ToolEntry]:
     unknown = [
         name
         for name, parameter in inspect.signature(loaded).parameters.items()
-        if name not in INJECTED and parameter.default is parameter.empty and parameter.kind is not parameter.VAR_KEYWORD
+        if name not in INJECTED_PARAMETERS
+        and parameter.default is parameter.empty
+        and parameter.kind is not parameter.VAR_KEYWORD
     ]
     if unknown:
         raise PluginError(
             f"{path}: {loaded.__name__}.__init__ requires {unknown[0]!r}; valid parameters: problem, sandbox"
         )
-    entries = methods_as_tools(loaded, path, RESERVED)
+    entries = methods_as_tools(loaded, path, RESERVED_METHODS)
     if not entries:
         raise PluginError(f"{path}: {loaded.__name__} has no public methods, so it has no tools")
     return entries
