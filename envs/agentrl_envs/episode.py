@@ -16,8 +16,8 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from agentrl_envs.types import Ended, Problem, Step
@@ -80,40 +80,6 @@ class Episode(Protocol):
     async def close(self) -> None:
         """Release the episode's resources. May be called more than once."""
         ...
-
-
-class Closable(Protocol):
-    """An object with resources to release."""
-
-    async def close(self) -> None:
-        """Release the resources."""
-        ...
-
-
-@asynccontextmanager
-async def closed_on_failure(copied: Closable) -> AsyncGenerator[None, None]:
-    """Close ``copied``, an incomplete copy that nobody else can close, if the block fails or is cancelled."""
-    try:
-        yield
-    except BaseException:
-        await copied.close()
-        raise
-
-
-async def repeat_actions(twin: Episode, actions: Sequence[str]) -> None:
-    """Start the fork ``twin`` of a running episode, and repeat its actions.
-
-    Raises UnavailableError if the fork ends, because the environment failed or is not deterministic.
-    """
-    async with closed_on_failure(twin):
-        await twin.start()
-        for number, action in enumerate(actions, 1):
-            ended = (await twin.step(action)).ended
-            if ended is not None:
-                raise UnavailableError(
-                    f"the fork of an episode ended as {ended} when its action {number} of {len(actions)} was repeated: "
-                    "the environment failed or is not deterministic"
-                )
 
 
 @runtime_checkable

@@ -9,8 +9,9 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Self
 
-from agentrl_envs.episode import EpisodeUsageError, UnavailableError, closed_on_failure
+from agentrl_envs.episode import EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call
+from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.protocols.base import MalformedCall, TextProtocol, ToolRequest
 from agentrl_envs.protocols.texts import truncate_output
 from agentrl_envs.settings import ClassEnvironmentSettings, SimpleTIRSettings

@@ -16,7 +16,8 @@ from typing import Any, TypeAlias, TypeVar
 
 import gymnasium
 
-from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError, repeat_actions
+from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError
+from agentrl_envs.forks import repeat_actions
 from agentrl_envs.settings import GymnasiumSettings
 from agentrl_envs.threads import BlockingCalls
 from agentrl_envs.types import Ended, Problem, Step, Verdict, as_reward

@@ -30,9 +30,9 @@ from agentrl_envs.episode import (
     EnvironmentContractError,
     EpisodeUsageError,
     UnavailableError,
-    repeat_actions,
 )
 from agentrl_envs.factory import OptionsFactory
+from agentrl_envs.forks import repeat_actions
 from agentrl_envs.registry import PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward, thaw

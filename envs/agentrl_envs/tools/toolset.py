@@ -11,8 +11,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, cast, runtime_checkable
 
-from agentrl_envs.episode import UnavailableError, closed_on_failure
+from agentrl_envs.episode import UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
+from agentrl_envs.forks import closed_on_failure
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
 from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
 from agentrl_envs.tools.calling import ToolCallError, ToolError, call_tool

@@ -1,0 +1,43 @@
+"""Parts of `Episode.fork`: copies that are closed if they fail, and copies by repeating the actions of an episode."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Sequence
+from contextlib import asynccontextmanager
+from typing import Protocol
+
+from agentrl_envs.episode import Episode, UnavailableError
+
+
+class Closable(Protocol):
+    """An object with resources to release."""
+
+    async def close(self) -> None:
+        """Release the resources."""
+        ...
+
+
+@asynccontextmanager
+async def closed_on_failure(copied: Closable) -> AsyncGenerator[None, None]:
+    """Close ``copied``, an incomplete copy that nobody else can close, if the block fails or is cancelled."""
+    try:
+        yield
+    except BaseException:
+        await copied.close()
+        raise
+
+
+async def repeat_actions(twin: Episode, actions: Sequence[str]) -> None:
+    """Start the fork ``twin`` of a running episode, and repeat its actions.
+
+    Raises UnavailableError if the fork ends, because the environment failed or is not deterministic.
+    """
+    async with closed_on_failure(twin):
+        await twin.start()
+        for number, action in enumerate(actions, 1):
+            ended = (await twin.step(action)).ended
+            if ended is not None:
+                raise UnavailableError(
+                    f"the fork of an episode ended as {ended} when its action {number} of {len(actions)} was repeated: "
+                    "the environment failed or is not deterministic"
+                )
