@@ -1,4 +1,4 @@
-"""A run's settings: composition, layering, checks, display and comparison. Imports no heavy library."""
+"""A run's settings: composition, layers, checks and error messages. Imports no heavy library."""
 
 from agentrl.config.checks import Command, check_settings, settings_warnings
 from agentrl.config.layers import load_settings, run_config_for_model
@@ -9,7 +9,6 @@ from agentrl.config.settings import (
     dump_yaml,
     may_change_on_resume,
     resume_conflicts,
-    settings_diff,
 )
 
 __all__ = [
@@ -23,7 +22,6 @@ __all__ = [
     "may_change_on_resume",
     "resume_conflicts",
     "run_config_for_model",
-    "settings_diff",
     "settings_warnings",
     "shipped_config",
     "shipped_configs",

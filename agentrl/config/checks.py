@@ -32,16 +32,10 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
         problems += [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
         problems += [*_schedule_contradictions(settings), *_cluster_problems(settings), *_fork_problems(settings)]
-    problems += [
-        *_model_problems(settings),
-        *_engine_problems(settings, command),
-        *_protocol_problems(settings, command),
-    ]
-    problems += _adapter_problems(settings, command)
-    problems += _session_problems(settings)
-    problems += [*_agent_problems(settings, command), *_container_problems(settings)]
-    problems += _support_problems(settings, command)
-    problems += _route_problems(settings, command)
+        problems += _route_problems(settings)
+    problems += [*_model_problems(settings), *_engine_problems(settings, command), *_session_problems(settings)]
+    problems += [*_protocol_problems(settings, command), *_agent_problems(settings, command)]
+    problems += [*_container_problems(settings), *_support_problems(settings, command)]
     if problems:
         raise SettingsError("\n".join(problems))
 
@@ -150,6 +144,12 @@ def _missing(settings: Settings, command: Command) -> Iterator[str]:
 
 def _model_problems(settings: Settings) -> Iterator[str]:
     model = settings.model
+    for name in ("alpha", "targets", "learning_rate_factor") if model.lora.rank == 0 else ():
+        if getattr(model.lora, name) != getattr(LoRASettings(), name):
+            yield (
+                f"{_pairs(settings, f'model.lora.{name}')} has no effect with model.lora.rank=0, which trains all "
+                "weights: set model.lora.rank from 1 to 512 to train adapters"
+            )
     training, bfloat16 = settings.training, model.dtype == "bfloat16"
     if training.offload == "all" and training.zero_stage < 3:
         yield f"training.offload=all requires training.zero_stage=3, but it is {training.zero_stage}"
@@ -170,18 +170,6 @@ def _model_problems(settings: Settings) -> Iterator[str]:
         yield f"{assignment} is a file; valid: a model directory or a Hugging Face id such as Qwen/Qwen2.5-7B"
     elif model.path.startswith(("/", ".", "~")) or model.path.count("/") != 1:
         yield f"{assignment} does not exist, and it is not a Hugging Face id (OWNER/NAME)"
-
-
-def _adapter_problems(settings: Settings, command: Command) -> Iterator[str]:
-    """Yield adapter settings that have no effect because no adapter is trained."""
-    lora, off = settings.model.lora, LoRASettings()
-    if lora.rank == 0:
-        for name in ("alpha", "targets", "learning_rate_factor"):
-            if getattr(lora, name) != getattr(off, name):
-                yield (
-                    f"{_pairs(settings, f'model.lora.{name}')} has no effect with model.lora.rank=0, which trains "
-                    "all weights: set model.lora.rank from 1 to 512 to train adapters"
-                )
 
 
 def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
@@ -205,8 +193,8 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
             f"{setting} uses the model's chat template, but an endpoint applies its own; valid with --base-url: "
             + ("simpletir, retool, torl, or --env reasoning" if hermes else "environment.chat=auto")
         )
-    shown = isinstance(environment, ToolChatSettings) and environment.history == "template"
-    if shown and settings.evaluation.falsified:
+    rerendered = isinstance(environment, ToolChatSettings) and environment.history == "template"
+    if rerendered and settings.evaluation.falsified:
         yield "evaluation.falsified=true is not supported with environment.history=template: reset one of them"
     if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
         yield (
@@ -305,26 +293,20 @@ def _cluster_problems(settings: Settings) -> Iterator[str]:
         yield f"{_pairs(settings, 'cluster.restarts')} conflicts with cluster.kind=environment: set it in the launcher"
     if settings.sandbox.scheme == "ray" and not many_nodes:
         yield f"sandbox.url=ray:// requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
-    yield from _elastic_problems(settings)
+    if cluster.elastic and not cluster.restarts:
+        yield "cluster.elastic=true has no effect with cluster.restarts=0: set cluster.restarts to at least 1"
+    ranks_per_node, shared = ranks // cluster.nodes, settings.training.sequence_parallel
+    if cluster.elastic and cluster.nodes > 1 and ranks_per_node % shared:
+        yield (
+            f"cluster.elastic=true with {_pairs(settings, 'training.sequence_parallel')} and {ranks_per_node} ranks "
+            "per node: after the loss of a node, the remaining ranks may not form complete sequence-parallel groups; "
+            f"valid: a divisor of {ranks_per_node}"
+        )
     sharing = engine_facts(settings.rollout).shares_gpus
     if cluster.nodes > 1 and sharing:
         yield (
             f"{sharing} conflicts with {_pairs(settings, 'cluster.nodes')}, because servers start on the node of rank "
             "0: run the engine on other GPUs, or set the addresses of servers on other nodes"
-        )
-
-
-def _elastic_problems(settings: Settings) -> Iterator[str]:
-    cluster, ranks, shared = settings.cluster, settings.training.num_processes, settings.training.sequence_parallel
-    if not cluster.elastic:
-        return
-    if not cluster.restarts:
-        yield "cluster.elastic=true has no effect with cluster.restarts=0: set cluster.restarts to at least 1"
-    if cluster.nodes > 1 and ranks // cluster.nodes % shared:
-        yield (
-            f"cluster.elastic=true with {_pairs(settings, 'training.sequence_parallel')} and {ranks // cluster.nodes} "
-            "ranks per node: after the loss of a node, the remaining ranks may not form complete sequence-parallel "
-            f"groups; valid: a divisor of {ranks // cluster.nodes}"
         )
 
 
@@ -394,10 +376,10 @@ def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
         yield f"{limits}: the laboratory samples from the whole vocabulary; reset them"
 
 
-def _route_problems(settings: Settings, command: Command) -> Iterator[str]:
+def _route_problems(settings: Settings) -> Iterator[str]:
     """Yield settings that cannot be combined with route replay."""
     replay, engine = settings.correction.route_replay, settings.rollout.engine
-    if command != "train" or replay == "off":
+    if replay == "off":
         return
     if replay == "rollout" and not engine_facts(settings.rollout).returns_routes:
         yield f"correction.route_replay=rollout: rollout.engine={engine} returns no routes; set route_replay=trainer"
@@ -444,8 +426,8 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
 
 def _branch_warnings(settings: Settings) -> Iterator[str]:
     environment, name = settings.environment, settings.algorithm.estimator
-    shown = (environment.model_dump() | (environment.model_extra or {})).get("history") == "template"
-    if not shown and not is_agent(settings.env):
+    rerendered = (environment.model_dump() | (environment.model_extra or {})).get("history") == "template"
+    if not rerendered and not is_agent(settings.env):
         return
     from agentrl.algorithms import ESTIMATORS  # imports torch, so only if rollouts can branch
 

@@ -12,7 +12,7 @@ import copy
 import itertools
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,46 +28,6 @@ from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, HARBOR, R
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean, load_plugins
 
-_OF_TRAINING = ("limit", "weight")
-
-
-def evaluate_on_heldout(layers: Sequence[Layer], presets: Collection[str], train: object) -> list[Layer]:
-    """Replace ``data.eval`` with the held-out parts of ``train`` in layers whose origin is in ``presets``.
-
-    ``train`` is the merged ``data.train`` of all layers before validation.
-    """
-    entries = train if isinstance(train, list) else []
-    heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout(entry)) is not None]
-    return [_with_eval(layer, heldout) if layer.origin in presets else layer for layer in layers]
-
-
-def layer_sets_evaluation(layer: Layer) -> bool:
-    data = layer.values.get("data")
-    return isinstance(data, dict) and "eval" in data
-
-
-def _with_eval(layer: Layer, heldout: list[dict[str, object]]) -> Layer:
-    data = layer.values.get("data")
-    if not isinstance(data, dict) or not layer_sets_evaluation(layer):
-        return layer
-    return replace(layer, values={**layer.values, "data": {**data, "eval": heldout}})
-
-
-def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
-    """Return the held-out part of a training source, or None for a source without one (a file without ``part=train``).
-
-    >>> _heldout({"path": "builtin:seeds", "limit": 9})
-    {'path': 'builtin:seeds', 'split': 'heldout'}
-    >>> _heldout({"path": "mine.jsonl", "part": "train"})
-    {'path': 'mine.jsonl', 'part': 'heldout'}
-    >>> _heldout({"path": "mine.jsonl"})
-    """
-    kept = {key: value for key, value in entry.items() if key not in _OF_TRAINING}
-    if is_generated(str(entry.get("path"))):
-        return kept | {"split": "heldout"} if entry.get("split", DEFAULT_SPLIT) == DEFAULT_SPLIT else None
-    return kept | {"part": "heldout"} if entry.get("part") == "train" else None
-
-
 _log = logging.getLogger(__name__)
 PRESET = "tiny"
 _EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy; the user's model and data override them
@@ -76,6 +36,7 @@ _ENV_OPTION = "--env"
 
 _BASICS = ("env", "plugins", "name", "runs_dir", "model", "coldstart")
 _DIRECT = ("direct_share", "direct_turn", "direct_steps")
+_OF_TRAINING = ("limit", "weight")  # keys of a training source that do not apply to its held-out part
 
 Override = tuple[list[str], object]
 """Parts of a dotted key, and the value to set."""
@@ -124,9 +85,9 @@ def load_settings(
 
 def _reasoning_gym(env: str) -> Layer:
     """Return the layer of ``--env reasoning_gym:NAME``: SimpleTIR with a data set's problems and grading."""
-    sources = {"train": [{"path": env}], "eval": [{"path": env, "split": "heldout"}]}
     score = "agentrl_envs.adapters.reasoning_gym:score"
-    return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": sources, "grader": {"function": score}})
+    values = {"data": {"train": [{"path": env}]}, "grader": {"function": score}}
+    return Layer(origin=f"{_ENV_OPTION} {env}", values=values)
 
 
 def _harbor(env: str) -> Layer:
@@ -136,15 +97,40 @@ def _harbor(env: str) -> Layer:
 
 
 def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
-    """Derive the presets' ``data.eval`` from ``data.train``, unless other layers set ``data.eval``."""
-    presets = _origins()
-    presets |= {layer.origin for layer in layers if layer.origin.startswith(f"{_ENV_OPTION} ")}
-    layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
-    others = [*(layer for layer in layers if layer.origin not in presets), *_command_line(top)]
-    if any(map(layer_sets_evaluation, others)):
+    """Add a layer that evaluates the held-out part of ``data.train``, directly above presets and ``--env`` layers.
+
+    Layers above it and ``top`` override it. Without presets and ``--env`` layers, ``layers`` are returned unchanged.
+    """
+    origins = _origins()
+    presets = {
+        layer.origin for layer in layers if layer.origin in origins or layer.origin.startswith(f"{_ENV_OPTION} ")
+    }
+    if not presets:
         return layers
-    data = _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] == "data"])["data"]
-    return evaluate_on_heldout(layers, presets, data.get("train") if isinstance(data, dict) else None)
+    layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
+    of_training = [one for one in top if one[0][:2] in (["data"], ["data", "train"])]
+    data = _merge_all(SIMPLETIR, layers, of_training)["data"]
+    train = data.get("train") if isinstance(data, dict) else None
+    entries = train if isinstance(train, list) else []
+    heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout(entry)) is not None]
+    derived = Layer(origin="held-out part of data.train", values={"data": {"eval": heldout}})
+    above = 1 + max(index for index, layer in enumerate(layers) if layer.origin in presets)
+    return [*layers[:above], _with_own_sources(derived, top), *layers[above:]]
+
+
+def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
+    """Return the held-out part of a training source, or None for a source without one (a file without ``part=train``).
+
+    >>> _heldout({"path": "builtin:seeds", "limit": 9})
+    {'path': 'builtin:seeds', 'split': 'heldout'}
+    >>> _heldout({"path": "mine.jsonl", "part": "train"})
+    {'path': 'mine.jsonl', 'part': 'heldout'}
+    >>> _heldout({"path": "mine.jsonl"})
+    """
+    kept = {key: value for key, value in entry.items() if key not in _OF_TRAINING}
+    if is_generated(str(entry.get("path"))):
+        return kept | {"split": "heldout"} if entry.get("split", DEFAULT_SPLIT) == DEFAULT_SPLIT else None
+    return kept | {"part": "heldout"} if entry.get("part") == "train" else None
 
 
 def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:

@@ -1,4 +1,4 @@
-"""Settings of a run, composed of sections that the packages define, and differences between runs."""
+"""Settings of a run, composed of sections that the packages define, and the settings that a resume may change."""
 
 from __future__ import annotations
 
@@ -127,8 +127,8 @@ _MAY_CHANGE = """
     teacher.url cluster. checkpoint. evaluation. telemetry.
 """
 RESUME_MAY_CHANGE = tuple(_MAY_CHANGE.split())
-"""Keys, or prefixes of keys, that a resumed run may change. They affect duration, location and resources of a run,
-but not the problems, the sampling distribution or the gradient."""
+"""Keys that a resumed run may change; a final dot stands for all keys of a section. They affect duration, location and
+resources of a run, but not the problems, the sampling distribution or the gradient."""
 
 
 def dump_yaml(settings: Settings) -> str:
@@ -136,29 +136,18 @@ def dump_yaml(settings: Settings) -> str:
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 
-def settings_diff(old: Settings, new: Settings) -> list[str]:
-    """Return ``key: old -> new`` for every setting that differs."""
-    return [f"{key}: {before!r} -> {after!r}" for key, before, after in _changes(old, new)]
-
-
 def resume_conflicts(old: Settings, new: Settings) -> list[str]:
-    """Return the lines of :func:`settings_diff` for settings that a resumed run must not change."""
+    """Return ``key: old -> new`` for every changed setting that a resumed run must not change."""
+    before = dict(leaf_paths(old.model_dump(mode="json")))
+    after = dict(leaf_paths(new.model_dump(mode="json")))
+    absent = "(absent)"
     return [
-        f"{key}: {before!r} -> {after!r}" for key, before, after in _changes(old, new) if not may_change_on_resume(key)
+        f"{key}: {before.get(key, absent)!r} -> {after.get(key, absent)!r}"
+        for key in dict.fromkeys([*before, *after])
+        if before.get(key, absent) != after.get(key, absent) and not may_change_on_resume(key)
     ]
 
 
 def may_change_on_resume(key: str) -> bool:
     """Return True if a resumed run may change the dotted ``key``."""
     return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUME_MAY_CHANGE)
-
-
-def _changes(old: Settings, new: Settings) -> list[tuple[str, object, object]]:
-    before = dict(leaf_paths(old.model_dump(mode="json")))
-    after = dict(leaf_paths(new.model_dump(mode="json")))
-    absent = "(absent)"
-    return [
-        (key, before.get(key, absent), after.get(key, absent))
-        for key in dict.fromkeys([*before, *after])
-        if before.get(key, absent) != after.get(key, absent)
-    ]

@@ -1,4 +1,4 @@
-"""What is evaluated where only a preset names ``data.eval``: what the sources in ``data.train`` hold out."""
+"""Evaluation without ``data.eval``: a preset's run evaluates the held-out part of ``data.train``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HORIZON = [("builtin:horizon", "heldout", "all")]
         (["data.train.0.path=mine.jsonl", "data.train.0.part=train"], [("mine.jsonl", "train", "heldout")]),
         (["data.train=[{path: mine.jsonl}, {path: 'builtin:seeds'}]"], [("builtin:seeds", "heldout", "all")]),
         (["data.train.0.split=heldout"], []),
-        (["data.train.0.path=mine.jsonl", "data.eval.0.limit=5"], HORIZON),
+        (["data.eval.0.limit=5"], HORIZON),
         (["data.train.0.path=mine.jsonl", "data.eval=[]"], []),
         (["data.train.0.path=mine.jsonl", "data.eval.0.path=other.jsonl"], [("other.jsonl", "train", "all")]),
         (["data.eval.0.split=test", "data.eval.0.path=owner/name"], [("owner/name", "test", "all")]),
