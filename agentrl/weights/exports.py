@@ -42,13 +42,13 @@ def add_untied_head(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str
     ['model.embed_tokens.weight', 'model.norm.weight', 'lm_head.weight']
     """
     embedding: Tensor | None = None
-    headed = False
+    has_head = False
     for name, tensor in tensors:
-        headed |= name == HEAD_NAME
+        has_head |= name == HEAD_NAME
         if name == EMBEDDING_NAME:
             embedding = copy_to_host(tensor)
         yield name, tensor
-    if not headed and embedding is not None:
+    if not has_head and embedding is not None:
         yield HEAD_NAME, embedding
 
 
@@ -83,50 +83,38 @@ def write_version(folder: Path, version: int, write: Callable[[Path], None], *, 
 
 
 def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int = SHARD_BYTES) -> None:
-    """Write tensors to files of at most ``max_bytes``, which also bounds memory. A larger tensor has its own file."""
+    """Write tensors to files of at most ``max_bytes``, which bounds memory. A larger tensor gets a separate file."""
     shard: dict[str, Tensor] = {}
-    places: dict[str, str] = {}
+    file_of: dict[str, str] = {}
     numbers = itertools.count(1)
 
     def flush() -> None:
         file = f"model-{next(numbers):05d}.safetensors"
-        write_weights(target / file, shard)
-        places.update(dict.fromkeys(shard, file))
+        save_file(shard, target / file)
+        file_of.update(dict.fromkeys(shard, file))
         shard.clear()
 
+    target.mkdir(parents=True, exist_ok=True)
     for name, tensor in tensors:
         if shard and sum(item.nbytes for item in shard.values()) + tensor.nbytes > max_bytes:
             flush()
         shard[name] = copy_to_host(tensor)
     if shard:
         flush()
-    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    (target / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": file_of}))
 
 
 def read_export(folder: Path) -> Iterator[tuple[str, Tensor]]:
     """Yield the tensors of a directory one at a time."""
     for shard in sorted(folder.glob("*.safetensors")):
-        yield from read_weights(shard)
-
-
-def write_weights(path: Path, tensors: dict[str, Tensor]) -> None:
-    """Write tensors from :func:`copy_to_host` to ``path`` (safetensors): under a temporary name first, then renamed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(".partial")
-    save_file(tensors, partial)
-    os.replace(partial, path)
+        with safe_open(shard, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dictionary
+                yield name, file.get_tensor(name)
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
     """Return a copy in host memory that shares no storage, as safetensors requires."""
     return tensor.detach().to("cpu", copy=True).contiguous()
-
-
-def read_weights(path: Path) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors of a file one at a time."""
-    with safe_open(path, framework="pt") as file:
-        for name in file.keys():  # noqa: SIM118 - not a dictionary
-            yield name, file.get_tensor(name)
 
 
 def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tuple[str, Tensor]]:

@@ -1,4 +1,4 @@
-"""vLLM's own weight transfer, from the training ranks directly into the servers' GPUs (NCCL or CUDA IPC).
+"""vLLM's native weight transfer, from the training ranks directly into the servers' GPUs (NCCL or CUDA IPC).
 
 docs/how-to/rollout.md lists where each path has run.
 """
@@ -24,11 +24,11 @@ from agentrl_envs.registry import install_extra
 _Result = TypeVar("_Result")
 
 # Seconds for a call to a server, including the transfer of all weights.
-_CALL = 1800.0
+_CALL_SECONDS = 1800.0
 # Lower bound on the seconds allowed for the servers to join a group. No parameter is sent meanwhile.
-_SETUP = 300.0
+_SETUP_SECONDS = 300.0
 # Seconds for an aborted communicator to return from its broadcast.
-_ABORT = 30.0
+_ABORT_SECONDS = 30.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 
 
@@ -42,42 +42,42 @@ class ServersClient:
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:
         """``clients`` have vLLM's four methods, such as its ``HTTPVLLMWeightSyncClient``."""
         self._clients = tuple(clients)
-        self._offsets = [sum(world_sizes[:place]) for place in range(len(self._clients))]
+        self._offsets = [sum(world_sizes[:index]) for index in range(len(self._clients))]
         self.failed: Future[None] = Future()
         """Holds the exception of the first call that failed; it never has a result."""
 
     def init_weight_transfer_engine(self, init_info: dict[str, Any]) -> None:
-        def shifted(place: int) -> dict[str, Any]:
+        def with_offset(index: int) -> dict[str, Any]:
             if "rank_offset" not in init_info:
                 return init_info
-            return {**init_info, "rank_offset": init_info["rank_offset"] + self._offsets[place]}
+            return {**init_info, "rank_offset": init_info["rank_offset"] + self._offsets[index]}
 
-        self._all(lambda place, client: client.init_weight_transfer_engine(shifted(place)))
+        self._call_all(lambda index, client: client.init_weight_transfer_engine(with_offset(index)))
 
     def start_weight_update(self) -> None:
-        self._all(lambda place, client: client.start_weight_update())
+        self._call_all(lambda index, client: client.start_weight_update())
 
     def update_weights(self, update_info: Any) -> None:
-        self._all(lambda place, client: client.update_weights(update_info))
+        self._call_all(lambda index, client: client.update_weights(update_info))
 
     def finish_weight_update(self, weight_version: str | None = None) -> None:
-        self._all(lambda place, client: client.finish_weight_update(weight_version))
+        self._call_all(lambda index, client: client.finish_weight_update(weight_version))
 
     def fail(self, error: BaseException) -> None:
         """End all calls with ``error``, unless one has failed before."""
         with contextlib.suppress(InvalidStateError):
             self.failed.set_exception(error)
 
-    def _all(self, call: Callable[[int, Any], None]) -> None:
-        calls = [_in_thread(partial(call, place, client)) for place, client in enumerate(self._clients)]
+    def _call_all(self, call: Callable[[int, Any], None]) -> None:
+        calls = [_in_thread(partial(call, index, client)) for index, client in enumerate(self._clients)]
         for one in calls:
-            one.add_done_callback(self._note)
+            one.add_done_callback(self._record_failure)
         for one in calls:
             wait([one, self.failed], return_when=FIRST_COMPLETED)
             if self.failed.done():
                 self.failed.result()
 
-    def _note(self, call: Future[None]) -> None:
+    def _record_failure(self, call: Future[None]) -> None:
         error = call.exception()
         if error is not None:
             self.fail(error)
@@ -131,7 +131,7 @@ class NativeTransfer:
     """
 
     def __init__(
-        self, init_info: Any, client: ServersClient, source: ParameterSource, *, deadline: float = _CALL
+        self, init_info: Any, client: ServersClient, source: ParameterSource, *, deadline: float = _CALL_SECONDS
     ) -> None:
         """``init_info`` is one of vLLM's trainer init infos and selects the backend.
 
@@ -141,34 +141,36 @@ class NativeTransfer:
         self._client = client
         self._deadline = deadline
         self._sender = init_info.is_sender
-        self._moved = 0.0
+        self._last_progress = 0.0
         self._engine: Any = None
-        made = partial(
-            factory.trainer_init, init_info=init_info, client=client, source=make_vllm_source(source, self._sent)
-        )
-        self._engine = self._within("could not be set up", made, max(deadline, _SETUP))
+        vllm_source = make_vllm_source(source, self._record_progress)
+        start = partial(factory.trainer_init, init_info=init_info, client=client, source=vllm_source)
+        self._engine = self._run("could not be set up", start, max(deadline, _SETUP_SECONDS))
 
     def send(self) -> None:
         """Send every parameter to every server and wait for its arrival. Collective; the servers must be paused."""
-        self._within("failed", self._engine.send_weights, self._deadline)
+        self._run("failed", self._engine.send_weights, self._deadline)
 
     def close(self) -> None:
         """Leave the servers' group."""
         self._engine.shutdown()
 
-    def _sent(self) -> None:
-        self._moved = time.monotonic()
+    def _record_progress(self) -> None:
+        self._last_progress = time.monotonic()
 
-    def _within(self, failed: str, work: Callable[[], _Result], deadline: float) -> _Result:
-        """Return the result of ``work``. The sender aborts it without progress; other ranks wait for the sender."""
+    def _run(self, failed: str, work: Callable[[], _Result], deadline: float) -> _Result:
+        """Return the result of ``work``. The sender aborts ``work`` after ``deadline`` seconds without progress.
+
+        ``failed`` is the verb of the error message.
+        """
         try:
             if not self._sender:
                 return work()
-            self._sent()
+            self._record_progress()
             done = _in_thread(work)
             futures: list[Future[Any]] = [done, self._client.failed]
             while not (done.done() or self._client.failed.done()):
-                left = self._moved + deadline - time.monotonic()
+                left = self._last_progress + deadline - time.monotonic()
                 if left <= 0:
                     reason = f"no parameter was sent for {deadline:g} s (rollout.vllm.stall_deadline)"
                     self._client.fail(TimeoutError(f"{reason}; a server has exited or hangs"))
@@ -176,7 +178,7 @@ class NativeTransfer:
             if self._client.failed.done():
                 if self._engine is not None:
                     self._engine.shutdown()  # aborts the communicator, whose broadcast then returns
-                wait([done], timeout=_ABORT)
+                wait([done], timeout=_ABORT_SECONDS)
                 self._client.failed.result()
             return done.result()
         except (OSError, RuntimeError, ValueError) as error:
@@ -188,9 +190,10 @@ def open_native_transfer(target: TransferTarget, source: ParameterSource, *, ran
 
     Raises SettingsError if vLLM cannot be imported, WorldError if the servers do not join.
     """
-    _, clients = _vllm()
+    _, http_client = _vllm()
     largest = max((item.bytes for item in source.shapes()), default=0)
-    client = ServersClient([clients(address, timeout=_CALL) for address in target.addresses], target.world_sizes)
+    clients = [http_client(address, timeout=_CALL_SECONDS) for address in target.addresses]
+    client = ServersClient(clients, target.world_sizes)
     init_info = _init_info(target, rank=rank, host=host, buffer=max(_SMALLEST_BUFFER, largest))
     return NativeTransfer(init_info, client, source, deadline=target.deadline)
 
@@ -213,6 +216,7 @@ def _init_info(target: TransferTarget, *, rank: int, host: str, buffer: int) -> 
 
 
 def _vllm() -> tuple[Any, Any]:
+    """Return vLLM's factory of senders and its HTTP client. Raises SettingsError if vLLM cannot be imported."""
     try:
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory

@@ -11,7 +11,8 @@ from agentrl.weights.exports import read_export, write_export, write_shards, wri
 
 
 def test_shards_hold_no_more_than_they_may(tmp_path: Path) -> None:
-    tensors = {name: torch.randn(size) for name, size in (("a", 10), ("b", 10), ("c", 100), ("d", 5))}
+    tensors = {name: torch.randn(size) for name, size in (("a", 10), ("b", 10), ("c", 100))}
+    tensors["d"] = torch.randn(2, 5).to(torch.bfloat16).t()  # not contiguous
     write_shards(tmp_path, tensors.items(), max_bytes=80)
     shards = [f"model-{number:05d}.safetensors" for number in (1, 2, 3)]
     assert [file.name for file in sorted(tmp_path.iterdir())] == [*shards, "model.safetensors.index.json"]
