@@ -9,10 +9,10 @@ import ipaddress
 import os
 import socket
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass
 
 from agentrl.errors import SettingsError
 
+# torchrun's variables and the variables of srun that have the same value.
 _SLURM = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_NTASKS",
@@ -22,27 +22,22 @@ _SLURM = {
 _NEEDED = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 
 
-@dataclass(frozen=True, kw_only=True)
-class RankPosition:
-    """One of ``world`` ranks. ``local_world``: ranks on the same machine. ``master``: address of rank 0."""
+def launcher_variables(
+    *, rank: int, world: int, local_rank: int, local_world: int, master: tuple[str, int]
+) -> dict[str, str]:
+    """Return the environment variables that launchers set for a rank. ``master`` is the address of rank 0.
 
-    rank: int
-    world: int
-    local_rank: int
-    local_world: int
-    master: tuple[str, int]
-
-    def variables(self) -> dict[str, str]:
-        """Return the environment variables that launchers set for this rank.
-
-        >>> position = RankPosition(rank=3, world=4, local_rank=1, local_world=2, master=("10.0.0.1", 29500))
-        >>> position.variables()["LOCAL_RANK"], position.variables()["MASTER_ADDR"]
-        ('1', '10.0.0.1')
-        """
-        host, port = self.master
-        counts = {"RANK": self.rank, "WORLD_SIZE": self.world, "LOCAL_RANK": self.local_rank}
-        counts |= {"LOCAL_WORLD_SIZE": self.local_world, "MASTER_PORT": port}
-        return {"MASTER_ADDR": host} | {name: str(count) for name, count in counts.items()}
+    >>> launcher_variables(rank=3, world=4, local_rank=1, local_world=2, master=("10.0.0.1", 29500))["MASTER_PORT"]
+    '29500'
+    """
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(world),
+        "LOCAL_RANK": str(local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world),
+        "MASTER_ADDR": master[0],
+        "MASTER_PORT": str(master[1]),
+    }
 
 
 def started_by_launcher(kind: str, environment: Mapping[str, str] = os.environ) -> bool:
@@ -65,10 +60,10 @@ def set_variables_from_slurm(environment: MutableMapping[str, str] = os.environ)
 
 def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
     """Raise SettingsError if environment variables that a launcher sets are missing."""
-    lacking = [name for name in _NEEDED if name not in environment]
-    if lacking:
+    missing = [name for name in _NEEDED if name not in environment]
+    if missing:
         raise SettingsError(
-            f"missing environment variables for cluster.kind=environment: {', '.join(lacking)}; start this command "
+            f"missing environment variables for cluster.kind=environment: {', '.join(missing)}; start this command "
             "with torchrun, DeepSpeed's launcher or srun, or set cluster.kind=local (for srun, the batch script must "
             "set MASTER_ADDR and MASTER_PORT, see docs/how-to/cluster.md)"
         )
@@ -96,7 +91,7 @@ def listen_for_ranks(world: int) -> tuple[socket.socket, tuple[str, int]]:
         address = socket.gethostbyname(host)
         # On other machines, MASTER_ADDR may resolve to a different address than the loopback address here.
         remote_ranks = ipaddress.ip_address(address).is_loopback and count_local_ranks(world) < world
-        door = socket.create_server(("" if remote_ranks else address, 0), backlog=2 * world)
+        listener = socket.create_server(("" if remote_ranks else address, 0), backlog=2 * world)
     except OSError:
-        door = socket.create_server(("", 0), backlog=2 * world)
-    return door, (host, door.getsockname()[1])
+        listener = socket.create_server(("", 0), backlog=2 * world)
+    return listener, (host, listener.getsockname()[1])

@@ -24,7 +24,7 @@ def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> lis
     for bundle in bundles:
         node = next((node for node in free if node.gpus >= bundle.gpus and node.cpus >= bundle.cpus), None)
         if node is None:
-            raise UnplaceableError(f"the run {_lacking(bundles, nodes)}")
+            raise UnplaceableError(f"the run {_describe_shortage(bundles, nodes)}")
         free.remove(node)
         chosen.append(node)
     return chosen
@@ -37,19 +37,14 @@ def nodes_with_capacity(
 
     Raises UnplaceableError if there is no such node.
     """
-    roomy_nodes = []
-    for node in nodes:
-        gpus, cpus = _free_capacity(node, taken.get(node.address, ()))
-        if gpus >= bundle.gpus and cpus >= bundle.cpus:
-            roomy_nodes.append(node)
-    if not roomy_nodes:
+    free = [(node, *_free_capacity(node, taken.get(node.address, ()))) for node in nodes]
+    sufficient = [node for node, gpus, cpus in free if gpus >= bundle.gpus and cpus >= bundle.cpus]
+    if not sufficient:
         raise UnplaceableError(
             f"no node has room for {bundle.purpose} ({_amount(bundle.gpus, bundle.cpus)}); available: "
-            + ", ".join(
-                f"{_amount(*_free_capacity(node, taken.get(node.address, ())))} on {node.name}" for node in nodes
-            )
+            + ", ".join(f"{_amount(gpus, cpus)} on {node.name}" for node, gpus, cpus in free)
         )
-    return roomy_nodes
+    return sufficient
 
 
 def place_bundles(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken: dict[str, list[Bundle]]) -> None:
@@ -105,23 +100,22 @@ def _amount(gpus: int, cpus: float) -> str:
     return f"{gpus} GPU{'' if gpus == 1 else 's'}, {cpus:g} CPU{'' if cpus == 1 else 's'}"
 
 
-def _lacking(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:
+def _describe_shortage(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:
     """Describe the required and available GPUs if there are too few, otherwise the CPUs."""
     gpus, count = bundles[-1].gpus, len(bundles)
     few = sum(node.gpus >= gpus for node in nodes) < count or not any(node.gpus >= bundles[0].gpus for node in nodes)
     if few and bundles[0].gpus:
-        return _compared("GPU", [bundle.gpus for bundle in bundles], nodes, lambda node: node.gpus)
-    return _compared("CPU", [bundle.cpus for bundle in bundles], nodes, lambda node: node.cpus)
+        return _compare_with_nodes("GPU", [bundle.gpus for bundle in bundles], nodes, lambda node: node.gpus)
+    return _compare_with_nodes("CPU", [bundle.cpus for bundle in bundles], nodes, lambda node: node.cpus)
 
 
-def _compared(
-    what: str, needed: Sequence[float], nodes: Sequence[ClusterNode], of: Callable[[ClusterNode], float]
+def _compare_with_nodes(
+    resource: str, needed: Sequence[float], nodes: Sequence[ClusterNode], amount_of: Callable[[ClusterNode], float]
 ) -> str:
-    wants = Counter(needed)
-    first = " and ".join(
-        f"{number} {'node' if number == 1 else 'nodes'} with {amount:g} {what}{'' if amount == 1 else 's'}"
-        for amount, number in wants.items()
+    required = " and ".join(
+        f"{number} {'node' if number == 1 else 'nodes'} with {amount:g} {resource}{'' if amount == 1 else 's'}"
+        for amount, number in Counter(needed).items()
     )
-    available = sorted(Counter(of(node) for node in nodes).items(), reverse=True)
+    available = sorted(Counter(amount_of(node) for node in nodes).items(), reverse=True)
     present = " and ".join(f"{number} with {amount:g}" for amount, number in available) or "none"
-    return f"requires {first}, but the cluster has {present}"
+    return f"requires {required}, but the cluster has {present}"

@@ -26,12 +26,12 @@ _POLL_INTERVAL = 1.0  # seconds between two attempts to connect to another machi
 _CONNECT_SECONDS = 5.0  # timeout of one attempt
 
 # Prefixes of the environment variables that processes on other nodes inherit.
-_CARRIED = (
+_INHERITED_PREFIXES = (
     *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
-# Variables with an inherited prefix that are valid only on one node, and are therefore not inherited.
-_OF_THE_NODE = ("GLOO_SOCKET_IFNAME", ALL_GPUS, PARENT_VARIABLE)
+# Variables with these prefixes that are valid only on one node, and are therefore not inherited.
+_NODE_VARIABLES = ("GLOO_SOCKET_IFNAME", ALL_GPUS, PARENT_VARIABLE)
 
 
 def inherited_variables(environment: Mapping[str, str] = os.environ) -> dict[str, str]:
@@ -46,8 +46,9 @@ def inherited_variables(environment: Mapping[str, str] = os.environ) -> dict[str
     >>> inherited_variables({**found, RAY_ADDRESS_VARIABLE: "10.0.0.1:6379", PARENT_VARIABLE: "77"})
     {'NCCL_DEBUG': 'INFO', 'AGENTRL_RAY_ADDRESS': '10.0.0.1:6379'}
     """
-    dropped = _OF_THE_NODE if RAY_ADDRESS_VARIABLE in environment else ()
-    return {name: value for name, value in environment.items() if name.startswith(_CARRIED) and name not in dropped}
+    dropped = _NODE_VARIABLES if RAY_ADDRESS_VARIABLE in environment else ()
+    inherited = [name for name in environment if name.startswith(_INHERITED_PREFIXES) and name not in dropped]
+    return {name: environment[name] for name in inherited}
 
 
 class NodeLostError(WorldError):
@@ -207,7 +208,7 @@ class PortWatch:
     """Checks repeatedly, in a thread, whether a port of another machine accepts connections."""
 
     def __init__(self, address: tuple[str, int], deadline: float, *, poll_interval: float = _POLL_INTERVAL) -> None:
-        """Start watching. The port counts as lost after ``deadline`` seconds of silence or after two refusals."""
+        """Start watching. The port counts as lost after ``deadline`` seconds without a response or two refusals."""
         self.lost: str | None = None
         self._address = address
         self._deadline = deadline

@@ -62,7 +62,7 @@ class NodeHost:
         self._deadline = deadline
         self._last_call = time.monotonic()
         self._processes: dict[int, LocalProcess] = {}
-        threading.Thread(target=self._stop_when_unheard, daemon=True, name="end-in-silence").start()
+        threading.Thread(target=self._stop_without_calls, daemon=True, name="stop-without-calls").start()
 
     def reservation(self, number: int) -> Reservation:
         """Return the actor's reservation, with the address at which other nodes reach this node."""
@@ -111,7 +111,7 @@ class NodeHost:
         for process in list(self._processes.values()):
             process.wait_or_kill(0.0)
 
-    def _stop_when_unheard(self) -> None:
+    def _stop_without_calls(self) -> None:
         # If the command loses contact with this node, it restarts the ranks elsewhere, so they must not continue here.
         while True:
             time.sleep(_RETRY_INTERVAL)
@@ -143,7 +143,7 @@ class RayNode:
         self._unreachable = unreachable
         self._deadline = deadline
         self._codes: dict[int, int] = {}
-        self._next = 0.0
+        self._next_poll = 0.0
         self._pending: tuple[ray.ObjectRef[dict[int, int]], float] | None = None
 
     def wait_for_exit_code(self, pid: int, seconds: float) -> int | None:
@@ -160,9 +160,9 @@ class RayNode:
     def _poll(self, seconds: float) -> None:
         now = time.monotonic()
         if self._pending is None:
-            if now < self._next:
+            if now < self._next_poll:
                 return
-            self._pending, self._next = (self.host.ended.remote(), now), now + _POLL_INTERVAL
+            self._pending, self._next_poll = (self.host.ended.remote(), now), now + _POLL_INTERVAL
         answer, since = self._pending
         if ray.wait([answer], timeout=seconds)[0]:
             self._pending = None
@@ -211,11 +211,11 @@ class RayCluster:
                 gpus=int(node["Resources"].get("GPU", 0)),
             )
             for node in ray.nodes()
-            if node["Alive"] and self._usable(node["NodeManagerAddress"], node["NodeManagerPort"])
+            if node["Alive"] and self._is_usable(node["NodeManagerAddress"], node["NodeManagerPort"])
         ]
         return sorted(nodes, key=lambda node: node.address)
 
-    def _usable(self, address: str, port: int) -> bool:
+    def _is_usable(self, address: str, port: int) -> bool:
         """Return False if the node is excluded or unresponsive. Ray lists a lost node as alive for another minute."""
         if address in self._unreachable and accepts_connections((address, port), _PROBE_SECONDS):
             self._unreachable.discard(address)
@@ -227,13 +227,13 @@ class RayCluster:
         Retries actors that Ray does not start, for ``wait_seconds`` or ``start_deadline`` seconds, whichever is longer.
         """
         began = time.monotonic()
-        until, started_by = began + wait_seconds, began + max(wait_seconds, self._settings.start_deadline)
+        nodes_by, started_by = began + wait_seconds, began + max(wait_seconds, self._settings.start_deadline)
         while True:
             if self._head.lost is not None:
-                self._connect_again(until)
-            self._await_nodes(bundles, until)
+                self._reconnect(nodes_by)
+            self._await_nodes(bundles, nodes_by)
             try:
-                return self._reserved(bundles)
+                return self._try_to_reserve(bundles)
             except UnplaceableError:  # a node failed after the check
                 self.release()
             except WorldError as error:  # for example a slow node that has just returned
@@ -246,10 +246,10 @@ class RayCluster:
     def reserve_on_node(self, bundle: Bundle, node: ClusterNode | None = None) -> Reservation:
         """Start an actor with these resources. Raises WorldError if Ray does not place it within ``start_deadline``."""
         number = next(self._numbers)
-        where: NodeAffinitySchedulingStrategy | str = "DEFAULT"
+        strategy: NodeAffinitySchedulingStrategy | str = "DEFAULT"
         if node is not None:
-            where = NodeAffinitySchedulingStrategy(_id_of(node), soft=False)
-        host = self._actor(bundle, where)
+            strategy = NodeAffinitySchedulingStrategy(_id_of(node), soft=False)
+        host = self._start_host(bundle, strategy)
         seconds = self._settings.start_deadline
         try:
             reservations: list[Reservation] = ray.get([host.reservation.remote(number)], timeout=seconds)
@@ -313,19 +313,19 @@ class RayCluster:
         self._head.close()
         ray.shutdown()
 
-    def _connect_again(self, until: float) -> None:
-        """Reconnect after the head was lost. Raises UnplaceableError if the head has not returned by ``until``."""
+    def _reconnect(self, deadline: float) -> None:
+        """Reconnect after the head was lost. Raises UnplaceableError if the head has not returned by ``deadline``."""
         ray.shutdown()
         while True:
             try:
                 self._head = _connect(self._settings)
                 return
             except (SettingsError, WorldError) as error:
-                if time.monotonic() >= until:
+                if time.monotonic() >= deadline:
                     raise UnplaceableError(f"Ray's head {self._head.lost}: {error}") from error
                 time.sleep(_RETRY_INTERVAL)
 
-    def _reserved(self, bundles: Sequence[Bundle]) -> list[Reservation]:
+    def _try_to_reserve(self, bundles: Sequence[Bundle]) -> list[Reservation]:
         """Try once to reserve the bundles. Raises UnplaceableError if a required node failed in the meantime."""
         seconds = self._settings.start_deadline
         resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
@@ -341,7 +341,8 @@ class RayCluster:
                     f"other jobs use the nodes (free in total: {_free()}): wait for them, or raise the deadline"
                 )
         hosts = [
-            self._actor(bundle, PlacementGroupSchedulingStrategy(group, index)) for index, bundle in enumerate(bundles)
+            self._start_host(bundle, PlacementGroupSchedulingStrategy(group, index))
+            for index, bundle in enumerate(bundles)
         ]
         try:
             reservations: list[Reservation] = ray.get(
@@ -371,11 +372,11 @@ class RayCluster:
                     raise
                 time.sleep(_RETRY_INTERVAL)
 
-    def _actor(
-        self, bundle: Bundle, where: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy | str
+    def _start_host(
+        self, bundle: Bundle, strategy: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy | str
     ) -> ActorHandle[NodeHost]:
         actor = ray.remote(NodeHost).options(
-            num_cpus=bundle.cpus, num_gpus=bundle.gpus, max_concurrency=4, scheduling_strategy=where
+            num_cpus=bundle.cpus, num_gpus=bundle.gpus, max_concurrency=4, scheduling_strategy=strategy
         )
         return cast("ActorHandle[NodeHost]", actor.remote(self._settings.deadline))
 

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from agentrl.cluster.local import log_file
@@ -24,11 +24,13 @@ from agentrl.errors import AgentRLError, WorldError
 
 _POLL_INTERVAL = 1.0  # seconds between two checks of all services
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart, doubled each time
-_JOIN_SECONDS = 10.0  # for the checking thread to end
+_JOIN_SECONDS = 10.0  # for the thread that restarts services to end
 
 
 @dataclass(kw_only=True, eq=False)
 class _Service:
+    """A sandbox service on one node. ``process`` is None while the service waits for its restart."""
+
     node: ClusterNode
     reservation: Reservation
     port: int
@@ -36,7 +38,7 @@ class _Service:
     process: ProcessHandle | None = None
     started: float = 0.0
     pause: float = _FIRST_PAUSE
-    again_at: float = field(default=0.0)
+    restart_at: float = 0.0
 
 
 class SandboxServices:
@@ -64,13 +66,13 @@ class SandboxServices:
         self._notify = notify
         self._token = secrets.token_urlsafe(32)
         with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
-            opened = list(pool.map(self._opened, range(len(nodes)), nodes))
+            opened = list(pool.map(self._open, range(len(nodes)), nodes))
         self._services = [service for service in opened if service is not None]
         if not self._services:
             raise WorldError("no node of the cluster could start a sandbox service (see the reasons above)")
         self._ended = threading.Event()
-        self._keeper = threading.Thread(target=self._keep, daemon=True, name="keep-sandboxes")
-        self._keeper.start()
+        self._thread = threading.Thread(target=self._restart_exited, daemon=True, name="keep-sandboxes")
+        self._thread.start()
 
     @property
     def addresses(self) -> list[str]:
@@ -84,9 +86,9 @@ class SandboxServices:
     def close(self) -> None:
         """Stop restarting services. They end when their reservations are released."""
         self._ended.set()
-        self._keeper.join(_JOIN_SECONDS)
+        self._thread.join(_JOIN_SECONDS)
 
-    def _opened(self, number: int, node: ClusterNode) -> _Service | None:
+    def _open(self, number: int, node: ClusterNode) -> _Service | None:
         try:
             reservation = self._cluster.reserve_on_node(self._bundle, node)
             service = _Service(
@@ -113,13 +115,13 @@ class SandboxServices:
         service.process = self._cluster.start(spec, reservation)
         service.started = time.monotonic()
 
-    def _keep(self) -> None:
+    def _restart_exited(self) -> None:
         while not self._ended.wait(_POLL_INTERVAL):
             for service in self._services:
                 if service.process is not None:
                     self._check(service, service.process)
-                elif time.monotonic() >= service.again_at:
-                    self._start_again(service)
+                elif time.monotonic() >= service.restart_at:
+                    self._restart(service)
 
     def _check(self, service: _Service, process: ProcessHandle) -> None:
         try:
@@ -132,7 +134,7 @@ class SandboxServices:
             why = f"it exited with code {code}"
         self._record_loss(service, why)
 
-    def _start_again(self, service: _Service) -> None:
+    def _restart(self, service: _Service) -> None:
         try:
             if service.node.address not in {node.address for node in self._cluster.nodes()}:
                 self._postpone(service)
@@ -158,5 +160,5 @@ class SandboxServices:
             )
 
     def _postpone(self, service: _Service) -> None:
-        service.again_at = time.monotonic() + service.pause
+        service.restart_at = time.monotonic() + service.pause
         service.pause = min(2 * service.pause, _LONGEST_PAUSE)

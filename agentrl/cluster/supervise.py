@@ -15,7 +15,7 @@ import subprocess
 import sys
 from types import FrameType
 
-_GRACE = 15.0  # seconds for the command to exit after SIGTERM
+_EXIT_SECONDS = 15.0  # for the command to exit after SIGTERM
 
 
 def main() -> int:
@@ -49,7 +49,7 @@ def _watch(parent: int, child: subprocess.Popen[bytes]) -> None:
     if ready == [read_end]:
         child.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_GRACE)
+            child.wait(_EXIT_SECONDS)
 
 
 if __name__ == "__main__":
