@@ -259,8 +259,8 @@ def variance(
     from agentrl.lab.run import read_settings_and_problems, variance_command
     from agentrl.lab.settings import LabRequest
     from agentrl.telemetry.console import Console
-    from agentrl.training.coldstart.policy import set_threads, starting_policy
-    from agentrl.training.engine.determinism import set_determinism
+    from agentrl.training.coldstart.policy import starting_policy
+    from agentrl.training.engine.determinism import set_determinism, set_threads
 
     request = LabRequest(
         problems=problems,

@@ -20,8 +20,8 @@ from agentrl.config import Settings, dump_yaml, load_settings
 from agentrl.rollout.engines.batcher import Batcher
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.policy import set_threads
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
+from agentrl.training.engine.determinism import set_threads
 from agentrl.training.run.session import Session
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService

@@ -87,15 +87,15 @@ def train(
     """
     check_keywords(train, settings)
     inputs = Inputs(Path(str(settings.get("runs_dir") or "runs")) / INPUTS)
-    given = dict(settings) | ({} if model is None else inputs.model_settings(model, tokenizer))
+    settings |= {} if model is None else inputs.model_settings(model, tokenizer)
     if problems is not None:
-        given["data.train"] = [{"path": inputs.problems_path(problems)}]
-        given["data.eval"] = []
+        settings["data.train"] = [{"path": inputs.problems_path(problems)}]
+        settings["data.eval"] = []
     if eval_problems is not None:
-        given["data.eval"] = [{"path": inputs.problems_path(eval_problems)}]
+        settings["data.eval"] = [{"path": inputs.problems_path(eval_problems)}]
     environment = None if env is None else inputs.importable_name(env)
     rewards = [] if reward is None else [inputs.reward_override(reward)]
-    overrides = to_overrides(inputs.add_plugins(given)) + rewards
+    overrides = to_overrides(inputs.add_plugins(settings)) + rewards
     with without_command_line_origin():
         resolved = load_settings(environment, config, overrides, resume=resume)
         for source in [*resolved.data.train, *resolved.data.eval]:
@@ -184,8 +184,9 @@ def prepared_process_state() -> Iterator[None]:
     prepare_process()
     running, path = asyncio._get_running_loop(), os.environ.get("PYTHONPATH")
     installed = (sys.prefix, sys.base_prefix)
-    own = [os.path.abspath(entry) for entry in sys.path if not entry.startswith(installed)]
-    os.environ["PYTHONPATH"] = os.pathsep.join(own)
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        os.path.abspath(entry) for entry in sys.path if not entry.startswith(installed)
+    )
     asyncio._set_running_loop(None)
     try:
         yield

@@ -72,8 +72,8 @@ class Inputs:
             return f"{module}:{attribute}"
         import cloudpickle
 
-        own = getattr(item, "__name__", "")
-        name = own if own.isidentifier() and not keyword.iskeyword(own) else "item"
+        name = getattr(item, "__name__", "")
+        name = name if name.isidentifier() and not keyword.iskeyword(name) else "item"
         try:
             pickled = _write(self.folder, "notebook_{digest}.pickle", cloudpickle.dumps(item))
         except Exception as error:  # noqa: BLE001 - pickling runs code of any class
@@ -134,10 +134,10 @@ class Inputs:
 
     def add_plugins(self, settings: Mapping[str, object]) -> Mapping[str, object]:
         """Return a copy of the settings that includes the plug-ins required by these objects."""
-        given = settings.get("plugins") or ()
-        if not isinstance(given, list | tuple):
-            raise SettingsError(f"plugins must be a list of modules or files; got {given!r}")
-        return {**settings, "plugins": [*given, *self.plugins]} if self.plugins else settings
+        plugins = settings.get("plugins") or ()
+        if not isinstance(plugins, list | tuple):
+            raise SettingsError(f"plugins must be a list of modules or files; got {plugins!r}")
+        return {**settings, "plugins": [*plugins, *self.plugins]} if self.plugins else settings
 
 
 def write_problem_file(problems: Problems, folder: Path) -> Path:

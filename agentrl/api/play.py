@@ -1,4 +1,4 @@
-"""``agentrl.play``: run an environment on given turns without a model, for tests and exploration."""
+"""``agentrl.play``: run an environment on predefined turns without a model, for tests and exploration."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ class Playthrough:
         return self.steps[-1].ended if self.steps else None
 
     def __str__(self) -> str:
-        said = [("prompt", self.prompt)]
+        parts = [("prompt", self.prompt)]
         for turn, step in zip(self.turns, self.steps, strict=True):
-            said += [("model", turn), ("observation", step.observation)]
-        lines = [f"--- {who}\n{text.strip()}" for who, text in said if text]
+            parts += [("model", turn), ("observation", step.observation)]
+        lines = [f"--- {origin}\n{text.strip()}" for origin, text in parts if text]
         return "\n".join([*lines, f"=== {self.ended or 'not ended'}, reward {self.reward:g}"])
 
 

@@ -173,8 +173,8 @@ class Run:
         frames = []
         for item in stored.trajectories:
             columns = item.columns() | {"realized_energy": stored.realized_energies.get(item.key, np.nan)}
-            own = pd.DataFrame(columns).assign(trajectory=item.number, group=item.key.group, sample=item.key.sample)
-            frames.append(own.set_index(["trajectory", "position"]))
+            rows = pd.DataFrame(columns).assign(trajectory=item.number, group=item.key.group, sample=item.key.sample)
+            frames.append(rows.set_index(["trajectory", "position"]))
         frame = pd.concat(frames)
         narrow = frame.select_dtypes(np.float16).columns  # pandas overflows when it prints float16
         return frame.astype(dict.fromkeys(narrow, np.float32))

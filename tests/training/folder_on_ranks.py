@@ -15,7 +15,7 @@ def main() -> None:
     torch.distributed.init_process_group("gloo")
     folder = Path(sys.argv[1])
     try:
-        check_shared_folder(folder, rank=torch.distributed.get_rank(), visible=0.5)
+        check_shared_folder(folder, rank=torch.distributed.get_rank(), visible_seconds=0.5)
     except SettingsError as error:
         (folder / "refused").write_text(str(error))
 

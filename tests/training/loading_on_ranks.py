@@ -65,8 +65,9 @@ def criticise(model: Any) -> dict[str, torch.Tensor]:
 
 
 def refer(model: Any) -> torch.Tensor:
-    freeze = lambda module: frozen_forward(module, TRAINING, bfloat16=False)  # noqa: E731
-    return FrozenPolicy(PolicyModel(model), freeze, temperature=1.0, over_vocabulary=True)._weight
+    policy = PolicyModel(model)
+    forward = frozen_forward(policy, TRAINING, bfloat16=False)
+    return FrozenPolicy(policy, forward, temperature=1.0, over_vocabulary=True)._weight
 
 
 def main() -> None:

@@ -481,8 +481,8 @@ def frozen_policy(case: Case, *, scale: float = 1.5, temperature: float = 0.8, *
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(scale)
     policy = PolicyModel(model, sequence=case.sequence())
-    freeze = lambda module: frozen_forward(module, case.training(), bfloat16=False)  # noqa: E731
-    return FrozenPolicy(policy, freeze, temperature=temperature, **options)
+    forward = frozen_forward(policy, case.training(), bfloat16=False)
+    return FrozenPolicy(policy, forward, temperature=temperature, **options)
 
 
 def critic_of(case: Case) -> Critic:

@@ -26,10 +26,7 @@ MODEL, CRITIC = (f"{folder}/part-00000.safetensors" for folder in ("engine", "cr
 
 
 class FakeEngine(SimpleNamespace):
-    """One rank of one."""
-
-    rank = 0
-    world_size = 1
+    """An engine whose state is one parameter."""
 
     def copy_rank_state(self) -> RankState:
         facts = RankStateMetadata(starts={"a": 0}, shapes={"a": [1000]}, adam_steps=None, updates=0)
@@ -39,7 +36,7 @@ class FakeEngine(SimpleNamespace):
 
 
 def save_checkpoint(root: Path, engine: Any, state: RunState, *, keep: int) -> None:
-    writer = CheckpointWriter(root, engine, CheckpointSettings(keep=keep), published=lambda state: None)
+    writer = CheckpointWriter(root, CheckpointSettings(keep=keep), published=lambda state: None)
     writer.save({"engine": engine, "critic": engine}, state)
 
 
@@ -63,9 +60,9 @@ def root(tmp_path: Path, alone: Any) -> Path:
     return folder
 
 
-def opened(root: Path, engine: Any, *, keep: int = 3) -> tuple[str, int, list[str]]:
+def opened(root: Path, *, keep: int = 3) -> tuple[str, int, list[str]]:
     said: list[str] = []
-    found = open_newest_checkpoint(root, engine, keep=keep, warn=said.append)
+    found = open_newest_checkpoint(root, keep=keep, warn=said.append)
     assert found is not None
     return found[0].name, found[1].step, said
 
@@ -85,8 +82,8 @@ def cut(path: Path) -> None:
 
 
 def test_the_newest_whole_checkpoint_is_opened(root: Path, alone: Any) -> None:
-    assert opened(root, alone) == ("step-000003", 3, [])
-    assert open_newest_checkpoint(root / "none", alone, keep=1, warn=pytest.fail) is None
+    assert opened(root) == ("step-000003", 3, [])
+    assert open_newest_checkpoint(root / "none", keep=1, warn=pytest.fail) is None
 
 
 @pytest.mark.parametrize("file", [MODEL, CRITIC, "state.json"])
@@ -96,26 +93,26 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_is_used(
 ) -> None:
     harm(root / "step-000003" / file)
     if file == "state.json" and harm is Path.unlink:
-        assert opened(root, alone) == ("step-000002", 2, [])  # it was never complete
+        assert opened(root) == ("step-000002", 2, [])  # it was never complete
         return
-    name, step, (line,) = opened(root, alone)
+    name, step, (line,) = opened(root)
     assert (name, step) == ("step-000002", 2)
     assert line.startswith(f"the checkpoint {root / 'step-000003'} is damaged ({file}")
     assert line.endswith("renamed to step-000003.damaged; resuming from step-000002")
     assert names(root) == ["step-000001", "step-000002", "step-000003.damaged"]
-    assert opened(root, alone) == ("step-000002", 2, [])
+    assert opened(root) == ("step-000002", 2, [])
 
 
 def test_where_none_is_whole_nothing_is_touched(root: Path, alone: Any) -> None:
     for step in (1, 2, 3):
         flip(root / f"step-00000{step}" / MODEL)
     with pytest.raises(WorldError, match=r"every checkpoint .* is damaged \(step-000003: engine/part-00000.*copy"):
-        open_newest_checkpoint(root, alone, keep=1, warn=pytest.fail)
+        open_newest_checkpoint(root, keep=1, warn=pytest.fail)
     assert names(root) == ["step-000001", "step-000002", "step-000003"]
 
 
 def test_what_a_killed_process_had_still_to_prune_goes_at_the_next_start(root: Path, alone: Any) -> None:
-    assert opened(root, alone, keep=1) == ("step-000003", 3, [])
+    assert opened(root, keep=1) == ("step-000003", 3, [])
     assert names(root) == ["step-000003"]
 
 
@@ -124,7 +121,7 @@ def test_the_newest_complete_checkpoint_is_found_whatever_a_kill_left(root: Path
     # Complete, but killed before the rename, with one of the same step from before.
     shutil.copytree(root / "step-000003", root / ".step-000003.partial")
     flip(root / "step-000003" / CRITIC)
-    assert opened(root, alone) == ("step-000003", 3, [])
+    assert opened(root) == ("step-000003", 3, [])
     assert names(root) == ["step-000001", "step-000002", "step-000003"]
 
 
@@ -148,15 +145,15 @@ class HeldUp(FakeEngine):
 
 
 def beside_training(
-    root: Path, engine: Any, *, keep: int = 3, asynchronous: bool | None = True
+    root: Path, *, keep: int = 3, asynchronous: bool | None = True
 ) -> tuple[CheckpointWriter, list[int]]:
     published: list[int] = []
     settings = CheckpointSettings(keep=keep, asynchronous=asynchronous)
-    return CheckpointWriter(root, engine, settings, published=lambda state: published.append(state.step)), published
+    return CheckpointWriter(root, settings, published=lambda state: published.append(state.step)), published
 
 
 def test_a_checkpoint_written_beside_training_has_the_same_bytes(root: Path, alone: Any, tmp_path: Path) -> None:
-    writer, published = beside_training(tmp_path / "beside", alone)
+    writer, published = beside_training(tmp_path / "beside")
     changing = state(3)
     writer.save({"engine": alone, "critic": alone}, changing)
     changing.evaluations.append({})  # type: ignore[typeddict-item]
@@ -168,7 +165,7 @@ def test_a_checkpoint_written_beside_training_has_the_same_bytes(root: Path, alo
 
 
 def test_a_large_checkpoint_is_written_beside_training(root: Path, alone: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    writer, published = beside_training(root, alone, asynchronous=None)
+    writer, published = beside_training(root, asynchronous=None)
     writer.save({"engine": alone}, state(4))
     assert published == [4]
     monkeypatch.setattr(checkpoint, "_LARGE", alone.copy_rank_state().size - 1)
@@ -180,12 +177,12 @@ def test_a_large_checkpoint_is_written_beside_training(root: Path, alone: Any, m
 
 def test_a_checkpoint_counts_only_when_all_of_it_is_written(root: Path, alone: Any, tmp_path: Path) -> None:
     held = HeldUp()
-    writer, published = beside_training(root, alone)
+    writer, published = beside_training(root)
     writer.save({"engine": held}, state(4))
     writer.finish(wait=False)
     assert published == []
     killed = Path(shutil.copytree(root, tmp_path / "killed"))  # what a kill at this moment leaves
-    assert opened(killed, alone) == ("step-000003", 3, [])
+    assert opened(killed) == ("step-000003", 3, [])
     assert names(killed) == ["step-000001", "step-000002", "step-000003"]
     held.go.set()
     writer.save({"engine": alone}, state(5))  # ends the one before
@@ -196,7 +193,7 @@ def test_a_checkpoint_counts_only_when_all_of_it_is_written(root: Path, alone: A
 
 def test_a_failure_beside_training_is_reported_and_leaves_nothing(root: Path, alone: Any) -> None:
     held = HeldUp(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)))
-    writer, published = beside_training(root, alone)
+    writer, published = beside_training(root)
     writer.save({"engine": held}, state(4))
     held.go.set()
     with pytest.raises(WorldError, match=r"cannot write a checkpoint to .*step-000004.*No space left on device"):

@@ -23,7 +23,6 @@ from agentrl.training.coldstart.train import (
     encode_demonstration,
     pack_demonstrations,
     read_coldstart_demonstrations,
-    reserved_directory,
     shorten_to_direct_answers,
     shuffled_batches,
 )
@@ -345,16 +344,3 @@ def test_a_cache_that_cannot_be_written_is_said_before_the_cold_start(command_li
     assert "error: cannot write the policy to /dev/null/cache/agentrl/coldstart/" in said
     assert "cold-start step" not in said
     assert "Traceback" not in said
-
-
-def test_what_a_killed_cold_start_left_is_removed_by_the_next(tmp_path: Path) -> None:
-    left = tmp_path / ".policy.1.partial"
-    left.mkdir()
-    (left / "model.safetensors").touch()
-    with reserved_directory(tmp_path / "policy") as folder:
-        assert [path.name for path in tmp_path.iterdir()] == [folder.name]
-        held = tmp_path / ".policy.2.partial"
-        folder.rename(held)  # as if another process were at work there
-        with reserved_directory(tmp_path / "policy") as other:
-            assert sorted(tmp_path.iterdir()) == sorted([held, other])
-    assert [path.name for path in tmp_path.iterdir()] == [held.name]

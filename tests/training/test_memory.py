@@ -91,7 +91,7 @@ def test_each_failure_halves_again(tmp_path: Path) -> None:
     run_out(tmp_path, [250, 250])
     assert tokens(tmp_path) == 250
     said: list[str] = []
-    MicroBatchBudget(1000, tmp_path, rank=0).print_reduction(said.append)
+    MicroBatchBudget(1000, tmp_path, rank=0).warn_if_reduced(said.append)
     assert said == [
         "training: micro-batches have 250 tokens, because memory ran out with training.micro_batch_tokens=1000: "
         "change this setting to override the limit"
@@ -108,7 +108,7 @@ def test_a_changed_setting_counts_more_than_the_record(tmp_path: Path) -> None:
 
 def test_without_a_record_nothing_is_reported(tmp_path: Path) -> None:
     said: list[str] = []
-    MicroBatchBudget(1000, tmp_path, rank=0).print_reduction(said.append)
+    MicroBatchBudget(1000, tmp_path, rank=0).warn_if_reduced(said.append)
     assert said == []
 
 
@@ -153,5 +153,5 @@ def test_a_critic_makes_room_for_servers_too() -> None:
 
     session = Session.__new__(Session)
     session.__dict__ |= {"_moves_state": True, "_engines": {name: Engine(name) for name in ("engine", "critic")}}
-    session._make_room()
+    session._offload_state()
     assert calls == ["engine", "critic"]

@@ -79,20 +79,20 @@ def check_tool_calls(demonstrations: Sequence[Demonstration], settings: Settings
     schemas = {schema.name: schema for schema in tools.schemas}
     wrong = []
     for item in demonstrations:
-        place = item.location or item.problem.id
+        location = item.location or item.problem.id
         try:
             factory.columns(item.problem)
         except EnvironmentContractError as error:
-            raise SettingsError(f"{place}: {error}") from error
+            raise SettingsError(f"{location}: {error}") from error
         for number, call in _calls(item):
             schema = schemas.get(call.name)
             if schema is None:
                 hint = did_you_mean(call.name, schemas) or f"; available tools: {', '.join(schemas) or 'none'}"
                 raise SettingsError(
-                    f"{place}: turn {number} calls {call.name!r}, which is not a tool of env={settings.env}{hint}"
+                    f"{location}: turn {number} calls {call.name!r}, which is not a tool of env={settings.env}{hint}"
                 )
             refusal = schema.find_argument_error(call.arguments if isinstance(call.arguments, dict) else {})
-            wrong += [f"{place}: turn {number}: {refusal}"] if refusal else []
+            wrong += [f"{location}: turn {number}: {refusal}"] if refusal else []
     if wrong:
         more = f" (and {len(wrong) - 1} more such calls)" if wrong[1:] else ""
         logger.warning("%s%s; the model is trained on this call, with the error as its observation", wrong[0], more)
@@ -131,7 +131,7 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
         check_tool_calls(demonstrations, settings)
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
-        return tuple(_answered(item) for item in demonstrations)
+        return tuple(_answer_only(item) for item in demonstrations)
     if environment_tools(settings.env) is not None:
         raise SettingsError(
             f"coldstart.demonstrations={settings.coldstart.demonstrations} contains no calls to the tools of "
@@ -147,7 +147,7 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
     )
 
 
-def _answered(demonstration: Demonstration) -> Demonstration:
+def _answer_only(demonstration: Demonstration) -> Demonstration:
     """Reduce a demonstration to its answer, for environments without tools."""
     answer = f"\\boxed{{{demonstration.problem.answer}}}"
     return Demonstration(problem=demonstration.problem, turns=(DemonstrationTurn(model=answer),))
@@ -173,7 +173,7 @@ def _output(observation: str) -> str:
     return observation.removeprefix(_BEFORE_OUTPUT).removesuffix(_AFTER_OUTPUT)
 
 
-_MEASURED = 64  # number of problems of each source
+_SAMPLE = 64  # number of problems of each source whose length is checked
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -187,7 +187,7 @@ class EncodedDemonstration:
     @property
     def longest_turn(self) -> int:
         """Number of tokens of the longest model turn."""
-        return max((len(list(run)) for own, run in itertools.groupby(self.response_mask) if own), default=0)
+        return max((len(list(run)) for of_model, run in itertools.groupby(self.response_mask) if of_model), default=0)
 
 
 def problems_for_length_check(settings: Settings) -> list[Problem]:
@@ -197,11 +197,11 @@ def problems_for_length_check(settings: Settings) -> list[Problem]:
         problem
         for entry in settings.data.train
         if entry.is_local
-        for problem in evaluation_set(load_source(entry, seed=settings.seed, answered=answered).source, _MEASURED)
+        for problem in evaluation_set(load_source(entry, seed=settings.seed, answered=answered).source, _SAMPLE)
     ]
 
 
-def check_limits(settings: Settings, prompts: Sequence[int], shown: Sequence[EncodedDemonstration]) -> None:
+def check_limits(settings: Settings, prompts: Sequence[int], rows: Sequence[EncodedDemonstration]) -> None:
     """Warn of prompts and demonstrations that exceed the token limits of rollouts.
 
     Raises SettingsError if all ``prompts`` exceed the limit, because no problem could be trained.
@@ -213,17 +213,15 @@ def check_limits(settings: Settings, prompts: Sequence[int], shown: Sequence[Enc
             f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}, but each of the {len(prompts)} prompts of "
             f"data.train is longer, up to {longest} tokens: set it to at least {longest}"
         )
-    _warn("max_prompt_tokens", rollout.max_prompt_tokens, prompts, "prompts of data.train are longer and are skipped")
-    responses = [len(row.response_ids) for row in shown]
-    _warn("max_response_tokens", rollout.max_response_tokens, responses, "demonstrations have longer responses")
-    turns = [row.longest_turn for row in shown]
-    _warn("max_turn_tokens", rollout.max_turn_tokens, turns, "demonstrations have a longer turn")
-
-
-def _warn(setting: str, limit: int, lengths: Sequence[int], what: str) -> None:
-    over = sum(length > limit for length in lengths)
-    if over:
-        logger.warning(
-            "rollout.%s=%d: %d of %d %s; set rollout.%s=%d to fit all of them",
-            setting, limit, over, len(lengths), what, setting, max(lengths),
-        )  # fmt: skip
+    for setting, lengths, what in (
+        ("max_prompt_tokens", prompts, "prompts of data.train are longer and are skipped"),
+        ("max_response_tokens", [len(row.response_ids) for row in rows], "demonstrations have longer responses"),
+        ("max_turn_tokens", [row.longest_turn for row in rows], "demonstrations have a longer turn"),
+    ):
+        limit = getattr(rollout, setting)
+        over = sum(length > limit for length in lengths)
+        if over:
+            logger.warning(
+                "rollout.%s=%d: %d of %d %s; set rollout.%s=%d to fit all of them",
+                setting, limit, over, len(lengths), what, setting, max(lengths),
+            )  # fmt: skip

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
 import statistics
@@ -19,15 +20,13 @@ from agentrl.evaluation.during_training import score_groups
 from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.base import engine_facts
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.environment import build_rewards, environment_and_codec
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, malformed_as_world_error
-from agentrl.telemetry.machine import usable_cores
 from agentrl.training.coldstart.demonstrations import problems_for_length_check
 from agentrl.training.coldstart.train import cached_policy, cold_start, read_coldstart_demonstrations
-from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.engine.determinism import set_determinism, set_threads
 from agentrl.training.settings import ColdstartSettings
 from agentrl.trajectory import Group
 from agentrl_envs.episode import UnavailableError
@@ -37,10 +36,10 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-_LINES = 20  # number of progress lines without a live display
-_PLAYED = 64  # number of problems that a new policy attempts
-_FEW = 0.05  # fraction of solved problems below which training usually has too little success to reinforce
-_SCORE = "coldstart.json"  # file name, beside the policy
+_PROGRESS_LINES = 20  # number of progress lines without a live display
+_SCORED_PROBLEMS = 64  # number of problems that a new policy attempts
+_TOO_FEW_SOLVED = 0.05  # fraction of solved problems below which training usually has too little success to reinforce
+_SCORE_FILE = "coldstart.json"  # in the directory of the policy
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +62,7 @@ class StartScore:
     @classmethod
     def read(cls, policy: Path) -> StartScore | None:
         """Return the score stored beside a policy, or None. Raises WorldError if the stored score is damaged."""
-        path = policy / _SCORE
+        path = policy / _SCORE_FILE
         if not path.is_file():
             return None
         with malformed_as_world_error(str(path)):
@@ -71,17 +70,17 @@ class StartScore:
 
     def write(self, policy: Path) -> None:
         """Store the score beside its policy. Raises WorldError if writing fails."""
-        atomic_write(policy / _SCORE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
+        atomic_write(policy / _SCORE_FILE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
 
     def print(self, console: Console) -> None:
         """Print how many problems the policy solves, and a warning with advice if there were hardly any."""
-        said = f"cold start: the policy solves {self.solved} of {self.problems} problems of {self.source}, "
-        said += f"{self.solved / self.problems:.3f} [{self.low:.3f}, {self.high:.3f}]"
+        line = f"cold start: the policy solves {self.solved} of {self.problems} problems of {self.source}, "
+        line += f"{self.solved / self.problems:.3f} [{self.low:.3f}, {self.high:.3f}]"
         if not self.solved and self.highest_reward > 0:
-            said += f"; mean reward {self.mean_reward:.3f}"
-        console.note(said)
+            line += f"; mean reward {self.mean_reward:.3f}"
+        console.note(line)
         # Without a solved problem, a reward of partial success is still something to reinforce.
-        if self.solved < _FEW * self.problems and (self.solved or self.highest_reward <= 0):
+        if self.solved < _TOO_FEW_SOLVED * self.problems and (self.solved or self.highest_reward <= 0):
             few = f"only {self.solved} of {self.problems} problems" if self.solved else "no problem"
             console.warning(
                 f"the policy solves {few} after its cold start, so training has little success to reinforce: double or "
@@ -109,7 +108,7 @@ def starting_policy(settings: Settings, console: Console, *, announce_cached: bo
         return str(path)
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     if settings.coldstart.direct_share:
-        console.note(_direct_answers(settings.coldstart))
+        console.note(_describe_direct_answers(settings.coldstart))
     create_policy(settings, path, console, problems_for_length_check(settings))
     return str(path)
 
@@ -121,7 +120,7 @@ def create_policy(settings: Settings, output: Path, console: Console, problems: 
     """
     began = time.monotonic()
     losses: list[float] = []
-    with console.progress(settings.coldstart.steps, unit="cold-start step", lines=_LINES) as progress:
+    with console.progress(settings.coldstart.steps, unit="cold-start step", lines=_PROGRESS_LINES) as progress:
 
         def report(step: int, loss: float) -> None:
             losses.append(loss)
@@ -134,7 +133,7 @@ def create_policy(settings: Settings, output: Path, console: Console, problems: 
     late = (cold.direct_steps or 0) if cold.direct_share else 0  # the last steps use other demonstrations
     console.note(describe_loss_trend(losses, final=late))
     try:
-        score = asyncio.run(_play(settings, output, problems))
+        score = asyncio.run(_score_policy(settings, output, problems))
     except (AgentRLError, UnavailableError) as error:  # the policy is saved; only its score is missing
         console.warning(f"the cold-start policy has no score, because its rollouts failed: {error}")
         return
@@ -143,16 +142,16 @@ def create_policy(settings: Settings, output: Path, console: Console, problems: 
         score.print(console)
 
 
-async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartScore | None:
+async def _score_policy(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartScore | None:
     """Play up to 64 problems with the policy in ``path`` as in training, and return its score.
 
     Returns None if every prompt is too long.
     """
     source = ", ".join(sorted({problem.source for problem in problems}))
     if not problems:
-        shown = read_coldstart_demonstrations(settings).demonstrations
-        problems, source = [item.problem for item in shown], "the demonstrations"
-    count = min(_PLAYED, len(problems))
+        demonstrations = read_coldstart_demonstrations(settings).demonstrations
+        problems, source = [item.problem for item in demonstrations], "the demonstrations"
+    count = min(_SCORED_PROBLEMS, len(problems))
     chosen = [problems[index * len(problems) // count] for index in range(count)]
     environment, codec = environment_and_codec(settings, read_tokenizer(str(path)), str(path))
     rewards = build_rewards(settings)
@@ -169,10 +168,11 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
             deterministic=deterministic,
             rewards=rewards,
         )
-        try:
-            await environment.open()
-            if rewards is not None:
-                await rewards.open()
+        async with contextlib.AsyncExitStack() as opened:
+            opened.push_async_callback(engine.close)
+            for part in (environment, *([] if rewards is None else [rewards])):
+                opened.push_async_callback(part.close)
+                await part.open()
             requests = [Group(index=index, problem=problem) for index, problem in enumerate(chosen)]
             played = driver.run(requests, step=0, group_size=1, skip_long=True)
             groups = sorted([group async for group in played], key=lambda group: group.index)
@@ -180,11 +180,6 @@ async def _play(settings: Settings, path: Path, problems: Sequence[Problem]) -> 
                 return None
             driver.raise_if_all_crashed(groups, "the cold start's policy")
             report = score_groups(groups, step=0, samples=1)
-        finally:
-            await engine.close()
-            if rewards is not None:
-                await rewards.close()
-            await environment.close()
     score, like_these = report.overall, report.overall.problems_like_these
     earned = [item.reward for group in report.groups for item in group.rollouts if not item.is_excluded]
     return StartScore(
@@ -230,7 +225,7 @@ def describe_loss_trend(losses: Sequence[float], *, final: int = 0) -> str:
     return f"{where} the loss is on a plateau {means}"
 
 
-def _direct_answers(cold: ColdstartSettings) -> str:
+def _describe_direct_answers(cold: ColdstartSettings) -> str:
     last = "all steps" if cold.direct_steps is None else f"the last {cold.direct_steps} steps"
     how = "contain only their answer" if cold.direct_turn == "first" else "answer too early, in a random turn"
     return f"cold start: in {last}, {cold.direct_share:.0%} of the demonstrations {how} (direct_share)"
@@ -241,27 +236,16 @@ def coldstart_command(settings: Settings, output: Path) -> None:
 
     Raises SettingsError before training if ``output`` exists and is not empty, or cannot be written.
     """
-    _claim(output)
+    _create_output_directory(output)
     set_determinism(settings.training)
     set_threads(settings, processes=1)
     create_policy(settings, output, Console(settings.telemetry))
 
 
-def _claim(output: Path) -> None:
+def _create_output_directory(output: Path) -> None:
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
         raise SettingsError(f"--output {output} already exists: choose a new or empty directory")
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise SettingsError(f"cannot create --output {output}: {error.strerror}") from error
-
-
-def count_computing_processes(settings: Settings, *, ranks: int) -> int:
-    """Return the number of processes of a run that compute on this machine's cores at the same time."""
-    beside = settings.rollout.schedule != "synchronous" and engine_facts(settings.rollout).in_process
-    return ranks + beside
-
-
-def set_threads(settings: Settings, *, processes: int) -> None:
-    """Set this process's CPU threads: ``training.threads``, or the cores divided by ``processes``."""
-    torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import random
-import shutil
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -37,6 +36,7 @@ from agentrl.training.coldstart.demonstrations import (
     environment_cache_key,
     read_in_protocol_format,
 )
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl_envs.chat import parts_of_text
 from agentrl_envs.episode import Environment
@@ -100,12 +100,11 @@ def fine_tune(
     *,
     report: Callable[[int, float], None],
 ) -> None:
-    """Minimise the mean negative log-probability of the model's tokens, in place. Calls ``report`` with step and loss.
+    """Minimize the mean negative log-probability of the model's tokens, in place.
 
-    The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead.
+    The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead. Each step calls
+    ``report`` with its number and its loss.
     """
-    from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
-
     cold = settings.coldstart
     _, world = start_distributed(deadline=settings.training.collective_deadline)
     if world > 1:
@@ -132,8 +131,8 @@ def fine_tune(
     stream = shuffled_batches(len(rows), cold.batch_size, seed=_seed(settings))
     early = 0 if cold.direct_steps is None else cold.steps - cold.direct_steps
     for step in range(1, cold.steps + 1):
-        shown = rows if step <= early else final_rows
-        chosen = [shown[index] for index in next(stream)]
+        demonstrations = rows if step <= early else final_rows
+        chosen = [demonstrations[index] for index in next(stream)]
         tokens = sum(sum(row.response_mask) for row in chosen)
         statistics, _ = engine(*(part.to(engine.device) for part in pack_demonstrations(chosen)))
         loss = -statistics.log_probs.sum() / tokens
@@ -156,13 +155,14 @@ async def cold_start(
     try:
         read = read_coldstart_demonstrations(settings).demonstrations
         demonstrations = [await add_observations(item, environment) for item in read]
-        with reserved_directory(output) as folder:
+        with _temporary_directory(output) as directory:
             model, tokenizer = await _trained(settings, demonstrations, environment, report, problems)
             body = (
                 f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
                 f"fine-tuning on {len(demonstrations)} demonstrations ({settings.coldstart.demonstrations})."
             )
             with os_errors_as_world_errors(output, "write the policy to"):
+                folder = directory / "policy"
                 write_model(folder, model=model, tokenizer=tokenizer, title=output.name, body=body)
                 _publish(folder, output)
     finally:
@@ -211,7 +211,7 @@ async def _encoded(
     if settings.model.path is None:
         texts = [await _prompt(item.problem, environment) for item in demonstrations]
         tokenizer = train_tokenizer(
-            [*(shown.text for shown in demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
+            [*(item.text for item in demonstrations), *texts], vocabulary_size=settings.model.tiny.vocabulary_size
         )
     else:
         tokenizer = read_tokenizer(settings.model.path)
@@ -262,15 +262,15 @@ def shorten_to_direct_answers(
 
     The answer replaces all turns from the ``first`` on, or from a random turn before the last on (``any``).
     """
-    chosen = random.Random(seed)
-    shown = []
+    generator = random.Random(seed)
+    shortened = []
     for item in demonstrations:
-        if chosen.random() < share and (item.problem.answer is not None or not boxed):
-            kept = chosen.randrange(max(1, len(item.turns) - 1)) if turn == "any" else 0
+        if generator.random() < share and (item.problem.answer is not None or not boxed):
+            kept = generator.randrange(max(1, len(item.turns) - 1)) if turn == "any" else 0
             answer = DemonstrationTurn(model=f"\\boxed{{{item.problem.answer}}}") if boxed else item.turns[-1]
             item = replace(item, turns=(*item.turns[:kept], answer))
-        shown.append(item)
-    return tuple(shown)
+        shortened.append(item)
+    return tuple(shortened)
 
 
 def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
@@ -299,40 +299,18 @@ def _content(demonstration: Demonstration) -> str:
 
 
 @contextmanager
-def reserved_directory(output: Path) -> Iterator[Path]:
-    """Create a directory beside ``output`` before any computation, and delete it at the end unless it was renamed.
+def _temporary_directory(output: Path) -> Iterator[Path]:
+    """Create a directory beside ``output`` before any computation, and delete it at the end.
 
-    Also deletes directories left by killed processes. Raises SettingsError if the directory cannot be created.
+    Raises SettingsError if the directory cannot be created.
     """
-    unfinished = output.with_name(f".{output.name}.{os.getpid()}.partial")
     try:
-        unfinished.mkdir(parents=True)
-        lock = os.open(unfinished, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        output.parent.mkdir(parents=True, exist_ok=True)
+        directory = TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
     except OSError as error:
         raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when this process ends
-        _remove_abandoned(output)
-        yield unfinished
-    finally:
-        os.close(lock)
-        shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _remove_abandoned(output: Path) -> None:
-    """Delete unfinished directories beside ``output`` that no process has locked."""
-    for left in output.parent.glob(f".{output.name}.*.partial"):
-        try:
-            lock = os.open(left, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        except OSError:  # already deleted
-            continue
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(left, ignore_errors=True)
-        except BlockingIOError:  # in use by another process
-            pass
-        finally:
-            os.close(lock)
+    with directory as path:
+        yield Path(path)
 
 
 def _publish(folder: Path, output: Path) -> None:

@@ -20,8 +20,9 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
+import torch.distributed
 from torch import nn
 
 from agentrl.errors import SettingsError, WorldError
@@ -29,7 +30,12 @@ from agentrl.models.settings import LoRASettings
 from agentrl.rollout.work_queue import QueueState
 from agentrl.telemetry.files import atomic_write, checksum, find_damaged_files, os_errors_as_world_errors
 from agentrl.telemetry.records import EvaluationRecord
-from agentrl.training.engine.deepspeed_engine import gather_from_ranks, run_on_every_rank, run_on_rank_zero
+from agentrl.training.engine.deepspeed_engine import (
+    TrainingEngine,
+    gather_from_ranks,
+    run_on_every_rank,
+    run_on_rank_zero,
+)
 from agentrl.training.engine.parts import RankState
 from agentrl.training.settings import CheckpointSettings, OptimizerSettings
 
@@ -55,19 +61,6 @@ class RunState:
     files: dict[str, str] = field(default_factory=dict)  # checksums of all other files
 
 
-class RankInfo(Protocol):
-    """The rank of this process and the number of ranks."""
-
-    rank: int
-    world_size: int
-
-
-class Checkpointable(Protocol):
-    """A component whose state has a part on every rank."""
-
-    def copy_rank_state(self) -> RankState: ...
-
-
 @dataclass(frozen=True, kw_only=True)
 class _Write:
     """A checkpoint that is being written. ``files`` maps this rank's files to their checksums."""
@@ -84,28 +77,34 @@ class CheckpointWriter:
     checkpoint that was not completed because a process was killed is never used.
     """
 
-    def __init__(
-        self, root: Path, ranks: RankInfo, settings: CheckpointSettings, *, published: Callable[[RunState], None]
-    ) -> None:
+    def __init__(self, root: Path, settings: CheckpointSettings, *, published: Callable[[RunState], None]) -> None:
         """Configure the writer. ``published`` is called with each checkpoint's state once a run can resume from it."""
         self._root = root
-        self._rank = ranks.rank
+        self._rank = torch.distributed.get_rank()
         self._settings = settings
         self._published = published
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._under_way: _Write | None = None
 
-    def save(self, saved: Mapping[str, Checkpointable], state: RunState) -> None:
-        """Finish the last checkpoint, and write ``root/step-N`` atomically, with a folder per item in ``saved``."""
+    def save(self, engines: Mapping[str, TrainingEngine[nn.Module]], state: RunState) -> None:
+        """Finish the last checkpoint, and write ``root/step-N`` atomically, with a folder for each engine."""
         self.finish()
         folder = self._root / f".step-{state.step:06d}.partial"
-        _write_on_all_ranks(folder, lambda: self._prepare(folder))
-        own = {f"{name}/part-{self._rank:05d}.safetensors": item.copy_rank_state() for name, item in saved.items()}
-        files = self._thread.submit(_write_parts, folder, own)
-        self._under_way = _Write(state=_as_read(state), folder=folder, files=files)
+
+        def prepare() -> None:
+            if self._rank == 0:
+                repair_checkpoints(self._root)
+                folder.mkdir(parents=True)
+
+        _write_on_all_ranks(folder, prepare)
+        parts = {f"{name}/part-{self._rank:05d}.safetensors": item.copy_rank_state() for name, item in engines.items()}
+        files = self._thread.submit(_write_parts, folder, parts)
+        # A copy in the form in which read_state returns it, because the run continues to change its state.
+        state = RunState(**json.loads(json.dumps(asdict(state))))
+        self._under_way = _Write(state=state, folder=folder, files=files)
         asynchronous = self._settings.asynchronous
         if asynchronous is None:
-            asynchronous = sum(gather_from_ranks(sum(part.size for part in own.values()))) > _LARGE
+            asynchronous = sum(gather_from_ranks(sum(part.size for part in parts.values()))) > _LARGE
         if not asynchronous:
             self.finish()
 
@@ -130,15 +129,12 @@ class CheckpointWriter:
         """Stop the thread after it has written this rank's part of a checkpoint under way."""
         self._thread.shutdown()
 
-    def _prepare(self, folder: Path) -> None:
-        if self._rank == 0:
-            repair_checkpoints(self._root)
-            folder.mkdir(parents=True)
-
     def _publish(self, write: _Write, parts: list[dict[str, str]]) -> None:
         if self._rank == 0:
             files = {name: digest for part in parts for name, digest in part.items()}
-            _write_state(write.folder / _STATE, replace(write.state, files=files))
+            body = asdict(replace(write.state, files=files))
+            text = json.dumps({"state": body, "sha256": _digest(body)})
+            atomic_write(write.folder / _STATE, lambda out: out.write(text.encode()))
             repair_checkpoints(self._root)
             delete_old_checkpoints(self._root, self._settings.keep)
 
@@ -149,35 +145,34 @@ def _write_parts(folder: Path, parts: Mapping[str, RankState]) -> dict[str, str]
     return {name: checksum(folder / name) for name in parts}
 
 
-def open_newest_checkpoint(
-    root: Path, ranks: RankInfo, *, keep: int, warn: Callable[[str], None]
-) -> tuple[Path, RunState] | None:
+def open_newest_checkpoint(root: Path, *, keep: int, warn: Callable[[str], None]) -> tuple[Path, RunState] | None:
     """Return the newest undamaged checkpoint and its state, or None if there are no checkpoints. Collective.
 
     Renames newer checkpoints that are damaged, with a warning, and deletes all but the newest ``keep`` undamaged ones.
     Raises WorldError if every checkpoint is damaged.
     """
 
-    def tidied() -> list[str]:
+    def names_newest_first() -> list[str]:
         with os_errors_as_world_errors(root, "tidy"):
             repair_checkpoints(root)
         return [path.name for path in reversed(_complete(root))]
 
-    spoiled: dict[str, str] = {}
-    for name in run_on_rank_zero(tidied):
-        found = run_on_every_rank(partial(_damage, root / name, ranks.rank, ranks.world_size))
+    rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
+    damaged: dict[str, str] = {}
+    for name in run_on_rank_zero(names_newest_first):
+        found = run_on_every_rank(partial(_find_damage, root / name, part=rank, parts=ranks))
         problems = [problem for part in found for problem in part]
         if problems:
-            spoiled[name] = problems[0]
+            damaged[name] = problems[0]
             continue
         state = read_state(root / name)
-        if ranks.rank == 0:
+        if rank == 0:
             with os_errors_as_world_errors(root, "tidy"):
-                _set_aside(root, spoiled, used=name, warn=warn)
+                _rename_damaged(root, damaged, used=name, warn=warn)
                 delete_old_checkpoints(root, keep)
         return root / name, state
-    if spoiled:
-        listed = "; ".join(f"{name}: {problem}" for name, problem in spoiled.items())
+    if damaged:
+        listed = "; ".join(f"{name}: {problem}" for name, problem in damaged.items())
         raise WorldError(
             f"every checkpoint in {root} is damaged ({listed}): restore one from a copy, or start a new run with a "
             "different name=..."
@@ -197,15 +192,15 @@ def delete_old_checkpoints(root: Path, keep: int) -> None:
 
 
 def repair_checkpoints(root: Path) -> None:
-    """Rename complete checkpoints to their final names, and delete incomplete ones that a killed process left."""
-    for left in root.glob(".step-*.partial"):
-        if not (left / _STATE).is_file():
-            shutil.rmtree(left)
+    """Rename complete checkpoints to their final names, and delete incomplete ones left by a killed process."""
+    for partial_folder in root.glob(".step-*.partial"):
+        if not (partial_folder / _STATE).is_file():
+            shutil.rmtree(partial_folder)
             continue
-        final = root / left.name.removeprefix(".").removesuffix(".partial")
+        final = root / partial_folder.name.removeprefix(".").removesuffix(".partial")
         if final.exists():
             shutil.rmtree(final)
-        left.rename(final)
+        partial_folder.rename(final)
 
 
 def read_state(checkpoint: Path) -> RunState:
@@ -235,18 +230,7 @@ def _write_on_all_ranks(folder: Path, work: Callable[[], _Value]) -> list[_Value
     return run_on_every_rank(guarded)
 
 
-def _as_read(state: RunState) -> RunState:
-    """Return an independent copy of the state, in the form in which :func:`read_state` returns it."""
-    return RunState(**json.loads(json.dumps(asdict(state))))
-
-
-def _write_state(path: Path, state: RunState) -> None:
-    body = asdict(state)
-    text = json.dumps({"state": body, "sha256": _digest(body)})
-    atomic_write(path, lambda out: out.write(text.encode()))
-
-
-def _damage(checkpoint: Path, part: int, parts: int) -> list[str]:
+def _find_damage(checkpoint: Path, *, part: int, parts: int) -> list[str]:
     """Describe the damage to this rank's part of a checkpoint's files, or to the list of files."""
     try:
         written = json.loads((checkpoint / _STATE).read_bytes())
@@ -262,12 +246,12 @@ def _digest(body: object) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def _set_aside(root: Path, spoiled: Mapping[str, str], *, used: str, warn: Callable[[str], None]) -> None:
-    for name, problem in spoiled.items():
-        aside = root / f"{name.removeprefix('.').removesuffix('.partial')}.damaged"
-        shutil.rmtree(aside, ignore_errors=True)
-        (root / name).rename(aside)
-        warn(f"the checkpoint {root / name} is damaged ({problem}): renamed to {aside.name}; resuming from {used}")
+def _rename_damaged(root: Path, damaged: Mapping[str, str], *, used: str, warn: Callable[[str], None]) -> None:
+    for name, problem in damaged.items():
+        renamed = root / f"{name.removeprefix('.').removesuffix('.partial')}.damaged"
+        shutil.rmtree(renamed, ignore_errors=True)
+        (root / name).rename(renamed)
+        warn(f"the checkpoint {root / name} is damaged ({problem}): renamed to {renamed.name}; resuming from {used}")
 
 
 def _step(path: Path) -> int:
@@ -308,16 +292,16 @@ def check_adapter_matches(checkpoint: Path, written: AdapterRecord | None, now: 
             f"the checkpoint {checkpoint} contains a full model without adapters: set model.lora.rank=0 to resume, "
             "or start a new run (a different name=...) with model.path=POLICY"
         )
-    made = f"the checkpoint {checkpoint} contains adapters with model.lora.rank={written['rank']}"
+    adapters = f"the checkpoint {checkpoint} contains adapters with model.lora.rank={written['rank']}"
     if now is None:
-        raise SettingsError(f"{made} and no full model: set model.lora.rank={written['rank']} to resume")
+        raise SettingsError(f"{adapters} and no full model: set model.lora.rank={written['rank']} to resume")
     if written["base"] != now["base"]:
         raise SettingsError(
-            f"{made} on the model {written['base']}, but model.path is now {now['base']}: set model.path to the former "
-            "model to resume"
+            f"{adapters} on the model {written['base']}, but model.path is now {now['base']}: set model.path to the "
+            "former model to resume"
         )
-    said = f"model.lora.alpha={written['alpha']} and model.lora.targets=[{', '.join(written['targets'])}]"
-    raise SettingsError(f"{made}, {said}: set the same values to resume")
+    others = f"model.lora.alpha={written['alpha']} and model.lora.targets=[{', '.join(written['targets'])}]"
+    raise SettingsError(f"{adapters}, {others}: set the same values to resume")
 
 
 def policy_optimizer_settings(settings: OptimizerSettings, lora: LoRASettings) -> OptimizerSettings:

@@ -51,30 +51,31 @@ class RowExchange:
         self._lengths = lengths[self._order]
         rows = torch.bincount(home_ranks, minlength=ranks)
         tokens = torch.zeros_like(rows).index_add_(0, home_ranks, lengths)
-        own = torch.stack([rows, tokens], dim=-1)
-        theirs = self._swap(own, [1] * ranks, [1] * ranks)
-        (self._rows_out, self._tokens_out), (self._rows_in, self._tokens_in) = own.t().tolist(), theirs.t().tolist()
-        self._their_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
+        sent = torch.stack([rows, tokens], dim=-1)
+        received = self._swap(sent, [1] * ranks, [1] * ranks)
+        self._rows_out, self._tokens_out = sent.t().tolist()
+        self._rows_in, self._tokens_in = received.t().tolist()
+        self._home_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
 
     def send(self, parts: Sequence[_Record]) -> _Record:
         """Apply :meth:`send_home` to each tensor of a dataclass. A field that is None on one rank is None on all."""
-        given = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
-        return replace(parts[0], **{name: self.send_home([getattr(part, name) for part in parts]) for name in given})
+        names = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
+        return replace(parts[0], **{name: self.send_home([getattr(part, name) for part in parts]) for name in names})
 
     def send_home(self, parts: Sequence[Tensor]) -> Tensor:
         """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
         if parts[0].dim() == 1:
             return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
         flat = _flat(_stacked(parts)[self._order], self._lengths)
-        return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._their_lengths)
+        return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._home_lengths)
 
     def send_back(self, values: Tensor) -> list[Tensor]:
         """Return results for home rows [R, longest] to their senders. Returns one tensor [b, T] per micro-batch."""
-        flat = self._swap(_flat(values, self._their_lengths), self._tokens_in, self._tokens_out)
-        sent = _padded(flat, self._lengths)
-        own = torch.empty_like(sent)
-        own[self._order] = sent
-        parts = own.split([rows for rows, _ in self._shapes])
+        flat = self._swap(_flat(values, self._home_lengths), self._tokens_in, self._tokens_out)
+        sorted_by_home = _padded(flat, self._lengths)
+        rows = torch.empty_like(sorted_by_home)
+        rows[self._order] = sorted_by_home
+        parts = rows.split([count for count, _ in self._shapes])
         # Padding copies: a view would keep every micro-batch's memory alive.
         return [_with_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
@@ -84,11 +85,12 @@ class RowExchange:
 
 def _lengths(mask: Tensor) -> Tensor:
     """Return the number of positions up to the last True of each row [b, T], as [b]."""
-    places = torch.arange(1, mask.shape[1] + 1, device=mask.device)
-    return torch.where(mask, places, 0).amax(-1)
+    positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
+    return torch.where(mask, positions, 0).amax(-1)
 
 
 def _inside(lengths: Tensor, width: int) -> Tensor:
+    """Return a mask [B, width] of the first ``lengths`` positions of each row."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
 
 
@@ -144,9 +146,9 @@ class Meter:
 
     def add_largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
         """Keep the largest of the values with a weight above 0."""
-        nothing = self._number(-math.inf)
-        value = torch.where(self._number(weight) > 0, self._number(value), nothing)
-        self._largest[name] = torch.maximum(self._largest.get(name, nothing), value)
+        lowest = self._number(-math.inf)
+        value = torch.where(self._number(weight) > 0, self._number(value), lowest)
+        self._largest[name] = torch.maximum(self._largest.get(name, lowest), value)
 
     def add_smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
         """Keep the smallest of the values with a weight above 0."""
@@ -190,12 +192,11 @@ class Meter:
         return torch.as_tensor(value, dtype=torch.float64, device=self._device)
 
 
-# Seconds until a new file is visible on another machine of a network file system.
-_VISIBLE = 10.0
+def check_shared_folder(folder: Path, *, rank: int, visible_seconds: float = 10.0) -> None:
+    """Raise SettingsError on every rank if any rank cannot access the files of rank 0. Collective.
 
-
-def check_shared_folder(folder: Path, *, rank: int, visible: float = _VISIBLE) -> None:
-    """Raise SettingsError on every rank if any rank cannot access the files of rank 0. Collective."""
+    A file on a network file system may become visible on other machines ``visible_seconds`` after it is written.
+    """
 
     def write() -> str:
         probe = folder / f".probe-{secrets.token_hex(8)}"
@@ -204,14 +205,14 @@ def check_shared_folder(folder: Path, *, rank: int, visible: float = _VISIBLE) -
         return probe.name
 
     name = run_on_rank_zero(write)
-    seen = gather_from_ranks((socket.gethostname(), _appears(folder / name, visible)))
+    seen = gather_from_ranks((socket.gethostname(), _appears(folder / name, visible_seconds)))
     if rank == 0:
         (folder / name).unlink()
-    blind = [f"rank {place} on {host}" for place, (host, found) in enumerate(seen) if not found]
-    if blind:
+    without_access = [f"rank {rank} on {host}" for rank, (host, found) in enumerate(seen) if not found]
+    if without_access:
         raise SettingsError(
-            f"runs_dir: {', '.join(blind)} cannot access the files that rank 0 on {seen[0][0]} writes to {folder}: "
-            "set a folder that all machines share"
+            f"runs_dir: {', '.join(without_access)} cannot access the files that rank 0 on {seen[0][0]} writes to "
+            f"{folder}: set a folder that all machines share"
         )
 
 

@@ -1,14 +1,20 @@
-"""Deterministic algorithms (``training.deterministic``) and the state of random number generators."""
+"""Process-wide state that affects results: deterministic algorithms, random number generators and CPU threads."""
 
 from __future__ import annotations
 
 import os
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from agentrl.errors import SettingsError
+from agentrl.rollout.engines.base import engine_facts
+from agentrl.telemetry.machine import usable_cores
 from agentrl.training.settings import TrainingSettings
+
+if TYPE_CHECKING:
+    from agentrl.config import Settings
 
 _WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
 _DETERMINISTIC = (":4096:8", ":16:8")
@@ -22,11 +28,11 @@ def set_determinism(settings: TrainingSettings) -> None:
     """
     if not settings.deterministic:
         return
-    form = os.environ.setdefault(_WORKSPACE, _DETERMINISTIC[0])
-    if form not in _DETERMINISTIC:
+    workspace = os.environ.setdefault(_WORKSPACE, _DETERMINISTIC[0])
+    if workspace not in _DETERMINISTIC:
         raise SettingsError(
-            f"training.deterministic=true, but {_WORKSPACE}={form} in the environment makes cuBLAS nondeterministic: "
-            f"set it to {' or '.join(_DETERMINISTIC)}, or unset it"
+            f"training.deterministic=true, but {_WORKSPACE}={workspace} in the environment makes cuBLAS "
+            f"nondeterministic: set it to {' or '.join(_DETERMINISTIC)}, or unset it"
         )
     torch.use_deterministic_algorithms(True)
 
@@ -42,3 +48,14 @@ def set_random_state(state: dict[str, Tensor]) -> None:
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])
+
+
+def count_computing_processes(settings: Settings, *, ranks: int) -> int:
+    """Return the number of processes of a run that compute on this machine's cores at the same time."""
+    engine_process = settings.rollout.schedule != "synchronous" and engine_facts(settings.rollout).in_process
+    return ranks + engine_process
+
+
+def set_threads(settings: Settings, *, processes: int) -> None:
+    """Set this process's CPU threads: ``training.threads``, or the cores divided by ``processes``."""
+    torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))

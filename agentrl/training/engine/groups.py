@@ -1,6 +1,7 @@
-"""Groups of ranks under ``training.sequence_parallel``: sequence-parallel groups split rows, and peers hold the same
-slice of different rows. With N = 2 on four ranks, the sequence-parallel groups are {0, 1} and {2, 3}, and the peers are
-{0, 2} and {1, 3}.
+"""Groups of ranks under ``training.sequence_parallel``: ranks that share rows, and peers with different rows.
+
+The ranks of a sequence-parallel group split each row. Peers hold the same slice of different rows. With groups of two
+on four ranks, the sequence-parallel groups are {0, 1} and {2, 3}, and the peers are {0, 2} and {1, 3}.
 """
 
 from __future__ import annotations
@@ -72,14 +73,14 @@ def _create_groups(every: ProcessGroup, size: int, deadline: float) -> RankGroup
     """Create the process groups. Every rank creates every process group, in the same order."""
     rank, world = every.rank(), every.size()
     wait = timedelta(seconds=deadline)
-    shared = [list(range(first, first + size)) for first in range(0, world, size)]
-    alike = [list(range(place, world, size)) for place in range(size)]
-    own, _ = torch.distributed.new_subgroups_by_enumeration(shared, timeout=wait)
-    peers, _ = torch.distributed.new_subgroups_by_enumeration(alike, timeout=wait)
-    assert own is not None  # every rank is in one group of each kind
+    sequence_groups = [list(range(first, first + size)) for first in range(0, world, size)]
+    peer_groups = [list(range(index, world, size)) for index in range(size)]
+    sequence, _ = torch.distributed.new_subgroups_by_enumeration(sequence_groups, timeout=wait)
+    peers, _ = torch.distributed.new_subgroups_by_enumeration(peer_groups, timeout=wait)
+    assert sequence is not None  # every rank is in one group of each kind
     return RankGroups(
         replica=rank // size,
         replicas=world // size,
-        sequence=SequenceGroup(rank=rank % size, size=size, group=own),
+        sequence=SequenceGroup(rank=rank % size, size=size, group=sequence),
         peers=peers,
     )

@@ -20,7 +20,7 @@ INTERVAL = 1.0
 _TOLERANCE = 10.0
 # Seconds without a heartbeat after which a rank's process counts as not responding, and seconds without a check after
 # which the worker itself was suspended.
-_SILENT = 5.0
+_RESPONSE_SECONDS = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -29,7 +29,8 @@ class HeartbeatState:
 
     ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same calls and
     marks, so positions are comparable. ``allowed_seconds`` is the time in seconds until the next mark, unless the rank
-    waits for ranks at the same or an earlier position. ``waits`` is True if the rank waits only for the worker.
+    waits for ranks at the same or an earlier position. ``waits_for_worker`` is True if the rank waits only for the
+    worker.
     ``progress_count`` counts the marks.
     """
 
@@ -70,8 +71,8 @@ class Heartbeat:
         self._slow = max(deadline, slow)
         self._clock = clock
         self._step = ""
-        self._warm = False  # an earlier step had a pass, so kernels are loaded
-        self._passed = False  # this step had a pass
+        self._kernels_loaded = False  # True once an earlier step had a pass
+        self._step_had_pass = False  # this step had a pass
         self._began: float | None = None  # of the current pass, if it is measured
         self._longest = 0.0
         self.beat = HeartbeatState(
@@ -89,14 +90,14 @@ class Heartbeat:
         """Repeat the last mark."""
         self.beat = replace(self.beat, progress_count=self.beat.progress_count + 1)
 
-    def start_work(self, doing: str) -> None:
+    def start_work(self, activity: str) -> None:
         """Mark the start of work that may take long."""
         self._end_pass()
-        self._mark(self._next(), doing, self._slow)
+        self._mark(self._next_position(), activity, self._slow)
 
     def start_step(self, step: int) -> None:
         """Mark the start of a step's training."""
-        self._warm = self._warm or self._passed
+        self._kernels_loaded = self._kernels_loaded or self._step_had_pass
         self._step = f"the training of step {step}"
         self.start_work(self._step)
 
@@ -104,9 +105,9 @@ class Heartbeat:
         """Mark the start of a forward or backward pass over a micro-batch."""
         self._end_pass()
         allowed = max(self._deadline, _TOLERANCE * self._longest) if self._longest else self._slow
-        self._mark(self._next(), self._step, allowed)
-        self._began = self._clock() if self._warm else None
-        self._passed = True
+        self._mark(self._next_position(), self._step, allowed)
+        self._began = self._clock() if self._kernels_loaded else None
+        self._step_had_pass = True
 
     def allow_compilation(self, *_: object) -> None:
         """Allow the current work more time and do not measure it. Torch calls this when a compilation starts."""
@@ -126,16 +127,16 @@ class Heartbeat:
             self._longest = max(self._longest, self._clock() - self._began)
             self._began = None
 
-    def _next(self) -> tuple[int, int]:
+    def _next_position(self) -> tuple[int, int]:
         calls, marks = self.beat.position
         return calls, marks + 1
 
-    def _mark(self, position: tuple[int, int], doing: str, allowed: float, *, waits: bool = False) -> None:
+    def _mark(self, position: tuple[int, int], activity: str, allowed: float, *, waits: bool = False) -> None:
         before = self.beat
         self.beat = HeartbeatState(
             node=THIS_MACHINE.node,
             position=position,
-            activity=doing,
+            activity=activity,
             allowed_seconds=allowed,
             waits_for_worker=waits,
             progress_count=before.progress_count + 1,
@@ -146,6 +147,8 @@ class Heartbeat:
 
 @dataclass(frozen=True, kw_only=True)
 class _RankState:
+    """The last heartbeat of a rank."""
+
     beat: HeartbeatState
     since: float  # time of the mark's first heartbeat
     last: float  # time of the last heartbeat
@@ -167,7 +170,7 @@ class HeartbeatMonitor:
         since = now
         if known is not None and known.beat.progress_count == beat.progress_count:
             gap = now - known.last
-            since = known.since + (gap if gap > _SILENT else 0.0)
+            since = known.since + (gap if gap > _RESPONSE_SECONDS else 0.0)
         self._states[rank] = _RankState(beat=beat, since=since, last=now)
 
     def stuck_ranks(self, now: float) -> list[int]:
@@ -177,7 +180,7 @@ class HeartbeatMonitor:
         of these ranks do not respond, only those are returned. A single rank that does not respond is not blocking: it
         was suspended, for example with Ctrl-Z.
         """
-        if self._checked is not None and now - self._checked > _SILENT:
+        if self._checked is not None and now - self._checked > _RESPONSE_SECONDS:
             self._extend_allowances(now - self._checked, now)  # the worker was suspended, perhaps with all ranks
         self._checked = now
         if len(self._states) < self._ranks:
@@ -188,10 +191,10 @@ class HeartbeatMonitor:
         found = {rank: self._states[rank] for rank in sorted(blamed)}
         first = min((one.beat.position for one in found.values()), default=None)
         found = {rank: one for rank, one in found.items() if one.beat.position == first}
-        silent = [rank for rank, one in found.items() if now > one.last + _SILENT]
-        if silent and self._ranks == 1:
+        not_responding = [rank for rank, one in found.items() if now > one.last + _RESPONSE_SECONDS]
+        if not_responding and self._ranks == 1:
             return []
-        return silent or list(found)
+        return not_responding or list(found)
 
     def describe_rank(self, rank: int, now: float) -> str:
         """Return a message about a stuck rank."""
@@ -200,15 +203,15 @@ class HeartbeatMonitor:
         text += one.beat.activity
         if now > one.since + one.beat.allowed_seconds:
             text += f", longer than the {one.beat.allowed_seconds:.0f} s allowed (cluster.deadline)"
-        if now > one.last + _SILENT:
+        if now > one.last + _RESPONSE_SECONDS:
             text += "; its process does not respond, as when it was stopped with SIGSTOP"
         return text
 
     def _may_wait_for_another_rank(self, rank: int, overdue: set[int]) -> bool:
         """Return True if a rank may be waiting in a collective for a rank that is not overdue."""
-        own = self._states[rank].beat
+        beat = self._states[rank].beat
         others = (one.beat.position for other, one in self._states.items() if other not in overdue)
-        return not own.waits_for_worker and any(position <= own.position for position in others)
+        return not beat.waits_for_worker and any(position <= beat.position for position in others)
 
     def _extend_allowances(self, seconds: float, now: float) -> None:
         for rank, one in self._states.items():

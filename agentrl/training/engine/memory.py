@@ -53,9 +53,9 @@ class _Record:
     _Record(configured=16384, tokens=8192, outside=False)
     """
 
-    configured: int  # training.micro_batch_tokens when memory ran out; with another value the record is ignored
-    tokens: int  # the size of micro-batches since
-    outside: bool = False  # memory ran out outside micro-batches, which smaller ones may not solve
+    configured: int  # training.micro_batch_tokens when memory ran out; the record is ignored if the setting has changed
+    tokens: int  # the size of micro-batches since then
+    outside: bool = False  # True if memory ran out outside micro-batches, where smaller micro-batches may not help
 
 
 class MicroBatchBudget:
@@ -76,10 +76,10 @@ class MicroBatchBudget:
     def tokens(self) -> int:
         return self._record.tokens
 
-    def print_reduction(self, say: Callable[[str], None]) -> None:
-        """Call ``say`` with a message if micro-batches are smaller than configured."""
+    def warn_if_reduced(self, warn: Callable[[str], None]) -> None:
+        """Call ``warn`` with a message if micro-batches are smaller than configured."""
         if self.tokens < self._record.configured:
-            say(
+            warn(
                 f"training: micro-batches have {self.tokens} tokens, because memory ran out with "
                 f"training.micro_batch_tokens={self._record.configured}: change this setting to override the limit"
             )
@@ -95,36 +95,36 @@ class MicroBatchBudget:
         try:
             yield
         except MicroBatchMemoryError as error:
-            raise self._ended(step, error.__cause__, error.tokens, error.trajectories) from error.__cause__
+            raise self._reduce(step, error.__cause__, error.tokens, error.trajectories) from error.__cause__
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._ended(step, error, 0, 0) from error
+            raise self._reduce(step, error, 0, 0) from error
 
-    def _ended(self, step: int, cause: BaseException | None, tokens: int, trajectories: int) -> AgentRLError:
+    def _reduce(self, step: int, cause: BaseException | None, tokens: int, trajectories: int) -> AgentRLError:
         """Record a smaller size, and return the error to raise. Both numbers are 0 outside micro-batches."""
         before = self._record
         if trajectories == 1:
-            where, final = f"in a micro-batch of one trajectory ({tokens} tokens), which cannot be smaller", True
+            where, is_final = f"in a micro-batch of one trajectory ({tokens} tokens), which cannot be smaller", True
         elif trajectories:
-            where, final = f"in a micro-batch of {tokens} tokens ({trajectories} trajectories)", False
+            where, is_final = f"in a micro-batch of {tokens} tokens ({trajectories} trajectories)", False
         else:
-            where, final = "outside micro-batches", before.outside
-            where += " for the second time" if final else ""
+            where, is_final = "outside micro-batches", before.outside
+            where += " for the second time" if is_final else ""
         text = (
             f"rank {self._rank} ran out of memory while training step {step}, {where}: "
             f"{(str(cause) or type(cause).__name__).splitlines()[0]}"
         )
-        if final:
+        if is_final:
             return SettingsError(f"{text}\ncontinue from the last checkpoint with --resume and one of: {_REMEDIES}")
-        less = before.tokens
-        while less >= min(before.tokens, tokens or before.tokens):
-            less = max(1, less // 2)
-        self._record = _Record(configured=before.configured, tokens=less, outside=before.outside or not trajectories)
+        reduced = before.tokens
+        while reduced >= min(before.tokens, tokens or before.tokens):
+            reduced = max(1, reduced // 2)
+        self._record = _Record(configured=before.configured, tokens=reduced, outside=before.outside or not trajectories)
         # Write on the failing rank, because the others may wait for it in a collective until they are killed.
         atomic_write(self._file, lambda out: out.write(json.dumps(asdict(self._record)).encode()))
         return OutOfMemoryError(
-            f"{text}\nthe run continues from its last checkpoint with micro-batches of {less} tokens instead of "
+            f"{text}\nthe run continues from its last checkpoint with micro-batches of {reduced} tokens instead of "
             f"{before.tokens}: automatically up to cluster.restarts times, otherwise with --resume. If this is not "
             f"enough, set one of: {_REMEDIES}"
         )

@@ -1,10 +1,10 @@
 """A trained module's state in files that any number of ranks at any ZeRO stage can read.
 
-Each rank writes its flat float32 pieces of the trained parameters and of their moments, with the offset of each piece
-in its parameter. A reader copies the overlaps with its own pieces exactly::
+Each rank writes its flat float32 shards of the trained parameters and of their moments, with the offset of each shard
+in its parameter. A rank that reads the files copies the entries of its shards exactly, whichever rank wrote them::
 
-    engine/part-00000.safetensors   rank 0's pieces: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, and random/DEVICE
-    engine/part-00001.safetensors   rank 1's
+    engine/part-00000.safetensors   shards of rank 0: weight/NAME, exp_avg/NAME, exp_avg_sq/NAME, and random/DEVICE
+    engine/part-00001.safetensors   shards of rank 1
 
 Frozen parameters are not written, because ``model.path`` contains them.
 """
@@ -38,7 +38,7 @@ _FACTS = "agentrl"  # the only key of a file's metadata, because safetensors wri
 class RankStateMetadata:
     """Metadata of a part and of the whole checkpoint."""
 
-    starts: dict[str, int]  # offset of each piece in its flat parameter
+    starts: dict[str, int]  # offset of each shard in its flat parameter
     shapes: dict[str, list[int]]  # complete shapes of all parameters, including frozen ones
     adam_steps: float | None  # None before the first update, when there are no moments
     updates: int  # of the learning rate schedule
@@ -73,7 +73,7 @@ class ParameterShard:
     offset: int  # in ``flat``
 
     def slice_of(self, whole: Tensor) -> Tensor:
-        """Return a view of this piece in a tensor with the shape of ``flat``."""
+        """Return a view of this shard in a tensor with the shape of ``flat``."""
         return whole.detach().view(-1).narrow(0, self.offset, self.length)
 
 
@@ -84,15 +84,15 @@ def local_parameter_shards(module: nn.Module, optimizer: Untyped) -> Iterator[Pa
         if not item.requires_grad:
             continue
         if hasattr(item, "ds_id"):
-            group, offset, held = optimizer.grad_position[optimizer.get_param_id(item)]
-            start = torch.distributed.get_rank(item.ds_process_group) * held
-            length = min(held, item.ds_numel - start)  # the last shard is padded
+            group, offset, size = optimizer.grad_position[optimizer.get_param_id(item)]
+            start = torch.distributed.get_rank(item.ds_process_group) * size
+            length = min(size, item.ds_numel - start)  # the last shard is padded
             flat = optimizer.fp32_partitioned_groups_flat[group]
         elif hasattr(item, "_hp_mapping"):
             if item._hp_mapping is None:
                 continue
-            place, inside = item._hp_mapping.hp_fragment_address, item._hp_mapping.lp_fragment_address
-            start, length, offset = inside.start, inside.numel, place.start
+            in_optimizer, in_parameter = item._hp_mapping.hp_fragment_address, item._hp_mapping.lp_fragment_address
+            start, length, offset = in_parameter.start, in_parameter.numel, in_optimizer.start
             flat = optimizer.single_partition_of_fp32_groups[item._hp_mapping.param_group_index]
         else:
             start, length, offset, flat = 0, item.numel(), 0, item
@@ -104,15 +104,15 @@ def copy_rank_state(module: nn.Module, optimizer: Untyped, *, updates: int, rank
     """Copy this rank's parameter and optimizer shards and its random state to the CPU."""
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     whole_everywhere = adam is optimizer
-    pieces = [] if whole_everywhere and rank else list(local_parameter_shards(module, optimizer))
+    shards = [] if whole_everywhere and rank else list(local_parameter_shards(module, optimizer))
     tensors = {f"random/{device}": state for device, state in get_random_state().items()}
     steps = None
-    for piece in pieces:
-        tensors[f"{_WEIGHT}/{piece.name}"] = _copied(piece.slice_of(piece.flat))
-        if state := adam.state.get(piece.flat):
+    for shard in shards:
+        tensors[f"{_WEIGHT}/{shard.name}"] = _copied(shard.slice_of(shard.flat))
+        if state := adam.state.get(shard.flat):
             steps = float(state["step"])
-            tensors |= {f"{moment}/{piece.name}": _copied(piece.slice_of(state[moment])) for moment in MOMENTS}
-    starts = {piece.name: piece.start for piece in pieces}
+            tensors |= {f"{moment}/{shard.name}": _copied(shard.slice_of(state[moment])) for moment in MOMENTS}
+    starts = {shard.name: shard.start for shard in shards}
     facts = RankStateMetadata(starts=starts, shapes=_shapes(module), adam_steps=steps, updates=updates)
     return RankState(metadata=facts, tensors=tensors)
 
@@ -131,51 +131,51 @@ def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, r
                 f"the checkpoint {folder} has an unsupported format: resume with the version of agentrl that wrote it"
             )
         facts = [RankStateMetadata(**json.loads(file.metadata()[_FACTS])) for file in files]
-        _check_model(folder, facts[0].shapes, _shapes(module))
-        _read_pieces(_AllPieces(files, facts), module, optimizer)
+        _check_shapes(folder, facts[0].shapes, _shapes(module))
+        _restore_shards(_SavedShards(files, facts), module, optimizer)
         _restore_random_state(files, rank)
     return facts[0].updates
 
 
-class _AllPieces:
+class _SavedShards:
     """The shards in all files, by parameter."""
 
     def __init__(self, files: Sequence[safe_open], facts: Sequence[RankStateMetadata]) -> None:
-        self._at: dict[str, list[tuple[int, safe_open]]] = {}
-        for file, own in zip(files, facts, strict=True):
-            for name, start in own.starts.items():
-                self._at.setdefault(name, []).append((start, file))
-        self.steps = max((own.adam_steps for own in facts if own.adam_steps is not None), default=None)
+        self._locations: dict[str, list[tuple[int, safe_open]]] = {}
+        for file, metadata in zip(files, facts, strict=True):
+            for name, start in metadata.starts.items():
+                self._locations.setdefault(name, []).append((start, file))
+        self.steps = max((item.adam_steps for item in facts if item.adam_steps is not None), default=None)
 
-    def read(self, kind: str, piece: ParameterShard, into: Tensor) -> None:
-        """Fill ``into`` with the entries of ``piece``."""
+    def read(self, kind: str, shard: ParameterShard, into: Tensor) -> None:
+        """Fill ``into`` with the entries of ``shard``."""
         copied = 0
-        for start, file in self._at[piece.name]:
-            there = file.get_slice(f"{kind}/{piece.name}")
-            low = max(piece.start, start)
-            high = min(piece.start + piece.length, start + there.get_shape()[0])
+        for start, file in self._locations[shard.name]:
+            written = file.get_slice(f"{kind}/{shard.name}")
+            low = max(shard.start, start)
+            high = min(shard.start + shard.length, start + written.get_shape()[0])
             if low < high:
-                into[low - piece.start : high - piece.start].copy_(there[low - start : high - start])
+                into[low - shard.start : high - shard.start].copy_(written[low - start : high - start])
                 copied += high - low
-        if copied != piece.length:
-            raise RuntimeError(f"the parts contain {copied} of the {piece.length} entries of {kind}/{piece.name}")
+        if copied != shard.length:
+            raise RuntimeError(f"the parts contain {copied} of the {shard.length} entries of {kind}/{shard.name}")
 
 
-def _read_pieces(parts: _AllPieces, module: nn.Module, optimizer: Untyped) -> None:
+def _restore_shards(saved: _SavedShards, module: nn.Module, optimizer: Untyped) -> None:
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     sharded = hasattr(optimizer, "fp32_partitioned_groups_flat")
     parameters: dict[str, Untyped] = dict(module.named_parameters())
     if sharded:
         optimizer.checkpoint_event_prologue()  # required for small parameters, which every rank holds completely
-    for piece in local_parameter_shards(module, optimizer):
-        weight = piece.slice_of(piece.flat)
-        parts.read(_WEIGHT, piece, weight)
-        if parts.steps is not None:
-            state = _state(adam, piece.flat, parts.steps)
+    for shard in local_parameter_shards(module, optimizer):
+        weight = shard.slice_of(shard.flat)
+        saved.read(_WEIGHT, shard, weight)
+        if saved.steps is not None:
+            state = _state(adam, shard.flat, saved.steps)
             for moment in MOMENTS:
-                parts.read(moment, piece, piece.slice_of(state[moment]))
+                saved.read(moment, shard, shard.slice_of(state[moment]))
         if sharded:
-            parameters[piece.name].ds_tensor.data.view(-1)[: piece.length].copy_(weight)
+            parameters[shard.name].ds_tensor.data.view(-1)[: shard.length].copy_(weight)
     if sharded:
         optimizer.checkpoint_event_epilogue()
     elif adam is not optimizer:
@@ -192,11 +192,11 @@ def _state(adam: torch.optim.Optimizer, flat: nn.Parameter, steps: float) -> dic
     return state
 
 
-def _check_model(folder: Path, there: Mapping[str, list[int]], here: Mapping[str, list[int]]) -> None:
-    for name in [*there, *here]:
-        if there.get(name) == here.get(name):
+def _check_shapes(folder: Path, written: Mapping[str, list[int]], current: Mapping[str, list[int]]) -> None:
+    for name in [*written, *current]:
+        if written.get(name) == current.get(name):
             continue
-        before, now = (f"the shape {shapes[name]}" if name in shapes else "no entry" for shapes in (there, here))
+        before, now = (f"the shape {shapes[name]}" if name in shapes else "no entry" for shapes in (written, current))
         raise SettingsError(
             f"the checkpoint {folder} belongs to a different model: {name} has {before} in the checkpoint and "
             f"{now} in this model; set model.path to the model that the run started from"
@@ -212,12 +212,12 @@ def _copied(values: Tensor) -> Tensor:
 
 
 def _restore_random_state(files: Sequence[safe_open], rank: int) -> None:
-    """Restore this rank's random state. A new rank derives a seed from another rank's state and its own index."""
-    own = files[rank % len(files)]
-    names = [key for key in own.keys() if key.startswith("random/")]  # noqa: SIM118
-    states = {key.removeprefix("random/"): own.get_tensor(key) for key in names}
+    """Restore this rank's random state. An additional rank derives a seed from another rank's state and its index."""
+    file = files[rank % len(files)]
+    names = [key for key in file.keys() if key.startswith("random/")]  # noqa: SIM118
+    states = {key.removeprefix("random/"): file.get_tensor(key) for key in names}
     if rank >= len(files):
-        drawn = hashlib.sha256(states["cpu"].numpy().tobytes() + str(rank).encode()).digest()
-        torch.manual_seed(int.from_bytes(drawn[:8], "little", signed=True))
+        digest = hashlib.sha256(states["cpu"].numpy().tobytes() + str(rank).encode()).digest()
+        torch.manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         return
     set_random_state(states)

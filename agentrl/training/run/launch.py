@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from agentrl.cluster.backends import has_many_nodes, open_cluster
-from agentrl.cluster.launchers import RankPosition
+from agentrl.cluster.launchers import launcher_variables
 from agentrl.cluster.local import log_file
 from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, place_bundles, plan_table
 from agentrl.cluster.processes import (
@@ -39,14 +39,10 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-# Seconds for ranks to exit by themselves after a rank has failed.
-_GRACE = 30.0
-# Seconds for ranks to exit by themselves after a rank or the rollout worker was lost.
-_GRACE_AFTER_LOSS = 5.0
-# Seconds to wait for the cause of a failure that may be a consequence of another one.
-_CAUSE_DELAY = 3.0
-# Seconds between two polls of the ranks.
-_POLL = 0.2
+_EXIT_SECONDS = 30.0  # for ranks to exit after SIGTERM because a rank has failed
+_EXIT_SECONDS_AFTER_LOSS = 5.0  # for ranks to exit after SIGTERM because a rank or the rollout worker was lost
+_CAUSE_DELAY = 3.0  # seconds to wait for the cause of a failure that may be a consequence of another failure
+_POLL_INTERVAL = 0.2  # seconds between two polls of the ranks
 
 EXIT_CRASHED = 1
 """Exit code of a rank that failed with an error other than an AgentRLError, for example of a broken GPU."""
@@ -78,13 +74,13 @@ def launch_ranks(settings: Settings, run_path: Path, *, resume: bool, poll: Call
     try:
         nodes = cluster.nodes()
         if has_many_nodes(settings.cluster.kind):
-            _table(settings, nodes)  # raises UnplaceableError if the run cannot be placed
-        sizes = RankReserver(settings, lambda size: rank_bundles(size, nodes), run_path / "checkpoints")
+            _plan_rows(settings, nodes)  # raises UnplaceableError if the run cannot be placed
+        reserver = RankReserver(settings, lambda size: rank_bundles(size, nodes), run_path / "checkpoints")
         attempt = 0
         while True:
             try:
                 return _attempt(
-                    cluster, sizes, settings, run_path, resume=resume or attempt > 0, again=attempt > 0, poll=poll
+                    cluster, reserver, settings, run_path, resume=resume or attempt > 0, again=attempt > 0, poll=poll
                 )
             except (NodeLostError, OutOfMemoryError, _RanksLostError) as error:
                 if attempt == settings.cluster.restarts:
@@ -102,7 +98,7 @@ class _RanksLostError(WorldError):
 
 def _attempt(
     cluster: Cluster,
-    sizes: RankReserver,
+    reserver: RankReserver,
     settings: Settings,
     run_path: Path,
     *,
@@ -117,11 +113,16 @@ def _attempt(
     """
     console = Console(settings.telemetry)
     began = time.monotonic()
-    patience = settings.cluster.restart_deadline if again else 0.0
-    size, reservations = sizes.reserve(cluster, wait_seconds=patience, notify=console.note)
-    _check_folder(cluster, reservations, run_path)
-    sandboxes = _sandboxes(cluster, reservations, size, run_path, console)
-    ranks = start_ranks(cluster, reservations, size, run_path, resume=resume, sandboxes=sandboxes)
+    wait_seconds = settings.cluster.restart_deadline if again else 0.0
+    reduced, reservations = reserver.reserve(cluster, wait_seconds=wait_seconds, notify=console.note)
+    for reservation in reservations:
+        if not cluster.can_access(reservation, run_path.absolute() / "config.yaml"):
+            raise SettingsError(
+                f"runs_dir: the node {reservation.node} ({reservation.address}) cannot access "
+                f"{run_path.absolute()}: set a folder that all nodes share"
+            )
+    sandboxes = _start_sandboxes(cluster, reservations, reduced, run_path, console)
+    ranks = start_ranks(cluster, reservations, reduced, run_path, resume=resume, sandboxes=sandboxes)
     if again:
         full, nodes = settings.training.num_processes, ", ".join(reservation.node for reservation in reservations)
         console.note(
@@ -139,11 +140,7 @@ def _attempt(
     if sandboxes is not None:
         sandboxes.close()
     if end is not None:
-        sizes.record_failure(cluster, end)
-    return _outcome(group, end)
-
-
-def _outcome(group: RankProcesses, end: RankExit | None) -> int:
+        reserver.record_failure(cluster, end)
     code = 0 if end is None else end.code
     if group.killed or (group.stop_requested and (code < 0 or code == EXIT_PEER_LOST)):
         raise KeyboardInterrupt  # killed, or stopped before the ranks handled signals: no rank has reported it
@@ -167,21 +164,23 @@ def start_ranks(
 
     The ranks execute programs in the services ``sandboxes``, if there are any.
     """
-    count = settings.training.num_processes
-    here = count // len(reservations)
+    world = settings.training.num_processes
+    local_world = world // len(reservations)
     master = (reservations[0].address, cluster.free_port(reservations[0]))
     arguments = ["-m", RANK_MODULE, str(run_path.absolute()), *(["--resume"] if resume else [])]
     arguments += [] if sandboxes is None else [quoted_override("sandbox.url", ",".join(sandboxes.addresses))]
     token = {} if sandboxes is None else sandboxes.variables
     started = []
-    for number in range(count):
-        reservation = reservations[number // here]
-        own = RankPosition(rank=number, world=count, local_rank=number % here, local_world=here, master=master)
+    for number in range(world):
+        reservation = reservations[number // local_world]
+        position = launcher_variables(
+            rank=number, world=world, local_rank=number % local_world, local_world=local_world, master=master
+        )
         spec = ProcessSpec(
             role="rank",
             number=number,
             arguments=tuple(arguments),
-            environment=own.variables() | token | ({} if reservation.gpus else {"DS_ACCELERATOR": "cpu"}),
+            environment=position | token | ({} if reservation.gpus else {"DS_ACCELERATOR": "cpu"}),
             folder=Path.cwd(),
             log=log_file(run_path.absolute(), reservation.node, "rank", number),
             keep_terminal_output=number == 0,
@@ -195,18 +194,18 @@ def rank_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundl
 
     A rank needs a GPU if any node has one.
     """
-    cluster, count = settings.cluster, settings.training.num_processes
-    here = count // cluster.nodes
+    cluster = settings.cluster
+    count = settings.training.num_processes // cluster.nodes
     gpus = 1 if any(node.gpus for node in nodes) else 0
     bundles = []
     for number in range(cluster.nodes):
-        ranks = f"rank {number}" if here == 1 else f"ranks {number * here} to {(number + 1) * here - 1}"
+        ranks = f"rank {number}" if count == 1 else f"ranks {number * count} to {(number + 1) * count - 1}"
         first = number == 0
         bundles.append(
             Bundle(
                 purpose=ranks + (", worker" if first else ""),
-                cpus=here * cluster.cpus_per_rank + (cluster.worker_cpus if first else 0.0),
-                gpus=here * gpus,
+                cpus=count * cluster.cpus_per_rank + (cluster.worker_cpus if first else 0.0),
+                gpus=count * gpus,
             )
         )
     return bundles
@@ -226,7 +225,7 @@ def sandbox_bundle(settings: Settings) -> Bundle | None:
     return Bundle(purpose="sandbox", cpus=settings.cluster.sandbox_cpus)
 
 
-def _sandboxes(
+def _start_sandboxes(
     cluster: Cluster, reservations: Sequence[Reservation], settings: Settings, run_path: Path, console: Console
 ) -> SandboxServices | None:
     """Start sandbox services, one on each node that has room beside the ranks in ``reservations``."""
@@ -255,24 +254,15 @@ def print_resource_plan(settings: Settings, console: Console) -> None:
     cluster = open_cluster(settings.cluster, _visible_gpus_of_process())
     try:
         nodes = cluster.nodes()
-        console.table("Resource plan", list(PLAN_COLUMNS), _table(settings, nodes))
+        console.table("Resource plan", list(PLAN_COLUMNS), _plan_rows(settings, nodes))
     finally:
         cluster.close()
 
 
-def _table(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
+def _plan_rows(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
     """Return the rows of the resource plan. Raises UnplaceableError if the run cannot be placed."""
     servers, sandbox = server_bundles_on_nodes(settings, nodes), sandbox_bundle(settings)
     return plan_table(rank_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
-
-
-def _check_folder(cluster: Cluster, reservations: Sequence[Reservation], run_path: Path) -> None:
-    for reservation in reservations:
-        if not cluster.can_access(reservation, run_path.absolute() / "config.yaml"):
-            raise SettingsError(
-                f"runs_dir: the node {reservation.node} ({reservation.address}) cannot access "
-                f"{run_path.absolute()}: set a folder that all nodes share"
-            )
 
 
 def _visible_gpus_of_process() -> list[str] | None:
@@ -367,10 +357,10 @@ class RankProcesses:
                 self._report_once(self._cause, at_once=not running)
                 if not self._ending:
                     self._ending = True
-                    self._end_soon(running, _GRACE if self._cause.severity == 1 else _GRACE_AFTER_LOSS)
+                    self._end_soon(running, _EXIT_SECONDS if self._cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS)
             if running:
                 poll()
-                time.sleep(_POLL)
+                time.sleep(_POLL_INTERVAL)
         return self._cause
 
     def _judge(self, end: RankExit) -> None:

@@ -63,23 +63,23 @@ class BestPolicy:
         self.path = self._checkpoints / "best"
 
     def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
-        """Export the policy of ``evaluation``; :meth:`keep_only` moves the export into place. Raises WorldError."""
-        waiting = self._waiting(evaluation["step"])
-        partial = self._checkpoints / f"{waiting.name}.partial"
+        """Export the policy of ``evaluation``. :meth:`keep_only` renames the export. Raises WorldError."""
+        pending = self._pending(evaluation["step"])
+        partial = self._checkpoints / f"{pending.name}.partial"
         with os_errors_as_world_errors(partial, "write the best policy to"):
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
             export(partial)
             (partial / _RECORD).write_text(json.dumps(evaluation, indent=1) + "\n")
-            shutil.rmtree(waiting, ignore_errors=True)
-            partial.rename(waiting)
+            shutil.rmtree(pending, ignore_errors=True)
+            partial.rename(pending)
 
     def keep_only(self, best: EvaluationRecord | None) -> None:
         """Keep the export of ``best``, the best saved evaluation, and remove all others."""
         with os_errors_as_world_errors(self.path, "move the best policy to"):
-            if best is not None and self._waiting(best["step"]).is_dir():
+            if best is not None and self._pending(best["step"]).is_dir():
                 shutil.rmtree(self.path, ignore_errors=True)
-                self._waiting(best["step"]).rename(self.path)
+                self._pending(best["step"]).rename(self.path)
             elif self.path.exists() and not self.contains(best):
                 shutil.rmtree(self.path)
             for other in self._checkpoints.glob(".best-*"):
@@ -104,7 +104,7 @@ class BestPolicy:
             return f"{score}; its policy was not kept (checkpoint.best)"
         return f"{score}; its policy: agentrl eval --model {self.path}"
 
-    def _waiting(self, step: int) -> Path:
+    def _pending(self, step: int) -> Path:
         return self._checkpoints / f".best-{step:06d}"
 
 
@@ -114,8 +114,7 @@ ADAPTER = "adapter"
 
 def resume_command(settings: Settings) -> str:
     """Return the command that continues a run."""
-    places = [f"name={settings.name}", f"runs_dir={settings.runs_dir}"]
-    return shlex.join(["agentrl", "train", "--resume", *places])
+    return shlex.join(["agentrl", "train", "--resume", f"name={settings.name}", f"runs_dir={settings.runs_dir}"])
 
 
 def describe_progress(settings: Settings) -> str:
@@ -221,7 +220,7 @@ def write_final_outputs(
             "alerts": [asdict(alert) for alert in remove_repeated_alerts(run.alerts())],
         }
     )
-    _table(console, evaluations)
+    _print_scores(console, evaluations)
     change, score = (reward, "reward") if held_out is None else (held_out, "held-out score")
     if change is not None and is_worse(reward, held_out):
         console.warning(
@@ -244,7 +243,7 @@ def reprint_alerts(run: RunDirectory, console: Console) -> None:
         console.warning(str(alert))
 
 
-def _table(console: Console, evaluations: list[EvaluationRecord]) -> None:
+def _print_scores(console: Console, evaluations: list[EvaluationRecord]) -> None:
     if not evaluations:
         return
     rows = [

@@ -88,22 +88,17 @@ def check_inputs(settings: Settings) -> list[str]:
 
 def machine_problems(settings: Settings) -> list[str]:
     """Return a message for each requirement of the settings that this machine does not meet."""
-    found = []
-    attention = settings.model.attention
-    obstacle = None if attention == "auto" else reason_attention_unavailable(attention, dtype=settings.model.dtype)
-    if obstacle is not None:
-        found.append(obstacle)
-    obstacle = reason_ranks_not_groupable(settings.training.sequence_parallel, ranks=settings.training.num_processes)
-    if obstacle is not None:
-        found.append(obstacle)
+    attention, ranks = settings.model.attention, settings.training.num_processes
+    problems = [
+        None if attention == "auto" else reason_attention_unavailable(attention, dtype=settings.model.dtype),
+        reason_ranks_not_groupable(settings.training.sequence_parallel, ranks=ranks),
+    ]
     longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
     try:
-        engine_plugin(settings.rollout).check_machine(
-            settings, longest=longest, training_gpus=settings.training.num_processes
-        )
+        engine_plugin(settings.rollout).check_machine(settings, longest=longest, training_gpus=ranks)
     except SettingsError as error:
-        found.append(str(error))
-    return found
+        problems.append(str(error))
+    return [problem for problem in problems if problem is not None]
 
 
 def _check_model(settings: Settings) -> None:
@@ -129,17 +124,17 @@ def _check_model(settings: Settings) -> None:
             shape_from_config(str(path), config, model.lora)
         padded = uses_padded_rows(model, config)  # a dry run on another machine may lack the backend for packed rows
         check_architecture(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
-        for obstacle in (
-            reason_not_paddable(settings, config) if padded else None,
+        for reason in (
+            _reason_not_paddable(settings, config) if padded else None,
             reason_rows_not_shareable(config, settings.training.sequence_parallel),
             reason_too_long_to_pack(config, longest),
-            routing_obstacle(settings, config, padded=padded) if path == settings.model.path else None,
+            _reason_routes_not_replayable(settings, config, padded=padded) if path == settings.model.path else None,
         ):
-            if obstacle is not None:
-                raise SettingsError(obstacle)
+            if reason is not None:
+                raise SettingsError(reason)
 
 
-def routing_obstacle(settings: Settings, config: PreTrainedConfig, *, padded: bool) -> str | None:
+def _reason_routes_not_replayable(settings: Settings, config: PreTrainedConfig, *, padded: bool) -> str | None:
     """Return the reason why the routes of the policy cannot be replayed with these settings, or None if they can."""
     replay = f"correction.route_replay={settings.correction.route_replay}"
     if settings.correction.route_replay == "off":
@@ -149,7 +144,7 @@ def routing_obstacle(settings: Settings, config: PreTrainedConfig, *, padded: bo
     return routes_obstacle(config)
 
 
-def reason_not_paddable(settings: Settings, config: PreTrainedConfig) -> str | None:
+def _reason_not_paddable(settings: Settings, config: PreTrainedConfig) -> str | None:
     """Return the reason why a model cannot read padded trajectories with these settings, or None if it can."""
     problem = packing_error(config)
     if settings.training.sequence_parallel > 1:

@@ -29,9 +29,9 @@ def main() -> int:
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]
     try:
-        given = [text for text in sys.argv[2:] if text != "--resume"]
-        own = [quoted_override("name", path.name), quoted_override("runs_dir", str(path.parent))]
-        settings = load_settings(overrides=[*own, *given], resume=True)
+        overrides = [quoted_override("name", path.name), quoted_override("runs_dir", str(path.parent))]
+        overrides += [text for text in sys.argv[2:] if text != "--resume"]
+        settings = load_settings(overrides=overrides, resume=True)
         check_environment(settings)  # first, because its module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])

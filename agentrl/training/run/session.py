@@ -8,7 +8,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from torch import Tensor, nn
 
@@ -63,13 +63,24 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.evaluation.during_training import EvaluationReport
 
-# Repeat the warning after this many further consecutive steps without a group to train.
-_EMPTY_STEPS = 10
+# Number of further consecutive steps without a group to train after which the warning is repeated.
+_EMPTY_STEPS_BETWEEN_WARNINGS = 10
 
 _UNEVALUATED = (
     "nothing is evaluated, because data.eval is empty: to hold out a part of a file, set data.train.0.part=train, "
     "data.eval.0.part=heldout and data.eval.0.path to the same file"
 )
+
+
+_DROPPED = {
+    "dropped_zero_variance": "groups with equal rewards (algorithm.drop_zero_variance)",
+    "dropped_accuracy": "groups outside algorithm.accuracy_range",
+    "dropped_no_greedy": "groups whose greedy rollout failed",
+    "dropped_empty": "groups without a trajectory to train",
+    "excluded": "trajectories excluded from training data (infrastructure failures, cancelled, grader timeouts)",
+    "void": "trajectories with a void turn",
+}
+"""Descriptions of groups and trajectories that are not trained, by the name of their metric in ``groups/``."""
 
 
 @dataclass(slots=True)
@@ -101,7 +112,7 @@ class Session:
         self._console = console
         self._changed = on_change
         self._world = world
-        self._done = _Progress()
+        self._progress = _Progress()
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
         self._empty_steps = 0
         self._alerting: set[str] = set()  # names of the alerts after the last step
@@ -149,10 +160,10 @@ class Session:
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
             self._engines["critic"] = self._critic.engine
-        self._writer = CheckpointWriter(self._checkpoints, self._engine, settings.checkpoint, published=self._published)
+        self._writer = CheckpointWriter(self._checkpoints, settings.checkpoint, published=self._published)
         opened.callback(self._writer.close)
         self._moves_state = bool(engine_facts(settings.rollout).shares_gpus) and settings.training.offload == "none"
-        self._make_room()
+        self._offload_state()
         self._service = self._open_service(path)
         self._sender = self._open_sender()
         opened.callback(self._sender.close)
@@ -190,11 +201,10 @@ class Session:
 
     def _open_service(self, path: str) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
-            from agentrl.training.worker.remote import open_remote_service
+            from agentrl.training.worker.remote import RemoteService
 
-            return open_remote_service(
-                self._settings, path, rank=self.rank, ranks=self._world, heartbeat=self._heartbeat
-            )
+            service = RemoteService(self._settings, path, rank=self.rank, ranks=self._world, heartbeat=self._heartbeat)
+            return cast(RolloutService, service)  # its methods are generated
         shared = engine_facts(self._settings.rollout).in_process and self._settings.training.zero_stage <= 2
         return LocalService(self._settings, path, trained=self._policy.causal_lm if shared else None)
 
@@ -204,18 +214,17 @@ class Session:
         """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
         for line in self._service.describe():
             self._console.note(line)
-        self._console.note(f"training: {_reading(self._policy)}")
-        noise = (
-            self._sender.verify_initial_policy()
-        )  # before a checkpoint is loaded, while both sides have the start policy
-        own = self._settings.algorithm.fidelity_bound
-        bound = self._trainer.fidelity_bound = own or fidelity_bound(self._settings.model.dtype, noise)
-        reason = "algorithm.fidelity_bound" if own else f"from {noise:.2g} measured at the start"
+        self._console.note(f"training: {_describe_attention(self._policy)}")
+        # Before a checkpoint is loaded, trainer and engine both have the initial policy.
+        noise = self._sender.verify_initial_policy()
+        configured = self._settings.algorithm.fidelity_bound
+        bound = self._trainer.fidelity_bound = configured or fidelity_bound(self._settings.model.dtype, noise)
+        reason = "algorithm.fidelity_bound" if configured else f"from {noise:.2g} measured at the start"
         self._console.note(
             "fidelity: the run stops if the log-probabilities of a step differ from the engine's by more than "
             f"{bound:.2g} nats on average ({reason})"
         )
-        if not own and noise > FIDELITY_FLOORS[self._settings.model.dtype]:
+        if not configured and noise > FIDELITY_FLOORS[self._settings.model.dtype]:
             self._console.warning(
                 f"log-probabilities of engine and trainer differ by {noise:.2g} nats with equal weights. This is "
                 "expected of mixture-of-experts models, because rounding changes the selected experts. For any other "
@@ -223,18 +232,18 @@ class Session:
             )
         if resume:
             self._restore()
-        self._budget.print_reduction(self._console.warning)
+        self._budget.warn_if_reduced(self._console.warning)
         self._warn_of_damaged_trajectories()
         settings = self._settings
         self._console.note(
             f"training: {describe_parameter_count(self._policy)}, {settings.algorithm.estimator} with "
             f"{settings.algorithm.loss}, {settings.rollout.problems_per_step} problems x "
-            f"{settings.rollout.group_size} a step, steps {self._done.step + 1} to {settings.training.steps}, "
+            f"{settings.rollout.group_size} a step, steps {self._progress.step + 1} to {settings.training.steps}, "
             f"run directory {self._checkpoints.parent}"
         )
         if not settings.data.eval:
             self._console.note(_UNEVALUATED)
-        self._trackers.start(settings.model_dump(mode="json"), step=self._done.step, resumed=resume)
+        self._trackers.start(settings.model_dump(mode="json"), step=self._progress.step, resumed=resume)
 
     def loop(self) -> int:
         """Run all steps and return the exit code."""
@@ -249,7 +258,7 @@ class Session:
         """Release the worker and the run directory, and flush the trackers."""
         self._opened.close()
 
-    def _make_room(self) -> None:
+    def _offload_state(self) -> None:
         """Offload the optimizer states of policy and critic from GPUs that are shared with servers."""
         for engine in self._engines.values() if self._moves_state else ():
             engine.offload()
@@ -264,14 +273,14 @@ class Session:
         """Run the remaining steps with their evaluations and checkpoints. Raises InterruptedRunError."""
         steps, every = self._settings.training.steps, self._settings.checkpoint.every
         self._evaluate_if_due()  # at the start, or if a stop skipped it
-        with self._console.progress(steps, self._done.step) as progress:
-            for step in range(self._done.step + 1, steps):
+        with self._console.progress(steps, self._progress.step) as progress:
+            for step in range(self._progress.step + 1, steps):
                 with span("step", step=step):
                     self._step(step, progress)
                 self._evaluate_if_due()
                 if is_due(step, every):
                     self._save()
-            if self._done.step < steps:
+            if self._progress.step < steps:
                 with span("step", step=steps):
                     self._step(steps, progress)
         self._evaluate()
@@ -290,8 +299,8 @@ class Session:
             for engine in self._engines.values() if self._moves_state else ():
                 engine.reload()  # the servers sleep
             metrics = self._trainer.train(plan, recorder=recorder)
-        updates = self._done.updates + int(metrics["policy/updates"])
-        self._make_room()
+        updates = self._progress.updates + int(metrics["policy/updates"])
+        self._offload_state()
         trained = time.monotonic()
         with span("send weights"):
             self._service.wait_until_weights_may_change()
@@ -320,7 +329,7 @@ class Session:
         If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
         """
         self._service.finish_step(step)
-        self._done.step, self._done.updates = step, updates
+        self._progress.step, self._progress.updates = step, updates
         if self._run is not None:
             self._run.append_metrics(metrics)
         self._trackers.log_metrics(metrics)
@@ -350,15 +359,15 @@ class Session:
         if metrics["policy/updates"]:
             self._empty_steps = 0
             return
-        if self._empty_steps % _EMPTY_STEPS == 0:
-            why = {name: metrics.get(f"groups/{name}", 0) for name in _WHY_DROPPED}
-            reasons = ", ".join(f"{count:g} {_WHY_DROPPED[name]}" for name, count in why.items() if count)
+        if self._empty_steps % _EMPTY_STEPS_BETWEEN_WARNINGS == 0:
+            counts = {name: metrics.get(f"groups/{name}", 0) for name in _DROPPED}
+            reasons = ", ".join(f"{count:g} {_DROPPED[name]}" for name, count in counts.items() if count)
             self._console.warning(f"step {step} has no group to train on: {reasons or 'no group was rolled out'}")
         self._empty_steps += 1
 
     def _evaluate_if_due(self) -> None:
         """Evaluate before the first step and every ``evaluation.every`` steps, but not after the last step."""
-        step, settings = self._done.step, self._settings
+        step, settings = self._progress.step, self._settings
         if step < settings.training.steps and (step == 0 or is_due(step, settings.evaluation.every)):
             self._evaluate()
 
@@ -369,21 +378,23 @@ class Session:
         """
         if not self._settings.data.eval:
             return
-        if any((item["step"], item["falsified"]) == (self._done.step, falsified) for item in self._done.evaluations):
+        evaluated = {(item["step"], item["falsified"]) for item in self._progress.evaluations}
+        if (self._progress.step, falsified) in evaluated:
             return
-        with span("evaluate", step=self._done.step):
-            report = self._service.evaluate(self._done.step, falsified=falsified)
+        with span("evaluate", step=self._progress.step):
+            report = self._service.evaluate(self._progress.step, falsified=falsified)
         if report is None:
-            what, of = ("evaluated with falsified observations", " that reveals a value by execution")
-            what, of = (what, of) if falsified else ("evaluated", "")
-            self._console.note(f"step {self._done.step}: not {what}, because data.eval has no problem{of}")
+            how, kind = "evaluated", ""
+            if falsified:
+                how, kind = "evaluated with falsified observations", " that reveals a value by execution"
+            self._console.note(f"step {self._progress.step}: not {how}, because data.eval has no problem{kind}")
             return
         self._record(report)
         if not falsified and self._settings.checkpoint.best:
             self._export_if_best()
 
     def _record(self, report: EvaluationReport) -> None:
-        self._done.evaluations.append(evaluation_record(report))
+        self._progress.evaluations.append(evaluation_record(report))
         if self._run is not None:
             self._run.append_metrics(report.metrics())
         if not report.falsified:
@@ -392,51 +403,55 @@ class Session:
         name = "with falsified observations" if report.falsified else "held out"
         score = report.overall
         self._console.note(
-            f"step {self._done.step}: avg@{report.samples} {name} {score.mean:.3f} "
+            f"step {self._progress.step}: avg@{report.samples} {name} {score.mean:.3f} "
             f"[{score.this_benchmark.low:.3f}, {score.this_benchmark.high:.3f}] on {score.problems} problems"
         )
         self._changed()
 
     def _export_if_best(self) -> None:
         """Export the policy if this step's evaluation is the best so far. Collective."""
-        best = best_evaluation(self._done.evaluations)
-        if best is not None and best["step"] == self._done.step:
+        best = best_evaluation(self._progress.evaluations)
+        if best is not None and best["step"] == self._progress.step:
             export = self._export()
             if self.rank == 0:
                 self._best.write(best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}."))
-            self._service.barrier(f"the export of the best policy at step {self._done.step}")
+            self._service.barrier(f"the export of the best policy at step {self._progress.step}")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save(self) -> None:
         self._tokens.wait()
         worker = self._service.state_dict()
-        self._heartbeat.start_work(f"the checkpoint of step {self._done.step}")
+        self._heartbeat.start_work(f"the checkpoint of step {self._progress.step}")
         state = RunState(
-            step=self._done.step,
-            updates=self._done.updates,
+            step=self._progress.step,
+            updates=self._progress.updates,
             ranks=self._world,
             worker=worker,
-            evaluations=self._done.evaluations,
+            evaluations=self._progress.evaluations,
             rows=0 if self._run is None else sum(1 for _ in self._run.metrics()),
             trainer=self._trainer.state_dict(),
             reference=self._reference_path,
             adapter=self._adapter,
         )
-        with span("save", step=self._done.step):
+        with span("save", step=self._progress.step):
             self._writer.save(self._engines, state)
-        self._saved = (self._done.step, len(self._done.evaluations))
+        self._saved = (self._progress.step, len(self._progress.evaluations))
 
     def _published(self, saved: RunState) -> None:
         """Publish the export of the best policy once a checkpoint contains all evaluations so far."""
-        if self.rank == 0 and self._settings.checkpoint.best and len(saved.evaluations) == len(self._done.evaluations):
-            self._best.keep_only(best_evaluation(self._done.evaluations))
+        if (
+            self.rank == 0
+            and self._settings.checkpoint.best
+            and len(saved.evaluations) == len(self._progress.evaluations)
+        ):
+            self._best.keep_only(best_evaluation(self._progress.evaluations))
         self._changed()
 
     def _restore(self) -> None:
         """Load the newest checkpoint if one exists."""
-        keep, rows, others = self._settings.checkpoint.keep, 0, ""
-        newest = open_newest_checkpoint(self._checkpoints, self._engine, keep=keep, warn=self._console.warning)
+        keep, rows, change = self._settings.checkpoint.keep, 0, ""
+        newest = open_newest_checkpoint(self._checkpoints, keep=keep, warn=self._console.warning)
         if newest is not None:
             folder, state = newest
             check_reference_matches(folder, state, self._reference_path)
@@ -445,36 +460,36 @@ class Session:
                 engine.load(folder / name)
             self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
-            self._done = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
+            self._progress = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
             self._saved = (state.step, len(state.evaluations))
             rows = state.rows
             if state.ranks != self._world:
-                others = f", from a checkpoint of {_ranks(state.ranks)}, on {_ranks(self._world)}"
-            self._make_room()
+                change = f", from a checkpoint of {_ranks(state.ranks)}, on {_ranks(self._world)}"
+            self._offload_state()
             self._sender.send(state.updates)
         if self._run is not None:
-            self._run.truncate_after(self._done.step, rows=rows)
+            self._run.truncate_after(self._progress.step, rows=rows)
         if self.rank == 0 and self._settings.checkpoint.best:
-            self._best.keep_only(best_evaluation(self._done.evaluations))
-        self._console.note(f"resumed after step {self._done.step}{others}")
+            self._best.keep_only(best_evaluation(self._progress.evaluations))
+        self._console.note(f"resumed after step {self._progress.step}{change}")
 
     def _warn_of_damaged_trajectories(self) -> None:
-        found = [] if self._run is None else self._run.damaged_trajectories()
-        if found:
-            names = ", ".join(path.name for path in found[:5]) + (", ..." if len(found) > 5 else "")
+        damaged = [] if self._run is None else self._run.damaged_trajectories()
+        if damaged:
+            names = ", ".join(path.name for path in damaged[:5]) + (", ..." if len(damaged) > 5 else "")
             self._console.warning(
-                f"{len(found)} trajectory files in {found[0].parent} are truncated ({names}): they cannot be viewed or "
-                "regraded; training is not affected"
+                f"{len(damaged)} trajectory files in {damaged[0].parent} are truncated ({names}): they cannot be "
+                "viewed or regraded; training is not affected"
             )
 
     def _stopped(self) -> int:
-        if self._saved != (self._done.step, len(self._done.evaluations)):
+        if self._saved != (self._progress.step, len(self._progress.evaluations)):
             self._save()
         self._writer.finish()
         if self._run is not None:
             reprint_alerts(self._run, self._console)
         self._console.note(
-            f"stopped after step {self._done.step}; checkpoint saved. To continue: {resume_command(self._settings)}"
+            f"stopped after step {self._progress.step}; checkpoint saved. To continue: {resume_command(self._settings)}"
         )
         self._service.barrier("the end of the run")
         return EXIT_INTERRUPTED
@@ -491,8 +506,8 @@ class Session:
                 self._settings,
                 self._console,
                 export=export,
-                updates=self._done.updates,
-                evaluations=self._done.evaluations,
+                updates=self._progress.updates,
+                evaluations=self._progress.evaluations,
                 best=self._best,
             )
         self._trackers.log_plots()
@@ -505,18 +520,18 @@ class Session:
             settings=self._settings,
             model=self._policy.causal_lm,
             tokenizer=self._tokenizer,
-            state=self._held(policy_parameters(self._policy.causal_lm, lora)),
-            adapter=self._held(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
+            state=self._copy_to_host(policy_parameters(self._policy.causal_lm, lora)),
+            adapter=self._copy_to_host(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
             base=self._start,
-            steps=self._done.step,
+            steps=self._progress.step,
         )
 
-    def _held(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _copy_to_host(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copy the parameters to the CPU on rank 0. Every rank must iterate, because gathering is collective."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
 
 
-def _reading(policy: PolicyModel) -> str:
+def _describe_attention(policy: PolicyModel) -> str:
     """Describe a policy's attention backend and its number of sequence-parallel ranks."""
     ranks = "" if policy.sequence is None else f", with each row shared by {policy.sequence.size} ranks"
     return f"{policy.attention} attention over packed trajectories{ranks}"
@@ -530,13 +545,3 @@ def _address_for_servers() -> str:
 
 def _ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"
-
-
-_WHY_DROPPED = {
-    "dropped_zero_variance": "groups with equal rewards (algorithm.drop_zero_variance)",
-    "dropped_accuracy": "groups outside algorithm.accuracy_range",
-    "dropped_no_greedy": "groups whose greedy rollout failed",
-    "dropped_empty": "groups without a trajectory to train",
-    "excluded": "trajectories excluded from training data (infrastructure failures, cancelled, grader timeouts)",
-    "void": "trajectories with a void turn",
-}

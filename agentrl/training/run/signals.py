@@ -18,9 +18,9 @@ EXIT_INTERRUPTED = 130
 """Exit code of a run that stopped on request."""
 
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Seconds within which further signals count as the same request: a launcher forwards a signal that the terminal has
-# already sent to every process.
-_SAME = 1.0
+# Seconds within which further signals count as the same request, because a launcher forwards a signal that the terminal
+# has already sent to every process.
+_REPEAT_SECONDS = 1.0
 
 
 @contextmanager
@@ -36,27 +36,30 @@ def handle_stop_signals(
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    began: float | None = None
+    first_signal_at: float | None = None
 
-    def first() -> None:
+    def on_first_signal() -> None:
         if announce:
             print("stopping at the next safe point (repeat to stop at once)", file=sys.stderr, flush=True)
         request_stop()
 
     def handle(number: int, frame: object) -> None:
         # The listener thread acts on signals. Python writes their numbers to its pipe only if a handler is installed.
-        nonlocal began
-        began = began or time.monotonic()
-        if force_stop is None and time.monotonic() - began >= _SAME:
+        nonlocal first_signal_at
+        first_signal_at = first_signal_at or time.monotonic()
+        if force_stop is None and time.monotonic() - first_signal_at >= _REPEAT_SECONDS:
             raise KeyboardInterrupt
 
-    heard, signalled = os.pipe()
-    os.set_blocking(signalled, False)
+    read_end, write_end = os.pipe()
+    os.set_blocking(write_end, False)
     listener = threading.Thread(
-        target=_listen, args=(heard, first, force_stop or (lambda: None)), daemon=True, name="stop-requests"
+        target=_listen,
+        args=(read_end, on_first_signal, force_stop or (lambda: None)),
+        daemon=True,
+        name="stop-requests",
     )
     listener.start()
-    wakeup = signal.set_wakeup_fd(signalled, warn_on_full_buffer=False)
+    wakeup = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
     handlers = {name: signal.signal(name, handle) for name in _SIGNALS}
     try:
         yield
@@ -64,9 +67,9 @@ def handle_stop_signals(
         for name, handler in handlers.items():
             signal.signal(name, handler)
         signal.set_wakeup_fd(wakeup)
-        os.close(signalled)  # ends the thread
+        os.close(write_end)  # ends the thread
         listener.join()
-        os.close(heard)
+        os.close(read_end)
 
 
 @contextmanager
@@ -85,13 +88,14 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _listen(heard: int, ask: Callable[[], None], insist: Callable[[], None]) -> None:
+def _listen(read_end: int, on_first: Callable[[], None], on_later: Callable[[], None]) -> None:
+    """Call the functions for the signals whose numbers arrive at the pipe, until the pipe is closed."""
     first: float | None = None
-    while number := os.read(heard, 1):
+    while number := os.read(read_end, 1):
         if number[0] not in _SIGNALS:  # the signal of another handler
             continue
         if first is None:
             first = time.monotonic()
-            ask()
-        elif time.monotonic() - first >= _SAME:
-            insist()
+            on_first()
+        elif time.monotonic() - first >= _REPEAT_SECONDS:
+            on_later()

@@ -21,10 +21,16 @@ from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.policy import count_computing_processes, set_threads, starting_policy
+from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.collectives import check_shared_folder
 from agentrl.training.engine.deepspeed_engine import leave_distributed, run_on_rank_zero, start_distributed
-from agentrl.training.engine.determinism import get_random_state, set_determinism, set_random_state
+from agentrl.training.engine.determinism import (
+    count_computing_processes,
+    get_random_state,
+    set_determinism,
+    set_random_state,
+    set_threads,
+)
 from agentrl.training.run.callbacks import Callbacks, RunFollower
 from agentrl.training.run.launch import launch_ranks, runs_in_separate_processes
 from agentrl.training.run.outputs import describe_progress
@@ -99,8 +105,8 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
     console = Console(settings.telemetry)
     check_inputs(settings)
     here = not has_many_nodes(settings.cluster.kind)
-    if here and (lacking := machine_problems(settings)):
-        raise SettingsError("\n".join(lacking))
+    if here and (problems := machine_problems(settings)):
+        raise SettingsError("\n".join(problems))
     run = _open_run(settings, resume)
     for line in describe_machine().describe():
         console.note(line)
@@ -150,17 +156,16 @@ def run_rank(
         settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
         if world > 1:
             check_shared_folder(settings.run_path, rank=rank)
-        reports = (
-            rank == 0 and PARENT_VARIABLE not in os.environ
-        )  # otherwise the command that started the ranks reports
+        # If a command started the ranks, that command reports.
+        reports = rank == 0 and PARENT_VARIABLE not in os.environ
 
         def end_at_once() -> None:
             if reports:
                 print(f"stopped at once; {describe_progress(settings)}", file=sys.stderr, flush=True)
             os._exit(EXIT_INTERRUPTED)
 
-        own = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
-        console = Console(settings.telemetry, own, opened.enter_context(_kept_log(settings, rank)))
+        output = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
+        console = Console(settings.telemetry, output, opened.enter_context(_open_log(settings, rank)))
         follower = RunFollower(run.path, callbacks) if run is not None and callbacks is not None else None
         changed = follower.poll if follower is not None else lambda: None
         session = Session(settings, run, console, rank=rank, world=world, on_change=changed)
@@ -172,10 +177,10 @@ def run_rank(
                 session.close()
 
 
-def _kept_log(settings: Settings, rank: int) -> contextlib.AbstractContextManager[TextIO | None]:
+def _open_log(settings: Settings, rank: int) -> contextlib.AbstractContextManager[TextIO | None]:
     """Log the output of a rank that an external launcher started. Ranks started by agentrl already have a log.
 
-    If rank 0 draws on a terminal, returns the log, to which rank 0 writes the same content as plain lines.
+    Returns the log if rank 0 writes to a terminal, because its output to the terminal is not logged.
     """
     log = log_file(settings.run_path.absolute(), THIS_MACHINE.node, "rank", rank)
     if PARENT_VARIABLE not in os.environ:

@@ -3,7 +3,8 @@
 One forward serves statistics, advantages and backward if each micro-batch contains everything that its loss needs. A
 group that does not fit into one micro-batch stays on one rank. If its advantages need only rewards, they are computed
 first, and each of its micro-batches takes one forward and one backward. Otherwise, all its micro-batches but the last
-are scored without gradient. The forward of the last one completes the group, and the others run a second forward.
+are scored without gradient. The forward of the last micro-batch completes the group, and the other micro-batches run a
+second forward.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -38,22 +39,21 @@ class RankPlan:
     """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
 
     An update consists of units: a micro-batch, or the micro-batches of a group that does not fit into one. There is one
-    update without ``reasons``, and none if no group is left to train.
+    update if ``statistics_pass_reasons`` is empty, and no update if no group is left to train.
     """
 
     step: int
     version: int  # of the trained policy
     statistics_pass_reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward
     updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
-    statistics_pass_batches: tuple[
-        MicroBatch, ...
-    ]  # without reasons: the micro-batches of split groups, except the last one of each group
-    tokens: float  # over all ranks, that the filters keep in the loss, with the weights of their problems
-    sequences: float  # with these tokens and weights; the branches of a rollout count as one
-    model_tokens: tuple[int, ...]  # of each update, over all ranks
-    head_exact: bool
-    trajectories: int  # over all ranks
-    metrics: dict[str, float]
+    # Micro-batches scored before training if there is no statistics pass: of split groups, all but the last one.
+    statistics_pass_batches: tuple[MicroBatch, ...]
+    tokens: float  # number of tokens in the loss over all ranks, weighted by problem
+    sequences: float  # number of rollouts with tokens in the loss over all ranks, weighted by problem
+    model_tokens: tuple[int, ...]  # number of model tokens of each update over all ranks
+    head_exact: bool  # True if the head-exact variance diagnostic is due
+    trajectories: int  # number of rollouts over all ranks
+    metrics: dict[str, float]  # metrics of the rollouts, on rank 0
 
 
 Unit = tuple[Sequence[Trajectory], ...]
@@ -68,26 +68,42 @@ def pack_units(
     A unit is a group or some of its trajectories. In descending order of cost, each unit is added to the cheapest
     micro-batch with room for it. The number of micro-batches is the smallest possible multiple of ``ranks``, or less
     with too few units. Therefore all micro-batches cost nearly the same, and ranks seldom wait for each other. A unit
-    larger than the budget has its own micro-batch. Attention over a trajectory of ``attention_length`` tokens costs as
-    much as all other operations.
+    larger than the budget gets a separate micro-batch. Attention over a trajectory of ``attention_length`` tokens costs
+    as much as all other operations.
     """
     if not units:
         return []
     costs = {id(unit): _cost(unit, attention_length) for unit in units}
     ordered = sorted(units, key=lambda unit: costs[id(unit)], reverse=True)
-    return [(rows,) for rows in _fill(ordered, [costs[id(unit)] for unit in ordered], budget, ranks=ranks)]
+    sizes = [packed_tokens(unit) for unit in ordered]
+    count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
+    while True:
+        bins: list[list[Trajectory]] = [[] for _ in range(count)]
+        spent, tokens = np.zeros(count), np.zeros(count, dtype=np.int64)
+        for unit, size in zip(ordered, sizes, strict=True):
+            has_room = (tokens == 0) | (tokens + size <= budget)
+            cheapest = int(np.where(has_room, spent, np.inf).argmin())
+            if not has_room[cheapest]:
+                break
+            bins[cheapest] += unit
+            spent[cheapest] += costs[id(unit)]
+            tokens[cheapest] += size
+        else:
+            order = sorted(range(count), key=lambda index: -spent[index])
+            return [(bins[index],) for index in order if bins[index]]
+        count += ranks
 
 
 def deal_to_ranks(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
     """Distribute single-micro-batch units, in descending order of cost, over the ranks in alternating order.
 
-    The rank with the costliest unit of a turn receives the cheapest unit of the next turn, so that the micro-batches of
-    a turn cost nearly the same.
+    The rank with the costliest unit of a round receives the cheapest unit of the next round, so that the micro-batches
+    of a round cost nearly the same.
     """
     dealt: list[list[Unit]] = [[] for _ in range(ranks)]
     for number, unit in enumerate(units):
-        turn, position = divmod(number, ranks)
-        dealt[position if turn % 2 == 0 else ranks - 1 - position].append(unit)
+        round_number, position = divmod(number, ranks)
+        dealt[position if round_number % 2 == 0 else ranks - 1 - position].append(unit)
     return dealt
 
 
@@ -103,29 +119,30 @@ def balance_over_ranks(units: Sequence[Unit], *, ranks: int, attention_length: f
     return shares
 
 
-def own_tokens(rows: Sequence[Trajectory]) -> list[int]:
-    """Return the number of tokens that each trajectory adds to a row: its length without the prefix that it shares."""
+def unshared_tokens(rows: Sequence[Trajectory]) -> list[int]:
+    """Return the number of tokens that each trajectory adds to a row: its length without its shared prefix."""
     if len({row.prompt_ids for row in rows}) == 1:  # the common case, without the cost of comparing tokens
         return [row.length - (len(row.prompt_ids) if number else 0) for number, row in enumerate(rows)]
     tree = PrefixTree()
-    own = [0] * len(rows)
+    counts = [0] * len(rows)
     for number in sorted(range(len(rows)), key=lambda number: len(rows[number].prompt_ids)):
-        own[number] = _add(tree, rows[number])
-    return own
+        counts[number] = _add(tree, rows[number])
+    return counts
 
 
 def _add(tree: PrefixTree, row: Trajectory) -> int:
+    """Add a trajectory to the tree, and return the number of its tokens that it does not share."""
     tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
     return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
 
 
 def packed_tokens(rows: Sequence[Trajectory]) -> int:
     """Return the number of tokens of these trajectories in one row, which contains each shared prefix once."""
-    return sum(own_tokens(rows))
+    return sum(unshared_tokens(rows))
 
 
 def split_group(group: Sequence[Trajectory], max_tokens: int) -> list[Sequence[Trajectory]]:
-    """Split a group into parts of at most ``most`` tokens or one trajectory, with as many trajectories as possible.
+    """Split a group into parts of at most ``max_tokens`` tokens or one trajectory, as large as possible.
 
     The branches of a rollout stay together where possible, because they share prefixes.
     """
@@ -144,34 +161,11 @@ def split_group(group: Sequence[Trajectory], max_tokens: int) -> list[Sequence[T
 
 
 def _cost(rows: Sequence[Trajectory], attention_length: float) -> float:
-    """Return the cost of the rows' own tokens; attention of a token costs as much as the tokens that it attends to."""
-    own = own_tokens(rows)
-    before = (row.length - count for row, count in zip(rows, own, strict=True))
-    squares = sum(row.length**2 - count**2 for row, count in zip(rows, before, strict=True))
-    return sum(own) + squares / attention_length
-
-
-def _fill(
-    units: Sequence[Sequence[Trajectory]], costs: Sequence[float], budget: int, *, ranks: int
-) -> list[list[Trajectory]]:
-    """Return the rows of every micro-batch in descending order of cost."""
-    sizes = [packed_tokens(unit) for unit in units]
-    count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
-    while True:
-        bins: list[list[Trajectory]] = [[] for _ in range(count)]
-        spent, tokens = np.zeros(count), np.zeros(count, dtype=np.int64)
-        for unit, cost, size in zip(units, costs, sizes, strict=True):
-            has_room = (tokens == 0) | (tokens + size <= budget)
-            place = int(np.where(has_room, spent, np.inf).argmin())
-            if not has_room[place]:
-                break
-            bins[place] += unit
-            spent[place] += cost
-            tokens[place] += size
-        else:
-            order = sorted(range(count), key=lambda place: -spent[place])
-            return [bins[place] for place in order if bins[place]]
-        count += ranks
+    """Return the cost of the rows' unshared tokens. The attention of a token costs in proportion to its position."""
+    unshared = unshared_tokens(rows)
+    shared = (row.length - count for row, count in zip(rows, unshared, strict=True))
+    squares = sum(row.length**2 - count**2 for row, count in zip(rows, shared, strict=True))
+    return sum(unshared) + squares / attention_length
 
 
 def plan_step(
@@ -188,8 +182,8 @@ def plan_step(
 ) -> list[RankPlan]:
     """Return the plan of every rank for the ``groups`` of one step. Without groups, the plans have no updates.
 
-    ``version``: of the trained policy. ``attention_length`` as in :func:`pack_units`. ``metrics`` of the rollouts.
-    ``teacher_prompt`` as in :meth:`.MicroBatch.from_trajectories`.
+    ``version`` is the version of the trained policy. ``attention_length``: see :func:`pack_units`. ``metrics`` are the
+    metrics of the rollouts. ``teacher_prompt``: see :meth:`.MicroBatch.from_trajectories`.
     """
     algorithm = settings.algorithm
     largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
@@ -202,20 +196,20 @@ def plan_step(
     model_tokens: list[int] = []
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     for part in split_into_updates(groups, algorithm.updates_per_step):
-        filled = partial(pack_units, budget=budget, ranks=ranks, attention_length=attention_length)
+        pack = partial(pack_units, budget=budget, ranks=ranks, attention_length=attention_length)
         every = [group.trajectories for group in part]
         whole = [rows for rows in every if packed_tokens(rows) <= budget]
         split = [tuple(split_group(rows, budget)) for rows in every if packed_tokens(rows) > budget]
-        shares = deal_to_ranks(filled(whole), ranks=ranks)
+        shares = deal_to_ranks(pack(whole), ranks=ranks)
         scored = 0
         if split and not reasons:
-            shares = balance_over_ranks([*split, *filled(whole)], ranks=ranks, attention_length=attention_length)
+            shares = balance_over_ranks([*split, *pack(whole)], ranks=ranks, attention_length=attention_length)
             scored = 0 if advantages_known_before_forward(settings) else 1
             if _one_forward_is_slower(shares, scored, attention_length):
                 reasons = (_TOO_LARGE.format(tokens=largest, budget=budget),)
         if reasons and not head_exact:
             parts = [piece for rows in every for piece in split_group(rows, budget // 4)]
-            shares = deal_to_ranks(filled(parts), ranks=ranks)
+            shares = deal_to_ranks(pack(parts), ranks=ranks)
         rows = [item for group in every for item in group]
         masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
         trained += [row for row in rows if (row.group, row.sample, row.branch) not in masked]
@@ -238,7 +232,7 @@ def plan_step(
             statistics_pass_batches[rank] += [filler] * (first - len(statistics_pass_batches[rank]))
             updates[rank].append((*units, *[(filler,)] * (most - sum(map(len, units)))))
     trajectories = sum(len(group.rollouts) for group in groups)
-    planned = (micro for own in updates for update in own for bundle in update for micro in bundle)
+    planned = (micro for rank_updates in updates for update in rank_updates for unit in update for micro in unit)
     computed = sum(micro.tokens for micro in planned if micro.counted)
     measured = dict(metrics or {})
     if computed:
@@ -322,26 +316,26 @@ def describe_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: i
 
 def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:
     """Return the reasons for a statistics pass before training; empty if one forward serves both."""
-    return tuple(_reasons(settings))
-
-
-def _reasons(settings: ObjectiveSettings) -> Iterator[str]:
     algorithm, correction = settings.algorithm, settings.correction
     needed = estimator_requirements(settings)
+    reasons = []
     if algorithm.updates_per_step > 1:
-        yield f"{algorithm.updates_per_step} updates on the same trajectories need log-probabilities from before them"
+        reasons.append(
+            f"{algorithm.updates_per_step} updates on the same trajectories need log-probabilities from before them"
+        )
     if needed.step_wide and not advantages_known_before_forward(settings):
-        yield needed.reason
+        reasons.append(needed.reason)
     if "values" in needed.inputs:
-        yield "the critic's values must be computed before its update"
+        reasons.append("the critic's values must be computed before its update")
     if "trajectory_energy" in needed.inputs:
-        yield "exact energies need a separate forward and backward pass"
+        reasons.append("exact energies need a separate forward and backward pass")
     if LOSSES.traits(algorithm.loss).step_wide:
-        yield f"the loss {algorithm.loss} selects tokens over the whole step"
+        reasons.append(f"the loss {algorithm.loss} selects tokens over the whole step")
     if correction.self_normalize:
-        yield "self-normalized weights need the mean over the whole step (correction.self_normalize)"
+        reasons.append("self-normalized weights need the mean over the whole step (correction.self_normalize)")
     if correction.masks and settings.aggregation != "token_sum":
-        yield (
+        reasons.append(
             "the divisor of the loss counts the tokens that correction.ratio_mask and correction.divergence_mask keep "
             "in the whole step"
         )
+    return tuple(reasons)

@@ -43,8 +43,9 @@ def fidelity_bound(dtype: str, noise: float) -> float:
 def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
     """Record metrics of the first forward, with the weights of ``version``, over a micro-batch's trajectories.
 
-    ``policy/engine_abs_diff`` covers the tokens of this version, without turns during which the weights changed: their
-    keys and values may come from both. ``..._max`` is the mean of the trajectory with the largest mean.
+    ``policy/engine_abs_diff`` covers the tokens of this version, except turns during which the weights changed, because
+    their keys and values may come from two versions. ``policy/engine_abs_diff_max`` is the mean of the trajectory with
+    the largest mean.
     """
     mask, statistics = batch.counted_mask, batch.scores
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
@@ -56,9 +57,9 @@ def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
     meter.add_mean("policy/kl_engine_k3", mismatch["kl_k3"], tokens)
     fresh = mask & (batch.versions == version) & ~mixed_version_turn_mask(batch.versions)
     difference = torch.where(fresh, (statistics.log_probs - batch.rollout_log_probs).abs().double(), 0.0)
-    own, counts = difference.sum(-1), fresh.sum(-1)  # [B]
-    meter.add_mean("policy/engine_abs_diff", own.sum() / counts.sum().clamp(min=1), counts.sum())
-    meter.add_largest("policy/engine_abs_diff_max", (own / counts.clamp(min=1)).max(), counts.sum())
+    sums, counts = difference.sum(-1), fresh.sum(-1)  # [B]
+    meter.add_mean("policy/engine_abs_diff", sums.sum() / counts.sum().clamp(min=1), counts.sum())
+    meter.add_largest("policy/engine_abs_diff_max", (sums / counts.clamp(min=1)).max(), counts.sum())
     meter.add_mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], trajectories)
     proxies = diagonal_proxy(statistics.energy, batch.advantages, mask)
     meter.add_mean("variance/total_power", proxies.sum() / trajectories.clamp(min=1), trajectories)
@@ -68,7 +69,8 @@ def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: 
     """Return signal strength and pure noise of a step as published: S = ||g||^2 and (P - S) / (N - 1).
 
     The total power P is a norm with respect to the logits. S is a norm with respect to the parameters, on the scale of
-    the loss. :class:`HeadExactMonitor` measures both in one space. Without two trajectories, pure noise is left out.
+    the loss. :class:`HeadExactMonitor` measures both in one space. With fewer than two trajectories, pure noise is
+    omitted.
     """
     signal = gradient_norm * gradient_norm  # ** raises OverflowError for large norms
     if trajectories < 2:
@@ -111,10 +113,10 @@ class HeadExactMonitor:
     def __init__(self, policy: PolicyModel, *, temperature: float) -> None:
         """Copy the head's weight. Collective under ZeRO-3, where the weight is gathered."""
         self._policy = policy
-        done = policy.head.logit_map
+        logit_map = policy.head.logit_map
         with gathered_linear(policy.head) as (weight, bias):
             self._accumulator = HeadVarianceAccumulator(
-                weight, bias=bias, temperature=done.head_temperature(temperature), cap=done.output_cap
+                weight, bias=bias, temperature=logit_map.head_temperature(temperature), cap=logit_map.output_cap
             )
 
     def add(self, batch: Batch, hidden: Tensor) -> None:
@@ -127,23 +129,24 @@ class HeadExactMonitor:
         _, labels, sizes = torch.unique(batch.groups, return_inverse=True, return_counts=True)
         rollouts = batch.weights.new_zeros(len(sizes)).index_add_(0, labels, batch.weights)
         factors = batch.path_weights * (sizes / rollouts)[labels]  # the accumulator divides by the number of rows
-        held = self._policy.local_token_indices(batch.row, batch.rows, batch.columns)
+        local = self._policy.local_token_indices(batch.row, batch.rows, batch.columns)
         self._accumulator.update(
-            hidden=hidden if held is None else hidden[: len(held)],
+            hidden=hidden if local is None else hidden[: len(local)],
             targets=batch.row.response_token_ids(batch.rows, batch.columns),
             advantages=(batch.advantages * factors[:, None])[batch.rows, batch.columns],
             rows=batch.rows,
             groups=batch.groups,
-            token_indices=held,
+            token_indices=local,
             support=batch.support,
             over_ranks=None if sequence is None else sequence.all_reduce,
         )
 
     def metrics(self, reduce: Reduce) -> dict[str, float]:
         """Return P, S and Var over the groups of all ranks. Collective."""
-        own = self._accumulator
-        total = reduce(own.gradient_sum)
-        power, groups = reduce(torch.stack([own.power_sum, torch.tensor(float(own.groups)).to(own.power_sum)])).tolist()
+        sums = self._accumulator
+        total = reduce(sums.gradient_sum)
+        count = torch.tensor(float(sums.groups)).to(sums.power_sum)
+        power, groups = reduce(torch.stack([sums.power_sum, count])).tolist()
         if not groups:
             return {}
         mean_power = power / groups
@@ -195,10 +198,10 @@ class TokenRecorder:
         }
         columns["entropy"] = columns["entropy"].astype(np.float16)
         numbers = {name: values.tolist() for name, values in _numbers(batch, factors).items() if values is not None}
-        for place, (start, end) in enumerate(itertools.pairwise([0, *ends])):
-            own: dict[str, object] = {name: values[place] for name, values in numbers.items()}
-            own |= {name: values[start:end] for name, values in columns.items()}
-            self.rows.append(TrajectoryTokens(update=update, **own))  # type: ignore[arg-type]
+        for index, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+            row: dict[str, object] = {name: values[index] for name, values in numbers.items()}
+            row |= {name: values[start:end] for name, values in columns.items()}
+            self.rows.append(TrajectoryTokens(update=update, **row))  # type: ignore[arg-type]
 
     def _columns(self, batch: Batch, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
         """Return values [B, T] by field of TrajectoryTokens."""
@@ -222,7 +225,7 @@ class TokenRecorder:
 
 def _numbers(batch: Batch, factors: Tensor) -> dict[str, Tensor | None]:
     """Return values [B] by field of TrajectoryTokens."""
-    after = batch.final_values
+    final_values = batch.final_values
     return {
         "group": batch.groups,
         "sample": batch.samples,
@@ -232,7 +235,7 @@ def _numbers(batch: Batch, factors: Tensor) -> dict[str, Tensor | None]:
         "share": batch.weights,
         "path_weight": batch.path_weights,
         "loss_weight": factors,
-        "bootstrap_value": None if after is None else torch.where(batch.truncated, after, 0.0),
+        "bootstrap_value": None if final_values is None else torch.where(batch.truncated, final_values, 0.0),
         "greedy_return": batch.greedy_returns,
         "trajectory_energy": batch.trajectory_energy,
     }

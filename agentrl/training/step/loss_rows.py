@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import reduce
 
 import torch
@@ -28,9 +28,11 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, estimator_requirements
 
-_OF_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
-_LARGEST = ("max_abs_difference", "rho_max")
-_COUNTS = ("tokens", "trajectories", "ess")  # ess is not a mean over micro-batches; see effective_sample_size_metrics
+# Names of the correction's metrics by the way in which they are combined over micro-batches. All others are means over
+# tokens. ``ess`` is computed from other metrics at the end of a step (effective_sample_size_metrics).
+_MEANS_OVER_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
+_MAXIMA = ("max_abs_difference", "rho_max")
+_OMITTED = ("tokens", "trajectories", "ess")
 
 
 class RolloutCorrector:
@@ -44,12 +46,13 @@ class RolloutCorrector:
     def correct(self, batch: Batch, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
         """Compute weights and loss mask of the batch, or return None if no correction is set.
 
-        ``normalizer``: the sum of :meth:`normalizer_sums` over one update. Without it, this batch is a whole update.
+        ``normalizer`` is the sum of :meth:`normalizer_sums` over one update; without ``normalizer``, this batch is a
+        whole update.
         """
         if not self._active:
             return None
-        correction = self._correction_over(batch, normalizer=normalizer)
-        _measure(correction, batch, meter)
+        correction = self._rollout_correction(batch, normalizer=normalizer)
+        _record_metrics(correction, batch, meter)
         return correction
 
     def normalizer_sums(self, batch: Batch) -> Tensor:
@@ -62,9 +65,9 @@ class RolloutCorrector:
         """Return unnormalized energy weights [B, T], because a group may span micro-batches."""
         if not self._active:
             return batch.loss_mask.to(batch.log_probs.dtype)
-        return self._correction_over(batch, self_normalize=False).importance_weights
+        return self._rollout_correction(batch, self_normalize=False).importance_weights
 
-    def _correction_over(self, batch: Batch, **changed: object) -> Correction:
+    def _rollout_correction(self, batch: Batch, **changed: object) -> Correction:
         return rollout_correction(
             batch.log_probs,
             batch.rollout_log_probs,
@@ -82,21 +85,21 @@ def effective_sample_size_metrics(metrics: dict[str, float]) -> dict[str, float]
     return {"correction/ess": mean**2 / (metrics["correction/chi2"] + 1)}
 
 
-def _measure(correction: Correction, batch: Batch, meter: Meter) -> None:
+def _record_metrics(correction: Correction, batch: Batch, meter: Meter) -> None:
     mask = batch.response_mask
     tokens = mask.sum()
     weights = {
-        **dict.fromkeys(_OF_TRAJECTORIES, mask.any(-1).sum()),
+        **dict.fromkeys(_MEANS_OVER_TRAJECTORIES, mask.any(-1).sum()),
         "masked_fraction": batch.loss_mask.sum(),
         "weight_mean": correction.loss_mask.sum(),
     }
     for name, value in correction.metrics.items():
         weight = weights.get(name, tokens) * int(batch.counted)
-        if name in _LARGEST:
+        if name in _MAXIMA:
             meter.add_largest(f"correction/{name}", value, weight)
         elif name == "rho_min":
             meter.add_smallest(f"correction/{name}", value, weight)
-        elif name not in _COUNTS:
+        elif name not in _OMITTED:
             meter.add_mean(f"correction/{name}", value, weight)
 
 
@@ -121,11 +124,8 @@ class LossRowBuilder:
         call is collective.
         """
         inputs = [self._reward_inputs(batch, meter) for batch in batches]
-        made = self._over_ranks(batches, inputs, engine) if self.step_wide else self._together(inputs)
-        return [
-            replace(batch, rewards=own.rewards, estimate=estimate)
-            for batch, own, estimate in zip(batches, inputs, made, strict=True)
-        ]
+        estimates = self._over_ranks(batches, inputs, engine) if self.step_wide else self._together(inputs)
+        return _with_estimates(batches, inputs, estimates)
 
     def corrected(self, batch: Batch, *, meter: Meter) -> Batch:
         """Add the rollout correction (importance weights and loss mask) to a scored batch.
@@ -133,35 +133,32 @@ class LossRowBuilder:
         The batch comes from :meth:`estimate_before_forward`. Its divergences from the reference policy and the teacher
         are recorded in ``meter``.
         """
-        self._measure_divergences(batch, meter)
+        self._record_divergences(batch, meter)
         return replace(batch, correction=self.corrector.correct(batch, meter=meter))
 
     def build(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
         """Add rewards, advantages and corrections to the batches of whole groups."""
         parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
         inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in parts]
-        return [
-            replace(batch, rewards=own.rewards, estimate=made)
-            for batch, own, made in zip(parts, inputs, self._together(inputs), strict=True)
-        ]
+        return _with_estimates(parts, inputs, self._together(inputs))
 
     def _together(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
         """Return the advantages of each micro-batch, for groups that span these micro-batches."""
         joined = inputs[0]
         if len(inputs) > 1:
-            width = max(own.rewards.shape[1] for own in inputs)
+            width = max(part.rewards.shape[1] for part in inputs)
             columns = {
-                name: torch.cat([_with_width(getattr(own, name), width) for own in inputs])
+                name: torch.cat([_with_width(getattr(part, name), width) for part in inputs])
                 for name in vars(inputs[0])
                 if getattr(inputs[0], name) is not None
             }
             joined = replace(inputs[0], **columns)
-        made = compute_advantages(self._estimator, joined, **self._estimator_options)
-        sizes = [len(own.rewards) for own in inputs]
-        parts = zip(*(values.split(sizes) for values in vars(made).values()), strict=True)
+        joint = vars(compute_advantages(self._estimator, joined, **self._estimator_options))
+        sizes = [len(part.rewards) for part in inputs]
+        split = zip(*(values.split(sizes) for values in joint.values()), strict=True)
         return [
-            Advantages(**{name: value[:, : own.rewards.shape[1]] for name, value in zip(vars(made), part, strict=True)})
-            for own, part in zip(inputs, parts, strict=True)
+            Advantages(**{name: value[:, : part.rewards.shape[1]] for name, value in zip(joint, values, strict=True)})
+            for part, values in zip(inputs, split, strict=True)
         ]
 
     def build_over_ranks(
@@ -178,14 +175,10 @@ class LossRowBuilder:
             for batch in update
         ]
         inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in every]
-        estimates = self._over_ranks(every, inputs, engine)
-        made = [
-            replace(batch, rewards=own.rewards, estimate=estimate)
-            for batch, own, estimate in zip(every, inputs, estimates, strict=True)
-        ]
+        completed = _with_estimates(every, inputs, self._over_ranks(every, inputs, engine))
         if every[0].values is not None:
-            meter.add_mean("critic/explained_variance", explained_variance(made, engine), 1.0)
-        following = iter(made)
+            meter.add_mean("critic/explained_variance", explained_variance(completed, engine), 1.0)
+        following = iter(completed)
         return [[next(following) for _ in update] for update in updates]
 
     def _over_ranks(
@@ -195,7 +188,7 @@ class LossRowBuilder:
 
         The advantages of batches that are not counted are 0.
         """
-        inputs = [own if batch.counted else _without_rows(own) for own, batch in zip(inputs, batches, strict=True)]
+        inputs = [part if batch.counted else _without_rows(part) for part, batch in zip(inputs, batches, strict=True)]
         ranks = torch.cat([*(batch.home_ranks for batch in batches if batch.counted), inputs[0].groups[:0]])
         if ESTIMATORS[self._estimator].span == "step":
             ranks = torch.zeros_like(ranks)
@@ -225,9 +218,9 @@ class LossRowBuilder:
         return engine.sum_over_replicas(sums).unbind()
 
     def _inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
-        statistics, after, correction = batch.scores, batch.final_values, batch.correction
+        statistics, final_values, correction = batch.scores, batch.final_values, batch.correction
         known = self._reward_inputs(batch, meter)
-        self._measure_divergences(batch, meter)
+        self._record_divergences(batch, meter)
         return replace(
             known,
             rewards=self._with_kl_penalty(batch, known.rewards, beta),
@@ -239,7 +232,7 @@ class LossRowBuilder:
             loss_mask=known.loss_mask if correction is None else correction.loss_mask,
             trajectory_energy=batch.trajectory_energy,
             values=batch.values,
-            bootstrap_values=None if after is None else torch.where(batch.truncated, after, 0.0),
+            bootstrap_values=None if final_values is None else torch.where(batch.truncated, final_values, 0.0),
         )
 
     def _reward_inputs(self, batch: Batch, meter: Meter) -> AdvantageInputs:
@@ -271,7 +264,7 @@ class LossRowBuilder:
         # The branches of a rollout share one penalty: the weighted mean of their penalties.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
-    def _measure_divergences(self, batch: Batch, meter: Meter) -> None:
+    def _record_divergences(self, batch: Batch, meter: Meter) -> None:
         """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher."""
         mask, statistics, settings = batch.response_mask, batch.scores, self._settings
         tokens = mask.sum()
@@ -292,28 +285,40 @@ class LossRowBuilder:
         return reward_kl(rewards, batch.log_probs, reference, mask, beta=beta, estimator=estimator, full=full).rewards
 
 
+def _with_estimates(
+    batches: Sequence[Batch], inputs: Sequence[AdvantageInputs], estimates: Sequence[Advantages]
+) -> list[Batch]:
+    """Return the batches with the rewards of their inputs and with their advantages."""
+    return [
+        replace(batch, rewards=part.rewards, estimate=estimate)
+        for batch, part, estimate in zip(batches, inputs, estimates, strict=True)
+    ]
+
+
 def _with_width(values: Tensor, width: int) -> Tensor:
     """Pad [b, T] with zeros to [b, width]; [b] is returned unchanged."""
     return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
-    given = {item.name: getattr(inputs, item.name) for item in fields(inputs)}
-    return replace(inputs, **{name: value[:0] for name, value in given.items() if value is not None})
+    return replace(inputs, **{name: value[:0] for name, value in vars(inputs).items() if value is not None})
 
 
 def explained_variance(batches: Sequence[Batch], engine: TrainingEngine[nn.Module]) -> Tensor:
     """Compute 1 - Var(returns - values) / Var(returns) over the step's model tokens; 0 for Var = 0. Collective."""
 
-    def spread(values: Sequence[Tensor]) -> Tensor:
-        every = [
+    def squared_deviations(values: Sequence[Tensor]) -> Tensor:
+        moments = [
             Moments.of_advantages(item.double(), part.counted_mask)
             for item, part in zip(values, batches, strict=True)
             if bool(part.counted_mask.any())
         ]
-        nothing = Moments.empty(batches[0].computed_estimate.returns.double())
-        return reduce(Moments.merge, every, nothing).all_reduce(engine).squares
+        empty = Moments.empty(batches[0].computed_estimate.returns.double())
+        return reduce(Moments.merge, moments, empty).all_reduce(engine).squares
 
-    missed = spread([part.computed_estimate.returns - part.values for part in batches if part.values is not None])
-    whole = spread([part.computed_estimate.returns for part in batches])
-    return torch.where(whole > 0, 1 - missed / torch.where(whole > 0, whole, 1.0), 0.0)
+    estimates = [part.computed_estimate for part in batches]
+    residual = squared_deviations(
+        [one.returns - part.values for one, part in zip(estimates, batches, strict=True) if part.values is not None]
+    )
+    total = squared_deviations([one.returns for one in estimates])
+    return torch.where(total > 0, 1 - residual / torch.where(total > 0, total, 1.0), 0.0)

@@ -47,7 +47,7 @@ class PolicyObjective:
     def normalizer_over_ranks(self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module]) -> float | None:
         """Return :meth:`normalizer` with tokens and sequences counted over all ranks. Collective."""
         modes = ("token_mean", "seq_mean_token_mean")
-        own = [
+        counts = [
             math.fsum(
                 float(
                     loss_normalizer(batch.trained_mask, mode, batch.weights, batch.problem_weights, batch.path_weights)
@@ -56,8 +56,8 @@ class PolicyObjective:
             )
             for mode in modes
         ]
-        counts = torch.tensor(own, dtype=torch.float64, device=engine.device)
-        tokens, sequences = engine.sum_over_replicas(counts).tolist()
+        total = engine.sum_over_replicas(torch.tensor(counts, dtype=torch.float64, device=engine.device))
+        tokens, sequences = total.tolist()
         return self.normalizer(tokens, sequences)
 
     def loss(
@@ -72,8 +72,8 @@ class PolicyObjective:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Compute this batch's part of the step's loss, and metrics that are means over the tokens of their loss mask.
 
-        ``statistics``, each [B, T], are connected to the graph. ``fresh``: ``batch`` was scored with the same
-        statistics, so every ratio is 1.
+        ``statistics``, each [B, T], are connected to the graph. ``ratio_is_one``: ``batch`` was scored with the same
+        statistics, so the ratio of the present policy to the policy that scored is 1.
 
         A penalty that depends on the sampled token is weighted like the policy loss: with ratio = p / p_behaviour,
         E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. Entropy and exact KL do not depend on the sampled token, so
@@ -100,7 +100,7 @@ class PolicyObjective:
             (self._teacher_estimator, batch.teacher_log_probs, statistics.teacher_divergence, teacher_coefficient),
         ):
             if estimator is not None and others is not None:
-                ratio = None if estimator == "full" else _ratio(log_probs, batch, fresh=ratio_is_one)
+                ratio = None if estimator == "full" else _ratio(log_probs, batch, ratio_is_one=ratio_is_one)
                 penalty = kl_penalty(log_probs, others, estimator, mask=mask, full=full, ratio=ratio)
                 value = value + coefficient * self._aggregated(penalty, batch, normalizer)
         return value, metrics
@@ -143,7 +143,7 @@ class PolicyObjective:
             **self._options,
         )
         parts = zip(exchange.send_back(chosen), batches, strict=True)
-        return [own if len(own) else torch.zeros_like(part.loss_mask) for own, part in parts]
+        return [mask if len(mask) else torch.zeros_like(part.loss_mask) for mask, part in parts]
 
     def _aggregated(self, per_token: Tensor, batch: Batch, normalizer: float | None) -> Tensor:
         return aggregate(
@@ -158,13 +158,13 @@ class PolicyObjective:
         )
 
 
-def _ratio(log_probs: Tensor, batch: Batch, *, fresh: bool) -> Tensor | None:
+def _ratio(log_probs: Tensor, batch: Batch, *, ratio_is_one: bool) -> Tensor | None:
     """Return the ratio of the present policy to the sampling policy [B, T], detached; None if every ratio is 1.
 
     The factor between the sampling policy and the policy before the step is the weight of the rollout correction, with
     its bounds.
     """
-    if fresh:
+    if ratio_is_one:
         return batch.correction_weights
     log_ratio = torch.where(batch.trained_mask, log_probs.detach() - batch.log_probs, 0.0)
     ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()

@@ -78,8 +78,8 @@ class ObjectiveSettings:
     @property
     def drops_zero_variance(self) -> bool:
         """True if groups with equal rewards are dropped, as configured or because they have no gradient."""
-        given = self.algorithm.drop_zero_variance
-        return not ESTIMATORS[self.algorithm.estimator].equal_groups if given is None else given
+        configured = self.algorithm.drop_zero_variance
+        return not ESTIMATORS[self.algorithm.estimator].equal_groups if configured is None else configured
 
     @property
     def norm_length(self) -> int:

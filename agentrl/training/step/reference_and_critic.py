@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from agentrl.algorithms import AdaptiveKL, FixedKL, KLController, aggregate, value_loss
 from agentrl.batch import Batch, scatter_tokens
@@ -41,7 +40,7 @@ class FrozenPolicy:
     def __init__(
         self,
         policy: PolicyModel,
-        freeze: Callable[[PolicyModel], Callable[..., Any]],
+        forward: Callable[..., Any],
         *,
         temperature: float,
         over_vocabulary: bool = False,
@@ -50,18 +49,21 @@ class FrozenPolicy:
         hinted: bool = False,
         refused_ids: Mapping[int, str] | None = None,
     ) -> None:
-        """``freeze`` returns the policy's forward on this rank's device, possibly with sharded parameters.
+        """``forward`` computes the forward of ``policy``, whose parameters are frozen.
 
         ``over_vocabulary`` enables the divergence over the whole vocabulary; ``beta`` selects the divergence
-        (:func:`.full_kl`). Unless the head is frozen, this requires a copy of the head on every rank. Rows of the head
-        beyond ``vocabulary`` are omitted, because they only pad the vocabulary: no tokenizer has these ids. With
+        (:func:`.full_kl`). If the parameters are sharded, this requires a copy of the head on every rank. Rows of the
+        head beyond ``vocabulary`` are omitted, because they only pad the vocabulary: no tokenizer has these ids. With
         ``hinted``, the policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to error
         messages.
         """
         self._logit_map = policy.head.logit_map
-        nothing: tuple[Tensor | None, Tensor | None] = (None, None)
-        self._weight, self._bias = _head_values(policy.head, vocabulary) if over_vocabulary else nothing
-        self._forward = freeze(policy)
+        self._weight: Tensor | None = None
+        self._bias: Tensor | None = None
+        if over_vocabulary:
+            with gathered_linear(policy.head) as (weight, bias):
+                self._weight, self._bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
+        self._forward = forward
         self._temperature = temperature
         self.over_vocabulary = over_vocabulary
         self._beta = beta
@@ -91,8 +93,6 @@ class FrozenPolicy:
         log_probs = scatter_tokens(statistics.log_probs, batch.response_mask)
         if self._weight is None or hidden is None:
             return log_probs, None
-        self._weight = self._weight.to(hidden.device, hidden.dtype)
-        self._bias = None if self._bias is None else self._bias.to(hidden.device, hidden.dtype)
         return log_probs, FrozenHead(
             hidden=hidden,
             weight=self._weight,
@@ -113,14 +113,6 @@ def refuse_ids(batch: Batch, refused_ids: Mapping[int, str]) -> None:
             raise SettingsError(refused_ids[found[0]])
 
 
-def _head_values(head: nn.Linear, vocabulary: int | None) -> tuple[Tensor, Tensor | None]:
-    with gathered_linear(head) as (weight, bias):
-        weight, bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
-        if not head.weight.requires_grad:
-            return weight, bias  # of a policy with adapters, where they do not change
-        return weight.clone(), None if bias is None else bias.clone()
-
-
 def reference_path(settings: KLSettings, start: str) -> str | None:
     """Return the path of the reference policy, by default the initial policy ``start``; None without a penalty."""
     return None if settings.coefficient == 0.0 else settings.reference or start
@@ -128,9 +120,9 @@ def reference_path(settings: KLSettings, start: str) -> str | None:
 
 def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> FrozenPolicy:
     """Open the reference policy on this rank. Raises SettingsError if the model cannot be read."""
-    policy, freeze = _frozen_policy(path, settings, engine, start=start)
+    policy, forward = _frozen_policy(path, settings, engine, start=start)
     return FrozenPolicy(
-        policy, freeze, temperature=settings.rollout.temperature, over_vocabulary=settings.kl.over_vocabulary
+        policy, forward, temperature=settings.rollout.temperature, over_vocabulary=settings.kl.over_vocabulary
     )
 
 
@@ -150,16 +142,16 @@ def open_teacher(
         from agentrl.training.step.served_teacher import ServedTeacher
 
         return ServedTeacher(teacher, refused_ids=refused_ids, vocabulary=vocabulary)
-    policy, freeze = _frozen_policy(path, settings, engine, start=start)
-    own = policy.head.out_features
-    if teacher.over_vocabulary and own < vocabulary:
+    policy, forward = _frozen_policy(path, settings, engine, start=start)
+    logits = policy.head.out_features
+    if teacher.over_vocabulary and logits < vocabulary:
         raise SettingsError(
-            f"teacher.path={path} has {own} logits, but the policy has {vocabulary}: teacher.objective="
+            f"teacher.path={path} has {logits} logits, but the policy has {vocabulary}: teacher.objective="
             f"{teacher.objective} needs a teacher with at least as many logits; set teacher.objective=sampled"
         )
     return FrozenPolicy(
         policy,
-        freeze,
+        forward,
         temperature=teacher.temperature or settings.rollout.temperature,
         over_vocabulary=teacher.over_vocabulary,
         beta=teacher.resolved_beta,
@@ -171,24 +163,21 @@ def open_teacher(
 
 def _frozen_policy(
     path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
-) -> tuple[PolicyModel, Callable[[PolicyModel], Callable[..., Any]]]:
-    """Return a model and the function that freezes it.
+) -> tuple[PolicyModel, Callable[..., Any]]:
+    """Return a frozen model and its forward.
 
     For the base model ``start`` of a policy with adapters, the policy is used with its adapters disabled.
     """
     training = settings.training
     if settings.model.lora.rank and path == start:
-        return engine.module, partial(_without_adapters, engine)
+
+        def forward_of_base_model(*args: Any, **kwargs: Any) -> Any:
+            with disabled_adapters(engine.module.causal_lm):
+                return engine(*args, **kwargs)
+
+        return engine.module, forward_of_base_model
     policy = read_policy(path, settings.model.model_copy(update={"lora": LoRASettings()}), training)
-    return policy, lambda module: frozen_forward(module, training, bfloat16=settings.model.dtype == "bfloat16")
-
-
-def _without_adapters(engine: TrainingEngine[PolicyModel], policy: PolicyModel) -> Callable[..., Any]:
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        with disabled_adapters(policy.causal_lm):
-            return engine(*args, **kwargs)
-
-    return forward
+    return policy, frozen_forward(policy, training, bfloat16=settings.model.dtype == "bfloat16")
 
 
 def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:

@@ -1,4 +1,4 @@
-"""A teacher behind an OpenAI-compatible server that scores given token ids (vLLM's ``prompt_logprobs``)."""
+"""A teacher on an OpenAI-compatible server that scores token ids of a prompt (vLLM's ``prompt_logprobs``)."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ class ServedTeacher:
     ) -> None:
         """``deadline``: seconds for which failed requests are retried. ``refused_ids``: see :class:`.FrozenPolicy`.
 
-        Listed tokens from ``vocabulary`` on, which only pad the teacher's vocabulary, count among those not listed.
+        Token ids of at least ``vocabulary`` in the server's responses are ignored, because they only pad the teacher's
+        vocabulary.
         """
         self._url, self._model = str(settings.url), settings.path
         self.over_vocabulary = settings.over_vocabulary
@@ -65,9 +66,9 @@ class ServedTeacher:
             raise WorldError(f"the teacher {self._model} at {self._url} does not score trajectories: {error}") from None
         sampled, top_ids, top = [], [], []
         for row, column in zip(batch.rows.tolist(), batch.columns.tolist(), strict=True):
-            place = prompts[row] + column
-            entry = scores[row][place]
-            sampled.append(entry[ids[row][place]])
+            position = prompts[row] + column
+            entry = scores[row][position]
+            sampled.append(entry[ids[row][position]])
             known = (token for token in entry if token < self._vocabulary)
             best = sorted(known, key=lambda token: -entry[token])[: self._top]
             top_ids.append(best)

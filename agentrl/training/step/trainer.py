@@ -175,14 +175,14 @@ class Trainer:
         elif plan.updates:
             # A statistics pass over the whole step, then the updates.
             for number, batches in enumerate(self._statistics_pass(step)):
-                self._train_update(step, batches, tokens=plan.model_tokens[number], fresh=number == 0)
+                self._train_update(step, batches, tokens=plan.model_tokens[number], weights_unchanged=number == 0)
 
     def _one_forward(self, step: _Step) -> None:
         """Train an update with one forward for both advantages and loss. :mod:`.batching` describes large groups."""
         plan = step.plan
         normalizer = self._objective.normalizer(plan.tokens, plan.sequences)
         with torch.no_grad():
-            scored = self._over_micro_batches(partial(self._scored, step=step), plan.statistics_pass_batches)
+            scored = self._over_micro_batches(partial(self._score_micro_batch, step=step), plan.statistics_pass_batches)
         earlier = iter(batch for batch, _, _ in scored if batch.counted)
         whole_step = self._known_before_forward and self._rows.step_wide
         for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
@@ -200,8 +200,8 @@ class Trainer:
             with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
                 scored, statistics, hidden = self._score(batch, step)
                 scored = self._rows.corrected(scored, meter=step.meter)
-                self._account(step, scored, hidden)
-                self._backward(step, statistics, scored, normalizer, fresh=True)
+                self._record_metrics(step, scored, hidden)
+                self._backward(step, statistics, scored, normalizer, ratio_is_one=True)
 
     def _unit_from_statistics(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
@@ -212,50 +212,50 @@ class Trainer:
             last, statistics, hidden = self._score(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._rows.build([last, *earlier], beta=step.beta, meter=step.meter)
-            self._account(step, last, hidden)
-            self._backward(step, statistics, last, normalizer, fresh=True)
+            self._record_metrics(step, last, hidden)
+            self._backward(step, statistics, last, normalizer, ratio_is_one=True)
         del statistics
         for batch in others:
             with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
                 statistics, _, _ = self._forward(batch, step)
-                self._account(step, batch, None)
-                self._backward(step, statistics, batch, normalizer, fresh=True)
+                self._record_metrics(step, batch, None)
+                self._backward(step, statistics, batch, normalizer, ratio_is_one=True)
 
     def _over_micro_batches(self, work: Callable[[_Item], _Result], micro_batches: Sequence[_Item]) -> list[_Result]:
         """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
-        done = []
+        results = []
         for item in micro_batches:
             with micro_batch_memory_errors(tokens=item.tokens, trajectories=item.trajectories):
-                done.append(work(item))
+                results.append(work(item))
         self._heartbeat.finish_passes()
-        return done
+        return results
 
     def _statistics_pass(self, step: _Step) -> list[list[Batch]]:
         """Score every micro-batch, and return the completed batches of each update. Groups may span ranks."""
         with torch.no_grad():
             updates = [list(chain(*update)) for update in step.plan.updates]
-            scored = iter(self._over_micro_batches(partial(self._scored, step=step), [*chain(*updates)]))
+            scored = iter(self._over_micro_batches(partial(self._score_micro_batch, step=step), [*chain(*updates)]))
             parts = [[next(scored) for _ in update] for update in updates]
             completed = self._rows.build_over_ranks(
                 [[batch for batch, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
             )
         for update, others in zip(completed, parts, strict=True):
             for batch, (_, _, hidden) in zip(update, others, strict=True):
-                self._account(step, batch, hidden)
+                self._record_metrics(step, batch, hidden)
         return completed
 
-    def _train_update(self, step: _Step, batches: Sequence[Batch], *, tokens: int, fresh: bool) -> None:
+    def _train_update(self, step: _Step, batches: Sequence[Batch], *, tokens: int, weights_unchanged: bool) -> None:
         """Run one update of ``tokens`` model tokens after a statistics pass.
 
-        ``fresh``: the weights have not changed since that pass.
+        ``weights_unchanged``: the weights have not changed since that pass.
         """
         normalizer = self._objective.normalizer_over_ranks(batches, self._engine)
         if self._objective.needs_selection:
-            batches = self._selected(step, batches, fresh=fresh)
+            batches = self._selected(step, batches, weights_unchanged=weights_unchanged)
 
         def work(batch: Batch) -> None:
             statistics, _, _ = self._forward(batch, step)
-            self._backward(step, statistics, batch, normalizer, fresh=False)
+            self._backward(step, statistics, batch, normalizer, ratio_is_one=False)
             if self._critic is not None:
                 measured = self._critic.backward(batch, tokens=tokens)
                 record_algorithm_metrics(step.meter, "critic", measured, batch.counted_mask.sum())
@@ -263,15 +263,15 @@ class Trainer:
         self._over_micro_batches(work, batches)
         self._update(step)
 
-    def _selected(self, step: _Step, batches: Sequence[Batch], *, fresh: bool) -> list[Batch]:
+    def _selected(self, step: _Step, batches: Sequence[Batch], *, weights_unchanged: bool) -> list[Batch]:
         """Return the batches with the tokens that the loss selects. Collective."""
 
         def log_probs(batch: Batch) -> Tensor:
-            return batch.log_probs if fresh else self._forward(batch, step)[0].log_probs
+            return batch.log_probs if weights_unchanged else self._forward(batch, step)[0].log_probs
 
         with torch.no_grad():
-            now = self._over_micro_batches(log_probs, batches)
-        selected = self._objective.select_tokens(now, batches, self._engine, seed=step.plan.step)
+            current = self._over_micro_batches(log_probs, batches)
+        selected = self._objective.select_tokens(current, batches, self._engine, seed=step.plan.step)
         return [replace(batch, selected=chosen) for batch, chosen in zip(batches, selected, strict=True)]
 
     def _update(self, step: _Step) -> None:
@@ -321,7 +321,7 @@ class Trainer:
             micro, device=self._engine.device, multiple=self._engine.module.row_length_multiple
         )
 
-    def _scored(self, micro: MicroBatch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
+    def _score_micro_batch(self, micro: MicroBatch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
         return self._score(self._on_device(micro), step)
 
     def _score(self, batch: Batch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
@@ -373,10 +373,11 @@ class Trainer:
         if self._routes_measured_at != step.plan.step:
             self._routes_measured_at = step.plan.step
             with torch.no_grad():
-                own, _, _ = self._forward(replace(batch, row=replace(row, routes=None)), replace(step, frozen={}))
-            found = mismatch_metrics(own.log_probs, batch.rollout_log_probs, batch.response_mask)
-            weight = found["tokens"] * int(batch.counted)
-            step.meter.add_mean("policy/engine_abs_diff_own_routes", found["mean_abs_difference"], weight)
+                without_replay = replace(batch, row=replace(row, routes=None))
+                statistics, _, _ = self._forward(without_replay, replace(step, frozen={}))
+            mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, batch.response_mask)
+            weight = mismatch["tokens"] * int(batch.counted)
+            step.meter.add_mean("policy/engine_abs_diff_own_routes", mismatch["mean_abs_difference"], weight)
         return batch
 
     def _backward(
@@ -386,7 +387,7 @@ class Trainer:
         batch: Batch,
         normalizer: float | None,
         *,
-        fresh: bool,
+        ratio_is_one: bool,
     ) -> None:
         """Accumulate the gradient of this batch's part of the loss. All parts sum to the step's loss."""
         value, metrics = self._objective.loss(
@@ -395,7 +396,7 @@ class Trainer:
             normalizer=normalizer,
             beta=step.beta,
             teacher_coefficient=step.teacher_coefficient,
-            ratio_is_one=fresh,
+            ratio_is_one=ratio_is_one,
         )
         if step.recorder is not None and batch.counted:
             update = len(step.norms)  # of the step, from 0
@@ -410,7 +411,7 @@ class Trainer:
         record_algorithm_metrics(step.meter, "policy", metrics, batch.trained_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 
-    def _account(self, step: _Step, batch: Batch, hidden: Tensor | None) -> None:
+    def _record_metrics(self, step: _Step, batch: Batch, hidden: Tensor | None) -> None:
         record_forward_metrics(step.meter, batch, version=step.plan.version)
         if step.monitor is not None and hidden is not None and batch.counted:
             step.monitor.add(batch, hidden)

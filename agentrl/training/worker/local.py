@@ -111,7 +111,7 @@ class WorkerLoop:
 
 # The probe consists of the statements of this many problems and of a text, because statements may be empty. Prompts are
 # not used, because they require starting an episode of each problem.
-_PROBED = 64
+_PROBE_PROBLEMS = 64
 _PROBE_TEXT = "The sum 12 + 345 = 357.\n```python\nprint(7 * 8)\n```\n"
 
 
@@ -147,13 +147,13 @@ class LocalService:
         opened.callback(self._loop.close)
         self._rewards = build_rewards(settings)
         self._run(environment.open())
-        opened.callback(lambda: self._finish(environment.close()))
+        opened.callback(lambda: self._run_to_end(environment.close()))
         if self._rewards is not None:
             rewards = self._rewards
             self._run(rewards.open())
-            opened.callback(lambda: self._finish(rewards.close()))
+            opened.callback(lambda: self._run_to_end(rewards.close()))
         self._managed = self._run(self._open_engine(self._engine_request(policy_path, codec, trained)))
-        opened.callback(lambda: self._finish(self._managed.close()))
+        opened.callback(lambda: self._run_to_end(self._managed.close()))
         self._engine = self._managed.engine
         self._make_driver = partial(
             Driver, codec=codec, seed=settings.seed, deterministic=settings.training.deterministic
@@ -195,7 +195,7 @@ class LocalService:
             last_step=settings.training.steps,
             learns=(settings.data.curriculum, settings.rollout.budget) != ("uniform", "uniform"),
         )
-        opened.callback(lambda: self._finish(self._worker.close()))
+        opened.callback(lambda: self._run_to_end(self._worker.close()))
         self._writer = BackgroundWriter("trajectories")
         opened.callback(self._writer.close)
 
@@ -227,7 +227,7 @@ class LocalService:
         return managed
 
     def describe(self) -> list[str]:
-        engine = self._finish(self._engine.health())
+        engine = self._run_to_end(self._engine.health())
         return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
 
     def plan(self, step: int, budget: int) -> RankPlan:
@@ -242,7 +242,7 @@ class LocalService:
         if self._groups is None or self._worker.step != step:
             self._managed.begin_rollouts()
             self._groups = self._run(self._worker.next_batch(step))
-            self._finish(self._managed.end_rollouts())
+            self._run_to_end(self._managed.end_rollouts())
         sharing = self._settings.training.sequence_parallel
         plans = plan_step(
             self._groups,
@@ -288,14 +288,17 @@ class LocalService:
             sampled = self._worker.sampled_groups
             rows = (item.to_record() for group in sampled for item in group.all_trajectories)
             self._writer.submit(partial(RunDirectory(self._folder).write_trajectories, step, rows))
-        self._finish(self._in_loop(self._worker.confirm))
+        self._run_to_end(self._call_in_loop(self._worker.confirm))
         self._groups = None
 
     def transfer_target(self) -> TransferTarget | None:
         return self._managed.target()
 
     def probe_tokens(self) -> tuple[int, ...]:
-        texts = [problem.statement for problem in ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBED)]
+        texts = [
+            problem.statement
+            for problem in ProblemSampler(self._mixture, seed=self._settings.seed).next(_PROBE_PROBLEMS)
+        ]
         texts.append(_PROBE_TEXT)
         longest = self._settings.rollout.max_prompt_tokens
         return probe_tokens(map(self._driver.codec.encode, texts), longest=longest)
@@ -304,13 +307,13 @@ class LocalService:
         return self._managed.verifier.verified()
 
     def verify(self, version: int, probe: Probe) -> str | None:
-        return self._finish(self._arrived(self._managed.verify(version, probe), version))
+        return self._run_to_end(self._record_if_verified(self._managed.verify(version, probe), version))
 
     def pause(self) -> None:
-        self._finish(self._managed.pause())
+        self._run_to_end(self._managed.pause())
 
     def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        return self._finish(self._arrived(self._managed.install(directory, version, probe), version))
+        return self._run_to_end(self._record_if_verified(self._managed.install(directory, version, probe), version))
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
         if falsified and is_agent(self._settings.env):
@@ -334,7 +337,7 @@ class LocalService:
 
     def state_dict(self) -> QueueState:
         self._writer.wait()  # a resumed run does not write these trajectories again
-        return self._finish(self._in_loop(self._worker.state_dict))
+        return self._run_to_end(self._call_in_loop(self._worker.state_dict))
 
     def load_state_dict(self, state: QueueState) -> None:
         self._worker.load_state_dict(state)
@@ -347,10 +350,11 @@ class LocalService:
     def close(self) -> None:
         self._opened.close()
 
-    async def _in_loop(self, work: Callable[[], _Result]) -> _Result:
+    async def _call_in_loop(self, work: Callable[[], _Result]) -> _Result:
+        """Call ``work`` on the thread of the event loop, where rollouts use the same state."""
         return work()
 
-    async def _arrived(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
+    async def _record_if_verified(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
         """Await a transfer and return its problem, or None. Without a problem, the worker samples with ``version``."""
         problem = await transfer
         if problem is None:
@@ -366,11 +370,12 @@ class LocalService:
             label="evaluation-",
         )
 
-    def _finish(self, work: Coroutine[object, object, _Result]) -> _Result:
+    def _run_to_end(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Run ``work`` without interruption, because weight changes are short and must be complete."""
         return self._loop.run(work, interruptible=False)
 
     def _run(self, work: Coroutine[object, object, _Result]) -> _Result:
+        """Run ``work``. Raises InterruptedRunError after :meth:`interrupt`."""
         if self._interrupted:
             work.close()
             raise InterruptedRunError

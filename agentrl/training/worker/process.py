@@ -1,8 +1,9 @@
-"""The process of the rollout worker: ``python -m agentrl.training.worker.process TALK CONTROL DOOR``.
+"""The process of the rollout worker: ``python -m agentrl.training.worker.process CALLS CONTROL LISTENER``.
 
-Rank 0 passes two pipes, for calls and for interrupts, and the socket on which every other rank opens two connections
-for the same purposes. The process exits when any rank exits or is stuck. It ignores signals, because launchers send
-them to every process. Ranks request a stop over their connections.
+The arguments are file descriptors that rank 0 passes: two pipes, for calls and for control messages (heartbeats and
+interrupts), and the socket on which every other rank opens two connections for the same purposes. The process exits
+when any rank exits or is stuck. It ignores signals, because launchers send them to every process. Ranks request a stop
+over their control connections.
 """
 
 from __future__ import annotations
@@ -22,8 +23,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 from agentrl.cluster.launchers import count_local_ranks
 from agentrl.cluster.processes import set_tcp_timeout
 from agentrl.errors import AgentRLError
-from agentrl.training.coldstart.policy import count_computing_processes, set_threads
-from agentrl.training.engine.determinism import set_determinism
+from agentrl.training.engine.determinism import count_computing_processes, set_determinism, set_threads
 from agentrl.training.engine.heartbeat import INTERVAL, HeartbeatMonitor
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import (
@@ -41,12 +41,10 @@ from agentrl_sandbox.client import SandboxError
 
 # Errors that end the run with a message and no traceback.
 _REPORTED = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
-# Exit code of a run after such an error if the error does not define an exit code.
-_USERS = 2
-# Seconds for ranks to connect.
-_CONNECT = 600.0
-# Seconds for this process to exit cleanly after a rank has exited.
-_END = 20.0
+# Exit code of a run after an error of these types that does not define an exit code.
+_DEFAULT_EXIT_CODE = 2
+_CONNECT_SECONDS = 600.0  # for all ranks to connect
+_EXIT_SECONDS = 20.0  # for this process to exit cleanly after a rank has exited
 
 
 class _RankLostError(Exception):
@@ -60,7 +58,7 @@ class WorkerServer:
         """``rank_zero`` and ``control`` are rank 0's connections; the other ranks connect at ``listener``."""
         self._connections = {0: rank_zero}
         self._controls = {0: control}
-        self._door = listener
+        self._listener = listener
         self._requests: queue.Queue[tuple[int, WorkerRequest] | None] = queue.Queue()
         self._interrupt: Callable[[], None] | None = None
         self._interrupted = False
@@ -72,8 +70,8 @@ class WorkerServer:
     def listen(self, startup: WorkerStartup) -> None:
         """Accept the other ranks' connections, then listen to all ranks."""
         arrived: queue.Queue[tuple[RankConnection, Connection]] = queue.Queue()
-        threading.Thread(target=_accept, args=(self._door, startup, arrived), daemon=True, name="accept").start()
-        deadline = time.monotonic() + _CONNECT
+        threading.Thread(target=_accept, args=(self._listener, startup, arrived), daemon=True, name="accept").start()
+        deadline = time.monotonic() + _CONNECT_SECONDS
         while len(self._connections) + len(self._controls) < 2 * startup.ranks:
             try:
                 caller, connection = arrived.get(timeout=max(0.0, min(1.0, deadline - time.monotonic())))
@@ -84,10 +82,11 @@ class WorkerServer:
                 if time.monotonic() >= deadline:
                     missing = sorted(set(range(startup.ranks)) - set(self._connections))
                     raise _RankLostError(f"ranks {missing} did not connect") from None
-        watch = HeartbeatMonitor(startup.ranks, deadline=startup.settings.cluster.deadline)
-        threading.Thread(target=self._receive_heartbeats, args=(watch,), daemon=True, name="hear").start()
+        monitor = HeartbeatMonitor(startup.ranks, deadline=startup.settings.cluster.deadline)
+        threading.Thread(target=self._receive_messages, args=(monitor,), daemon=True, name="receive").start()
 
-    def _receive_heartbeats(self, watch: HeartbeatMonitor) -> None:
+    def _receive_messages(self, monitor: HeartbeatMonitor) -> None:
+        """Queue requests, record heartbeats and cancel on interrupts, until a rank exits or is stuck."""
         talks = {connection: rank for rank, connection in self._connections.items()}
         controls = {connection: rank for rank, connection in self._controls.items()}
         while True:
@@ -105,10 +104,10 @@ class WorkerServer:
                 elif message is None:
                     self._cancel()
                 else:
-                    watch.record(controls[ready], message, time.monotonic())
+                    monitor.record(controls[ready], message, time.monotonic())
             now = time.monotonic()
-            if ranks := watch.stuck_ranks(now):
-                self._end_stuck(ranks, "; ".join(watch.describe_rank(rank, now) for rank in ranks))
+            if ranks := monitor.stuck_ranks(now):
+                self._end_stuck(ranks, "; ".join(monitor.describe_rank(rank, now) for rank in ranks))
                 return
 
     def _end_stuck(self, ranks: list[int], message: str) -> None:
@@ -122,7 +121,7 @@ class WorkerServer:
     def _end(self, why: str) -> None:
         """Wake the main thread because a rank is lost, and end the process if shutting down takes too long."""
         self._lost = why
-        timer = threading.Timer(_END, os._exit, args=(1,))
+        timer = threading.Timer(_EXIT_SECONDS, os._exit, args=(1,))
         timer.daemon = True
         timer.start()
         self._cancel()
@@ -136,45 +135,44 @@ class WorkerServer:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def serve(self, make_service: Callable[[], LocalService]) -> None:
+    def serve(self, startup: WorkerStartup) -> None:
         """Create the service, then execute requests until a rank exits or a request fails."""
         service: LocalService | None = None
         try:
-            service = make_service()
-            self._watch(service)
+            load_plugins(startup.settings.plugins)
+            service = LocalService(startup.settings, startup.policy_path, ranks=startup.ranks)
+            with self._lock:
+                self._interrupt = service.interrupt
+                if self._interrupted:
+                    service.interrupt()
             self._reply_to_all(CallReply())
-            self._answer_all(service)
+            self._execute_requests(service)
         except _RankLostError as error:
             self._reply_to_all(CallReply(failure=CallFailure(message=str(error), lost=True)))
         except _REPORTED as error:
-            code = error.exit_code if isinstance(error, AgentRLError) else _USERS
+            code = error.exit_code if isinstance(error, AgentRLError) else _DEFAULT_EXIT_CODE
             self._reply_to_all(CallReply(failure=CallFailure(message=str(error), exit_code=code)))
         finally:
             if service is not None:
                 service.close()
 
-    def _watch(self, service: LocalService) -> None:
-        with self._lock:
-            self._interrupt = service.interrupt
-            if self._interrupted:
-                service.interrupt()
-
-    def _answer_all(self, service: LocalService) -> None:
+    def _execute_requests(self, service: LocalService) -> None:
+        """Execute each request once all ranks have sent it. Raises _RankLostError once a rank is lost."""
         waiting: dict[int, WorkerRequest] = {}
         while True:
-            asked = self._requests.get()
-            if asked is None:
+            received = self._requests.get()
+            if received is None:
                 raise _RankLostError(self._lost)
-            rank, request = asked
+            rank, request = received
             waiting[rank] = request
             if len(waiting) < len(self._connections):
                 continue
             if len({(request.name, request.waiting_for) for request in waiting.values()}) > 1:
                 raise RuntimeError(f"the ranks made different calls: {waiting}")
-            self._carry_out(service, waiting[0])
+            self._execute(service, waiting[0])
             waiting.clear()
 
-    def _carry_out(self, service: LocalService, request: WorkerRequest) -> None:
+    def _execute(self, service: LocalService, request: WorkerRequest) -> None:
         """Execute a request and reply to every rank."""
         try:
             values: list[object]
@@ -183,71 +181,57 @@ class WorkerServer:
             else:
                 values = [getattr(service, request.name)(**request.arguments)] * len(self._connections)
         except InterruptedRunError:
-            self._reply_to_all(self._stop_reply())
+            if self._lost is not None:
+                raise _RankLostError(self._lost) from None
+            self._reply_to_all(CallReply(failure=CallFailure(message="interrupted", interrupted=True)))
             return
         for rank, value in enumerate(values):
             self._send(rank, CallReply(value=value))
-
-    def _stop_reply(self) -> CallReply:
-        if self._lost is not None:
-            raise _RankLostError(self._lost)
-        return CallReply(failure=CallFailure(message="interrupted", interrupted=True))
 
     def _reply_to_all(self, reply: CallReply) -> None:
         for rank in self._connections:
             self._send(rank, reply)
 
     def _send(self, rank: int, reply: CallReply) -> None:
-        with contextlib.suppress(OSError):  # :meth:`_receive_heartbeats` detects its end
+        with contextlib.suppress(OSError):  # the receiving thread detects that a rank has exited
             self._connections[rank].send(reply)
 
 
 def _accept(
-    door: socket.socket, startup: WorkerStartup, arrived: queue.Queue[tuple[RankConnection, Connection]]
+    listener: socket.socket, startup: WorkerStartup, arrived: queue.Queue[tuple[RankConnection, Connection]]
 ) -> None:
     while True:
         with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not a rank of this run
-            connection = Connection(door.accept()[0].detach())
+            connection = Connection(listener.accept()[0].detach())
             set_tcp_timeout(connection, startup.settings.cluster.deadline)
             deliver_challenge(connection, startup.key)
             answer_challenge(connection, startup.key)
             arrived.put((connection.recv(), connection))
 
 
-class _OwnProcess(LocalService):
-    def describe(self) -> list[str]:
-        return [*super().describe(), f"rollout worker: process {os.getpid()}"]
-
-
-def _create_service(startup: WorkerStartup) -> LocalService:
-    load_plugins(startup.settings.plugins)
-    return _OwnProcess(startup.settings, startup.policy_path, ranks=startup.ranks)
-
-
 def main() -> None:
     """Serve requests until a rank exits."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
-    first, control = (Connection(int(handle)) for handle in sys.argv[1:3])
-    door = socket.socket(fileno=int(sys.argv[3]))
+    calls, control = (Connection(int(handle)) for handle in sys.argv[1:3])
+    listener = socket.socket(fileno=int(sys.argv[3]))
     try:
-        startup: WorkerStartup = first.recv()
+        startup: WorkerStartup = calls.recv()
     except EOFError:  # rank 0 has exited, for example because of a stop signal
         sys.exit(1)
     set_determinism(startup.settings.training)
     # A synchronous worker may use every core, because the ranks wait for it.
-    resting = startup.settings.rollout.schedule == "synchronous"
-    set_threads(
-        startup.settings,
-        processes=1 if resting else count_computing_processes(startup.settings, ranks=count_local_ranks(startup.ranks)),
-    )
-    server = WorkerServer(first, control, door)
+    processes = 1
+    if startup.settings.rollout.schedule != "synchronous":
+        processes = count_computing_processes(startup.settings, ranks=count_local_ranks(startup.ranks))
+    set_threads(startup.settings, processes=processes)
+    server = WorkerServer(calls, control, listener)
     try:
         server.listen(startup)
     except _RankLostError as error:
         print(f"rollout worker: {error}", file=sys.stderr)
         sys.exit(1)
-    server.serve(lambda: _create_service(startup))
+    server.serve(startup)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from torch._dynamo.callback import callback_handler
 
@@ -39,7 +39,6 @@ from agentrl.training.worker.service import (
     CallReply,
     InterruptedRunError,
     RankConnection,
-    RolloutService,
     StuckRanks,
     WorkerLostError,
     WorkerRequest,
@@ -51,23 +50,13 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 # Seconds for the worker to start and for ranks to connect; models may be on slow disks.
-_START = 600.0
+_START_SECONDS = 600.0
 # Seconds for the worker to release its engine and environment after its connection has ended.
-_END = 30.0
+_CLOSE_SECONDS = 30.0
 # Seconds for a rank to report its own error and exit after the worker has exited.
-_LAST_WORDS = 30.0
-# Seconds to wait for a rank to exit when a stuck rank is the known cause: no other report is expected.
-_FEW_WORDS = 5.0
-
-
-def open_remote_service(
-    settings: Settings, policy_path: str, *, rank: int, ranks: int, heartbeat: Heartbeat
-) -> RolloutService:
-    """Open a worker in a separate process. Collective. Raises WorldError if the worker does not start.
-
-    ``heartbeat`` contains the marks of this rank's main thread, which the worker monitors.
-    """
-    return cast("RolloutService", RemoteService(settings, policy_path, rank=rank, ranks=ranks, heartbeat=heartbeat))
+_REPORT_SECONDS = 30.0
+# Seconds for a rank to exit after the worker has reported a stuck rank, which is then the known cause.
+_REPORT_SECONDS_AFTER_STUCK = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,39 +68,43 @@ class _Endpoint:
 
 
 class RemoteService:
-    """One rank's connections to the worker's process. Create it with :func:`open_remote_service`."""
+    """One rank's connections to the worker's process. Has the methods of :class:`.RolloutService`."""
 
     def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int, heartbeat: Heartbeat) -> None:
+        """Start the worker on rank 0 and connect to it. Collective. Raises WorldError if the worker does not start.
+
+        ``heartbeat`` contains the marks of this rank's main thread, which the worker monitors.
+        """
         self._rank = rank
         self._heartbeat = heartbeat
         self._sending = threading.Lock()  # of the control connection, on which two threads send
-        self._seconds = settings.training.worker_timeout
+        self._timeout = settings.training.worker_timeout
         self._process: LocalProcess | None = None
         self._interrupted = threading.Event()
         self._closed = threading.Event()
-        door: socket.socket | None = None
+        listener: socket.socket | None = None
 
-        def open_door() -> _Endpoint:
-            nonlocal door
-            door, address = listen_for_ranks(ranks)
+        def listen() -> _Endpoint:
+            nonlocal listener
+            listener, address = listen_for_ranks(ranks)
             return _Endpoint(address=address, key=secrets.token_bytes(32))
 
         # The worker takes seconds to minutes to start: ranks receive its address first and wait outside collectives.
-        place = run_on_rank_zero(open_door)
-        if door is not None:
-            startup = WorkerStartup(settings=settings, policy_path=policy_path, ranks=ranks, key=place.key)
-            self._connection, self._control = self._start(startup, door)
+        endpoint = run_on_rank_zero(listen)
+        if listener is not None:
+            startup = WorkerStartup(settings=settings, policy_path=policy_path, ranks=ranks, key=endpoint.key)
+            self._connection, self._control = self._start(startup, listener)
         else:
-            silence = settings.cluster.deadline
-            self._connection = _connect(place, RankConnection(rank=rank, control=False), silence)
-            self._control = _connect(place, RankConnection(rank=rank, control=True), silence)
+            tcp_timeout = settings.cluster.deadline
+            self._connection = _connect(endpoint, RankConnection(rank=rank, control=False), tcp_timeout)
+            self._control = _connect(endpoint, RankConnection(rank=rank, control=True), tcp_timeout)
         heartbeat.shortened = self._send_beat
         callback_handler.register_start_callback(heartbeat.allow_compilation)
         threading.Thread(target=self._beat_and_end_with_worker, daemon=True, name="beat").start()
-        self._answer("the rollout worker's set-up", _START + engine_facts(settings.rollout).start_seconds)
+        self._receive("the rollout worker's set-up", _START_SECONDS + engine_facts(settings.rollout).start_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
-        """Return a function that calls a method of :data:`CALLS` in the worker."""
+        """Return a function that calls a method of :data:`.WORKER_CALLS` in the worker."""
         if name not in WORKER_CALLS:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
         return partial(self._request, name)
@@ -129,13 +122,14 @@ class RemoteService:
             callback_handler.remove_start_callback(self._heartbeat.allow_compilation)
         self._connection.close()
         if self._process is not None:
-            self._process.wait_or_kill(_END)
+            self._process.wait_or_kill(_CLOSE_SECONDS)
 
     # -- communication --------------------------------------------------------------------------------------------
 
-    def _start(self, startup: WorkerStartup, door: socket.socket) -> tuple[Connection, Connection]:
-        (talk, their_talk), (control, their_control) = Pipe(), Pipe()
-        handles = (their_talk.fileno(), their_control.fileno(), door.fileno())
+    def _start(self, startup: WorkerStartup, listener: socket.socket) -> tuple[Connection, Connection]:
+        """Start the worker's process, and return the connections for calls and for control messages."""
+        (calls, worker_calls), (control, worker_control) = Pipe(), Pipe()
+        handles = (worker_calls.fileno(), worker_control.fileno(), listener.fileno())
         spec = ProcessSpec(
             role="worker",
             number=0,
@@ -144,10 +138,10 @@ class RemoteService:
             log=log_file(startup.settings.run_path.absolute(), THIS_MACHINE.node, "worker", 0),
         )
         self._process = LocalProcess(spec, THIS_MACHINE, handles)
-        for theirs in (their_talk, their_control, door):
-            theirs.close()
-        talk.send(startup)
-        return talk, control
+        for inherited in (worker_calls, worker_control, listener):
+            inherited.close()
+        calls.send(startup)
+        return calls, control
 
     def _request(self, name: str, *args: object, **kwargs: object) -> object:
         call = WORKER_CALLS[name]
@@ -155,11 +149,12 @@ class RemoteService:
         waiting_for = call.waiting_for.format(**arguments)
         with contextlib.suppress(OSError):  # the worker is gone, but its last message may still be unread
             if not self._connection.poll():
-                own = arguments if self._rank == 0 else {}
-                self._connection.send(WorkerRequest(name=name, waiting_for=waiting_for, arguments=own))
-        return self._answer(waiting_for, self._seconds, self._interrupted if call.interruptible else None)
+                sent = arguments if self._rank == 0 else {}
+                self._connection.send(WorkerRequest(name=name, waiting_for=waiting_for, arguments=sent))
+        return self._receive(waiting_for, self._timeout, self._interrupted if call.interruptible else None)
 
-    def _answer(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
+    def _receive(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
+        """Return the value of the next reply, or raise its failure."""
         self._heartbeat.start_waiting(waiting_for)
         try:
             reply: CallReply = receive_message(
@@ -179,14 +174,14 @@ class RemoteService:
     def _beat_and_end_with_worker(self) -> None:
         """Send a heartbeat every second. Exit soon after the worker, because a rank in a collective may not notice."""
         stuck = StuckRanks(ranks=[], message="the rollout worker or another rank has exited")
-        patience, code = _LAST_WORDS, EXIT_PEER_LOST
+        seconds, code = _REPORT_SECONDS, EXIT_PEER_LOST
         with contextlib.suppress(EOFError, OSError):
             while not self._control.poll(INTERVAL):
                 self._send_beat()
-            stuck, patience = self._control.recv(), _FEW_WORDS
+            stuck, seconds = self._control.recv(), _REPORT_SECONDS_AFTER_STUCK
         if self._rank in stuck.ranks:
-            patience, code = 0.0, EXIT_STUCK
-        if not self._closed.wait(patience):
+            seconds, code = 0.0, EXIT_STUCK
+        if not self._closed.wait(seconds):
             print(f"rank {self._rank}: {stuck.message}", file=sys.stderr, flush=True)
             os._exit(code)
         self._control.close()
@@ -219,24 +214,26 @@ def _error_of(failure: CallFailure) -> Exception:
     return kind(failure.message)
 
 
-def _connect(place: _Endpoint, caller: RankConnection, silence: float) -> Connection:
+def _connect(endpoint: _Endpoint, caller: RankConnection, tcp_timeout: float) -> Connection:
     """Connect to the worker in a thread, because neither the connection nor the handshake has a deadline."""
-    done: queue.Queue[Connection | Exception] = queue.Queue()
+    outcomes: queue.Queue[Connection | Exception] = queue.Queue()
 
     def work() -> None:
         try:
-            connection = Client(place.address, authkey=place.key)
-            set_tcp_timeout(connection, silence)
+            connection = Client(endpoint.address, authkey=endpoint.key)
+            set_tcp_timeout(connection, tcp_timeout)
             connection.send(caller)
-            done.put(connection)
+            outcomes.put(connection)
         except (OSError, EOFError) as error:
-            done.put(error)
+            outcomes.put(error)
 
     threading.Thread(target=work, daemon=True, name="connect-to-worker").start()
     try:
-        outcome = done.get(timeout=_START)
+        outcome = outcomes.get(timeout=_START_SECONDS)
     except queue.Empty:
-        raise WorkerLostError(f"could not reach the rollout worker at {place.address} within {_START:g} s") from None
+        raise WorkerLostError(
+            f"could not reach the rollout worker at {endpoint.address} within {_START_SECONDS:g} s"
+        ) from None
     if isinstance(outcome, Exception):
-        raise WorkerLostError(f"cannot reach the rollout worker at {place.address}: {outcome}") from outcome
+        raise WorkerLostError(f"cannot reach the rollout worker at {endpoint.address}: {outcome}") from outcome
     return outcome

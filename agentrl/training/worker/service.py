@@ -87,7 +87,7 @@ class RolloutService(Protocol):
 
     @_call("the other ranks at {point} (training.worker_timeout)")
     def barrier(self, point: str) -> None:
-        """Wait until every rank has reached ``place``."""
+        """Wait until every rank has reached ``point``."""
 
     @_call("the worker to finish step {step}")
     def finish_step(self, step: int) -> None:
@@ -151,7 +151,7 @@ STOP_TIMEOUT = 60.0
 """Seconds for the worker to cancel its rollouts; it waits only for running programs and requests."""
 
 # Seconds between two checks of the conditions that end a wait.
-_LOOK = 0.5
+_POLL_INTERVAL = 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -235,14 +235,14 @@ def receive_message(
     deadline = began + seconds
     stopping = False
     try:
-        while not connection.poll(min(_LOOK, max(0.0, deadline - time.monotonic()))):
+        while not connection.poll(min(_POLL_INTERVAL, max(0.0, deadline - time.monotonic()))):
             while_waiting()
             if stop_requested is not None and stop_requested.is_set() and not stopping:
                 stopping, deadline = True, min(deadline, time.monotonic() + stop_timeout)
             if time.monotonic() >= deadline:
-                told = f" ({stop_timeout:g} s of them after a request to stop)" if stopping else ""
+                after_stop = f" ({stop_timeout:g} s of them after a request to stop)" if stopping else ""
                 raise WorkerLostError(
-                    f"no response after {time.monotonic() - began:.0f} s of waiting for {waiting_for}{told}"
+                    f"no response after {time.monotonic() - began:.0f} s of waiting for {waiting_for}{after_stop}"
                 )
         return connection.recv()
     except (EOFError, OSError) as error:
