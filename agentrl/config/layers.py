@@ -65,11 +65,16 @@ def load_settings(
         overrides = [f"env={env}", *overrides]
     top = [_override(text) for text in overrides]
     basics = _basics(files, top)
-    if str(basics["env"]).startswith(REASONING_GYM):
-        files, top = [_reasoning_gym(str(basics["env"])), *files], [*top, (["env"], SIMPLETIR)]
+    env = str(basics["env"])
+    if env.startswith(REASONING_GYM):  # SimpleTIR with the problems and the grading of a data set
+        score = "agentrl_envs.adapters.reasoning_gym:score"
+        values = {"data": {"train": [{"path": env}]}, "grader": {"function": score}}
+        files = [Layer(origin=f"{_ENV_OPTION} {env}", values=values), *files]
+        top.append((["env"], SIMPLETIR))
         basics = _basics(files, top)
-    if str(basics["env"]).startswith(HARBOR):
-        files = [_harbor(str(basics["env"])), *files]
+    if env.startswith(HARBOR):  # harbor:DIRECTORY and harbor:DIRECTORY:COMMAND train on the tasks in the directory
+        path = HARBOR + env.removeprefix(HARBOR).partition(":")[0]
+        files = [Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": path}]}}), *files]
     files = _fitting(files, basics)
     if resume:
         return _resumed(find_run_to_resume(basics), _evaluated(files, top), top)
@@ -80,20 +85,10 @@ def load_settings(
         return settings
     model_name = PRESET if settings.model.path is None else Path(settings.model.path).name
     stem = "-".join(Path(name).stem for name in named) or model_name
-    return settings.model_copy(update={"name": _next_name(Path(settings.runs_dir), stem)})
-
-
-def _reasoning_gym(env: str) -> Layer:
-    """Return the layer of ``--env reasoning_gym:NAME``: SimpleTIR with a data set's problems and grading."""
-    score = "agentrl_envs.adapters.reasoning_gym:score"
-    values = {"data": {"train": [{"path": env}]}, "grader": {"function": score}}
-    return Layer(origin=f"{_ENV_OPTION} {env}", values=values)
-
-
-def _harbor(env: str) -> Layer:
-    """Return the layer of ``--env harbor:DIRECTORY`` and ``harbor:DIRECTORY:COMMAND``: the tasks in the directory."""
-    directory = env.removeprefix(HARBOR).partition(":")[0]
-    return Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": HARBOR + directory}]}})
+    runs = Path(settings.runs_dir)
+    taken = {path.name for path in runs.iterdir()} if runs.is_dir() else set()
+    names = (f"{stem}-{number}" for number in itertools.count(1))
+    return settings.model_copy(update={"name": next(name for name in names if name not in taken)})
 
 
 def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
@@ -206,15 +201,15 @@ def find_run_to_resume(merged: Mapping[str, object]) -> Path:
     return runs / str(name)
 
 
-def _preset(asked: Mapping[str, object], named: set[str]) -> list[Layer]:
+def _preset(requested: Mapping[str, object], named: set[str]) -> list[Layer]:
     """Return the tiny preset's layers, except layers that ``named`` already contains. Empty if a model is set."""
-    model = asked["model"]
+    model = requested["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
-    return _fitting([layer for layer in overlay_chain(PRESET) if layer.origin not in named], asked)
+    return _fitting([layer for layer in overlay_chain(PRESET) if layer.origin not in named], requested)
 
 
-def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
+def _fitting(layers: list[Layer], requested: Mapping[str, object]) -> list[Layer]:
     """Remove preset settings of the embedded policy that do not fit the user's environment, model or data.
 
     For other environments, the settings of SimpleTIR's environment are removed. With the user's demonstrations, the
@@ -223,7 +218,8 @@ def _fitting(layers: list[Layer], asked: Mapping[str, object]) -> list[Layer]:
     """
     presets = _origins()
     return [
-        replace(layer, values=_suitable(layer.values, asked)) if layer.origin in presets else layer for layer in layers
+        replace(layer, values=_suitable(layer.values, requested)) if layer.origin in presets else layer
+        for layer in layers
     ]
 
 
@@ -232,18 +228,18 @@ def _origins() -> set[str]:
     return {layer.origin for name in _EMBEDDED for layer in overlay_chain(name)}
 
 
-def _suitable(values: Mapping[str, object], asked: Mapping[str, object]) -> dict[str, object]:
+def _suitable(values: Mapping[str, object], requested: Mapping[str, object]) -> dict[str, object]:
     kept = dict(values)
     evaluation = kept.get("evaluation")
-    if asked["env"] != SIMPLETIR:
+    if requested["env"] != SIMPLETIR:
         kept.pop("environment", None)
-    if asked["env"] != SIMPLETIR and isinstance(evaluation, dict):
+    if requested["env"] != SIMPLETIR and isinstance(evaluation, dict):
         kept["evaluation"] = {key: value for key, value in evaluation.items() if key != "falsified"}
-    coldstart, requested, model = kept.get("coldstart"), asked["coldstart"], asked["model"]
-    assert isinstance(requested, dict)
+    coldstart, requested_coldstart, model = kept.get("coldstart"), requested["coldstart"], requested["model"]
+    assert isinstance(requested_coldstart, dict)
     assert isinstance(model, dict)
-    named, dropped = requested.get("demonstrations"), set[str]()
-    if isinstance(named, str) and not named.startswith((BUILTIN, FORMULA)):
+    demonstrations, dropped = requested_coldstart.get("demonstrations"), set[str]()
+    if isinstance(demonstrations, str) and not demonstrations.startswith((BUILTIN, FORMULA)):
         dropped.update(_DIRECT)
     if model.get("path") is not None:
         dropped.add("demonstrations")
@@ -330,7 +326,9 @@ def _command_line(top: Sequence[Override]) -> list[Layer]:
 
 def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
     basics = _basics(below, top)
-    _load_plugins(basics["plugins"])  # first, because other settings may use names that plug-ins register
+    plugins = interpolate(basics["plugins"], path="plugins")
+    if isinstance(plugins, list) and all(isinstance(name, str) for name in plugins):  # otherwise validation fails below
+        load_plugins(plugins)  # first, because other settings may use names that plug-ins register
     env = _checked_env(basics["env"])
     merged = interpolate(_merge_all(env, below, top))
     try:
@@ -342,13 +340,6 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
     return settings
 
 
-def _load_plugins(plugins: object) -> None:
-    """Load the plug-ins. The settings model rejects values that are not lists of names."""
-    named = interpolate(plugins, path="plugins")
-    if isinstance(named, list) and all(isinstance(name, str) for name in named):
-        load_plugins(named)
-
-
 def _checked_env(env: object) -> str:
     if is_agent(str(env)) or str(env).partition(":")[0] in ADAPTERS:
         return str(env)
@@ -357,11 +348,6 @@ def _checked_env(env: object) -> str:
     except UnknownNameError as error:
         raise SettingsError(f"env={format_value(env)}: {error}") from error
     return str(env)
-
-
-def _next_name(runs: Path, stem: str) -> str:
-    taken = {path.name for path in runs.iterdir()} if runs.is_dir() else set()
-    return next(name for name in (f"{stem}-{number}" for number in itertools.count(1)) if name not in taken)
 
 
 def run_config_for_model(model: str) -> str | None:

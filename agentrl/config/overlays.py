@@ -18,10 +18,8 @@ import yaml
 from agentrl.errors import SettingsError
 from agentrl_envs.registry import did_you_mean
 
-_IN_SHORT = {
-    "cluster": "kind",
-    "sandbox": "url",
-}  # sections that accept a single word, and the setting that the word sets
+# Sections that accept a single word, and the setting that the word sets.
+_SHORT_FORMS = {"cluster": "kind", "sandbox": "url"}
 _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 
@@ -119,7 +117,10 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     if not isinstance(values, dict):
         raise SettingsError(f"{path}: a config file must be a mapping of sections, not a {type(values).__name__}")
     base = values.pop("base", None)
-    overlay = Layer(origin=str(path), values={key: _expand_short_form(key, value) for key, value in values.items()})
+    for key, value in values.items():
+        if (setting := short_form_key(key, value)) is not None:
+            values[key] = {setting: value}
+    overlay = Layer(origin=str(path), values=values)
     bases = [] if base is None else base if isinstance(base, list) else [base]
     if not all(isinstance(name, str) for name in bases):
         raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config, a path, or a list of these")
@@ -149,12 +150,7 @@ def short_form_key(section: str, value: object) -> str | None:
     >>> short_form_key("cluster", "local"), short_form_key("sandbox", "local://"), short_form_key("env", "simpletir")
     ('kind', 'url', None)
     """
-    return _IN_SHORT.get(section) if isinstance(value, str) else None
-
-
-def _expand_short_form(section: str, value: object) -> object:
-    name = short_form_key(section, value)
-    return value if name is None else {name: value}
+    return _SHORT_FORMS.get(section) if isinstance(value, str) else None
 
 
 def leaf_paths(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:

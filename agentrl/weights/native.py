@@ -6,7 +6,6 @@ docs/how-to/rollout.md lists where each path has run.
 from __future__ import annotations
 
 import contextlib
-import socket
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +16,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor
 
+from agentrl.cluster.processes import free_port
 from agentrl.errors import SettingsError, WorldError
 from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource, TransferTarget
 from agentrl_envs.registry import install_extra
@@ -207,7 +207,7 @@ def _init_info(target: TransferTarget, *, rank: int, host: str, buffer: int) -> 
 
     return NCCLTrainerInitInfo(
         master_address=host,
-        master_port=_free_port(host) if rank == 0 else 0,
+        master_port=free_port(host) if rank == 0 else 0,
         world_size=1 + sum(target.world_sizes),
         packed=True,
         packed_buffer_size_bytes=buffer,
@@ -226,13 +226,6 @@ def _vllm() -> tuple[Any, Any]:
             f"Install the extra: {install_extra('vllm')}, or set rollout.vllm.transfer=file"
         ) from error
     return WeightTransferTrainerFactory, HTTPVLLMWeightSyncClient
-
-
-def _free_port(host: str) -> int:
-    with socket.socket() as free:
-        free.bind((host, 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def default_backend(placement: str) -> Literal["file", "nccl", "ipc"]:

@@ -162,15 +162,13 @@ def _turns(demonstration: Demonstration, protocol: TextProtocol, name: str) -> I
             yield answer
             continue
         final = "final_answer(" in program
-        output = str(demonstration.problem.answer) if final else _output(turn.observation)
+        output = str(demonstration.problem.answer)
+        if not final:
+            output = turn.observation.removeprefix(_BEFORE_OUTPUT).removesuffix(_AFTER_OUTPUT)
         model = _PROGRAMS[name].format(program.replace("final_answer(", "print(").rstrip("\n"))
         yield DemonstrationTurn(model=model, observation=protocol.observation(model, [output]))
         if final:
             yield answer
-
-
-def _output(observation: str) -> str:
-    return observation.removeprefix(_BEFORE_OUTPUT).removesuffix(_AFTER_OUTPUT)
 
 
 _SAMPLE = 64  # number of problems of each source whose length is checked

@@ -299,7 +299,7 @@ class TrainingEngine(Generic[_Module_co]):
             bfloat16=bfloat16,
             gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
-            trained=sum(map(_elements, trained)),
+            trained=sum(getattr(item, "ds_numel", item.numel()) for item in trained),
             leaves=expert_blocks(module),
         )
         with _visible_statistics(module):
@@ -414,11 +414,6 @@ def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettin
     attention = choose_attention_backend(model, causal_lm.config)
     sequence = rank_groups(training).sequence
     return PolicyModel(causal_lm, backend=training.head_backend, attention=attention, sequence=sequence)
-
-
-def _elements(parameter: nn.Parameter) -> int:
-    """Return the number of elements of the whole parameter."""
-    return int(getattr(parameter, "ds_numel", parameter.numel()))
 
 
 def _dimensions(parameter: nn.Parameter) -> int:
