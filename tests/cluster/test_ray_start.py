@@ -54,11 +54,8 @@ def test_a_start_that_is_too_slow_is_tried_again(machine: Ray, caplog: pytest.Lo
     with caplog.at_level(logging.WARNING):
         RayCluster(ClusterSettings(kind="ray")).close()
     assert machine.attempts == 3
-    said = [record.getMessage() for record in caplog.records]
-    assert said == [
-        "Ray did not start: Failed to start the raylet; retrying for 300 s",
-        f"Ray did not start: {SLOW}; retrying for 300 s",
-    ]
+    said = [record.getMessage().partition("; retrying for ")[0] for record in caplog.records]
+    assert said == ["Ray did not start: Failed to start the raylet", f"Ray did not start: {SLOW}"]
 
 
 def test_a_start_is_tried_again_for_a_while_only(machine: Ray) -> None:

@@ -31,8 +31,9 @@ ROWS = [
 HINT = (90, 91, 92)
 
 
-def frozen(module: PolicyModel) -> PolicyModel:
-    return module.requires_grad_(False)
+def frozen_policy(model: Any, **options: Any) -> FrozenPolicy:
+    policy = PolicyModel(model)
+    return FrozenPolicy(policy, policy.requires_grad_(False).eval(), **options)
 
 
 def with_hint(item: Trajectory) -> tuple[int, ...]:
@@ -49,7 +50,7 @@ def test_only_the_teacher_reads_the_hint() -> None:
         log_p = torch.log_softmax(model(input_ids=ids).logits[0, :-1], dim=-1).gather(1, ids[0, 1:, None])[:, 0]
         wanted[row, : len(item.response_ids)] = log_p[len(with_hint(item)) - 1 :].detach()
     for hinted in (True, False):
-        found, _ = FrozenPolicy(PolicyModel(model), frozen, temperature=1.0, hinted=hinted).score_batch(batch)
+        found, _ = frozen_policy(model, temperature=1.0, hinted=hinted).score_batch(batch)
         same = torch.allclose(found, torch.where(batch.response_mask, wanted, 0.0), atol=1e-5)
         assert same == hinted
 
@@ -100,9 +101,7 @@ def served(server: ThreadingHTTPServer, **settings: Any) -> ServedTeacher:
 def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPServer, objective: Any) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     settings = TeacherSettings(objective=objective)
-    local = FrozenPolicy(
-        PolicyModel(tiny_model()), frozen, temperature=1.0, over_vocabulary=True, beta=settings.resolved_beta
-    )
+    local = frozen_policy(tiny_model(), temperature=1.0, over_vocabulary=True, beta=settings.resolved_beta)
     policy = PolicyModel(tiny_model(seed=1))
     found = []
     for teacher in (local, served(server, objective=objective, top_tokens=264), served(server, objective=objective)):
@@ -118,7 +117,7 @@ def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPS
 
 def test_one_log_probability_suffices_for_the_sampled_form(server: ThreadingHTTPServer) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
-    here, _ = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0).score_batch(batch)
+    here, _ = frozen_policy(tiny_model(), temperature=1.0).score_batch(batch)
     there, head = served(server, objective="sampled").score_batch(batch)
     torch.testing.assert_close(there, here, rtol=0, atol=1e-5)
     assert head is None
@@ -155,7 +154,7 @@ def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: Threadin
 def test_an_id_that_means_something_else_to_the_teacher_is_refused_when_it_occurs() -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     for refused, occurs in ((41, True), (99, False)):
-        teacher = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={refused: "id differs"})
+        teacher = frozen_policy(tiny_model(), temperature=1.0, refused_ids={refused: "id differs"})
         if occurs:
             with pytest.raises(SettingsError, match="id differs"):
                 teacher.score_batch(batch)
@@ -167,9 +166,9 @@ def test_the_padding_of_a_row_that_ranks_share_is_no_token() -> None:
     """The padding has the id 0, which may be a special token that differs."""
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS), multiple=16)
     assert 0 in batch.row.token_ids
-    FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={0: "id differs"}).score_batch(batch)
+    frozen_policy(tiny_model(), temperature=1.0, refused_ids={0: "id differs"}).score_batch(batch)
     last = int(batch.row.token_ids[batch.row.token_ids > 0][-1])
-    teacher = FrozenPolicy(PolicyModel(tiny_model()), frozen, temperature=1.0, refused_ids={last: "id differs"})
+    teacher = frozen_policy(tiny_model(), temperature=1.0, refused_ids={last: "id differs"})
     with pytest.raises(SettingsError, match="id differs"):
         teacher.score_batch(batch)
 

@@ -170,9 +170,11 @@ async def _score_policy(settings: Settings, path: Path, problems: Sequence[Probl
         )
         async with contextlib.AsyncExitStack() as opened:
             opened.push_async_callback(engine.close)
-            for part in (environment, *([] if rewards is None else [rewards])):
-                opened.push_async_callback(part.close)
-                await part.open()
+            opened.push_async_callback(environment.close)
+            await environment.open()
+            if rewards is not None:
+                opened.push_async_callback(rewards.close)
+                await rewards.open()
             requests = [Group(index=index, problem=problem) for index, problem in enumerate(chosen)]
             played = driver.run(requests, step=0, group_size=1, skip_long=True)
             groups = sorted([group async for group in played], key=lambda group: group.index)

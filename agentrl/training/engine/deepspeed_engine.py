@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import sys
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -177,7 +178,9 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
-    import deepspeed
+    # DeepSpeed's autotuner, which is not used here, imports MLflow if it is installed, and with it pandas: 70 MB.
+    with _hidden_module("mlflow"):
+        import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that torch has renamed.
@@ -195,6 +198,19 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
         torch.distributed.init_process_group(backend, timeout=timedelta(seconds=deadline))
     deepspeed.init_distributed(verbose=False)
     return torch.distributed.get_rank(), torch.distributed.get_world_size()
+
+
+@contextmanager
+def _hidden_module(name: str) -> Iterator[None]:
+    """Make ``import name`` fail inside the block, unless the module was imported before."""
+    hidden = name not in sys.modules
+    if hidden:
+        sys.modules[name] = None  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        if hidden:
+            del sys.modules[name]
 
 
 def leave_distributed() -> None:
