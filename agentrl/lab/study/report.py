@@ -42,6 +42,8 @@ def study_markdown(record: StudyRecord) -> str:
         lines += ["", *_costs(record, study.target)]
     lines += ["", *_differences(record, "Final score", lambda run: run.final)]
     lines += ["", *_differences(record, "Area", lambda run: run.area)]
+    if study.tokens is not None:
+        lines += ["", *_equal_tokens(record, study.tokens)]
     left = [run for run in record.runs if run.status != "finished"]
     if left:
         lines += ["", "## Not finished", "", "| run | seed | status | reason |", "|---|---|---|---|"]
@@ -115,6 +117,30 @@ def _costs(record: StudyRecord, target: float) -> list[str]:
     return lines
 
 
+def _equal_tokens(record: StudyRecord, tokens: int) -> list[str]:
+    lines = [
+        f"## After {tokens:,} sampled tokens",
+        "",
+        "Scores between evaluations are interpolated. Area: mean score over the sampled tokens.",
+        "",
+        "| variant | seeds | score | area | tokens of the whole run, median |",
+        "|---|---|---|---|---|",
+    ]
+    for variant, runs in curves_by_variant(record).items():
+        points = [point for run in runs if (point := run.scores_by_tokens(tokens)) is not None]
+        scores, areas = ([point[index] for point in points] for index in (0, 1))
+        totals = [sum(run.model_tokens) for run in runs if run.status == "finished"]
+        cells = [_cell(scores, mean_over_seeds), _cell(areas, mean_over_seeds), _median(totals)]
+        lines.append(f"| {variant} | {len(points)} | {' | '.join(cells)} |")
+    for index, what in enumerate(("Score", "Area")):
+        lines += ["", *_differences(record, f"{what} after {tokens:,} tokens", _token_score(tokens, index))]
+    return lines
+
+
+def _token_score(tokens: int, index: int) -> Callable[[RunCurve], float | None]:
+    return lambda run: None if (point := run.scores_by_tokens(tokens)) is None else point[index]
+
+
 def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float | None]) -> list[str]:
     values = {
         variant: {run.seed: value for run in runs if (value := of(run)) is not None}
@@ -184,12 +210,14 @@ def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, 
     window = _WINDOW if longest >= _WINDOW else 1
     reward_title = "Training reward, means of ten steps" if window == _WINDOW else "Training reward"
     for index, (variant, runs) in enumerate(variants.items()):
-        _band(scores, _score_points(runs), variant, index)
+        _band(scores, _score_points(runs, study.tokens), variant, index)
         _band(rewards, _reward_points(runs, window), variant, index)
     for axes, title in ((scores, "Held-out score"), (rewards, reward_title)):
         style_axes(axes, title)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("optimizer step")
+    if study.tokens is not None:
+        scores.set_xlabel("sampled tokens")
     add_legend_below(scores, columns=4)
     add_caption(figure, text)
     return figure
@@ -221,9 +249,15 @@ def _means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], list[float
     return steps, [float(np.mean(points[step])) for step in steps]
 
 
-def _score_points(runs: Sequence[RunCurve]) -> dict[int, list[float]]:
+def _score_points(runs: Sequence[RunCurve], tokens: int | None = None) -> dict[int, list[float]]:
+    """Return the scores of all runs by step, or, if ``tokens`` is set, at nine numbers of sampled tokens up to it."""
     points: dict[int, list[float]] = {}
     for run in runs:
+        if tokens is not None:
+            for place in map(int, np.linspace(1, tokens, 9)):
+                if (point := run.scores_by_tokens(place)) is not None:
+                    points.setdefault(place, []).append(point[0])
+            continue
         for score in run.scores:
             points.setdefault(score.step, []).append(score.mean)
     return points

@@ -38,6 +38,7 @@ class StudySettings(BaseModel):
     jobs: int = Field(1, ge=1, description="number of concurrent runs")
     baseline: str | None = Field(None, description="variant with which the others are compared; null: the first")
     target: float | None = Field(None, ge=0, le=1, description="report the tokens and trajectories until this score")
+    tokens: int | None = Field(None, ge=1, description="compare the scores after this number of sampled tokens")
     collapse: float = Field(
         0.5, gt=0, lt=1, description="a run has collapsed if its last score is below this share of its best one"
     )

@@ -181,6 +181,19 @@ class RunCurve(BaseModel):
         parts = [(after.step - before.step) * (before.mean + after.mean) / 2 for before, after in pairwise(self.scores)]
         return sum(parts) / (self.scores[-1].step - self.scores[0].step)
 
+    def scores_by_tokens(self, tokens: int) -> tuple[float, float] | None:
+        """Return the score after ``tokens`` sampled tokens, and the mean score up to there.
+
+        Scores between evaluations are interpolated. Returns None if the run has not finished or sampled fewer tokens.
+        """
+        spent = dict(zip(self.steps, self.cumulative_tokens, strict=True))
+        known = [spent.get(score.step, 0) for score in self.scores]
+        if self.status != "finished" or len(known) < 2 or known[-1] < tokens:
+            return None
+        points = [0, *(value for value in known if 0 < value < tokens), tokens]
+        means = np.interp(points, known, [score.mean for score in self.scores])
+        return float(means[-1]), float(np.trapezoid(means, points)) / tokens
+
     def cost_to_reach(self, target: float, spent: Sequence[int]) -> int | None:
         """Sum ``spent`` up to the first evaluation with a score of at least ``target``.
 

@@ -339,6 +339,19 @@ def test_scores_areas_costs_and_collapses():
     assert curve("a", 0, 0.2, 0.4, status="interrupted").final is None
 
 
+def test_scores_at_equal_tokens_are_interpolated():
+    run = curve("a", 0, 0.2, 0.6, 1.0)  # evaluations after 0, 1,000 and 2,000 tokens
+    assert run.scores_by_tokens(1500) == pytest.approx((0.8, (1000 * 0.4 + 500 * 0.7) / 1500))
+    assert run.scores_by_tokens(2001) is None  # it sampled fewer
+    assert curve("a", 0, 0.2, 0.6, status="failed").scores_by_tokens(10) is None
+    runs = tuple(curve(name, seed, 0.2, 0.6 + high) for name, high in (("a", 0.0), ("b", 0.2)) for seed in (0, 1))
+    record = StudyRecord(agentrl="1", study=study(variants={"a": {}, "b": {}}, tokens=500), runs=runs)
+    text = study_markdown(record)
+    assert "| b | 2 | 0.500 [0.500, 0.500] | 0.350 [0.350, 0.350] | 1,000 |" in text
+    assert "## Score after 500 tokens: difference from a, paired by seed" in text
+    assert study_figure(record).axes[0].get_xlabel() == "sampled tokens"
+
+
 def test_differences_are_paired_by_seed():
     scores = {"base": {0: 0.1, 1: 0.5, 2: 0.9}, "other": {0: 0.2, 1: 0.7, 2: 1.2}, "lonely": {0: 1.0}}
     (found,) = paired_differences(scores, "base")
