@@ -21,7 +21,7 @@ import resource
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -32,16 +32,15 @@ from scripted import ScriptedEngine, written
 from agentrl.config import load_settings
 from agentrl.evaluation.benchmarks import ProblemSet, problem_sets
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.engines import RolloutRunner, TokenRolloutRunner
+from agentrl.evaluation.engines import ModelSampler
 from agentrl.evaluation.results import default_pass_ks
-from agentrl.evaluation.run import Evaluation, write_results
+from agentrl.evaluation.run import run_rollouts, write_results
 from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.telemetry.console import Console
 from agentrl.viewer.export import export_evaluation
-from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
 WORK = "Let me compute first.\n```python\nprint(sum(k * k for k in range(1000)))\n```"
@@ -100,35 +99,13 @@ class AnsweringEngine(ScriptedEngine[tuple[Problem, int, int]]):
         return next(problem for problem in self._problems if prompt.endswith(f"{problem.statement}\n"))
 
 
-class OpenedScript:
-    """The scripted engine as an evaluation opens it."""
-
-    def __init__(self, settings: Any, sets: Sequence[ProblemSet]) -> None:
-        self._settings = settings
-        self._codec = TextCodec(train_tokenizer([WORK, *WRONG], vocabulary_size=400))
-        self._engine = AnsweringEngine(self._codec, sets, settings.evaluation.samples)
-        self.concurrency = settings.rollout.concurrency
-
-    def sampler(self) -> Mapping[str, Any]:
-        return {"name": "scripted"}
-
-    def model(self) -> Mapping[str, Any]:
-        return {"name": "scripted", "fingerprint": self._engine.fingerprint()}
-
-    def rollout_runner(self, environment: Environment) -> RolloutRunner:
-        return TokenRolloutRunner(
-            environment=environment,
-            engine=self._engine,
-            codec=self._codec,
-            settings=self._settings.rollout,
-            seed=self._settings.seed,
-        )
-
-    def prompts_too_long(self, prompts: Sequence[str]) -> Mapping[str, int]:
-        return {}  # nothing is too long for a script
-
-    async def close(self) -> None:
-        await self._engine.close()
+def scripted_sampler(settings: Any, sets: Sequence[ProblemSet]) -> ModelSampler:
+    """Return the sampler of an evaluation with the scripted engine."""
+    codec = TextCodec(train_tokenizer([WORK, *WRONG], vocabulary_size=400))
+    engine = AnsweringEngine(codec, sets, settings.evaluation.samples)
+    return ModelSampler(
+        engine=engine, codec=codec, settings=settings, fingerprint=engine.fingerprint(), record={"name": "scripted"}
+    )
 
 
 def expected(one: ProblemSet, n: int, ks: Sequence[int]) -> dict[str, Fraction]:
@@ -188,10 +165,10 @@ class Memory:
         return next(megabytes for size, megabytes in self.samples if size >= share * end)
 
 
-async def play(evaluation: Evaluation, memory: Memory, log: Path) -> EvaluationDirectory:
+async def play(rollouts: Coroutine[Any, Any, EvaluationDirectory], memory: Memory, log: Path) -> EvaluationDirectory:
     watch = asyncio.create_task(memory.watch(log))
     try:
-        return await evaluation.run_rollouts()
+        return await rollouts
     finally:
         watch.cancel()
 
@@ -219,10 +196,11 @@ def main() -> int:
     memory = Memory()
     with tempfile.TemporaryDirectory() as temporary:
         output = options.output or Path(temporary) / "evaluation"
-        opened = OpenedScript(settings, sets)
-        evaluation = Evaluation(settings, sets, request, output, console, engine=opened)
+        sampler = scripted_sampler(settings, sets)
         began, cpu = time.monotonic(), cpu_seconds()
-        directory = asyncio.run(play(evaluation, memory, output / "rollouts.jsonl.zst"))
+        directory = asyncio.run(
+            play(run_rollouts(settings, sets, output, console, sampler=sampler), memory, output / "rollouts.jsonl.zst")
+        )
         played, cpu_then = time.monotonic(), cpu_seconds()
         results = write_results(directory, settings, sets, request, console, export_evaluation)
         ended = time.monotonic()

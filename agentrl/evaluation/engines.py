@@ -1,7 +1,4 @@
-"""Engines with a local model, verification of their weights, and the players that sample rollouts.
-
-Players do not retry. Their caller decides whether to retry rollouts that failed for reasons outside the policy.
-"""
+"""Samplers of an evaluation: a local model, whose weights are verified, or an endpoint."""
 
 from __future__ import annotations
 
@@ -18,6 +15,7 @@ import torch
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.endpoint import ContextFullError, TextEngine, TextSampling
+from agentrl.evaluation.provenance import configured_engine_record
 from agentrl.evaluation.settings import EvaluationSections
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.models.loading import model_fingerprint, read_config, read_model
@@ -28,7 +26,7 @@ from agentrl.rollout.engines.base import Engine, EngineRequest, ManagedEngine, e
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.environment import build_chat_setup, build_codec, build_environment, uses_chat_template
 from agentrl.rollout.policy import LoopThrottle, TurnPolicy
-from agentrl.rollout.settings import RolloutSettings, longest_request
+from agentrl.rollout.settings import longest_request
 from agentrl.trajectory import Group, concatenate_branches
 from agentrl.weights.verify import Probe, add_tied_head, checksums
 from agentrl_envs.episode import Environment, Episode
@@ -85,33 +83,127 @@ def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Referenc
     return _Reference(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
 
 
-class RolloutRunner(Protocol):
-    """Plays samples concurrently and yields their transcripts in no particular order."""
+ProblemKey = tuple[str, str]
+"""Name of a benchmark, and id of a problem in it."""
 
-    def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]: ...
+
+class Sampler(Protocol):
+    """Samples the rollouts of an evaluation. Does not retry: rollouts that fail are yielded like all others."""
+
+    @property
+    def concurrency(self) -> int:
+        """Maximum number of concurrent conversations."""
+        ...
+
+    def model_record(self) -> Mapping[str, object]:
+        """Return the record that identifies the model in results."""
+        ...
+
+    def engine_record(self) -> Mapping[str, object]:
+        """Return the record that identifies the engine in results."""
+        ...
+
+    def sample_rollouts(self, environment: Environment, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+        """Sample concurrently, and yield each transcript when its rollout ends."""
+        ...
+
+    def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+        """Return the prompt lengths of the problems whose prompts leave no room for a complete response.
+
+        Raises SettingsError if no prompt leaves room, and if a length exceeds the limit of a setting.
+        """
+        ...
+
+    async def close(self) -> None: ...
+
+
+async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampler:
+    """Open ``rollout.engine`` with the model in ``model.path``. Raises SettingsError or WorldError.
+
+    ``settings`` must contain the limits of evaluation. Server logs are written to the evaluation's ``folder``.
+    """
+    path = str(settings.model.path)
+    tokenizer = read_tokenizer(path)
+    codec = build_codec(tokenizer, path, build_chat_setup(settings, tokenizer, path))
+    in_process = engine_facts(settings.rollout).in_process
+    managed = engine_plugin(settings.rollout).managed(
+        EngineRequest(
+            rollout=settings.rollout,
+            policy=settings.model,
+            policy_path=path,
+            codec=codec,
+            longest=longest_request(settings.rollout, None),
+            folder=folder,
+            model=_read_model(settings.model, path) if in_process else None,
+            trained=False,
+        )
+    )
+    fingerprint = managed.engine.fingerprint() if in_process else await open_and_verify(managed, settings, codec)
+    return ModelSampler(
+        engine=managed.engine,
+        codec=codec,
+        settings=settings,
+        fingerprint=fingerprint,
+        record=managed.record(),
+        max_positions=_positions(read_config(settings.model)),
+    )
+
+
+def _read_model(settings: ModelSettings, path: str) -> Any:
+    return read_model(path, settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
+
+
+def _positions(config: Any | None) -> int | None:
+    """Return the maximum sequence length in a model's ``config``, or None if it is not specified."""
+    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
+
+
+def build_evaluation_environment(settings: EvaluationSections) -> Environment:
+    """Build the environment of an evaluation without opening it.
+
+    A chat format is applied only if the protocol requires it and no endpoint applies a chat template.
+    """
+    path = settings.model.path
+    if path is None or settings.evaluation.endpoint.url is not None or not uses_chat_template(settings):
+        return build_environment(settings)
+    return build_environment(settings, build_chat_setup(settings, read_tokenizer(path), path))
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenRolloutRunner:
-    """Player that uses the driver of training. Each sample is a separate group and is yielded when it ends.
+class ModelSampler:
+    """A `Sampler` that uses a local model and the rollout driver of training.
 
     Randomness depends on the seed, the benchmark, the problem's id, the sample's number and the attempt. Adding samples
-    or benchmarks therefore changes no existing rollout.
+    or benchmarks therefore changes no existing rollout. ``max_positions`` is the model's maximum sequence length.
     """
 
-    environment: Environment
     engine: Engine
     codec: TextCodec
-    settings: RolloutSettings
-    seed: int
+    settings: EvaluationSections
+    fingerprint: str
+    record: Mapping[str, object]
+    max_positions: int | None = None
 
-    async def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+    @property
+    def concurrency(self) -> int:
+        return self.settings.rollout.concurrency
+
+    def model_record(self) -> Mapping[str, object]:
+        return {"name": self.settings.model.path, "fingerprint": self.fingerprint}
+
+    def engine_record(self) -> Mapping[str, object]:
+        return self.record
+
+    async def sample_rollouts(
+        self, environment: Environment, samples: Sequence[Sample]
+    ) -> AsyncGenerator[Transcript, None]:
+        """Sample each rollout as a separate group, so that it is yielded as soon as it ends."""
         driver = Driver(
-            environment=self.environment,
+            environment=environment,
             engine=self.engine,
             codec=self.codec,
-            settings=self.settings.model_copy(update={"retries": 0}),
-            seed=self.seed,
+            settings=self.settings.rollout.model_copy(update={"retries": 0}),
+            seed=self.settings.seed,
         )
         by_index = {_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
@@ -123,39 +215,98 @@ class TokenRolloutRunner:
                 failure = driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
                 yield Transcript.of(by_index[group.index], trajectory, failure=failure)
 
+    def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+        rollout = self.settings.rollout
+        tokens = {problem: len(self.codec.encode_prompt(prompt)) for problem, prompt in prompts.items()}
+        most = None if self.max_positions is None else self.max_positions - rollout.max_response_tokens
+        unfit = {problem: count for problem, count in tokens.items() if most is not None and count > most}
+        if len(unfit) == len(tokens):
+            shortest = min(tokens, key=tokens.__getitem__)
+            self._refuse(shortest, tokens[shortest], "the number of positions of the model", self.max_positions or 0)
+        problem = max(tokens.keys() - unfit.keys(), key=tokens.__getitem__)
+        longest = tokens[problem]
+        facts = engine_facts(rollout)
+        if facts.kv_slots is not None and longest + rollout.max_response_tokens > facts.kv_slots:
+            self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
+        if facts.prompt_limit is not None and longest > facts.prompt_limit:
+            raise SettingsError(
+                f"{_problem_name(problem)}: its prompt has {longest} tokens, but the servers are started for prompts "
+                f"of rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
+            )
+        return unfit
+
+    def _refuse(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
+        """Raise SettingsError because prompt and response together exceed ``limit``, the value of ``name``."""
+        more = self.settings.rollout.max_response_tokens
+        valid = [f"{name} of at least {prompt + more}"] if "." in name else []
+        if limit > prompt:
+            valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
+        raise SettingsError(
+            f"{_problem_name(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without "
+            f"it, rollout.max_response_tokens) allows {more} more, which exceeds {name} ({limit}); valid: "
+            + (", or ".join(valid) or "shorter prompts")
+        )
+
+    async def close(self) -> None:
+        await self.engine.close()
+
+
+def _index(sample: Sample) -> int:
+    """Return the sample's request index for the driver: 63 bits of a hash of the sample's identity."""
+    name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
+
+
+def _problem_name(problem: ProblemKey) -> str:
+    benchmark, name = problem
+    return f"problem {name} of {benchmark}"
+
 
 @dataclass(frozen=True, kw_only=True)
-class TextRolloutRunner:
-    """Player that runs up to ``concurrency`` conversations with an endpoint."""
+class EndpointSampler:
+    """A `Sampler` that uses an OpenAI-compatible endpoint, without a local model."""
 
-    environment: Environment
     engine: TextEngine
-    settings: RolloutSettings
-    seed: int
-    concurrency: int
+    settings: EvaluationSections
 
-    async def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
-        work = iter(samples)
+    @property
+    def concurrency(self) -> int:
+        return self.settings.evaluation.endpoint.concurrency
+
+    def model_record(self) -> Mapping[str, object]:
+        return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
+
+    def engine_record(self) -> Mapping[str, object]:
+        return configured_engine_record(self.settings)
+
+    async def sample_rollouts(
+        self, environment: Environment, samples: Sequence[Sample]
+    ) -> AsyncGenerator[Transcript, None]:
+        remaining = iter(samples)
         fair_yield = LoopThrottle()
 
-        async def player(finished: Callable[[Transcript], None]) -> None:
-            for sample in work:
-                finished(await self._transcript(sample, fair_yield))
+        async def run_conversations(finished: Callable[[Transcript], None]) -> None:
+            for sample in remaining:
+                policy = _TextPolicy(
+                    problem=sample.problem,
+                    settings=self.settings.rollout,
+                    fair_yield=fair_yield,
+                    sample_of=sample,
+                    engine=self.engine,
+                    keys=(self.settings.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
+                )
+                finished(await policy.roll_out(environment))
 
-        async with aclosing(run_tasks(min(self.concurrency, len(samples)), player)) as played:
-            async for transcript in played:
+        async with aclosing(run_tasks(min(self.concurrency, len(samples)), run_conversations)) as transcripts:
+            async for transcript in transcripts:
                 yield transcript
 
-    async def _transcript(self, sample: Sample, fair_yield: LoopThrottle) -> Transcript:
-        policy = _TextPolicy(
-            problem=sample.problem,
-            settings=self.settings,
-            fair_yield=fair_yield,
-            sample_of=sample,
-            engine=self.engine,
-            keys=(self.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),
-        )
-        return await policy.roll_out(self.environment)
+    def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
+        """Return an empty mapping, because the endpoint itself rejects prompts that are too long."""
+        return {}
+
+    async def close(self) -> None:
+        await self.engine.close()
 
 
 @dataclass(kw_only=True, eq=False)
@@ -232,164 +383,3 @@ class _TextPolicy(TurnPolicy[Transcript]):
             failure=self.failure,
             refused=self.refused,
         )
-
-
-def _index(sample: Sample) -> int:
-    """Return the sample's request index for the driver: 63 bits of a hash of the sample's identity."""
-    name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
-
-
-ProblemKey = tuple[str, str]
-"""Name of a benchmark, and id of a problem in it."""
-
-
-class OpenedEngine(Protocol):
-    """An engine that is ready to sample, from tokens or from text."""
-
-    @property
-    def concurrency(self) -> int:
-        """Maximum number of conversations in flight."""
-        ...
-
-    def model(self) -> Mapping[str, object]:
-        """Return the record that identifies the model in results."""
-        ...
-
-    def sampler(self) -> Mapping[str, object]:
-        """Return the record that identifies the engine in results."""
-        ...
-
-    def rollout_runner(self, environment: Environment) -> RolloutRunner: ...
-
-    def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
-        """Return the prompt lengths of the problems whose prompts leave no room for a complete response.
-
-        Raises SettingsError if no prompt leaves room, and if a length exceeds the limit of a setting.
-        """
-        ...
-
-    async def close(self) -> None: ...
-
-
-async def open_engine(settings: EvaluationSections, folder: Path) -> OpenedEngine:
-    """Open ``rollout.engine`` with the model in ``model.path``. Raises SettingsError or WorldError.
-
-    ``settings`` must contain the limits of evaluation. Server logs are written to the evaluation's ``folder``.
-    """
-    path = str(settings.model.path)
-    tokenizer = read_tokenizer(path)
-    codec = build_codec(tokenizer, path, build_chat_setup(settings, tokenizer, path))
-    in_process = engine_facts(settings.rollout).in_process
-    managed = engine_plugin(settings.rollout).managed(
-        EngineRequest(
-            rollout=settings.rollout,
-            policy=settings.model,
-            policy_path=path,
-            codec=codec,
-            longest=longest_request(settings.rollout, None),
-            folder=folder,
-            model=_read_model(settings.model, path) if in_process else None,
-            trained=False,
-        )
-    )
-    fingerprint = managed.engine.fingerprint() if in_process else await open_and_verify(managed, settings, codec)
-    return OpenedModel(
-        engine=managed.engine,
-        codec=codec,
-        settings=settings,
-        fingerprint=fingerprint,
-        record=managed.record(),
-        max_positions=_positions(read_config(settings.model)),
-    )
-
-
-def _read_model(settings: ModelSettings, path: str) -> Any:
-    return read_model(path, settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _positions(config: Any | None) -> int | None:
-    """Return the maximum sequence length in a model's ``config``, or None if it is not specified."""
-    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
-
-
-def build_evaluation_environment(settings: EvaluationSections) -> Environment:
-    """Build the environment of an evaluation without opening it.
-
-    A chat format is applied only if the protocol requires it and no endpoint applies a chat template.
-    """
-    path = settings.model.path
-    if path is None or settings.evaluation.endpoint.url is not None or not uses_chat_template(settings):
-        return build_environment(settings)
-    return build_environment(settings, build_chat_setup(settings, read_tokenizer(path), path))
-
-
-@dataclass(frozen=True, kw_only=True)
-class OpenedModel:
-    """A token engine with a local model. ``positions`` is the maximum sequence length of the model."""
-
-    engine: Engine
-    codec: TextCodec
-    settings: EvaluationSections
-    fingerprint: str
-    record: Mapping[str, object]
-    max_positions: int | None = None
-
-    @property
-    def concurrency(self) -> int:
-        return self.settings.rollout.concurrency
-
-    def model(self) -> Mapping[str, object]:
-        return {"name": self.settings.model.path, "fingerprint": self.fingerprint}
-
-    def sampler(self) -> Mapping[str, object]:
-        return self.record
-
-    def rollout_runner(self, environment: Environment) -> RolloutRunner:
-        return TokenRolloutRunner(
-            environment=environment,
-            engine=self.engine,
-            codec=self.codec,
-            settings=self.settings.rollout,
-            seed=self.settings.seed,
-        )
-
-    def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
-        rollout = self.settings.rollout
-        tokens = {problem: len(self.codec.encode_prompt(prompt)) for problem, prompt in prompts.items()}
-        most = None if self.max_positions is None else self.max_positions - rollout.max_response_tokens
-        unfit = {problem: count for problem, count in tokens.items() if most is not None and count > most}
-        if len(unfit) == len(tokens):
-            shortest = min(tokens, key=tokens.__getitem__)
-            self._refuse(shortest, tokens[shortest], "the number of positions of the model", self.max_positions or 0)
-        problem = max(tokens.keys() - unfit.keys(), key=tokens.__getitem__)
-        longest = tokens[problem]
-        facts = engine_facts(rollout)
-        if facts.kv_slots is not None and longest + rollout.max_response_tokens > facts.kv_slots:
-            self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
-        if facts.prompt_limit is not None and longest > facts.prompt_limit:
-            raise SettingsError(
-                f"{_problem_name(problem)}: its prompt has {longest} tokens, but the servers are started for prompts "
-                f"of rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
-            )
-        return unfit
-
-    def _refuse(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
-        """Raise SettingsError because prompt and response together exceed ``limit``, the value of ``name``."""
-        more = self.settings.rollout.max_response_tokens
-        valid = [f"{name} of at least {prompt + more}"] if "." in name else []
-        if limit > prompt:
-            valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
-        raise SettingsError(
-            f"{_problem_name(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without "
-            f"it, rollout.max_response_tokens) allows {more} more, which exceeds {name} ({limit}); valid: "
-            + (", or ".join(valid) or "shorter prompts")
-        )
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-
-def _problem_name(problem: ProblemKey) -> str:
-    benchmark, name = problem
-    return f"problem {name} of {benchmark}"

@@ -7,9 +7,8 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
-from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -33,7 +32,7 @@ from agentrl_envs.grading import Grader
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
-    from agentrl.evaluation.engines import OpenedEngine, RolloutRunner
+    from agentrl.evaluation.engines import Sampler
 
 _TRACKED_COLUMNS = (
     *("benchmark", "problem", "sample", "reward", "ended", "verdict", "answer", "turns", "model tokens"),
@@ -64,7 +63,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
         sets = problem_sets(settings, request.benchmarks, request.data_dir)
         output = request.output or default_output(settings, sets)
         try:
-            directory = runner.run(Evaluation(settings, sets, request, output, console, engine=endpoint).run_rollouts())
+            directory = runner.run(run_rollouts(settings, sets, output, console, endpoint=endpoint))
         except KeyboardInterrupt:
             console.note(f"stopped: {output} contains the finished rollouts; run the same command to continue")
             raise
@@ -72,7 +71,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
 
 
 @contextmanager
-def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[OpenedEndpoint | None]:
+def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[TextEngine | None]:
     """Open the configured endpoint, if any, before problems are read and heavy libraries are imported."""
     if settings.evaluation.endpoint.url is None:
         yield None
@@ -80,180 +79,140 @@ def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[
     engine = TextEngine(settings.evaluation.endpoint)
     try:
         runner.run(engine.open())
-        yield OpenedEndpoint(engine=engine, settings=settings)
+        yield engine
     finally:
         runner.run(engine.close())
 
 
-@dataclass(frozen=True, kw_only=True)
-class OpenedEndpoint:
-    """An `OpenedEngine` that samples from an endpoint, without a local model."""
+async def run_rollouts(
+    settings: EvaluationSections,
+    sets: Sequence[ProblemSet],
+    output: Path,
+    console: Console,
+    *,
+    endpoint: TextEngine | None = None,
+    sampler: Sampler | None = None,
+    environment: Environment | None = None,
+) -> EvaluationDirectory:
+    """Sample the missing rollouts. Returns the complete, closed directory.
 
-    engine: TextEngine
-    settings: EvaluationSections
+    ``settings`` must contain the limits of evaluation. The caller opens and closes ``endpoint``, ``sampler`` and
+    ``environment``. Without ``endpoint`` and ``sampler``, the engine of the settings is opened.
+    """
+    # Imported only after the problems are checked, because it imports heavy libraries.
+    from agentrl.evaluation.engines import EndpointSampler, build_evaluation_environment, open_sampler
 
-    @property
-    def concurrency(self) -> int:
-        return self.settings.evaluation.endpoint.concurrency
-
-    def model(self) -> Mapping[str, object]:
-        return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
-
-    def sampler(self) -> Mapping[str, object]:
-        return configured_engine_record(self.settings)
-
-    def rollout_runner(self, environment: Environment) -> RolloutRunner:
-        from agentrl.evaluation.engines import TextRolloutRunner  # heavy
-
-        return TextRolloutRunner(
-            environment=environment,
-            engine=self.engine,
-            settings=self.settings.rollout,
-            seed=self.settings.seed,
-            concurrency=self.concurrency,
+    async with AsyncExitStack() as stack:
+        if environment is None:
+            environment = build_evaluation_environment(settings)
+            stack.push_async_callback(environment.close)
+            await environment.open()
+        if endpoint is not None:
+            sampler = EndpointSampler(engine=endpoint, settings=settings)
+        elif sampler is None:
+            sampler = await open_sampler(settings, output)
+            stack.push_async_callback(sampler.close)
+        prompts = await _prompts(sets, environment)
+        unfit = sampler.prompts_too_long(prompts)
+        record = build_provenance(
+            settings,
+            sets,
+            model=sampler.model_record(),
+            engine=sampler.engine_record(),
+            environment=environment.describe(),
         )
-
-    def prompts_too_long(self, prompts: Mapping[tuple[str, str], str]) -> Mapping[tuple[str, str], int]:
-        """Return an empty mapping, because the endpoint itself rejects prompts that are too long."""
-        return {}
-
-    async def close(self) -> None:
-        await self.engine.close()
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """One evaluation. ``settings`` contains its limits. The caller closes ``engine`` and ``environment``."""
-
-    settings: EvaluationSections
-    sets: Sequence[ProblemSet]
-    request: EvaluationRequest
-    output: Path
-    console: Console
-    _: KW_ONLY
-    engine: OpenedEngine | None = None
-    environment: Environment | None = None
-
-    async def run_rollouts(self) -> EvaluationDirectory:
-        """Sample the missing rollouts. Returns the complete, closed directory."""
-        async with AsyncExitStack() as stack:
-            environment = await self._open_environment(stack)
-            engine = await self._open_engine(stack)
-            prompts = await _prompts(self.sets, environment)
-            unfit = engine.prompts_too_long(prompts)
-            record = build_provenance(
-                self.settings,
-                self.sets,
-                model=engine.model(),
-                engine=engine.sampler(),
-                environment=environment.describe(),
-            )
-            directory = EvaluationDirectory.create_or_resume(self.output, record, problem_records(self.sets, prompts))
-            stack.callback(directory.close)
-            for line in (*environment.describe(), f"rollouts are written to {directory.path}"):
-                self.console.note(line)
-            log = stack.enter_context(RolloutLog(directory.rollouts))
-            if log.repaired:
-                self.console.note(f"{log.path}: removed {log.repaired} bytes of an incomplete last rollout")
-            index = RolloutIndex()
-            for transcript in directory.transcripts():
-                index.add(transcript)
-            self._end_without_room(unfit, log, index)
-            await self._play_missing(engine, environment, log, index)
-        return directory
-
-    def _end_without_room(self, unfit: Mapping[tuple[str, str], int], log: RolloutLog, index: RolloutIndex) -> None:
-        """Record the samples of problems in ``unfit`` as truncated before their first token."""
-        if not unfit:
-            return
-        for sample in index.samples_to_run(self.sets, self.settings.evaluation.samples):
-            tokens = unfit.get((sample.benchmark, sample.problem.id))
-            if tokens is None:
-                continue
-            transcript = Transcript(
-                benchmark=sample.benchmark,
-                problem=sample.problem.id,
-                sample=sample.number,
-                attempt=sample.attempt,
-                turns=(),
-                ended=Ended.TOKEN_LIMIT,
-                prompt_tokens=tokens,
-            )
-            log.append(transcript)
+        directory = EvaluationDirectory.create_or_resume(output, record, problem_records(sets, prompts))
+        stack.callback(directory.close)
+        for line in (*environment.describe(), f"rollouts are written to {directory.path}"):
+            console.note(line)
+        log = stack.enter_context(RolloutLog(directory.rollouts))
+        if log.repaired:
+            console.note(f"{log.path}: removed {log.repaired} bytes of an incomplete last rollout")
+        index = RolloutIndex()
+        for transcript in directory.transcripts():
             index.add(transcript)
-        self.console.warning(
-            f"{len(unfit)} problems ({_first_named(unfit)}) have prompts of up to {max(unfit.values())} tokens, which "
-            f"leave no room for a response of {self.settings.rollout.max_response_tokens} tokens "
-            "(evaluation.max_response_tokens): their rollouts are not sampled and count as truncated and wrong"
+        if unfit:
+            _record_as_truncated(unfit, settings, sets, console, log, index)
+        await _sample_missing(sampler, environment, settings, sets, console, log, index)
+    return directory
+
+
+def _record_as_truncated(
+    unfit: Mapping[tuple[str, str], int],
+    settings: EvaluationSections,
+    sets: Sequence[ProblemSet],
+    console: Console,
+    log: RolloutLog,
+    index: RolloutIndex,
+) -> None:
+    """Record the samples of problems in ``unfit`` as truncated before their first token."""
+    for sample in index.samples_to_run(sets, settings.evaluation.samples):
+        tokens = unfit.get((sample.benchmark, sample.problem.id))
+        if tokens is None:
+            continue
+        transcript = Transcript(
+            benchmark=sample.benchmark,
+            problem=sample.problem.id,
+            sample=sample.number,
+            attempt=sample.attempt,
+            turns=(),
+            ended=Ended.TOKEN_LIMIT,
+            prompt_tokens=tokens,
         )
-
-    async def _open_environment(self, stack: AsyncExitStack) -> Environment:
-        if self.environment is not None:
-            return self.environment
-        from agentrl.evaluation.engines import (
-            build_evaluation_environment,
-        )  # heavy, so only after the problems are checked
-
-        environment = build_evaluation_environment(self.settings)
-        stack.push_async_callback(environment.close)
-        await environment.open()
-        return environment
-
-    async def _open_engine(self, stack: AsyncExitStack) -> OpenedEngine:
-        if self.engine is not None:
-            return self.engine
-        from agentrl.evaluation.engines import open_engine
-
-        engine = await open_engine(self.settings, self.output)
-        stack.push_async_callback(engine.close)
-        return engine
-
-    async def _play_missing(
-        self, engine: OpenedEngine, environment: Environment, log: RolloutLog, index: RolloutIndex
-    ) -> None:
-        """Sample the missing rollouts, and retry infrastructure failures up to ``rollout.retries`` times."""
-        n = self.settings.evaluation.samples
-        total = n * sum(len(one.problems) for one in self.sets)
-        display = _Display(self.console, index, total)
-        # The limit exceeds the concurrency, because one server failure can end all rollouts in flight.
-        failure_limit = _FailureLimit(max(_FAILURES_IN_A_ROW, 2 * engine.concurrency), log.path)
-        falsified = {one.name for one in self.sets if one.falsified}
-        with display:
-            for attempt in range(self.settings.rollout.retries + 1):
-                missing = index.samples_to_run(self.sets, n)
-                if attempt and missing:
-                    # Wait for a failed sandbox or server to recover.
-                    await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
-                # Falsified problems need a different environment, so they are sampled separately.
-                for falsify in (False, True):
-                    part = [sample for sample in missing if (sample.benchmark in falsified) is falsify]
-                    if not part:
-                        continue
-                    shown = FalsifiedEnvironment(environment, self.settings.seed) if falsify else environment
-                    async with aclosing(engine.rollout_runner(shown).run(part)) as played:
-                        async for transcript in played:
-                            log.append(transcript)
-                            index.add(transcript)
-                            display.update(transcript)
-                            failure_limit.see(transcript)
+        log.append(transcript)
+        index.add(transcript)
+    names = [problem for _, problem in unfit]
+    named = ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
+    console.warning(
+        f"{len(unfit)} problems ({named}) have prompts of up to {max(unfit.values())} tokens, which leave no room for "
+        f"a response of {settings.rollout.max_response_tokens} tokens (evaluation.max_response_tokens): their rollouts "
+        "are not sampled and count as truncated and wrong"
+    )
 
 
-class _FailureLimit:
-    """Stops an evaluation after many consecutive failures, because the sandbox or engine is probably down."""
+async def _sample_missing(
+    sampler: Sampler,
+    environment: Environment,
+    settings: EvaluationSections,
+    sets: Sequence[ProblemSet],
+    console: Console,
+    log: RolloutLog,
+    index: RolloutIndex,
+) -> None:
+    """Sample the missing rollouts, and retry infrastructure failures up to ``rollout.retries`` times.
 
-    def __init__(self, most: int, path: Path) -> None:
-        self._most = most
-        self._path = path
-        self._failures = 0
-
-    def see(self, transcript: Transcript) -> None:
-        self._failures = self._failures + 1 if transcript.ended is Ended.INFRASTRUCTURE_FAILURE else 0
-        if self._failures >= self._most:
-            raise WorldError(
-                f"{self._failures} consecutive rollouts failed for reasons outside the policy, the last because of: "
-                f"{transcript.failure or 'a failure of the sandbox or grader, see the log above'}. Finished rollouts "
-                f"are kept in {self._path}; run the same command to continue"
-            )
+    Raises WorldError after many consecutive failures, because the sandbox or engine is probably down.
+    """
+    n = settings.evaluation.samples
+    # The limit exceeds the concurrency, because one server failure can end all rollouts in flight.
+    most_failures = max(_FAILURES_IN_A_ROW, 2 * sampler.concurrency)
+    failures = 0
+    falsified = {one.name for one in sets if one.falsified}
+    with _Display(console, index, n * sum(len(one.problems) for one in sets)) as display:
+        for attempt in range(settings.rollout.retries + 1):
+            missing = index.samples_to_run(sets, n)
+            if attempt and missing:
+                # Wait for a failed sandbox or server to recover.
+                await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
+            # Falsified problems need a different environment, so they are sampled separately.
+            for falsify in (False, True):
+                part = [sample for sample in missing if (sample.benchmark in falsified) is falsify]
+                if not part:
+                    continue
+                shown = FalsifiedEnvironment(environment, settings.seed) if falsify else environment
+                async with aclosing(sampler.sample_rollouts(shown, part)) as transcripts:
+                    async for transcript in transcripts:
+                        log.append(transcript)
+                        index.add(transcript)
+                        display.update(transcript)
+                        failures = failures + 1 if transcript.ended is Ended.INFRASTRUCTURE_FAILURE else 0
+                        if failures >= most_failures:
+                            raise WorldError(
+                                f"{failures} consecutive rollouts failed for reasons outside the policy, the last "
+                                "because of: "
+                                f"{transcript.failure or 'a failure of the sandbox or grader, see the log above'}. "
+                                f"Finished rollouts are kept in {log.path}; run the same command to continue"
+                            )
 
 
 class _Display:
@@ -355,11 +314,6 @@ def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> 
         )
     )
     return Path("evaluations") / f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
-
-
-def _first_named(problems: Iterable[tuple[str, str]]) -> str:
-    names = [name for _, name in problems]
-    return ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
 
 
 async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:

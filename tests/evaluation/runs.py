@@ -10,7 +10,7 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode
 
 from agentrl.config import Settings, load_settings
 from agentrl.evaluation.benchmarks import ProblemSet
-from agentrl.evaluation.run import Evaluation, write_results
+from agentrl.evaluation.run import run_rollouts, write_results
 from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.telemetry.console import Console
@@ -76,8 +76,8 @@ def failed(sample: Sample) -> Transcript:
     )
 
 
-class WrittenEngine:
-    """Plays each sample by ``write(sample)``, which may raise; keeps what it was asked for."""
+class WrittenSampler:
+    """A sampler that returns ``write(sample)``, which may raise, and records the requested samples."""
 
     def __init__(self, write: Callable[[Sample], Transcript], *, fingerprint: str = "f1") -> None:
         self._write = write
@@ -86,16 +86,13 @@ class WrittenEngine:
         self.concurrency = 2
         self.longest = 10_000
 
-    def model(self) -> Mapping[str, Any]:
+    def model_record(self) -> Mapping[str, Any]:
         return {"name": "toy/model", "fingerprint": self._fingerprint}
 
-    def sampler(self) -> Mapping[str, Any]:
+    def engine_record(self) -> Mapping[str, Any]:
         return {"name": "written"}
 
-    def rollout_runner(self, environment: Any) -> WrittenEngine:
-        return self
-
-    async def run(self, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
+    async def sample_rollouts(self, environment: Any, samples: Sequence[Sample]) -> AsyncGenerator[Transcript, None]:
         for sample in samples:
             self.asked.append(sample)
             yield self._write(sample)
@@ -107,13 +104,12 @@ class WrittenEngine:
         """Nothing to release."""
 
 
-async def play(engine: WrittenEngine, output: Path, sets: Sequence[ProblemSet], *overrides: str) -> None:
-    """Play what is missing in ``output``."""
+async def play(sampler: WrittenSampler, output: Path, sets: Sequence[ProblemSet], *overrides: str) -> None:
+    """Sample the missing rollouts of the evaluation in ``output``."""
     environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([], prompt=f"Solve: {problem.statement}"))
     chosen = settings(*overrides)
     console = Console(chosen.telemetry)
-    evaluation = Evaluation(chosen, sets, EvaluationRequest(), output, console, engine=engine, environment=environment)
-    await evaluation.run_rollouts()
+    await run_rollouts(chosen, sets, output, console, sampler=sampler, environment=environment)
 
 
 def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request: Any) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation.runs import WrittenEngine, failed, play, problem_set, results, settings, transcript
+from evaluation.runs import WrittenSampler, failed, play, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.compare import compare, compare_command
@@ -26,7 +26,7 @@ def run(output: Path, counts: tuple[int, ...], *overrides: str, fingerprint: str
     def write(sample: Sample) -> Any:
         return transcript(sample, correct=sample.number < counts[int(sample.problem.id[1:])])
 
-    asyncio.run(play(WrittenEngine(write, fingerprint=fingerprint), output, sets, *overrides))
+    asyncio.run(play(WrittenSampler(write, fingerprint=fingerprint), output, sets, *overrides))
     return results(output, sets, *overrides)
 
 
@@ -99,7 +99,7 @@ def test_regrading_says_what_changed_and_leaves_the_evaluation(
         return transcript(sample, verdict=None, answer=None, reward=0.0, ended=Ended.VOID_TURN)
 
     sets = [problem_set(2)]
-    asyncio.run(play(WrittenEngine(write), tmp_path, sets, "rollout.retries=0"))
+    asyncio.run(play(WrittenSampler(write), tmp_path, sets, "rollout.retries=0"))
     before = results(tmp_path, sets, "rollout.retries=0")
     assert before["benchmarks"]["toy"]["avg"]["mean"] == 0.0
     kept = (tmp_path / "results.json").read_bytes(), (tmp_path / "rollouts.jsonl.zst").read_bytes()

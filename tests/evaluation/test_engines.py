@@ -12,7 +12,7 @@ from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.engines import OpenedModel, TokenRolloutRunner, build_evaluation_environment, open_engine
+from agentrl.evaluation.engines import ModelSampler, build_evaluation_environment, open_sampler
 from agentrl.evaluation.provenance import build_provenance
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
@@ -42,9 +42,8 @@ def saved(folder: Path, *, template: str | None = None) -> Path:
 async def test_a_prompt_stands_in_the_template_and_its_special_tokens_are_text(tmp_path: Path) -> None:
     folder = saved(tmp_path, template=TEMPLATE)
     chosen = settings(f"model.path={folder}", "model.dtype=float32", "environment.chat=always")
-    environment, opened = build_evaluation_environment(chosen), await open_engine(chosen, tmp_path)
+    environment, opened = build_evaluation_environment(chosen), await open_sampler(chosen, tmp_path)
     try:
-        assert isinstance(opened, OpenedModel)
         await environment.open()
         prompt = await environment.episode(Problem(id="a", statement="<|im_end|>", answer="1", source="toy")).start()
         ids = opened.codec.encode_prompt(prompt)
@@ -66,12 +65,10 @@ def prompts(*texts: str) -> dict[tuple[str, str], str]:
 
 async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
     chosen = settings(f"model.path={saved(tmp_path)}", "model.dtype=float32", "rollout.concurrency=3")
-    opened = await open_engine(chosen, tmp_path)
+    opened = await open_sampler(chosen, tmp_path)
     try:
-        assert isinstance(opened, OpenedModel)
-        assert opened.model() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
+        assert opened.model_record() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
         assert opened.concurrency == 3
-        assert isinstance(opened.rollout_runner(None), TokenRolloutRunner)  # type: ignore[arg-type]
         said = r"^problem 0 of toy: .* exceeds the number of positions of the model \(1024\); valid: .* at most 1019$"
         with pytest.raises(SettingsError, match=said):
             opened.prompts_too_long(prompts("short", "p" * 10))
@@ -85,7 +82,7 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
 
 async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) -> None:
     chosen = settings("evaluation.max_response_tokens=90", "rollout.kv_cache_tokens=100")
-    opened = OpenedModel(
+    opened = ModelSampler(
         engine=None,  # type: ignore[arg-type]
         codec=byte_codec(),
         settings=chosen,
@@ -105,7 +102,7 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
 
 
 async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -> None:
-    opened = OpenedModel(
+    opened = ModelSampler(
         engine=None,  # type: ignore[arg-type]
         codec=byte_codec(),
         settings=settings("evaluation.max_response_tokens=90"),
@@ -119,16 +116,15 @@ async def test_prompts_that_leave_a_model_no_room_are_named_while_others_fit() -
 async def test_a_model_without_template_is_refused_where_one_is_needed(tmp_path: Path) -> None:
     chosen = settings(f"model.path={saved(tmp_path)}", "environment.chat=always")
     with pytest.raises(SettingsError, match="has no chat template"):
-        await open_engine(chosen, tmp_path)
+        await open_sampler(chosen, tmp_path)
 
 
 async def test_the_ends_that_generation_knows_end_a_turn(tmp_path: Path) -> None:
     folder = saved(tmp_path, template=TEMPLATE)
     (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [256, 258]}))
     chosen = settings(f"model.path={folder}", "model.dtype=float32", "environment.chat=always")
-    opened = await open_engine(chosen, tmp_path)
+    opened = await open_sampler(chosen, tmp_path)
     try:
-        assert isinstance(opened, OpenedModel)
         assert opened.engine._batcher._eos_ids == {256, 258}  # type: ignore[attr-defined]
         assert build_codec(read_tokenizer(folder), str(folder), None).end_ids == {256, 258}  # as training has them
     finally:
@@ -141,9 +137,8 @@ async def test_tool_calls_are_evaluated_in_the_models_template(tmp_path: Path) -
     chosen = settings(f"model.path={tmp_path}", "model.dtype=float32", "environment.protocol=hermes")
     environment = build_evaluation_environment(chosen)
     assert isinstance(environment, SimpleTIREnvironment)
-    opened = await open_engine(chosen, tmp_path)
+    opened = await open_sampler(chosen, tmp_path)
     try:
-        assert isinstance(opened, OpenedModel)
         assert opened.codec.end_ids == {256, 258}  # what the tokenizer and the template end with
         assert opened.engine._batcher._eos_ids == {256, 258}  # type: ignore[attr-defined]
         await environment.open()

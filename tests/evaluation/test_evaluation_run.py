@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import zstandard
-from evaluation.runs import WrittenEngine, failed, play, problem, problem_set, results, settings, transcript
+from evaluation.runs import WrittenSampler, failed, play, problem, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
@@ -33,7 +33,7 @@ def right_below(*counts: int) -> Any:
 
 
 async def finished(
-    output: Path, engine: WrittenEngine, *overrides: str, count: int = 4, **request: Any
+    output: Path, engine: WrittenSampler, *overrides: str, count: int = 4, **request: Any
 ) -> dict[str, Any]:
     sets = [problem_set(count)]
     await play(engine, output, sets, *overrides)
@@ -41,7 +41,7 @@ async def finished(
 
 
 async def test_scores_by_hand(tmp_path: Path) -> None:
-    one = (await finished(tmp_path, WrittenEngine(right_below(4, 2, 1, 0))))["benchmarks"]["toy"]
+    one = (await finished(tmp_path, WrittenSampler(right_below(4, 2, 1, 0))))["benchmarks"]["toy"]
     assert one["avg"]["mean"] == (4 + 2 + 1) / 16
     # 1 - C(n - c, k) / C(n, k): for k = 2 with c = 2: 1 - 1/6; with c = 1: 1 - 3/6.
     assert {k: value["value"] for k, value in one["pass"].items()} == pytest.approx(
@@ -74,7 +74,7 @@ async def test_what_rollouts_came_to_stands_in_columns(tmp_path: Path) -> None:
         kind = list(changes)[int(sample.problem.id[1:])]
         return transcript(sample, **(changes[kind] if kind == "correct" else wrong | changes[kind]))
 
-    one = (await finished(tmp_path, WrittenEngine(write), count=9))["benchmarks"]["toy"]
+    one = (await finished(tmp_path, WrittenSampler(write), count=9))["benchmarks"]["toy"]
     assert one["kinds"] == dict.fromkeys(changes, 4)
     assert one["avg"]["mean"] == 1 / 8  # all but what is no data count
     titles = ["benchmark", "correct", "incorrect", "no answer", "unreadable", "grader timeout", "refused", "truncated"]
@@ -109,7 +109,7 @@ async def test_trackers_are_told_what_an_evaluation_came_to(tmp_path: Path, own_
         tmp_path / "scores",
         ("telemetry.trackers=[told]", "telemetry.tracker_rows=2", "telemetry.plots=true"),
     )
-    found = await finished(output, WrittenEngine(right_below(4, 2, 1, 0)), *chosen)
+    found = await finished(output, WrittenSampler(right_below(4, 2, 1, 0)), *chosen)
     assert told[0] == ("scores", None, found["provenance"]["seed"])
     step, row = told[1]
     score = found["benchmarks"]["toy"]["avg"]
@@ -145,7 +145,7 @@ async def test_rows_with_half_characters_are_read_and_the_evaluation_goes_on(tmp
     def write(sample: Sample) -> Any:
         return transcript(sample, turns=(Turn(origin="model", text="so \\boxed{1}", tokens=3),))
 
-    sets, engine = [problem_set(1)], WrittenEngine(write)
+    sets, engine = [problem_set(1)], WrittenSampler(write)
     await play(engine, tmp_path, sets, "evaluation.samples=1")
     log = tmp_path / "rollouts.jsonl.zst"
     row = json.loads(zstandard.ZstdDecompressor().decompressobj().decompress(log.read_bytes()))
@@ -202,26 +202,26 @@ async def test_an_interrupted_evaluation_goes_on_where_it_was(tmp_path: Path) ->
             raise KilledError
         return transcript(sample)
 
-    first = WrittenEngine(dies)
+    first = WrittenSampler(dies)
     with pytest.raises(KilledError):
         await play(first, tmp_path, [problem_set()])
     log = tmp_path / "rollouts.jsonl.zst"
     assert len(list(read_rollouts(log))) == 6
     log.write_bytes(log.read_bytes()[:-3])  # as a kill in the middle of a write leaves it
-    second = WrittenEngine(transcript)
+    second = WrittenSampler(transcript)
     await play(second, tmp_path, [problem_set()])
     assert [one.key for one in second.asked] == [one.key for one in first.asked[5:7]] + [
         one.key for one in second.asked[2:]
     ]
     assert len(second.asked) == 16 - 5
     assert len({one.key for one in read_rollouts(log)}) == len(list(read_rollouts(log))) == 16
-    third = WrittenEngine(transcript)
+    third = WrittenSampler(transcript)
     await play(third, tmp_path, [problem_set()])
     assert third.asked == []
 
 
 async def test_samples_are_played_across_the_problems(tmp_path: Path) -> None:
-    engine = WrittenEngine(transcript)
+    engine = WrittenSampler(transcript)
     await play(engine, tmp_path, [problem_set(2), problem_set(1, name="other")])
     assert [one.key for one in engine.asked[:4]] == [
         ("toy", "p0", 0),
@@ -246,24 +246,24 @@ async def test_samples_are_played_across_the_problems(tmp_path: Path) -> None:
     ],
 )
 async def test_other_settings_are_refused_by_name(tmp_path: Path, override: str, named: str) -> None:
-    await play(WrittenEngine(transcript), tmp_path, [problem_set()])
+    await play(WrittenSampler(transcript), tmp_path, [problem_set()])
     with pytest.raises(SettingsError, match="was started with other settings") as refused:
-        await play(WrittenEngine(transcript), tmp_path, [problem_set()], override)
+        await play(WrittenSampler(transcript), tmp_path, [problem_set()], override)
     assert [line.strip() for line in str(refused.value).splitlines()[1:-1]] == [named]
 
 
 async def test_another_model_or_other_problems_are_refused(tmp_path: Path) -> None:
-    await play(WrittenEngine(transcript), tmp_path, [problem_set()])
+    await play(WrittenSampler(transcript), tmp_path, [problem_set()])
     with pytest.raises(SettingsError, match=r"model\.fingerprint: 'f1' -> 'f2'"):
-        await play(WrittenEngine(transcript, fingerprint="f2"), tmp_path, [problem_set()])
+        await play(WrittenSampler(transcript, fingerprint="f2"), tmp_path, [problem_set()])
     with pytest.raises(SettingsError, match=r"benchmarks\.toy\.sha256"):
-        await play(WrittenEngine(transcript), tmp_path, [problem_set(setup="x = 1")])
+        await play(WrittenSampler(transcript), tmp_path, [problem_set(setup="x = 1")])
 
 
 async def test_a_directory_of_something_else_is_left_alone(tmp_path: Path) -> None:
     (tmp_path / "thesis.tex").write_text("x")
     with pytest.raises(SettingsError, match=r"contains other files \(thesis.tex\): choose another --output"):
-        await play(WrittenEngine(transcript), tmp_path, [problem_set()])
+        await play(WrittenSampler(transcript), tmp_path, [problem_set()])
 
 
 async def test_slow_answers_are_wrong_and_stay_in_the_average(tmp_path: Path) -> None:
@@ -271,7 +271,7 @@ async def test_slow_answers_are_wrong_and_stay_in_the_average(tmp_path: Path) ->
         slow = {"verdict": Verdict.ANSWER_TIMEOUT, "reward": 0.0}
         return transcript(sample, **(slow if sample.number % 2 else {}))
 
-    one = (await finished(tmp_path, WrittenEngine(write), count=3))["benchmarks"]["toy"]
+    one = (await finished(tmp_path, WrittenSampler(write), count=3))["benchmarks"]["toy"]
     assert one["avg"]["mean"] == 0.5
     assert one["verdicts"] == {"answer_timeout": 6, "correct": 6}
     assert one["excluded"]["total"] == 0
@@ -287,7 +287,7 @@ async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp
             return transcript(sample, verdict=Verdict.GRADER_TIMEOUT, reward=0.0)
         return transcript(sample)
 
-    engine = WrittenEngine(write)
+    engine = WrittenSampler(write)
     one = (await finished(tmp_path, engine, "rollout.retries=1", count=3))["benchmarks"]["toy"]
     assert one["avg"]["mean"] == 1.0
     assert one["avg"]["problems_without_samples"] == 1
@@ -298,13 +298,13 @@ async def test_failures_outside_the_policy_are_played_again_and_else_no_data(tmp
     }
     assert one["pass"]["4"] == {"value": 1.0, "problems": 1}
     assert one["excluded"] == {"total": 5, "retried": 1 + 4, "grader_timeout": 1, "infrastructure_failure": 4}
-    again = WrittenEngine(transcript)
+    again = WrittenSampler(transcript)
     await play(again, tmp_path, [problem_set(3)], "rollout.retries=1")
     assert {(sample.problem.id, sample.attempt) for sample in again.asked} == {("p1", 2)}
 
 
 async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None:
-    engine = WrittenEngine(failed)
+    engine = WrittenSampler(failed)
     with pytest.raises(
         WorldError,
         match=r"100 consecutive rollouts failed .* the engine is down. Finished .*; run the same command to continue",
@@ -312,7 +312,7 @@ async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None
         await play(engine, tmp_path, [problem_set(60)])
     assert len(engine.asked) == 100
     with pytest.raises(WorldError, match="toy: every rollout failed for reasons outside the policy"):
-        await finished(tmp_path / "few", WrittenEngine(failed), "rollout.retries=0")
+        await finished(tmp_path / "few", WrittenSampler(failed), "rollout.retries=0")
 
 
 async def test_falsified_observations_are_a_benchmark_of_their_own(tmp_path: Path) -> None:
@@ -358,7 +358,7 @@ async def test_endings_are_counted(tmp_path: Path) -> None:
         verdict = Verdict.CORRECT if graded else None
         return transcript(sample, ended=ended, verdict=verdict, answer="0" if graded else None, reward=float(graded))
 
-    one = (await finished(tmp_path, WrittenEngine(write), count=2))["benchmarks"]["toy"]
+    one = (await finished(tmp_path, WrittenSampler(write), count=2))["benchmarks"]["toy"]
     assert one["ended"] == {"answered": 2, "token_limit": 2, "turn_limit": 2, "void_turn": 2}
     assert one["truncated"] == {"share": 0.5, "turn_limit": 2, "token_limit": 2, "deadline": 0}
     assert (one["void_share"], one["avg"]["mean"], one["maj"]) == (0.25, 0.25, 1.0)
@@ -370,7 +370,7 @@ async def test_gold_answers_that_cannot_be_read_are_said(tmp_path: Path, capsys:
         return transcript(sample, **({"verdict": Verdict.UNPARSABLE_GOLD, "reward": 0.0} if unreadable else {}))
 
     sets = [problem_set(2)]
-    await play(WrittenEngine(write), tmp_path, sets)
+    await play(WrittenSampler(write), tmp_path, sets)
     shown = ("telemetry.console=plain",)
     await asyncio.to_thread(results, tmp_path, sets, *shown)
     said = " ".join(capsys.readouterr().out.split())
@@ -380,7 +380,7 @@ async def test_gold_answers_that_cannot_be_read_are_said(tmp_path: Path, capsys:
 
 async def test_a_prompt_without_room_for_a_response_is_wrong_and_truncated(tmp_path: Path) -> None:
     sets = [ProblemSet(name="toy", problems=(problem(0), problem(1, statement="long " * 50)), revision="1")]
-    engine = WrittenEngine(transcript)
+    engine = WrittenSampler(transcript)
     engine.longest = 100
     await play(engine, tmp_path, sets)
     await play(engine, tmp_path, sets)  # nothing is written twice
@@ -395,7 +395,7 @@ async def test_scores_of_exactly_zero_and_one_are_drawn(tmp_path: Path, problems
     """Bounds at such a mean once lay 7e-18 on its wrong side, and error bars cannot be negative."""
     sets = [problem_set(problems)]
     overrides = ("evaluation.samples=2", "telemetry.plots=true")
-    await play(WrittenEngine(lambda sample: transcript(sample, correct=correct)), tmp_path, sets, *overrides)
+    await play(WrittenSampler(lambda sample: transcript(sample, correct=correct)), tmp_path, sets, *overrides)
     found = await asyncio.to_thread(results, tmp_path, sets, *overrides)
     assert found["benchmarks"]["toy"]["avg"]["mean"] == float(correct)
     assert (tmp_path / "plots" / "scores.png").is_file()

@@ -25,7 +25,7 @@ from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
 from agentrl_envs.types import Ended, ToolCall, Verdict
 
-from .runs import WrittenEngine, play, problem, problem_set, results, settings, transcript
+from .runs import WrittenSampler, play, problem, problem_set, results, settings, transcript
 
 PROTOCOL = SimpleTIRProtocol(instruction="", observation_limit=64)
 PROGRAM = "Let me see.\n```py\nprint(1)\n```"
@@ -160,7 +160,7 @@ def test_regrading_with_extraction_shows_answers_and_verdicts_apart(
                 return transcript(sample, **stored)
 
     sets = [problem_set(1)]
-    asyncio.run(play(WrittenEngine(write), tmp_path, sets))
+    asyncio.run(play(WrittenSampler(write), tmp_path, sets))
     results(tmp_path, sets)
     capsys.readouterr()
     kept = (tmp_path / "rollouts.jsonl.zst").read_bytes()

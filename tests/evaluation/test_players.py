@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
+from evaluation.runs import settings
 from rollout.fakes import ScriptedEngine, ScriptedEnvironment, ScriptedEpisode, byte_codec, completion, ends, goes_on
 
+from agentrl.config import Settings
 from agentrl.evaluation.endpoint import ContextFullError, TextCompletion, TextSampling
-from agentrl.evaluation.engines import TextRolloutRunner, TokenRolloutRunner
+from agentrl.evaluation.engines import EndpointSampler, ModelSampler
 from agentrl.evaluation.transcripts import Sample, Transcript
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.settings import RolloutSettings
@@ -58,19 +60,21 @@ def text(words: str, tokens: int = 4, reason: str = "stop") -> TextCompletion:
     return TextCompletion(text=words, tokens=tokens, prompt_tokens=3, finish_reason=reason)  # type: ignore[arg-type]
 
 
-def text_player(engine: ScriptedText, environment: ScriptedEnvironment, **changes: Any) -> TextRolloutRunner:
-    settings = SETTINGS.model_copy(update={"top_p": 0.9, **changes})
-    return TextRolloutRunner(
-        environment=environment,
-        engine=engine,  # type: ignore[arg-type]
-        settings=settings,
-        seed=3,
-        concurrency=3,
-    )
+def chosen(**changes: Any) -> Settings:
+    rollout = SETTINGS.model_copy(update={"top_p": 0.9, **changes})
+    return settings(
+        "seed=3", "evaluation.endpoint.url=http://localhost:1/v1", "evaluation.endpoint.concurrency=3"
+    ).model_copy(update={"rollout": rollout})
 
 
-async def played(player: TextRolloutRunner | TokenRolloutRunner, *samples: Sample) -> list[Transcript]:
-    return [transcript async for transcript in player.run(samples)]
+def sampled_text(engine: ScriptedText, environment: ScriptedEnvironment, *samples: Sample, **changes: Any) -> Any:
+    """Rollouts of ``samples`` with an endpoint."""
+    sampler = EndpointSampler(engine=engine, settings=chosen(**changes))  # type: ignore[arg-type]
+    return listed(sampler.sample_rollouts(environment, samples))
+
+
+async def listed(transcripts: AsyncIterator[Transcript]) -> list[Transcript]:
+    return [transcript async for transcript in transcripts]
 
 
 async def test_a_conversation_with_an_endpoint() -> None:
@@ -79,7 +83,7 @@ async def test_a_conversation_with_an_endpoint() -> None:
         lambda problem, n: ScriptedEpisode([goes_on("EEEEE"), answered(tool_calls=(call,))])
     )
     engine = ScriptedText(lambda conversation, n: text(f"turn {n}"))
-    (one,) = await played(text_player(engine, environment), sample(2))
+    (one,) = await sampled_text(engine, environment, sample(2))
     assert [(turn.origin, turn.text, turn.tokens) for turn in one.turns] == [
         ("model", "turn 0", 4),
         ("observation", "EEEEE", 2),
@@ -98,7 +102,7 @@ async def test_thoughts_are_stored_and_refusals_known() -> None:
     turn = TextCompletion(text="", tokens=9, prompt_tokens=3, finish_reason="refused", reasoning="May I?")
     environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([ends(Ended.VOID_TURN)]))
     engine = ScriptedText(lambda conversation, n: turn)
-    (one,) = await played(text_player(engine, environment), sample())
+    (one,) = await sampled_text(engine, environment, sample())
     assert (one.refused, one.turns[0].reasoning, one.turns[0].text) == (True, "May I?", "")
     assert Transcript.from_record(json.loads(json.dumps(one.to_record()))) == one
 
@@ -107,7 +111,7 @@ async def test_seeds_differ_by_sample_turn_and_attempt_and_stay_the_same() -> No
     async def seeds(*samples: Sample) -> list[int]:
         environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([goes_on(), answered()]))
         engine = ScriptedText(lambda conversation, n: text("x"))
-        await played(text_player(engine, environment), *samples)
+        await sampled_text(engine, environment, *samples)
         return [asked.seed for _, asked in engine.asked]
 
     first = await seeds(sample(0)) + await seeds(sample(1)) + await seeds(sample(0, attempt=1))
@@ -129,7 +133,7 @@ async def test_seeds_differ_by_sample_turn_and_attempt_and_stay_the_same() -> No
 )
 async def test_how_text_conversations_end(answers: list[Any], steps: list[Any], expected: Ended) -> None:
     environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps))
-    (one,) = await played(text_player(ScriptedText(lambda conversation, n: answers[n]), environment), sample())
+    (one,) = await sampled_text(ScriptedText(lambda conversation, n: answers[n]), environment, sample())
     assert one.ended is expected
     assert one.is_excluded is (expected is Ended.INFRASTRUCTURE_FAILURE)
     assert (one.failure == "down") is (EngineError in map(type, answers))
@@ -139,7 +143,7 @@ async def test_waiting_costs_a_conversation_nothing_and_programs_what_they_run()
     async def one(*steps: Any, **limits: Any) -> Transcript:
         environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps))
         engine = ScriptedText(lambda conversation, n: asyncio.sleep(0.05, text("x")))
-        (played_once,) = await played(text_player(engine, environment, **limits), sample())
+        (played_once,) = await sampled_text(engine, environment, sample(), **limits)
         return played_once
 
     ran = replace(goes_on("E"), tool_calls=(ToolCall(outcome="ok", seconds=3.0),))
@@ -153,7 +157,7 @@ async def test_waiting_costs_a_conversation_nothing_and_programs_what_they_run()
 async def test_text_players_keep_their_concurrency_and_lose_nothing() -> None:
     environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([answered()]))
     engine = ScriptedText(lambda conversation, n: text("x"))
-    done = await played(text_player(engine, environment), *(sample(number) for number in range(10)))
+    done = await sampled_text(engine, environment, *(sample(number) for number in range(10)))
     assert sorted(one.sample for one in done) == list(range(10))
     assert engine.most == 3
 
@@ -161,30 +165,33 @@ async def test_text_players_keep_their_concurrency_and_lose_nothing() -> None:
 async def test_a_bug_in_an_episode_is_raised() -> None:
     environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([ZeroDivisionError("bug")]))
     with pytest.raises(ZeroDivisionError):
-        await played(text_player(ScriptedText(lambda conversation, n: text("x")), environment), sample(0), sample(1))
+        await sampled_text(ScriptedText(lambda conversation, n: text("x")), environment, sample(0), sample(1))
 
 
 # -- tokens ------------------------------------------------------------------------------------------------------------
 
 
-def token_player(
-    script: Callable[[str, int], Any], steps: Callable[[], list[Any]]
-) -> tuple[TokenRolloutRunner, ScriptedEngine]:
+async def sampled_tokens(
+    script: Callable[[str, int], Any], steps: Callable[[], list[Any]], *samples: Sample
+) -> tuple[list[Transcript], ScriptedEngine]:
+    """Rollouts of ``samples`` with a model, and the engine with its requests."""
     engine = ScriptedEngine(script)
-    player = TokenRolloutRunner(
-        environment=ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps())),
+    sampler = ModelSampler(
         engine=engine,  # type: ignore[arg-type]
         codec=byte_codec(),
-        settings=SETTINGS.model_copy(update={"retries": 5, "top_p": 0.9}),
-        seed=3,
+        settings=chosen(retries=5),
+        fingerprint="f",
+        record={},
     )
-    return player, engine
+    environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode(steps()))
+    return await listed(sampler.sample_rollouts(environment, samples)), engine
 
 
 async def test_tokens_give_the_same_transcript() -> None:
     codec = byte_codec()
-    player, engine = token_player(lambda name, n: completion(codec, "aEND"), lambda: [goes_on("EE"), answered()])
-    (one,) = await played(player, sample(7, attempt=2))
+    (one,), engine = await sampled_tokens(
+        lambda name, n: completion(codec, "aEND"), lambda: [goes_on("EE"), answered()], sample(7, attempt=2)
+    )
     assert [(turn.origin, turn.text, turn.tokens) for turn in one.turns] == [
         ("model", "aEND", 4),
         ("observation", "EE", 2),
@@ -196,16 +203,14 @@ async def test_tokens_give_the_same_transcript() -> None:
 
 
 async def test_a_failure_comes_back_at_once_with_its_reason() -> None:
-    player, engine = token_player(lambda name, n: EngineError("out of memory"), list)
-    (one,) = await played(player, sample())
+    (one,), engine = await sampled_tokens(lambda name, n: EngineError("out of memory"), list, sample())
     assert (one.ended, one.failure, len(engine.requests)) == (Ended.INFRASTRUCTURE_FAILURE, "out of memory", 1)
 
 
 async def test_a_rollouts_randomness_depends_on_nothing_beside_it() -> None:
     async def seeds(*samples: Sample) -> dict[tuple[int, ...], int]:
         codec = byte_codec()
-        player, engine = token_player(lambda name, n: completion(codec, "END"), lambda: [answered()])
-        await played(player, *samples)
+        _, engine = await sampled_tokens(lambda name, n: completion(codec, "END"), lambda: [answered()], *samples)
         return {request[0]: request[3] for request in engine.requests}  # type: ignore[misc]
 
     alone = await seeds(sample(1))

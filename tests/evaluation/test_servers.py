@@ -16,9 +16,8 @@ from agentrl.config import Settings
 from agentrl.errors import SettingsError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.engines import PROBE, OpenedModel, open_engine
-from agentrl.evaluation.run import Evaluation
-from agentrl.evaluation.settings import EvaluationRequest
+from agentrl.evaluation.engines import PROBE, ModelSampler, open_sampler
+from agentrl.evaluation.run import run_rollouts
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.telemetry.console import Console
 from agentrl.weights.verify import checksums
@@ -69,7 +68,7 @@ async def play(chosen: Settings, output: Path, sets: list[ProblemSet]) -> Evalua
         )
     )
     console = Console(chosen.telemetry)
-    return await Evaluation(chosen, sets, EvaluationRequest(), output, console, environment=environment).run_rollouts()
+    return await run_rollouts(chosen, sets, output, console, environment=environment)
 
 
 async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:
@@ -82,7 +81,7 @@ async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[
     parameters = servers[0].bodies[0]["sampling_params"]
     assert (parameters["temperature"], parameters["top_p"], parameters["max_tokens"]) == (1.0, 0.95, 50)
     assert parameters["stop_token_ids"] == [256, 258]  # generation_config's are among them
-    opened = await open_engine(settings(f"model.path={model}", "model.dtype=float32"), tmp_path)
+    opened = await open_sampler(settings(f"model.path={model}", "model.dtype=float32"), tmp_path)
     assert record["model"] == opened.model()  # read here, the same model has the same fingerprint
     assert opened.sampler() == {"name": "transformers", "dtype": "float32"}
     await opened.close()
@@ -91,7 +90,7 @@ async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[
 async def test_a_server_of_another_model_is_refused(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:
     servers[1].scores = lambda version, place: -1.5
     with pytest.raises(SettingsError, match=rf"{servers[1].address}: .* a different model or dtype than model\.path"):
-        await open_engine(served(model, servers), tmp_path)
+        await open_sampler(served(model, servers), tmp_path)
 
 
 async def test_a_server_of_slightly_other_weights_is_refused_by_its_checksums(
@@ -100,22 +99,22 @@ async def test_a_server_of_slightly_other_weights_is_refused_by_its_checksums(
     named = tiny_model().named_parameters()
     sums = {name: (one.values, one.total) for name, one in checksums(named).items()}
     servers[0].checksums = sums
-    opened = await open_engine(served(model, servers), tmp_path)
+    opened = await open_sampler(served(model, servers), tmp_path)
     await opened.close()
     name = "model.norm.weight"
     servers[0].checksums = sums | {name: (sums[name][0], sums[name][1] ^ 1)}
     with pytest.raises(
         SettingsError, match=rf"1 of \d+ parameters differ from the trainer's: {name}: the server serves a"
     ):
-        await open_engine(served(model, servers), tmp_path)
+        await open_sampler(served(model, servers), tmp_path)
 
 
 async def test_weights_of_an_earlier_run_are_taken_where_they_are_the_models(
     model: Path, servers: list[FakeVLLM], tmp_path: Path
 ) -> None:
     servers[0].version = "7"
-    opened = await open_engine(served(model, servers), tmp_path)
-    assert isinstance(opened, OpenedModel)
+    opened = await open_sampler(served(model, servers), tmp_path)
+    assert isinstance(opened, ModelSampler)
     assert isinstance(opened.engine, ServerEngine)
     assert [one.version for one in servers] == ["0", "0"]
     assert opened.engine.has_initial_weights
@@ -124,7 +123,7 @@ async def test_weights_of_an_earlier_run_are_taken_where_they_are_the_models(
 
 
 async def test_a_prompt_that_servers_do_not_take(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:
-    opened = await open_engine(served(model, servers), tmp_path)
+    opened = await open_sampler(served(model, servers), tmp_path)
     assert opened.prompts_too_long({("toy", "a"): "p" * 100}) == {}
     with pytest.raises(
         SettingsError, match=r"problem a of toy: .*rollout\.max_prompt_tokens=100; set it to at least 101"

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable
 from pathlib import Path
 
-from evaluation.runs import WrittenEngine, play, problem_set, results, transcript
+from evaluation.runs import WrittenSampler, play, problem_set, results, transcript
 
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 
@@ -25,6 +25,6 @@ def better(sample: Sample) -> Transcript:
 
 def made_evaluation(folder: Path, write: Callable[[Sample], Transcript]) -> Path:
     sets = [problem_set(2)]
-    asyncio.run(play(WrittenEngine(write), folder, sets))
+    asyncio.run(play(WrittenSampler(write), folder, sets))
     results(folder, sets)
     return folder

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation.runs import HOSTILE, WrittenEngine, failed, play, problem_set, results, transcript
+from evaluation.runs import HOSTILE, WrittenSampler, failed, play, problem_set, results, transcript
 from viewer.conftest import client_of
 from viewer.test_export import answers
 
@@ -33,7 +33,7 @@ def hostile(sample: Sample) -> Any:
 @pytest.fixture
 async def evaluation(tmp_path: Path) -> Path:
     sets = [problem_set(2, name=HOSTILE, statement=HOSTILE, answer=HOSTILE, info=COLUMNS)]
-    await play(WrittenEngine(hostile), tmp_path, sets, "rollout.retries=0")
+    await play(WrittenSampler(hostile), tmp_path, sets, "rollout.retries=0")
     await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=0", conversations=2)
     return tmp_path
 
@@ -95,7 +95,7 @@ async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:
         return failed(sample) if sample.attempt == 0 and sample.number == 0 else transcript(sample)
 
     sets = [problem_set(1)]
-    await play(WrittenEngine(write), tmp_path, sets, "rollout.retries=1")
+    await play(WrittenSampler(write), tmp_path, sets, "rollout.retries=1")
     await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=1", conversations=9)
     page: Any = answers(page_of(tmp_path))["/evaluations/evaluation"]
     assert [row["kind"] for row in page["rollouts"]] == ["correct"] * 4
@@ -110,7 +110,7 @@ async def test_a_report_holds_all_conversations_or_as_many_as_fit(
         return transcript(sample, turns=(Turn(origin="model", text=text, tokens=9),))
 
     sets = [problem_set(3)]
-    await play(WrittenEngine(write), tmp_path, sets)
+    await play(WrittenSampler(write), tmp_path, sets)
     for largest, opened in ((1_000_000, 4), (25_000, 2), (1, 1)):
         monkeypatch.setattr("agentrl.viewer.export._LARGEST_REPORT", largest)
         await asyncio.to_thread(results, tmp_path, sets)

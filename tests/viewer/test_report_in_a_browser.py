@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from evaluation.runs import WrittenEngine, play, problem_set, results, transcript
+from evaluation.runs import WrittenSampler, play, problem_set, results, transcript
 
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.transcripts import Sample, Turn
@@ -38,7 +38,7 @@ def dom(page: str, folder: Path) -> str:
 
 
 def report(folder: Path, write: Callable[[Sample], Any], sets: Sequence[ProblemSet]) -> str:
-    asyncio.run(play(WrittenEngine(write), folder, sets))
+    asyncio.run(play(WrittenSampler(write), folder, sets))
     results(folder, sets)
     return f"file://{folder / 'report.html'}"
 
