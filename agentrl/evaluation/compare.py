@@ -18,7 +18,7 @@ from numpy.typing import ArrayLike
 from agentrl.errors import SettingsError
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import BenchmarkResults, Results
-from agentrl.evaluation.provenance import COMPARED_SECTIONS, differences, flatten
+from agentrl.evaluation.provenance import COMPARED_SECTIONS, differences
 from agentrl.evaluation.results import Table
 from agentrl.evaluation.scores import Floats, Interval, checked_counts, student_quantile, this_benchmark_interval
 from agentrl.telemetry.console import Console
@@ -89,7 +89,7 @@ def comparison_notes(first: Results, second: Results) -> list[str]:
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
     if n1 != n2:
         notes.append(f"A has {n1} samples per problem and B has {n2}, but both averages are unbiased")
-    fingerprints = [flatten(results["provenance"]["model"])["fingerprint"] for results in (first, second)]
+    fingerprints = [results["provenance"]["model"]["fingerprint"] for results in (first, second)]
     if fingerprints[0] == fingerprints[1]:
         notes.append(f"A and B have the same model fingerprint, {fingerprints[0]!r}")
     for label, results, other in (("A", first, second), ("B", second, first)):

@@ -107,9 +107,6 @@ class EvaluationDirectory:
         """Yield every rollout in the order written. A failed attempt precedes the attempt that replaced it."""
         return read_rollouts(self.rollouts)
 
-    def rollouts_bytes(self) -> int:
-        return self.rollouts.stat().st_size if self.rollouts.is_file() else 0
-
     def write_text(self, name: str, text: str) -> None:
         """Write the file ``name`` atomically."""
         data = text.encode()

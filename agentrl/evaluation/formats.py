@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
+from agentrl.telemetry.records import ScoreRecord
 from agentrl_envs.types import ChatMessage
 
 JSONObject = dict[str, Any]
@@ -33,24 +34,6 @@ class Provenance(TypedDict):
     environment: dict[str, str]
     packages: dict[str, str]
     seed: int
-
-
-class Bounds(TypedDict):
-    """A 95 % interval."""
-
-    low: float
-    high: float
-
-
-class ScoreRecord(TypedDict):
-    """avg@n with intervals, as in `agentrl.evaluation.scores.Score`."""
-
-    mean: float
-    this_benchmark: Bounds
-    problems_like_these: Bounds
-    problems: int
-    samples: int
-    problems_without_samples: int
 
 
 class PassRecord(TypedDict):

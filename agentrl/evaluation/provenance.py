@@ -9,6 +9,7 @@ import agentrl
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance
 from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings, EvaluationSections
+from agentrl.telemetry.records import dotted_keys
 from agentrl_envs.settings import ChatSettings, ReasoningSettings, SimpleTIRSettings
 from agentrl_sandbox.client import PROGRAM_LIMITS
 
@@ -29,26 +30,13 @@ def differences(
     first: Mapping[str, object], second: Mapping[str, object], *, ignored_keys: Sequence[str] = ()
 ) -> list[tuple[str, object, object]]:
     """List every difference as (dotted key, first value, second value). ``ignored_keys`` may be prefixes."""
-    before, after = flatten(first), flatten(second)
+    before, after = dotted_keys(first), dotted_keys(second)
     return [
         (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
         for key in dict.fromkeys([*before, *after])
         if before.get(key, "(absent)") != after.get(key, "(absent)")
         and not any(_under(key, name) for name in ignored_keys)
     ]
-
-
-def flatten(record: Mapping[str, object], path: str = "") -> dict[str, object]:
-    """Flatten a nested mapping to dotted keys.
-
-    >>> flatten({"a": {"b": 1, "c": {}}, "d": [2]})
-    {'a.b': 1, 'd': [2]}
-    """
-    keys: dict[str, object] = {}
-    for key, value in record.items():
-        here = f"{path}.{key}" if path else key
-        keys |= flatten(value, here) if isinstance(value, Mapping) else {here: value}
-    return keys
 
 
 def _under(key: str, name: str) -> bool:

@@ -13,9 +13,10 @@ from typing import cast
 import agentrl
 from agentrl.errors import WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
-from agentrl.evaluation.formats import BenchmarkResults, Bounds, Conduct, PassRecord, Provenance, Results, ScoreRecord
+from agentrl.evaluation.formats import BenchmarkResults, Conduct, PassRecord, Provenance, Results
 from agentrl.evaluation.scores import Grades, avg_at_k, count_votes, maj_at_n, pass_at_k
 from agentrl.evaluation.transcripts import RESULT_KINDS, Sample, Transcript
+from agentrl.telemetry.records import IntervalRecord, ScoreRecord
 from agentrl_envs.types import Ended, Verdict
 
 
@@ -267,7 +268,7 @@ def result_tables(results: Results) -> list[Table]:
     ]
 
 
-def _interval(interval: Bounds) -> str:
+def _interval(interval: IntervalRecord) -> str:
     return f"{interval['low']:.3f} to {interval['high']:.3f}"
 
 

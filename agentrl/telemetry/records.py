@@ -1,7 +1,8 @@
-"""Types of the JSON records in checkpoints, ``metrics.jsonl`` and ``summary.json``."""
+"""Types of the JSON records in checkpoints, ``metrics.jsonl``, ``summary.json`` and evaluations."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, TypedDict
 
 Metrics = dict[str, float]
@@ -19,18 +20,23 @@ class IntervalRecord(TypedDict):
     high: float
 
 
-class EvaluationRecord(TypedDict):
-    """Score of one evaluation during training: avg@k at a step, with both intervals."""
+class ScoreRecord(TypedDict):
+    """Mean score with both intervals, as in `agentrl.evaluation.scores.Score`."""
 
-    step: int
-    falsified: bool
-    k: int
     mean: float
     this_benchmark: IntervalRecord
     problems_like_these: IntervalRecord
     problems: int
     samples: int
     problems_without_samples: int
+
+
+class EvaluationRecord(ScoreRecord):
+    """Score of one evaluation during training: avg@k at a step."""
+
+    step: int
+    falsified: bool
+    k: int
 
 
 class BestRecord(EvaluationRecord):
@@ -55,8 +61,7 @@ class Summary(TypedDict):
 
     ``evaluations`` contains the rows of evaluations in ``metrics.jsonl``, and ``scores`` their records.
     ``worse_than_start`` is true if the held-out score (or the reward, without evaluations) fell by at least three
-    standard errors. ``alerts``
-    contains the first alert of each rule in ``alerts.jsonl``, causes before symptoms.
+    standard errors. ``alerts`` contains the first alert of each rule in ``alerts.jsonl``, causes before symptoms.
     """
 
     agentrl: str
@@ -71,3 +76,20 @@ class Summary(TypedDict):
     reward_change: ChangeRecord | None
     held_out_change: ChangeRecord | None
     alerts: list[JsonRecord]
+
+
+def dotted_keys(record: Mapping[str, object], prefix: str = "") -> dict[str, object]:
+    """Flatten nested mappings, and lists of mappings, to keys like those of ``key=value`` settings.
+
+    >>> dotted_keys({"seed": 1, "model": {"path": None}, "data": {"eval": [{"path": "a.jsonl"}], "train": []}})
+    {'seed': 1, 'model.path': None, 'data.eval.0.path': 'a.jsonl', 'data.train': []}
+    """
+    flat: dict[str, object] = {}
+    for key, value in record.items():
+        is_list_of_mappings = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
+        nested = dict(enumerate(value)) if is_list_of_mappings else value  # type: ignore[call-overload]
+        if isinstance(nested, Mapping) and nested:
+            flat |= dotted_keys(nested, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat

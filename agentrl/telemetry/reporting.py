@@ -6,11 +6,11 @@ import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 
 from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.records import JsonRecord, Metrics
+from agentrl.telemetry.records import JsonRecord, Metrics, dotted_keys
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.trackers import TRACKERS, Cell, SampleTable, TrackedRun, Tracker
@@ -129,7 +129,7 @@ class Trackers:
         if run is None:
             return
         for name in self._telemetry.trackers:
-            opening = partial(self._open, name, run, dict(flatten_settings(settings)), step=step, resumed=resumed)
+            opening = partial(self._open, name, run, dotted_keys(settings), step=step, resumed=resumed)
             self._threads.append(TrackerThread(name, opening, notify=self._notify, warn=self._warn))
 
     def log_metrics(self, row: Metrics) -> None:
@@ -197,19 +197,6 @@ class Trackers:
         )
         atomic_write(known, lambda out: out.write(tracker.id.encode()))
         return tracker
-
-
-def flatten_settings(settings: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield nested settings with dotted keys.
-
-    >>> dict(flatten_settings({"seed": 1, "model": {"path": None, "tiny": {"layers": 2}}}))
-    {'seed': 1, 'model.path': None, 'model.tiny.layers': 2}
-    """
-    for key, value in settings.items():
-        if isinstance(value, Mapping) and value:
-            yield from flatten_settings(value, f"{path}{key}.")
-        else:
-            yield f"{path}{key}", value
 
 
 def sample_table_row(record: JsonRecord) -> tuple[Cell, ...]:

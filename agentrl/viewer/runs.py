@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import Literal, TypeVar
 
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.files import resolve_inside
+from agentrl.telemetry.records import dotted_keys
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.metrics_file import Progress, json_lines, metrics_of
 from agentrl.viewer.run_files import run_settings
@@ -141,7 +142,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
             problems.append(str(error))
             return missing
 
-    settings: dict[str, object] = read(lambda: flat_settings(run), {})
+    settings: dict[str, object] = read(lambda: _flat_settings(run.path, *_signature(run.config)), {})
     progress = read(lambda: _progress(run.metrics_file, run.path, *_signature(run.metrics_file)), _UNKNOWN)
     alerts: list[dict[str, object]] = read(lambda: _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)), [])
     notes = read(lambda: _notes(run), "")
@@ -224,28 +225,6 @@ def _notes(run: RunDirectory) -> str:
         return ""
 
 
-def flat_settings(run: RunDirectory) -> dict[str, object]:
-    """Return all settings by dotted key. Entries of lists have keys such as ``data.eval[0].path``.
-
-    Raises WorldError if ``config.yaml`` is damaged.
-    """
-    return _flat_settings(run.path, *_signature(run.config))
-
-
 @lru_cache(maxsize=_KEPT)
 def _flat_settings(path: Path, *_changed: int) -> dict[str, object]:
-    flat: dict[str, object] = {}
-    for name, value in run_settings(RunDirectory(path)).items():
-        _flatten(value, str(name), flat)
-    return flat
-
-
-def _flatten(value: object, key: str, flat: dict[str, object]) -> None:
-    if isinstance(value, Mapping) and value:
-        for name, inner in value.items():
-            _flatten(inner, f"{key}.{name}", flat)
-    elif isinstance(value, list) and any(isinstance(inner, Mapping) for inner in value):  # data.train, data.eval
-        for index, inner in enumerate(value):
-            _flatten(inner, f"{key}[{index}]", flat)
-    else:
-        flat[key] = value
+    return dotted_keys(run_settings(RunDirectory(path)))

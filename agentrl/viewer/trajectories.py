@@ -7,7 +7,7 @@ import math
 import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from functools import lru_cache
 from pathlib import Path
 
@@ -58,11 +58,6 @@ class Search:
                 _between(self.least_staleness, row["staleness"], None),
             )
         )
-
-    @property
-    def is_filter(self) -> bool:
-        """True if a condition other than ``text`` is set."""
-        return any(getattr(self, item.name) != item.default for item in fields(self) if item.name != "text")
 
 
 @dataclass(frozen=True, kw_only=True)
