@@ -10,7 +10,7 @@ from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
 
 def report() -> list[str]:
     """Return console lines about the machine and the sandbox: its isolation, or the reason why it does not start."""
-    return [*describe_machine().describe(), f"sandbox: {asyncio.run(_sandbox())}"]
+    return [*describe_machine(), f"sandbox: {asyncio.run(_sandbox())}"]
 
 
 async def _sandbox() -> str:

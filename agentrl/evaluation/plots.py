@@ -16,7 +16,7 @@ from agentrl.telemetry.plots import (
     add_legend_below,
     line_options,
     new_figure,
-    save_themes,
+    save_figure,
     style_axes,
 )
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 def draw_results(results: Results, folder: Path) -> list[Path]:
-    """Draw ``scores``, ``pass_at_k``, ``problems`` and ``endings`` into ``folder``. Returns the PNG files."""
+    """Draw ``scores``, ``pass_at_k``, ``problems`` and ``endings`` into ``folder``. Returns the files."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
     panels: dict[str, tuple[str, Callable[[Axes], None]]] = {
@@ -36,17 +36,16 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
     }
     provenance = results["provenance"]
     name = f"{provenance['model']['name']}, seed {provenance['seed']}, {n} samples per problem"
-    return [path for file, (title, draw) in panels.items() for path in _save(folder / file, title, name, draw)]
-
-
-def _save(path: Path, title: str, name: str, draw: Callable[[Axes], None]) -> list[Path]:
-    figure = new_figure(6.4, 4.0)
-    axes = figure.add_subplot()
-    draw(axes)
-    style_axes(axes, title)
-    add_legend_below(axes)
-    add_caption(figure, name)
-    return save_themes(figure, path)
+    files = []
+    for file, (title, draw) in panels.items():
+        figure = new_figure(6.4, 4.0)
+        axes = figure.add_subplot()
+        draw(axes)
+        style_axes(axes, title)
+        add_legend_below(axes)
+        add_caption(figure, name)
+        files.append(save_figure(figure, folder / file))
+    return files
 
 
 def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> None:

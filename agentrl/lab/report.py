@@ -32,7 +32,7 @@ from agentrl.lab.summary import (
 )
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.plots import BLUE, GREY, ORANGE, add_caption, line_options, new_figure, save_themes, style_axes
+from agentrl.telemetry.plots import BLUE, GREY, ORANGE, add_caption, line_options, new_figure, save_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -59,7 +59,7 @@ def draw_all(folder: Path, lines: Sequence[EstimatorResult], problems: Sequence[
         add_caption(
             figure, f"{folder.resolve().name}: one policy, {measured} problems; bars are 95 % intervals over problems"
         )
-    return [file for name, figure in drawn.items() for file in save_themes(figure, folder / name)]
+    return [save_figure(figure, folder / name) for name, figure in drawn.items()]
 
 
 def _noise(lines: Sequence[EstimatorResult]) -> Figure:

@@ -7,7 +7,6 @@ import os
 import platform
 import re
 import shutil
-from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
@@ -19,40 +18,22 @@ DISK_FREE = "machine/disk_free_bytes"
 MEMORY_FREE = "machine/memory_free_share"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Machine:
-    """Description of a machine. ``cores`` and ``memory_bytes`` are limited by CPU affinity and control group."""
+def describe_machine() -> list[str]:
+    """Describe this machine in lines for the console. Imports torch, which takes seconds, to list the GPUs."""
+    import torch
 
-    system: str
-    python: str
-    cores: int
-    memory_bytes: int
-    gpus: tuple[str, ...]
-    libraries: dict[str, str]
-    compiler: str | None
-
-    def describe(self) -> list[str]:
-        """Format the description as lines for the console."""
-        memory = f"{self.memory_bytes / _GIB:.1f} GiB"
-        return [
-            f"machine: {self.cores} cores, {memory} memory, GPU: {', '.join(self.gpus) or 'none'}",
-            f"system: {self.system}, Python {self.python}",
-            "libraries: " + ", ".join(f"{name} {version_text}" for name, version_text in self.libraries.items()),
-            f"compiler: {self.compiler or 'not found (not required for training on a CPU)'}",
-        ]
-
-
-def describe_machine() -> Machine:
-    """Describe this machine. Imports torch, which takes seconds, to list the GPUs."""
-    return Machine(
-        system=f"{platform.system()} {platform.release()} {platform.machine()}",
-        python=platform.python_version(),
-        cores=usable_cores(),
-        memory_bytes=usable_memory(),
-        gpus=_gpus(),
-        libraries=_versions(),
-        compiler=find_compiler(),
-    )
+    devices = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    gpus = ", ".join(f"{device.name} ({device.total_memory / _GIB:.0f} GiB)" for device in devices) or "none"
+    versions = [f"agentrl {agentrl.__version__}"]
+    for name in LIBRARIES:
+        with contextlib.suppress(PackageNotFoundError):  # optional, or not installed under this name
+            versions.append(f"{name} {version(name)}")
+    return [
+        f"machine: {usable_cores()} cores, {usable_memory() / _GIB:.1f} GiB memory, GPU: {gpus}",
+        f"system: {platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
+        f"libraries: {', '.join(versions)}",
+        f"compiler: {find_compiler() or 'not found (not required for training on a CPU)'}",
+    ]
 
 
 def usable_cores() -> int:
@@ -105,20 +86,3 @@ def _read(path: str) -> str:
         return Path(path).read_text(encoding="ascii")
     except OSError:
         return ""  # without control groups there is no limit
-
-
-def _gpus() -> tuple[str, ...]:
-    import torch
-
-    devices = (torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count()))
-    return tuple(f"{one.name} ({one.total_memory / _GIB:.0f} GiB)" for one in devices)
-
-
-def _versions() -> dict[str, str]:
-    versions = {"agentrl": agentrl.__version__}
-    for name in LIBRARIES:
-        try:
-            versions[name] = version(name)
-        except PackageNotFoundError:
-            continue  # optional, or not installed under this name
-    return versions

@@ -1,11 +1,11 @@
-"""Plots of a run from its ``metrics.jsonl``: one PNG per subject and one overview. Subjects without values are omitted.
+"""Plots of a run from its ``metrics.jsonl``: one PNG per subject and an overview. Subjects without values are omitted.
 
 Shaded bands and error bars are 95 % intervals: ``reward/mean`` +- 1.96 ``reward/stderr``, and ``eval/low`` to
-``eval/high``. Every plot has a version for dark pages, ``NAME-dark.png``. Evaluations, studies and measurements style
-their figures with this module.
+``eval/high``. Evaluations, studies and measurements style their figures with this module.
 
-Plots, viewer and reports share the palette. Any two of its colors differ by at least 20 in CIELAB, also under
-simulated deuteranopia (tests/telemetry/test_palette.py). Lines also differ in their dashes.
+Plots, viewer and reports share the palette, whose dark version only the viewer uses. Any two of its colors differ by at
+least 20 in CIELAB, also under simulated deuteranopia (tests/telemetry/test_palette.py). Lines also differ in their
+dashes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
 LIGHT = ("#0050ba", "#f2750a", "#081121", "#972879", "#45a2e0", "#559f72", "#765b00", "#4a0300")
 DARK = ("#0079ff", "#ed7832", "#ffffba", "#f2a0ff", "#106ea7", "#32d2aa", "#ffe900", "#81653b")
-PAPER, INK = ("#ffffff", "#1a1e25"), ("#1c2128", "#e4e8ee")
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1.5), (6, 2, 1, 2))  # dashes and gaps in units of line width
 LINE_STYLES = 16  # lines that can be distinguished
 _LINE_WIDTH = 1.8  # pixels of the viewer's lines
@@ -87,11 +86,11 @@ def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
         if _draw(panel, figure.add_subplot(), measured):
             drawn.append(panel)
             add_caption(figure, title)
-            files += save_themes(figure, folder / panel.file)
+            files.append(save_figure(figure, folder / panel.file))
     if drawn:
         overview = _overview(drawn, measured)
         add_caption(overview, f"{title}; one run, bands and bars are 95 % intervals")
-        files += save_themes(overview, folder / "overview.png")
+        files.append(save_figure(overview, folder / "overview.png"))
     return files
 
 
@@ -171,49 +170,11 @@ def line_options(index: int) -> dict[str, Any]:
     return {"color": LIGHT[colour], "linestyle": (0, dashes) if dashes else "-"}
 
 
-def save_themes(figure: Figure, path: Path) -> list[Path]:
-    """Write a figure to ``path`` and its version for dark pages to ``NAME-dark.png``. Returns both paths."""
-    dark = path.with_name(f"{path.stem}-dark.png")
+def save_figure(figure: Figure, path: Path) -> Path:
+    """Write a figure to ``path`` as PNG. Returns the path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, lambda out: figure.savefig(out, format="png"))
-    _darken(figure)
-    atomic_write(dark, lambda out: figure.savefig(out, format="png"))
-    return [path, dark]
-
-
-def _darken(figure: Figure) -> None:
-    """Replace the colors of a figure by their counterparts for dark pages."""
-    from matplotlib.collections import Collection
-    from matplotlib.colors import to_hex, to_rgba
-    from matplotlib.lines import Line2D
-    from matplotlib.patches import Patch
-    from matplotlib.text import Text
-
-    pairs = dict(zip(LIGHT, DARK, strict=True))
-
-    def dark(colour: Any) -> Any:
-        red, green, blue, alpha = to_rgba(colour)
-        if to_hex(colour) in pairs:
-            return to_rgba(pairs[to_hex(colour)], alpha)
-        if max(red, green, blue) - min(red, green, blue) > 0.06:
-            return colour
-        paper, ink = to_rgba(PAPER[1]), to_rgba(INK[1])
-        share = (red + green + blue) / 3  # 1: paper, 0: ink
-        mixed = [share * low + (1 - share) * high for low, high in zip(paper[:3], ink[:3], strict=True)]
-        return (*mixed, alpha)
-
-    for item in figure.findobj():
-        if isinstance(item, Text):
-            item.set_color(dark(item.get_color()))
-        elif isinstance(item, Line2D):  # caps of error bars have separate edge colors
-            face, edge = dark(item.get_markerfacecolor()), dark(item.get_markeredgecolor())
-            item.set(color=dark(item.get_color()), markerfacecolor=face, markeredgecolor=edge)
-        elif isinstance(item, Patch):
-            face, edge = dark(item.get_facecolor()), dark(item.get_edgecolor())
-            item.set(facecolor=face, edgecolor=edge)
-        elif isinstance(item, Collection):
-            faces, edges = item.get_facecolor(), item.get_edgecolor()
-            item.set(facecolor=[dark(each) for each in faces], edgecolor=[dark(each) for each in edges])
+    return path
 
 
 def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
@@ -318,32 +279,44 @@ def _user_panels() -> list[Panel]:
     ]
 
 
-_entropy = _single(METRICS["policy/entropy"])
-_gradient_norm = _single(METRICS["policy/gradient_norm"])
-_variance = _lines(
-    "gradient variance (squared norm)",
-    "variance/total_power",
-    "variance/signal_strength",
-    "variance/pure_noise",
-    "variance/head_exact_total_power",
-    "variance/head_exact_signal_strength",
-    "variance/head_exact_pure_noise",
-    logarithmic=True,
-)
-_tool_use = _lines("mean per trajectory", "rollout/turns_mean", "rollout/tool_calls_mean")
-_length = _lines("tokens per trajectory", "rollout/response_tokens_mean", "rollout/model_tokens_mean")
-_engine_policy = _lines(
-    "engine against policy (nats per token)", "policy/engine_abs_diff", "policy/kl_engine_k3", logarithmic=True
-)
-
 PANELS = (
     Panel(file="reward.png", title="Training reward", draw=_reward),
     Panel(file="avg_at_k.png", title="Held-out problems", draw=_evaluation),
-    Panel(file="entropy.png", title="Policy entropy", draw=_entropy),
-    Panel(file="gradient_norm.png", title="Gradient norm", draw=_gradient_norm),
-    Panel(file="variance.png", title="Variance diagnostics", draw=_variance),
-    Panel(file="tool_use.png", title="Turns and tool calls", draw=_tool_use),
-    Panel(file="response_length.png", title="Response length", draw=_length),
-    Panel(file="engine_policy.png", title="Engine-policy difference", draw=_engine_policy),
+    Panel(file="entropy.png", title="Policy entropy", draw=_single(METRICS["policy/entropy"])),
+    Panel(file="gradient_norm.png", title="Gradient norm", draw=_single(METRICS["policy/gradient_norm"])),
+    Panel(
+        file="variance.png",
+        title="Variance diagnostics",
+        draw=_lines(
+            "gradient variance (squared norm)",
+            "variance/total_power",
+            "variance/signal_strength",
+            "variance/pure_noise",
+            "variance/head_exact_total_power",
+            "variance/head_exact_signal_strength",
+            "variance/head_exact_pure_noise",
+            logarithmic=True,
+        ),
+    ),
+    Panel(
+        file="tool_use.png",
+        title="Turns and tool calls",
+        draw=_lines("mean per trajectory", "rollout/turns_mean", "rollout/tool_calls_mean"),
+    ),
+    Panel(
+        file="response_length.png",
+        title="Response length",
+        draw=_lines("tokens per trajectory", "rollout/response_tokens_mean", "rollout/model_tokens_mean"),
+    ),
+    Panel(
+        file="engine_policy.png",
+        title="Engine-policy difference",
+        draw=_lines(
+            "engine against policy (nats per token)",
+            "policy/engine_abs_diff",
+            "policy/kl_engine_k3",
+            logarithmic=True,
+        ),
+    ),
     Panel(file="endings.png", title="How trajectories ended", draw=_endings),
 )

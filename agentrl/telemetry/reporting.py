@@ -153,7 +153,7 @@ class Trackers:
     def log_plots(self) -> None:
         """Send the plots in the run directory."""
         if self._run is not None:
-            files = sorted(file for file in self._run.plots.glob("*.png") if not file.stem.endswith("-dark"))
+            files = sorted(self._run.plots.glob("*.png"))
             self._send(lambda tracker: tracker.plots(files))
 
     def close(self) -> None:

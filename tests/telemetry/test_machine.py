@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -9,21 +10,22 @@ import pytest
 from agentrl.telemetry.machine import (
     DISK_FREE,
     MEMORY_FREE,
-    Machine,
     _quota_cores,
     describe_machine,
     find_compiler,
     free_memory,
     free_resources,
+    usable_cores,
 )
 
 
-def test_what_is_found_here_is_said() -> None:
-    machine = describe_machine()
-    assert machine.cores >= 1
-    assert machine.libraries["torch"].startswith("2.")
-    assert machine.python == sys.version.split()[0]
-    assert machine.describe()[0].startswith(f"machine: {machine.cores} cores")
+def test_machine_system_libraries_and_compiler_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    machine, system, libraries, compiler = describe_machine()
+    assert re.fullmatch(rf"machine: {usable_cores()} cores, [\d.]+ GiB memory, GPU: .+", machine)
+    assert system.endswith(f"Python {sys.version.split()[0]}")
+    assert re.search(r"libraries: agentrl \S+, .*\btorch 2\.", libraries)
+    assert compiler == "compiler: not found (not required for training on a CPU)"
 
 
 def test_what_is_free_is_a_part_of_what_there_is(tmp_path: Path) -> None:
@@ -45,24 +47,6 @@ def test_a_control_group_has_what_its_limit_leaves_with_its_cache(monkeypatch: p
     assert free_memory() == 350_000
     files[f"{group}max"] = "max\n"
     assert free_memory() == 4_096_000
-
-
-def test_lines() -> None:
-    machine = Machine(
-        system="Linux",
-        python="3.11.7",
-        cores=2,
-        memory_bytes=3 * 1024**3,
-        gpus=("H (8 GiB)",),
-        libraries={"torch": "2.13.0"},
-        compiler=None,
-    )
-    assert machine.describe() == [
-        "machine: 2 cores, 3.0 GiB memory, GPU: H (8 GiB)",
-        "system: Linux, Python 3.11.7",
-        "libraries: torch 2.13.0",
-        "compiler: not found (not required for training on a CPU)",
-    ]
 
 
 @pytest.mark.parametrize(

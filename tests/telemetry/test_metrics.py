@@ -71,7 +71,7 @@ def test_a_metric_of_a_plug_in_is_measured_shown_and_drawn(tmp_path: Path) -> No
     assert row == {"own/length": 1.5}
     assert format_step({"policy/entropy": 0.5, **row}, None) == "entropy 0.500  calls 1.5"
     files = draw_plots([{"step": 1, **row}], tmp_path, "a run")
-    assert [file.name for file in files if "-dark" not in file.name] == ["own_length.png", "overview.png"]
+    assert [file.name for file in files] == ["own_length.png", "overview.png"]
     assert find_metric("own/length").unit == "calls"  # type: ignore[union-attr]
 
 

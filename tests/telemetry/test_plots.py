@@ -4,20 +4,16 @@ import struct
 from pathlib import Path
 
 import pytest
-from matplotlib.colors import to_hex
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from agentrl.telemetry.plots import (
-    DARK,
     PANELS,
     add_legend_below,
     draw_plots,
-    line_options,
     metric_series,
     new_figure,
     running_mean,
-    save_themes,
 )
 
 
@@ -62,10 +58,6 @@ EVALUATIONS = [
 ]
 
 
-def twins(*stems: str) -> list[str]:
-    return [name for stem in stems for name in (f"{stem}.png", f"{stem}-dark.png")]
-
-
 def size(file: Path) -> tuple[int, int]:
     header = file.read_bytes()[:24]
     assert header.startswith(b"\x89PNG\r\n\x1a\n")
@@ -74,9 +66,9 @@ def size(file: Path) -> tuple[int, int]:
 
 def test_every_panel_and_the_overview_are_drawn(tmp_path: Path) -> None:
     files = draw_plots([EVALUATIONS[0], *steps(40), EVALUATIONS[1]], tmp_path / "plots", "a run")
-    assert [file.name for file in files] == twins(*(panel.file.removesuffix(".png") for panel in PANELS), "overview")
+    assert [file.name for file in files] == [*(panel.file for panel in PANELS), "overview.png"]
     assert size(files[0]) == (896, 560)
-    assert size(files[-2]) == (2100, 1512)
+    assert size(files[-1]) == (2100, 1512)
 
 
 def test_lines_of_a_panel_differ_in_colour_and_dashes_and_the_legend_covers_none() -> None:
@@ -99,11 +91,11 @@ def test_lines_of_a_panel_differ_in_colour_and_dashes_and_the_legend_covers_none
 def test_pictures_say_which_run_they_show_and_what_their_intervals_are(monkeypatch: pytest.MonkeyPatch) -> None:
     told: dict[str, str] = {}
 
-    def kept(figure: Figure, path: Path) -> list[Path]:
+    def kept(figure: Figure, path: Path) -> Path:
         told[path.name] = " ".join(item.get_text() for item in figure.findobj(Text))
-        return []
+        return path
 
-    monkeypatch.setattr("agentrl.telemetry.plots.save_themes", kept)
+    monkeypatch.setattr("agentrl.telemetry.plots.save_figure", kept)
     rows = [EVALUATIONS[0], *steps(40), EVALUATIONS[1]]
     draw_plots(rows, Path(), "first, seed 7: 4 problems x 8 rollouts a step")
     assert all("first, seed 7: 4 problems x 8 rollouts a step" in text for text in told.values())
@@ -115,24 +107,14 @@ def test_pictures_say_which_run_they_show_and_what_their_intervals_are(monkeypat
 
 def test_what_was_not_measured_is_left_out(tmp_path: Path) -> None:
     files = draw_plots([{"step": 1, "policy/entropy": 0.7}], tmp_path, "a run")
-    assert [file.name for file in files] == twins("entropy", "overview")
+    assert [file.name for file in files] == ["entropy.png", "overview.png"]
     assert draw_plots([], tmp_path / "none", "a run") == []
     assert draw_plots([{"step": 1, "unknown": 3}], tmp_path / "none", "a run") == []
 
 
 def test_figures_without_anything_above_zero_are_drawn_too(tmp_path: Path) -> None:
     rows = [{"step": step, "policy/kl_engine_k3": 0.0} for step in (1, 2)]
-    assert [file.name for file in draw_plots(rows, tmp_path, "a run")] == twins("engine_policy", "overview")
-
-
-def test_every_part_of_an_error_bar_has_its_colour_on_dark_pages(tmp_path: Path) -> None:
-    figure = new_figure(3.0, 2.0)
-    axes = figure.add_subplot()
-    axes.errorbar([1, 2], [1, 2], yerr=[0.1, 0.2], **line_options(2), capsize=4, marker="o")
-    assert [file.name for file in save_themes(figure, tmp_path / "bar.png")] == twins("bar")
-    for line in axes.get_lines():
-        for colour in (line.get_color(), line.get_markerfacecolor(), line.get_markeredgecolor()):
-            assert to_hex(colour) == DARK[2]
+    assert [file.name for file in draw_plots(rows, tmp_path, "a run")] == ["engine_policy.png", "overview.png"]
 
 
 def test_series_and_running_mean() -> None:
@@ -147,4 +129,4 @@ def test_an_interval_that_misses_its_mean_by_rounding_is_drawn(tmp_path: Path) -
         {"step": 1, "eval/avg_at_k": 0.0, "eval/low": 7e-18, "eval/high": 0.1},
         {"step": 2, "eval/avg_at_k": 1.0, "eval/low": 0.9, "eval/high": 1.0 - 1e-16},
     ]
-    assert [file.name for file in draw_plots(rows, tmp_path, "a run")] == twins("avg_at_k", "overview")
+    assert [file.name for file in draw_plots(rows, tmp_path, "a run")] == ["avg_at_k.png", "overview.png"]

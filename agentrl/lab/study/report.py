@@ -25,7 +25,7 @@ from agentrl.telemetry.plots import (
     add_legend_below,
     line_options,
     new_figure,
-    save_themes,
+    save_figure,
     style_axes,
 )
 
@@ -191,7 +191,7 @@ def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
     """Draw ``curves.png`` into ``folder`` unless no run has an evaluation. Returns the files."""
     if not any(run.scores for run in record.runs):
         return []
-    return save_themes(study_figure(record), folder / "curves.png")
+    return [save_figure(study_figure(record), folder / "curves.png")]
 
 
 def study_figure(record: StudyRecord) -> Figure:

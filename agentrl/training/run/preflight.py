@@ -183,7 +183,7 @@ def dry_run(settings: Settings) -> None:
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())
     console.note("")
-    for line in [*describe_machine().describe(), *problems]:
+    for line in [*describe_machine(), *problems]:
         console.note(line)
     console.note(f"rollouts: {engine_facts(settings.rollout).about}")
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens

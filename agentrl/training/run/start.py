@@ -108,7 +108,7 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
     if here and (problems := machine_problems(settings)):
         raise SettingsError("\n".join(problems))
     run = _open_run(settings, resume)
-    for line in describe_machine().describe():
+    for line in describe_machine():
         console.note(line)
     if not runs_in_separate_processes(settings):
         return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
