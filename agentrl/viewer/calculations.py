@@ -1,18 +1,12 @@
-"""``python -m agentrl.viewer.calculations RUN``: answer lines of JSON on the standard input with lines of JSON.
+"""Requests of the viewer that need torch and the run's plug-ins: other estimators, and the explanation of a token.
 
-The viewer starts this process for requests that need torch and the run's plug-ins: other estimators, and the
-explanation of a token. A request is ``{"ask": NAME, ...}`` with the arguments of the method ``NAME``. The answer is
-``{"answer": ...}`` or ``{"error": "one message"}``.
+The viewer imports no torch, so :class:`agentrl.viewer.serve.Calculator` runs this module in a separate process.
 """
 
 from __future__ import annotations
 
-import json
-import os
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
-from pathlib import Path
 
 from agentrl.algorithms import estimator_needs
 from agentrl.algorithms.options import AlgorithmError
@@ -32,23 +26,24 @@ class RequestHandlers:
         self._run = run
         self._problems = load_run_plugins(run)
 
-    def answer_line(self, line: str) -> str:
-        """Answer one line in JSON. Exceptions, including exceptions of plug-ins, are returned as error messages."""
-        try:
-            return to_json({"answer": self._answer(json.loads(line))})
-        except (AgentRLError, AlgorithmError, PluginError) as error:
-            return json.dumps({"error": "; ".join([str(error), *self._problems])})
-        except Exception as error:  # noqa: BLE001  (whatever a user's estimator raises)
-            return json.dumps({"error": describe_error(error)})
+    def answer(self, request: Mapping[str, object]) -> str:
+        """Answer ``{"ask": NAME, ...}``, where ``...`` are the arguments of the method ``NAME``.
 
-    def _answer(self, question: Mapping[str, object]) -> object:
-        known: Mapping[str, Callable[..., object]] = {
+        Returns ``{"answer": ...}`` as JSON. Exceptions, including those of plug-ins, are returned as ``{"error":
+        MESSAGE}``.
+        """
+        methods: Mapping[object, Callable[..., object]] = {
             "estimators": self.estimators,
             "what_if": self.what_if,
             "explain": self.explain,
         }
-        arguments = dict(question)
-        return known[str(arguments.pop("ask"))](**arguments)
+        arguments = {name: value for name, value in request.items() if name != "ask"}
+        try:
+            return to_json({"answer": methods[request["ask"]](**arguments)})
+        except (AgentRLError, AlgorithmError, PluginError) as error:
+            return to_json({"error": "; ".join([str(error), *self._problems])})
+        except Exception as error:  # noqa: BLE001  (a user's estimator may raise any exception)
+            return to_json({"error": describe_error(error)})
 
     def estimators(self) -> object:
         """Return every estimator with its options."""
@@ -97,18 +92,3 @@ def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
         "baselines": json_numbers(columns["baselines"][indices]),
         "mean": float(columns["advantages"].mean()),
     }
-
-
-def answer_stdin() -> None:
-    """Answer every line of the standard input."""
-    # Output of plug-ins is redirected to the standard error, so that it cannot break the lines of JSON.
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
-    run = RequestHandlers(RunDirectory(Path(sys.argv[1])))
-    for line in sys.stdin:
-        answers.write(f"{run.answer_line(line)}\n")
-        answers.flush()
-
-
-if __name__ == "__main__":
-    answer_stdin()

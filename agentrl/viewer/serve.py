@@ -9,17 +9,18 @@ from __future__ import annotations
 import contextlib
 import getpass
 import json
+import multiprocessing
 import os
 import platform
 import re
 import secrets
-import selectors
+import signal
 import socket
-import subprocess
-import sys
 import threading
 import webbrowser
 from collections.abc import Callable, Sequence
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 
 import uvicorn
@@ -34,21 +35,25 @@ _DEADLINE = 120.0  # seconds until a response; the first one includes the import
 
 
 class Calculator:
-    """Client of an ``agentrl.viewer.calculations`` process. Sends one request at a time."""
+    """Client of a process that answers requests of `agentrl.viewer.calculations`. Sends one request at a time."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: BaseProcess | None = None
+        self._connection: Connection | None = None
         self._run: Path | None = None
 
     def request(self, run: Path, question: dict[str, object]) -> object:
         """Return the result of a request. Raises SettingsError if it is invalid, WorldError if the process fails."""
         with self._lock:
-            process = self._for(run.resolve())
+            connection = self._connect(run.resolve())
             try:
-                answer = json.loads(_answer(process, json.dumps(question).encode() + b"\n"))
-            except (OSError, ValueError) as error:
-                self._end()
+                connection.send(question)
+                if not connection.poll(_DEADLINE):
+                    raise TimeoutError(f"no response within {_DEADLINE:g} s")
+                answer = json.loads(connection.recv())
+            except (OSError, EOFError) as error:
+                self._stop_process()
                 raise WorldError(f"the calculation process of {run} failed: {error or 'no response'}") from error
         if "error" in answer:
             raise SettingsError(str(answer["error"]))
@@ -57,41 +62,37 @@ class Calculator:
     def close(self) -> None:
         """Stop the process."""
         with self._lock:
-            self._end()
+            self._stop_process()
 
-    def _for(self, run: Path) -> subprocess.Popen[bytes]:
-        if self._process is None or self._run != run or self._process.poll() is not None:
-            self._end()
-            command = [sys.executable, "-m", "agentrl.viewer.calculations", str(run)]
-            # In a separate session, Ctrl-C reaches only the viewer, which then stops the process.
-            self._process = subprocess.Popen(
-                command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True
-            )
+    def _connect(self, run: Path) -> Connection:
+        """Return the connection to the process of ``run``, starting the process if it does not run."""
+        if self._connection is None or self._run != run or self._process is None or not self._process.is_alive():
+            self._stop_process()
+            context = multiprocessing.get_context("spawn")
+            self._connection, theirs = context.Pipe()
+            self._process = context.Process(target=_answer_requests, args=(run, theirs), daemon=True)
+            self._process.start()
+            theirs.close()  # so that a read fails if the process ends
             self._run = run
-        return self._process
+        return self._connection
 
-    def _end(self) -> None:
-        if self._process is None:
-            return
-        self._process.kill()
-        for pipe in (self._process.stdin, self._process.stdout):
-            if pipe is not None:
-                pipe.close()
-        self._process.wait()
-        self._process = None
+    def _stop_process(self) -> None:
+        if self._process is not None and self._connection is not None:
+            self._process.kill()
+            self._process.join()
+            self._connection.close()
+        self._process = self._connection = None
 
 
-def _answer(process: subprocess.Popen[bytes], question: bytes) -> bytes:
-    """Send a request and read one line. Raises OSError if the process ends or is too slow."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    process.stdin.write(question)
-    process.stdin.flush()
-    with selectors.DefaultSelector() as waiting:
-        waiting.register(process.stdout, selectors.EVENT_READ)
-        if not waiting.select(_DEADLINE):
-            raise TimeoutError(f"no response within {_DEADLINE:g} s")
-    return process.stdout.readline()
+def _answer_requests(run: Path, connection: Connection) -> None:
+    """Answer requests until the viewer closes the connection. Runs in the calculation process."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the viewer handles Ctrl-C and stops this process
+    from agentrl.viewer.calculations import RequestHandlers  # imports torch
+
+    handlers = RequestHandlers(RunDirectory(run))
+    with contextlib.suppress(EOFError):
+        while True:
+            connection.send(handlers.answer(connection.recv()))
 
 
 HOST = "127.0.0.1"

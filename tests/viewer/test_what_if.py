@@ -101,24 +101,22 @@ def test_the_forms_name_every_estimator_and_option() -> None:
     assert [form.choices for form in forms["opo"] if form.name == "leave_one_out"] == [[False, True]]
 
 
-def test_questions_are_answered_line_by_line(run: RunDirectory, step: StoredStep) -> None:
+def test_requests_are_answered_in_json(run: RunDirectory, step: StoredStep) -> None:
     answers = RequestHandlers(run)
     question = {"ask": "what_if", "step": 2, "trajectory": 1, "estimator": "rloo", "options": {}, "size": None}
-    answer = json.loads(answers.answer_line(json.dumps(question)))["answer"]
+    answer = json.loads(answers.answer(question))["answer"]
     expected = what_if(step, step.trajectories[1], estimator="rloo").columns[step.trajectories[1].key]
     np.testing.assert_array_equal(np.float32(answer["fields"]["what_if_advantages"]), expected["advantages"])
-    wide = json.loads(answers.answer_line(json.dumps(question | {"estimator": "reinforce_pp_baseline"})))["answer"]
+    wide = json.loads(answers.answer(question | {"estimator": "reinforce_pp_baseline"}))["answer"]
     expected = what_if(step, step.trajectories[1], estimator="reinforce_pp_baseline").columns[step.trajectories[1].key]
     np.testing.assert_array_equal(np.float32(wide["fields"]["what_if_advantages"]), expected["advantages"])
-    gone = json.loads(answers.answer_line(json.dumps(question | {"trajectory": 99})))
+    gone = json.loads(answers.answer(question | {"trajectory": 99}))
     assert "step 2 has no trajectory 99" in gone["error"]
-    wrong = json.loads(answers.answer_line(json.dumps(question | {"estimator": "tir_otbb"})))
+    wrong = json.loads(answers.answer(question | {"estimator": "tir_otbb"}))
     assert "unknown estimator 'tir_otbb'" in wrong["error"]
-    missing = json.loads(answers.answer_line(json.dumps(question | {"estimator": "gae"})))
+    missing = json.loads(answers.answer(question | {"estimator": "gae"}))
     assert "estimator 'gae' needs values" in missing["error"]
-    lines = json.loads(answers.answer_line(json.dumps({"ask": "explain", "step": 2, "trajectory": 1, "token": 0})))[
-        "answer"
-    ]
+    lines = json.loads(answers.answer({"ask": "explain", "step": 2, "trajectory": 1, "token": 0}))["answer"]
     assert lines[0].startswith("step 2, trajectory 1")
 
 
@@ -134,7 +132,7 @@ def test_what_a_plug_in_raises_is_one_message(tmp_path: Path) -> None:
     run.config.write_text(f"plugins: [{plugin}, gone_plugin.py]\n")
     answers = RequestHandlers(run)
     question = {"ask": "what_if", "step": 1, "trajectory": 0, "estimator": "raising", "options": {}, "size": None}
-    assert "KeyError: 'x'" in json.loads(answers.answer_line(json.dumps(question)))["error"]
-    forms = json.loads(answers.answer_line('{"ask": "estimators"}'))["answer"]
+    assert "KeyError: 'x'" in json.loads(answers.answer(question))["error"]
+    forms = json.loads(answers.answer({"ask": "estimators"}))["answer"]
     assert "raising" in forms["estimators"]
     assert "there is no file" in forms["problems"][0]
