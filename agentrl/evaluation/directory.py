@@ -24,7 +24,14 @@ from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import JSONObject, ProblemRow, Provenance, Results
 from agentrl.evaluation.provenance import differences
 from agentrl.evaluation.transcripts import Transcript, read_rollouts
-from agentrl.telemetry.files import LOCK_DEADLINE, acquire_lock, atomic_write, json_line, os_errors_as_world_errors
+from agentrl.telemetry.files import (
+    LOCK_DEADLINE,
+    acquire_lock,
+    atomic_write,
+    json_line,
+    os_errors_as_world_errors,
+    resolve_inside,
+)
 from agentrl_envs.types import Problem
 
 _LOGS = "logs"
@@ -82,16 +89,20 @@ class EvaluationDirectory:
     def provenance(self) -> Provenance:
         return cast(Provenance, self._json(self._provenance))
 
+    @property
+    def is_finished(self) -> bool:
+        return self.results_file.is_file()
+
     def results(self) -> Results:
         """Return ``results.json``. Raises SettingsError if the evaluation is not finished."""
-        if not self.results_file.is_file():
+        if not self.is_finished:
             raise SettingsError(f"{self.path} is not finished: repeat the command that started it")
         return cast(Results, self._json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:
         """Return the problems stored in the directory, without reading the original data files."""
         problems_of: dict[tuple[str, bool], list[Problem]] = {}
-        for row in self._rows():
+        for row in self.problem_rows():
             problem = Problem(**{name: row[name] for name in _FIELDS})  # type: ignore[literal-required]
             problems_of.setdefault((row["benchmark"], row["falsified"]), []).append(problem)
         revisions = self.provenance()["benchmarks"]
@@ -100,8 +111,12 @@ class EvaluationDirectory:
             for (name, falsified), part in problems_of.items()
         ]
 
-    def prompts(self) -> dict[tuple[str, str], str]:
-        return {(row["benchmark"], row["id"]): row["prompt"] for row in self._rows()}
+    def problem_rows(self) -> Iterator[ProblemRow]:
+        """Yield the rows of ``problems.jsonl``."""
+        path = resolve_inside(self._problems, self.path)
+        with os_errors_as_world_errors(path, "read"), path.open(encoding="utf-8") as lines:
+            for number, line in enumerate(lines, start=1):
+                yield cast(ProblemRow, _object(line, f"{path}, line {number}"))
 
     def transcripts(self) -> Iterator[Transcript]:
         """Yield every rollout in the order written. A failed attempt precedes the attempt that replaced it."""
@@ -141,20 +156,15 @@ class EvaluationDirectory:
                 "use the same settings to continue it, or another --output to start a new evaluation"
             )
 
-    def _rows(self) -> Iterator[ProblemRow]:
-        with os_errors_as_world_errors(self._problems, "read"), self._problems.open(encoding="utf-8") as lines:
-            for number, line in enumerate(lines, start=1):
-                yield cast(ProblemRow, _object(line, f"{self._problems}, line {number}"))
-
     def _json(self, path: Path) -> JSONObject:
         with os_errors_as_world_errors(path, "read"):
-            return _object(path.read_text(encoding="utf-8"), str(path))
+            return _object(resolve_inside(path, self.path).read_text(encoding="utf-8"), str(path))
 
 
 def _object(text: str, location: str) -> JSONObject:
     try:
         value = json.loads(text)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise WorldError(f"{location} is damaged: invalid JSON ({error})") from error
     if not isinstance(value, dict):
         raise WorldError(f"{location} is damaged: not a JSON object")

@@ -9,17 +9,16 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
 from functools import lru_cache
 from pathlib import Path
-from typing import cast
 from xml.etree.ElementTree import Element
 
 import zstandard
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.compare import compare, comparison_notes
-from agentrl.evaluation.formats import JSONObject, Results
+from agentrl.evaluation.directory import EvaluationDirectory
+from agentrl.evaluation.formats import BenchmarkResults, JSONObject, ProblemRow, Results
 from agentrl.evaluation.transcripts import RESULT_KINDS, Transcript
 from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
-from agentrl.viewer.metrics_file import json_lines
 
 _LONGEST_LINE = 1 << 26  # bytes of one rollout
 _EXCERPT = 120  # characters of a statement in the list of problems
@@ -32,30 +31,34 @@ _FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
 
 
 def evaluation_summary(path: Path) -> dict[str, object]:
-    """Return an evaluation's row in the table of evaluations. Unfinished evaluations lack ``benchmarks``."""
-    results = read_object(path / "results.json")
-    provenance = read_object(path / "provenance.json")
+    """Return an evaluation's row in the table of evaluations. Unfinished evaluations have no ``benchmarks``."""
+    directory = EvaluationDirectory(path)
     return {
-        "model": provenance.get("model", {}).get("name", ""),
-        "benchmarks": {name: one["avg"] for name, one in results.get("benchmarks", {}).items()},
-        "finished": bool(results),
+        "model": directory.provenance()["model"]["name"],
+        "benchmarks": {name: one["avg"] for name, one in _benchmark_results(directory).items()},
+        "finished": directory.is_finished,
     }
 
 
 def evaluation_page(path: Path) -> dict[str, object]:
     """Return results, provenance, problems, and the rollouts without conversations (:func:`rollout_rows`)."""
+    directory = EvaluationDirectory(path)
     problems = [
-        {"benchmark": row["benchmark"], "id": row["id"], "answer": row.get("answer"), "statement": _excerpt(row)}
-        for row in json_lines(path / "problems.jsonl", path)
+        {"benchmark": row["benchmark"], "id": row["id"], "answer": row["answer"], "statement": _excerpt(row)}
+        for row in directory.problem_rows()
     ]
     return {
         "path": str(path),
-        "results": read_object(path / "results.json").get("benchmarks", {}),
-        "provenance": read_object(path / "provenance.json"),
+        "results": _benchmark_results(directory),
+        "provenance": directory.provenance(),
         "kinds": RESULT_KINDS,
         "problems": problems,
         "rollouts": rollout_rows(path),
     }
+
+
+def _benchmark_results(directory: EvaluationDirectory) -> Mapping[str, BenchmarkResults]:
+    return directory.results()["benchmarks"] if directory.is_finished else {}
 
 
 def rollout_rows(path: Path) -> list[JSONObject]:
@@ -96,16 +99,15 @@ def rollout_page(path: Path, index: int) -> dict[str, object]:
     raise SettingsError(f"{path} has no rollout {index}")
 
 
-def problems_by_key(path: Path) -> dict[tuple[object, object], JSONObject]:
+def problems_by_key(path: Path) -> dict[tuple[str, str], ProblemRow]:
     """Return the rows of ``problems.jsonl`` by benchmark and id."""
-    return {(row["benchmark"], row["id"]): row for row in json_lines(path / "problems.jsonl", path)}
+    return {(row["benchmark"], row["id"]): row for row in EvaluationDirectory(path).problem_rows()}
 
 
-def page_of_rollout(record: JSONObject, problems: Mapping[tuple[object, object], JSONObject]) -> dict[str, object]:
+def page_of_rollout(record: JSONObject, problems: Mapping[tuple[str, str], ProblemRow]) -> dict[str, object]:
     """Build the content of a rollout's page from its record."""
-    problem = problems.get((record["benchmark"], record["problem"]), {})
-    prompt = problem.get("prompt") or problem.get("statement", "")
-    texts = [prompt, *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
+    problem = problems[record["benchmark"], record["problem"]]
+    texts = [problem["prompt"], *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
     return {"rollout": record, "problem": problem, "formulas": formula_trees(texts)}
 
 
@@ -124,7 +126,7 @@ def find_rollouts(path: Path, text: str) -> list[int]:
 
 def comparison_page(first: Path, second: Path) -> dict[str, object]:
     """Compare two evaluations, paired by problem. Raises SettingsError if they cannot be compared."""
-    before, after = (_finished(path) for path in (first, second))
+    before, after = (EvaluationDirectory(path).results() for path in (first, second))
     by_benchmark = compare(before, after)
     return {
         "paths": [str(first), str(second)],
@@ -173,21 +175,14 @@ def _tree(element: Element) -> list[object]:
     return [element.tag, attributes, *children, *map(_tree, element)]
 
 
-def _excerpt(problem: Mapping[str, object]) -> str:
-    statement = str(problem.get("statement", ""))
+def _excerpt(problem: ProblemRow) -> str:
+    statement = problem["statement"]
     return statement if len(statement) <= _EXCERPT else f"{statement[:_EXCERPT]} …"
 
 
-def _searchable(problem: JSONObject) -> str:
-    parts = [problem[name] for name in ("id", "statement", "answer", "info") if problem.get(name)]
-    return "\n".join(part if isinstance(part, str) else json.dumps(part, ensure_ascii=False) for part in parts)
-
-
-def _finished(path: Path) -> Results:
-    results = read_object(path / "results.json")
-    if not results:
-        raise SettingsError(f"{path} is not finished: repeat the command that started it")
-    return cast(Results, results)
+def _searchable(problem: ProblemRow) -> str:
+    info = json.dumps(problem["info"], ensure_ascii=False) if problem["info"] else ""
+    return "\n".join([problem["id"], problem["statement"], problem["answer"] or "", info])
 
 
 def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, object]]:
@@ -195,17 +190,6 @@ def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, ob
     counts, others = (results["benchmarks"][name]["per_problem"] for results in (before, after))
     for problem, first in counts.items():
         yield {"benchmark": name, "problem": problem, "first": first, "second": others[problem]}
-
-
-def read_object(path: Path) -> JSONObject:
-    """Read a JSON object of an evaluation, or {} if the file is missing. Raises WorldError if it is damaged."""
-    try:
-        value = json.loads(resolve_inside(path, path.parent).read_bytes())
-    except FileNotFoundError:
-        return {}
-    except (ValueError, RecursionError) as error:
-        raise WorldError(f"{path} is damaged: invalid JSON ({error})") from error
-    return value if isinstance(value, dict) else {}
 
 
 def rollout_records(path: Path) -> Iterator[JSONObject]:
