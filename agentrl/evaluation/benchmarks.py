@@ -11,7 +11,7 @@ import hashlib
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import cast
 
@@ -34,65 +34,41 @@ from agentrl_envs.types import Problem, Verdict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """A benchmark with its file in a data folder (without ``.jsonl`` or ``.parquet``) and its Hugging Face data set."""
+    """A benchmark with its Hugging Face data set and its file in a data folder, without ``.jsonl`` or ``.parquet``."""
 
     name: str
     file: str
     hub_id: str
     split: str
     problems: int
-    fields: Mapping[FieldName, str]
+    fields: Mapping[FieldName, str] = field(default_factory=dict)
     subset: str | None = None
-    revision: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedBenchmark:
     """Problems of a benchmark in the order of the data, with their locations and data errors.
 
-    ``errors`` does not include reference answers that cannot be parsed. A location is a file and line, or a data set
-    and row. Every error starts with its location.
+    A location is a file and line, or a data set and row. Every error starts with its location. Reference answers that
+    cannot be graded are errors only in the result of :func:`check_benchmark`.
     """
 
     name: str
-    path: str
-    revision: str | None
     problems: tuple[Problem, ...]
     locations: tuple[str, ...]
     errors: tuple[str, ...]
 
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class DataCheck:
-    """Errors in the data of a benchmark. ``timeouts`` lists reference answers whose grading timed out."""
-
-    name: str
-    problems: int
-    errors: tuple[str, ...]
-    timeouts: tuple[str, ...] = field(default=())
-
     def describe(self) -> list[str]:
-        wrong = [*self.errors, *self.timeouts]
-        head = f"{self.name}: {self.problems} problems, {len(wrong) or 'no'} data error{'' if len(wrong) == 1 else 's'}"
-        return [head, *(f"  {error}" for error in wrong)]
+        count = f"{len(self.errors) or 'no'} data error{'' if len(self.errors) == 1 else 's'}"
+        return [f"{self.name}: {len(self.problems)} problems, {count}", *(f"  {error}" for error in self.errors)]
 
-
-_PROBLEM: Mapping[FieldName, str] = {"problem": "problem", "answer": "answer"}
-_QUESTION: Mapping[FieldName, str] = {"problem": "question", "answer": "answer"}
-_FINAL_ANSWER: Mapping[FieldName, str] = {"problem": "question", "answer": "final_answer.0"}
 
 _ALL = (
-    Benchmark(
-        name="aime24", file="aime24", hub_id="HuggingFaceH4/aime_2024", split="train", problems=30, fields=_PROBLEM
-    ),
-    Benchmark(name="aime25", file="aime25", hub_id="math-ai/aime25", split="test", problems=30, fields=_PROBLEM),
-    Benchmark(name="amc23", file="amc23", hub_id="math-ai/amc23", split="test", problems=40, fields=_QUESTION),
-    Benchmark(
-        name="math500", file="math500", hub_id="HuggingFaceH4/MATH-500", split="test", problems=500, fields=_PROBLEM
-    ),
-    Benchmark(
-        name="hmmt25", file="hmmt25", hub_id="MathArena/hmmt_feb_2025", split="train", problems=30, fields=_PROBLEM
-    ),
+    Benchmark(name="aime24", file="aime24", hub_id="HuggingFaceH4/aime_2024", split="train", problems=30),
+    Benchmark(name="aime25", file="aime25", hub_id="math-ai/aime25", split="test", problems=30),
+    Benchmark(name="amc23", file="amc23", hub_id="math-ai/amc23", split="test", problems=40),
+    Benchmark(name="math500", file="math500", hub_id="HuggingFaceH4/MATH-500", split="test", problems=500),
+    Benchmark(name="hmmt25", file="hmmt25", hub_id="MathArena/hmmt_feb_2025", split="train", problems=30),
     Benchmark(
         name="olympiadbench",
         file="olympiadbench",
@@ -100,7 +76,7 @@ _ALL = (
         subset="OE_TO_maths_en_COMP",  # open-ended, text only, mathematics, English, competition
         split="train",
         problems=674,
-        fields=_FINAL_ANSWER,
+        fields={"problem": "question", "answer": "final_answer.0"},
     ),
     Benchmark(
         name="gsm8k",
@@ -109,7 +85,6 @@ _ALL = (
         subset="main",
         split="test",
         problems=1319,
-        fields=_QUESTION,
     ),
 )
 
@@ -155,8 +130,6 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     rows = len(problems) + len(unanswered)
     return LoadedBenchmark(
         name=name,
-        path=settings.path,
-        revision=settings.revision,
         problems=tuple(problems),
         locations=tuple(locations),
         errors=(
@@ -168,20 +141,19 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     )
 
 
-async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> DataCheck:
-    """Collect all errors in a benchmark's data, including reference answers that fail grading against themselves."""
+async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
+    """Load a benchmark. Its errors include the reference answers that are not graded as equal to themselves."""
     loaded = read_benchmark(name, data_dir=data_dir)
-    answers = [str(problem.answer) for problem in loaded.problems]
-    verdicts = await asyncio.gather(*(grader.check_reference(answer) for answer in answers))
-    unreadable, timeouts = [], []
-    for location, gold, verdict in zip(loaded.locations, answers, verdicts, strict=True):
-        answer = gold if len(gold) <= 60 else gold[:60] + "..."
+    references = [str(problem.answer) for problem in loaded.problems]
+    verdicts = await asyncio.gather(*(grader.check_reference(reference) for reference in references))
+    errors = list(loaded.errors)
+    for location, reference, verdict in zip(loaded.locations, references, verdicts, strict=True):
+        answer = reference if len(reference) <= 60 else reference[:60] + "..."
         if verdict is Verdict.GRADER_TIMEOUT:
-            timeouts.append(f"{location}: grading the answer {answer!r} timed out")
+            errors.append(f"{location}: grading the answer {answer!r} timed out")
         elif verdict is not Verdict.CORRECT:
-            unreadable.append(f"{location}: the answer {answer!r} cannot be read ({verdict.value})")
-    errors = (*loaded.errors, *unreadable)
-    return DataCheck(name=name, problems=len(loaded.problems), errors=errors, timeouts=tuple(timeouts))
+            errors.append(f"{location}: the answer {answer!r} cannot be read ({verdict.value})")
+    return replace(loaded, errors=tuple(errors))
 
 
 def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceSettings:
@@ -190,7 +162,6 @@ def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceS
             path=benchmark.hub_id,
             split=benchmark.split,
             subset=benchmark.subset,
-            revision=benchmark.revision,
             fields=dict(benchmark.fields),
             skip_unanswered=True,
         )
@@ -317,10 +288,7 @@ def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSe
         problems = tuple(evaluation_set(source, source.size or 0))
         return ProblemSet(name=Path(name).stem, problems=problems, revision="")
     problems = tuple(load_benchmark(name, data_dir=data_dir))
-    known = BENCHMARKS.get(name)
-    if known is None:
-        return ProblemSet(name=Path(name).stem, problems=problems, revision="")
-    return ProblemSet(name=name, problems=problems, revision=known.revision or "")
+    return ProblemSet(name=name if name in BENCHMARKS else Path(name).stem, problems=problems, revision="")
 
 
 def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
@@ -333,31 +301,29 @@ def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
     ]
 
 
-def check_benchmarks_command(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
-    """Print the errors in the data of each benchmark.
+def check_benchmarks_command(settings: EvaluationSections, request: EvaluationRequest) -> None:
+    """Print the errors in the data of each benchmark, as found by :func:`check_benchmark`.
 
-    Checks the number of problems, repeated statements and ids, and reference answers. Raises SettingsError if there is
-    an error.
+    Raises SettingsError if there is an error.
     """
     if not request.benchmarks:
         raise SettingsError("--check-data requires --benchmarks with names, or with files (.jsonl or .parquet)")
     console = Console(settings.telemetry)
-    checks = asyncio.run(_check(settings, request))
-    for line in (line for check in checks for line in check.describe()):
-        console.note(line)
-    wrong = {check.name: len(check.errors) + len(check.timeouts) for check in checks}
-    if any(wrong.values()):
-        named = ", ".join(f"{name} {count}" for name, count in wrong.items() if count)
-        raise SettingsError(f"the data has errors, which are listed above: {named}")
-    return checks
 
+    async def check_all() -> list[LoadedBenchmark]:
+        grader = Grader(settings.grader)
+        try:
+            return [await check_benchmark(name, grader, data_dir=request.data_dir) for name in request.benchmarks]
+        finally:
+            await grader.close()
 
-async def _check(settings: EvaluationSections, request: EvaluationRequest) -> list[DataCheck]:
-    grader = Grader(settings.grader)
-    try:
-        return [await check_benchmark(name, grader, data_dir=request.data_dir) for name in request.benchmarks]
-    finally:
-        await grader.close()
+    checked = asyncio.run(check_all())
+    for benchmark in checked:
+        for line in benchmark.describe():
+            console.note(line)
+    wrong = ", ".join(f"{benchmark.name} {len(benchmark.errors)}" for benchmark in checked if benchmark.errors)
+    if wrong:
+        raise SettingsError(f"the data has errors, which are listed above: {wrong}")
 
 
 @dataclass(frozen=True)
