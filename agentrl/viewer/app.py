@@ -10,17 +10,18 @@ import json
 import secrets
 import traceback
 from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.base import BaseHTTPMiddleware, RequestResponseEndpoint
 from starlette.middleware.gzip import GZipMiddleware
 from starlette.middleware.trustedhost import TrustedHostMiddleware
 from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.metrics import defined_metrics
@@ -49,20 +50,11 @@ class QueryError(ValueError):
 
 def parse_search(query: Query) -> Search:
     """Parse the search conditions in a query."""
-    return Search(
-        text=query.get("text", ""),
-        problem=query.get("problem", ""),
-        ended=query.get("ended", ""),
-        verdict=query.get("verdict", ""),
-        tool=query.get("tool", ""),
-        dropped=query.get("dropped", ""),
-        group=optional_int(query, "group"),
-        least_reward=optional_float(query, "least_reward"),
-        most_reward=optional_float(query, "most_reward"),
-        least_turns=optional_int(query, "least_turns"),
-        most_turns=optional_int(query, "most_turns"),
-        least_staleness=optional_int(query, "least_staleness"),
-    )
+    conditions = {
+        item.name: optional_float(query, item.name) if item.default is None else query.get(item.name, "")
+        for item in fields(Search)
+    }
+    return Search(**conditions)  # type: ignore[arg-type]
 
 
 def requested_steps(stored: list[int], query: Query) -> list[int]:
@@ -117,7 +109,7 @@ POLICY = (
 )
 """Content security policy. Inline styles are allowed because charts and tokens set colors, never run content."""
 
-HEADERS = {
+SECURITY_HEADERS = {
     "content-security-policy": POLICY,
     "x-content-type-options": "nosniff",
     "referrer-policy": "no-referrer",
@@ -140,7 +132,7 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
 
     api = [
         Route(f"/api{path}", _endpoint(answer, token))
-        for path, answer in _Answers(library, calculate).by_path().items()
+        for path, answer in _Handlers(library, calculate).by_path().items()
     ]
     return Starlette(
         routes=[
@@ -152,13 +144,13 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
         middleware=[
             # Other host names are rejected to prevent DNS rebinding by web pages.
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
-            Middleware(_Headers),
+            Middleware(BaseHTTPMiddleware, dispatch=_add_security_headers),
             Middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1),
         ],
     )
 
 
-class _Answers:
+class _Handlers:
     """Request handlers of the API."""
 
     def __init__(self, library: Library, calculate: Calculate) -> None:
@@ -226,26 +218,23 @@ class _Answers:
         return trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
 
     def what_if(self, request: Request) -> object:
-        return self._calculated(request, {**_named_parameters(request), **parse_what_if(request.query_params)})
+        return self._calculated_for_trajectory(request, parse_what_if(request.query_params))
 
     def explanation(self, request: Request) -> object:
-        return self._calculated(
-            request, {"ask": "explain", **_named_parameters(request), "token": request.path_params["token"]}
-        )
+        return self._calculated_for_trajectory(request, {"ask": "explain", "token": request.path_params["token"]})
 
     def _calculated(self, request: Request, question: dict[str, object]) -> object:
         return self._calculate(self._run(request).path, question)
+
+    def _calculated_for_trajectory(self, request: Request, question: dict[str, object]) -> object:
+        path = request.path_params
+        return self._calculated(request, {"step": path["step"], "trajectory": path["number"], **question})
 
     def _run(self, request: Request) -> RunDirectory:
         return self._library.run(request.path_params["id"])
 
     def _evaluation(self, request: Request, name: str = "id") -> Path:
         return self._library.evaluation(request.path_params[name])
-
-
-def _named_parameters(request: Request) -> dict[str, object]:
-    """Return the step and the trajectory number in the path."""
-    return {"step": request.path_params["step"], "trajectory": request.path_params["number"]}
 
 
 def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
@@ -275,18 +264,8 @@ def _json(value: object, status: int) -> Response:
     return Response(to_json(value), status_code=status, media_type="application/json")
 
 
-class _Headers:
-    """Middleware that adds the security headers to every response."""
-
-    def __init__(self, app: ASGIApp) -> None:
-        self._app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async def send_with_headers(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                names = {name for name, _ in message["headers"]}
-                extra = [(name.encode(), value.encode()) for name, value in HEADERS.items()]
-                message["headers"] = [*message["headers"], *(pair for pair in extra if pair[0] not in names)]
-            await send(message)
-
-        await self._app(scope, receive, send_with_headers)
+async def _add_security_headers(request: Request, call_next: RequestResponseEndpoint) -> Response:
+    response = await call_next(request)
+    for name, value in SECURITY_HEADERS.items():
+        response.headers.setdefault(name, value)
+    return response

@@ -36,12 +36,12 @@ class Search:
     verdict: str = ""
     tool: str = ""
     dropped: str = ""
-    group: int | None = None
+    group: float | None = None
     least_reward: float | None = None
     most_reward: float | None = None
-    least_turns: int | None = None
-    most_turns: int | None = None
-    least_staleness: int | None = None
+    least_turns: float | None = None
+    most_turns: float | None = None
+    least_staleness: float | None = None
 
     def accepts(self, row: JSONObject) -> bool:
         """Return True if a row of the table meets all conditions except ``text``."""
