@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Mapping
 from functools import partial
+from queue import Empty, Full, Queue
 
 from agentrl.telemetry.files import atomic_write
 from agentrl.telemetry.records import JsonRecord, Metrics, dotted_keys
@@ -40,63 +41,53 @@ class TrackerThread:
         warn: Callable[[str], object],
         longest_queue: int = _LONGEST_QUEUE,
     ) -> None:
-        self._name, self._opening, self._notify, self._warn = name, open_tracker, notify, warn
-        self._longest = longest_queue
-        self._waiting: deque[Message] = deque()
-        self._changed = threading.Condition()
-        self._closing = self._gave_up = False
+        self._name, self._open_tracker, self._notify, self._warn = name, open_tracker, notify, warn
+        self._messages: Queue[Message | None] = Queue(longest_queue)  # None: no further message follows
+        self._stopped = False  # True if remaining messages are discarded
         self._dropped = self._failed = 0
         self._thread = threading.Thread(target=self._run, name=f"tracker-{name}", daemon=True)
         self._thread.start()
 
     def put(self, message: Message) -> None:
         """Queue a message without waiting. Drops it if the queue is full or the tracker could not be opened."""
-        with self._changed:
-            if self._gave_up:
-                return
-            full = len(self._waiting) >= self._longest
-            if not full:
-                self._waiting.append(message)
-                self._changed.notify()
-            self._dropped += full
-            first = full and self._dropped == 1
-        if first:
-            self._warn(f"tracker {self._name} is too slow, so messages are dropped; {_ELSEWHERE}")
+        if self._stopped:
+            return
+        try:
+            self._messages.put_nowait(message)
+        except Full:
+            self._dropped += 1
+            if self._dropped == 1:
+                self._warn(f"tracker {self._name} is too slow, so messages are dropped; {_ELSEWHERE}")
 
     def close(self, deadline: float) -> None:
         """Wait until the queue is empty and stop the thread, at the latest at ``deadline`` (monotonic)."""
-        with self._changed:
-            self._closing = True
-            self._changed.notify()
+        if not self._stopped:
+            with contextlib.suppress(Full):
+                self._messages.put(None, timeout=max(0.0, deadline - time.monotonic()))
         self._thread.join(max(0.0, deadline - time.monotonic()))
-        with self._changed:
-            lost, self._gave_up = self._dropped + len(self._waiting), True
-            self._waiting.clear()
         if self._thread.is_alive():
+            self._stopped = True
+            lost = self._dropped
+            with contextlib.suppress(Empty):
+                while True:
+                    lost += self._messages.get_nowait() is not None
             self._warn(
                 f"tracker {self._name} did not finish within telemetry.tracker_deadline: {lost} messages were lost"
             )
-        elif lost or self._failed:
-            self._warn(f"tracker {self._name}: {lost} messages were dropped and {self._failed} failed")
+        elif self._dropped or self._failed:
+            self._warn(f"tracker {self._name}: {self._dropped} messages were dropped and {self._failed} failed")
 
     def _run(self) -> None:
         try:
-            tracker = self._opening()
+            tracker = self._open_tracker()
             self._notify(f"tracker {self._name}: {tracker.location}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
+            self._stopped = True
             self._warn(f"tracker {self._name} could not be opened: {describe_error(error)}; {_ELSEWHERE}")
-            with self._changed:
-                self._gave_up = True
-                self._waiting.clear()
             return
-        while (message := self._next()) is not None:
+        while not self._stopped and (message := self._messages.get()) is not None:
             self._send(tracker, message)
         self._send(tracker, lambda opened: opened.close())
-
-    def _next(self) -> Message | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._waiting or self._closing)
-            return self._waiting.popleft() if self._waiting and not self._gave_up else None
 
     def _send(self, tracker: Tracker, message: Message) -> None:
         try:
