@@ -10,7 +10,7 @@ import importlib
 
 __version__ = "0.1.0"
 
-_FACE = {
+_PUBLIC_NAMES = {
     "EvaluatedStep": "agentrl.training.run.callbacks",
     "SavedCheckpoint": "agentrl.training.run.callbacks",
     "TrainedStep": "agentrl.training.run.callbacks",
@@ -28,13 +28,13 @@ _FACE = {
     "register_tracker": "agentrl.telemetry.trackers",
     "train": "agentrl.api.commands",
 }
-__all__ = ["__version__", *_FACE]
+__all__ = ["__version__", *_PUBLIC_NAMES]
 
 
 def __getattr__(name: str) -> object:
-    if name not in _FACE:
+    if name not in _PUBLIC_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_FACE[name]), name)
+    return getattr(importlib.import_module(_PUBLIC_NAMES[name]), name)
 
 
 def __dir__() -> list[str]:

@@ -26,8 +26,8 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-SHORT_SPINNING = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
-"""Environment variables for short spinning of OpenMP threads; see :func:`shorten_spinning`."""
+SHORT_SPIN_VARIABLES = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
+"""Environment variables for short spinning of OpenMP threads; see :func:`shorten_openmp_spinning`."""
 
 
 def _option(metavar: str, about: str, *names: str, low: int | None = None) -> OptionInfo:
@@ -35,13 +35,13 @@ def _option(metavar: str, about: str, *names: str, low: int | None = None) -> Op
     return option
 
 
-def _settings(example: str) -> ArgumentInfo:
+def _settings_argument(example: str) -> ArgumentInfo:
     about = f"settings, for example {example}"
     argument: ArgumentInfo = typer.Argument(metavar="[KEY=VALUE]...", help=about, show_default=False)
     return argument
 
 
-Overrides = Annotated[list[str] | None, _settings("rollout.group_size=8")]
+Overrides = Annotated[list[str] | None, _settings_argument("rollout.group_size=8")]
 Config = Annotated[
     list[str] | None,
     _option("FILE", "YAML file or name of a shipped config such as word_problems; later ones take precedence"),
@@ -69,7 +69,7 @@ def train(
     """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
     rewards = None if reward is None else {reward: 1.0}
     options = {"training.num_processes": num_processes, "reward.functions": rewards}
-    settings = _load("train", overrides, env=env, config=config, options=options, resume=resume)
+    settings = _load_settings("train", overrides, env=env, config=config, options=options, resume=resume)
     if dry_run:
         from agentrl.training.run.preflight import dry_run as preview
 
@@ -96,7 +96,7 @@ def plan(
     write: Annotated[Path | None, _option("FILE", "write the overlay to FILE, for agentrl train --config FILE")] = None,
 ) -> None:
     """Estimate the GPU memory of a model, and print the cheapest settings that fit as a YAML overlay."""
-    settings = _load("plan", overrides, config=config, options={"model.path": model})
+    settings = _load_settings("plan", overrides, config=config, options={"model.path": model})
     from agentrl.planning.plan import plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
 
@@ -119,7 +119,7 @@ def coldstart(
 ) -> None:
     """Teach a model the protocol by supervised fine-tuning on demonstrations."""
     options = {"coldstart.demonstrations": demonstrations, "model.path": model}
-    settings = _load("coldstart", overrides, env=env, config=config, options=options)
+    settings = _load_settings("coldstart", overrides, env=env, config=config, options=options)
     from agentrl.training.coldstart.policy import coldstart_command
 
     coldstart_command(settings, output)
@@ -158,7 +158,7 @@ def evaluate(
     given = overrides_from_options(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
     found = None if model is None or base_url is not None else run_config_for_model(model)
     command: Command = "check-data" if check_data else "eval"
-    settings = _load(command, [*given, *(overrides or [])], env=env, config=config or found)
+    settings = _load_settings(command, [*given, *(overrides or [])], env=env, config=config or found)
     request = EvaluationRequest(
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
         data_dir=data_dir,
@@ -205,7 +205,7 @@ def compare(
 @app.command()
 def regrade(
     run: Annotated[Path, typer.Argument(help="directory of an evaluation", metavar="RUN")],
-    overrides: Annotated[list[str] | None, _settings("grader.deadline=10")] = None,
+    overrides: Annotated[list[str] | None, _settings_argument("grader.deadline=10")] = None,
     grader: Annotated[
         str | None, _option("MODULE:NAME", "function (answer, reference) -> bool; default: the built-in grader")
     ] = None,
@@ -214,7 +214,7 @@ def regrade(
     ] = False,
 ) -> None:
     """Regrade the stored answers of an evaluation without sampling, and print what changed."""
-    settings = _load("regrade", overrides)
+    settings = _load_settings("regrade", overrides)
     from agentrl.evaluation.regrade import regrade_command
 
     regrade_command(run, settings, grader, extract=extract)
@@ -255,7 +255,7 @@ def variance(
 
     overrides = [*(overrides or []), *([] if model is None else ["coldstart.demonstrations=null"])]
     found = None if model is None else run_config_for_model(model)
-    settings = _load("variance", overrides, config=config or found, options={"model.path": model})
+    settings = _load_settings("variance", overrides, config=config or found, options={"model.path": model})
     from agentrl.lab.run import read_settings_and_problems, variance_command
     from agentrl.lab.settings import LabRequest
     from agentrl.telemetry.console import Console
@@ -300,12 +300,12 @@ def study(
             baseline=baseline,
             retry=retry,
             report_only=report_only,
-            check=check_training,
+            check=check_training_settings,
             echo=typer.echo,
         )
 
 
-def check_training(configs: list[str], overrides: list[str], env: str) -> None:
+def check_training_settings(configs: list[str], overrides: list[str], env: str) -> None:
     """Raise SettingsError if ``agentrl train`` would reject these settings before it starts."""
     from agentrl.config import load_settings
     from agentrl.training.run.preflight import check_inputs
@@ -324,7 +324,7 @@ def serve_policy(
     """Start a vLLM server for rollout.vllm.placement=external and print its address. Runs until Ctrl-C."""
     served = {"model.path": model, "rollout.engine": "vllm", "rollout.vllm.placement": "dedicated"}
     options = {**served, "rollout.vllm.addresses": [], "rollout.vllm.replicas": 1}
-    settings = _load("eval", overrides, config=config, options=options)
+    settings = _load_settings("eval", overrides, config=config, options=options)
     from agentrl.rollout.engines.vllm.engine import serve_policy as serve
     from agentrl.rollout.settings import longest_request
     from agentrl.telemetry.console import Console
@@ -424,7 +424,7 @@ def main() -> None:
 
 def prepare_process() -> None:
     """Configure OpenMP and logging, before a command imports its libraries."""
-    shorten_spinning()
+    shorten_openmp_spinning()
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports the failure
 
 
@@ -441,7 +441,7 @@ def _exit_code(error: Exception) -> int | None:
     return 2 if isinstance(error, EnvironmentContractError | PluginError | SandboxError) else None
 
 
-def shorten_spinning() -> None:
+def shorten_openmp_spinning() -> None:
     """Make OpenMP threads sleep after a few microseconds at a barrier, unless the user has set OMP_WAIT_POLICY.
 
     Call it before torch is imported, because OpenMP reads its variables once. By default, libgomp's threads spin for
@@ -452,11 +452,11 @@ def shorten_spinning() -> None:
     read KMP_BLOCKTIME.
     """
     if "OMP_WAIT_POLICY" not in os.environ:
-        for name, value in SHORT_SPINNING.items():
+        for name, value in SHORT_SPIN_VARIABLES.items():
             os.environ.setdefault(name, value)
 
 
-def _load(
+def _load_settings(
     command: Command,
     overrides: list[str] | None,
     *,

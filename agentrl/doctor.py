@@ -10,10 +10,10 @@ from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
 
 def report() -> list[str]:
     """Return console lines about the machine and the sandbox: its isolation, or the reason why it does not start."""
-    return [*describe_machine(), f"sandbox: {asyncio.run(_sandbox())}"]
+    return [*describe_machine(), f"sandbox: {asyncio.run(_describe_sandbox())}"]
 
 
-async def _sandbox() -> str:
+async def _describe_sandbox() -> str:
     settings = SandboxSettings(allow_unisolated=True)
     try:
         sandbox = await open_sandbox(settings)

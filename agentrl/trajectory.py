@@ -226,7 +226,7 @@ class Trajectory:
         return tuple(version for version, count in spans for _ in range(count))
 
     @property
-    def is_last_branch(self) -> bool:
+    def receives_reward(self) -> bool:
         """True for the trajectory to which a reward is assigned: the last of a rollout, or any end of a forked one."""
         return self.branch == self.branches - 1 if self.path_weight is None else self.ended is not Ended.FORKED
 
@@ -251,9 +251,9 @@ class Trajectory:
 
     def to_record(self) -> dict[str, Any]:
         """Return a JSON-serializable record with all fields."""
-        record = _fields_of(self)  # asdict would copy every token separately
+        record = _record_of(self)  # asdict would copy every token separately
         record["problem"] = asdict(self.problem)
-        record["segments"] = [_fields_of(segment) for segment in self.segments]
+        record["segments"] = [_record_of(segment) for segment in self.segments]
         record["tool_calls"] = [asdict(call) for call in self.tool_calls]
         return record
 
@@ -351,7 +351,7 @@ def concatenate_branches(branches: Sequence[Trajectory]) -> Trajectory:
     return replace(last.as_single_trajectory(), prompt_ids=branches[0].prompt_ids, segments=segments)
 
 
-def _fields_of(record: Trajectory | Segment) -> dict[str, Any]:
+def _record_of(record: Trajectory | Segment) -> dict[str, Any]:
     return {item.name: getattr(record, item.name) for item in fields(record) if item.name != "routes"}
 
 
@@ -383,7 +383,7 @@ class Group:
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:
         """The last trajectory of each rollout, to which the rollout's reward is assigned."""
-        return tuple(item for item in self.trajectories if item.is_last_branch)
+        return tuple(item for item in self.trajectories if item.receives_reward)
 
     @property
     def all_trajectories(self) -> tuple[Trajectory, ...]:

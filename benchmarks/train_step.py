@@ -29,7 +29,7 @@ from typing import Any
 import torch
 from train_step_task import Task
 
-from agentrl.cli import SHORT_SPINNING
+from agentrl.cli import SHORT_SPIN_VARIABLES
 from agentrl.models.loading import EOS, tiny_config, train_tokenizer
 from agentrl.models.settings import TinyModelSettings
 from agentrl.problems.arithmetic import ArithmeticSource
@@ -127,7 +127,7 @@ def trl_python(home: Path) -> Path:
 
 def environment(threads: int) -> dict[str, str]:
     """Equal for both sides: threads wait as `agentrl train` lets them, nothing is looked up on a network."""
-    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **SHORT_SPINNING}
+    own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **SHORT_SPIN_VARIABLES}
     return {**os.environ, **own, "PYTHONPATH": str(HERE)}
 
 

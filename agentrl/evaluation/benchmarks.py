@@ -63,7 +63,7 @@ class LoadedBenchmark:
         return [f"{self.name}: {len(self.problems)} problems, {count}", *(f"  {error}" for error in self.errors)]
 
 
-_ALL = (
+_BENCHMARKS = (
     Benchmark(name="aime24", file="aime24", hub_id="HuggingFaceH4/aime_2024", split="train", problems=30),
     Benchmark(name="aime25", file="aime25", hub_id="math-ai/aime25", split="test", problems=30),
     Benchmark(name="amc23", file="amc23", hub_id="math-ai/amc23", split="test", problems=40),
@@ -88,7 +88,7 @@ _ALL = (
     ),
 )
 
-BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark in _ALL}
+BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark in _BENCHMARKS}
 
 
 def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Problem]:
@@ -133,10 +133,10 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
         problems=tuple(problems),
         locations=tuple(locations),
         errors=(
-            *_miscounted(name, settings.path, rows, None if benchmark is None else benchmark.problems),
+            *_count_errors(name, settings.path, rows, None if benchmark is None else benchmark.problems),
             *unanswered,
-            *_repeated(locations, [problem.statement.strip() for problem in problems], "the problem"),
-            *_repeated(locations, [problem.id for problem in problems], "the id"),
+            *_repetition_errors(locations, [problem.statement.strip() for problem in problems], "the problem"),
+            *_repetition_errors(locations, [problem.id for problem in problems], "the id"),
         ),
     )
 
@@ -180,7 +180,7 @@ def _source_of_file(path: str) -> ProblemSourceSettings:
     return ProblemSourceSettings(path=path, skip_unanswered=True)
 
 
-def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[str]:
+def _count_errors(name: str, path: str, rows: int, expected: int | None) -> list[str]:
     if expected is None:
         return [] if rows else [f"{path}: the file contains no problems"]
     if rows == expected:
@@ -188,7 +188,7 @@ def _miscounted(name: str, path: str, rows: int, expected: int | None) -> list[s
     return [f"{path}: {name} should have {expected} problems, but the data has {rows}"]
 
 
-def _repeated(locations: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
+def _repetition_errors(locations: Sequence[str], keys: Iterable[str], what: str) -> list[str]:
     """Return an error for each key shared by several rows, with the location of the second row."""
     rows: dict[str, list[int]] = defaultdict(list)
     for row, key in enumerate(keys):
@@ -200,7 +200,7 @@ def _repeated(locations: Sequence[str], keys: Iterable[str], what: str) -> list[
     ]
 
 
-FALSIFIED = " (observations falsified)"
+FALSIFIED_SUFFIX = " (observations falsified)"
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -239,20 +239,20 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     if repeated:
         raise SettingsError(f"--benchmarks lists {', '.join(sorted(repeated))} more than once: list each name once")
     answered = compares_answers(settings)
-    sets = [_benchmark(name, data_dir, answered=answered) for name in names] if names else _held_out(settings)
+    sets = [_benchmark_set(name, data_dir, answered=answered) for name in names] if names else _held_out_sets(settings)
     if not any(one.problems for one in sets):
         raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
     # An agent program receives the output of its tools directly, so the output cannot be falsified here.
     falsified = settings.evaluation.falsified and not is_agent(settings.env)
-    return sets + (_falsified(sets) if falsified else [])
+    return sets + (_falsified_sets(sets) if falsified else [])
 
 
 def held_out_problems(settings: EvaluationSections) -> list[Problem]:
     """Load ``evaluation.problems`` problems of each source in ``data.eval``."""
-    return [problem for one in _held_out(settings) for problem in one.problems]
+    return [problem for one in _held_out_sets(settings) for problem in one.problems]
 
 
-def _held_out(settings: EvaluationSections) -> list[ProblemSet]:
+def _held_out_sets(settings: EvaluationSections) -> list[ProblemSet]:
     """Load a set for each source in ``data.eval``, named after the source. Repeated names are numbered."""
     sets: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:
@@ -278,7 +278,7 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
     ]
 
 
-def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
+def _benchmark_set(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
     """Load a benchmark, or a file as a set named after the file's stem.
 
     Rows of a file need answers only if ``answered``.
@@ -291,11 +291,11 @@ def _benchmark(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSe
     return ProblemSet(name=name if name in BENCHMARKS else Path(name).stem, problems=problems, revision="")
 
 
-def _falsified(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
+def _falsified_sets(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
     """Return falsified copies of the sets, limited to problems that reveal a value by execution."""
     revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
     return [
-        ProblemSet(name=one.name + FALSIFIED, problems=problems, revision=one.revision, falsified=True)
+        ProblemSet(name=one.name + FALSIFIED_SUFFIX, problems=problems, revision=one.revision, falsified=True)
         for one, problems in revealing
         if problems
     ]

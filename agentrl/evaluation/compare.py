@@ -28,7 +28,7 @@ BOOTSTRAP_DRAWS = 20_000
 """Number of random relabellings per p-value; no p-value is below 1 / (BOOTSTRAP_DRAWS + 1)."""
 
 _ROUNDING = 1e-9
-_CHUNK = 2_000  # relabellings in memory at once
+_DRAWS_AT_ONCE = 2_000  # relabellings in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,10 +70,13 @@ def compare(first: Results, second: Results) -> dict[str, Difference]:
         one, other = (results["benchmarks"][name]["sha256"] for results in (first, second))
         if one != other:
             raise SettingsError(f"{name}: the problems of A and B differ (sha256 {one[:12]} and {other[:12]})")
-    return {name: paired_difference(*_counts(first["benchmarks"][name], second["benchmarks"][name])) for name in common}
+    return {
+        name: paired_difference(*_counts_per_problem(first["benchmarks"][name], second["benchmarks"][name]))
+        for name in common
+    }
 
 
-def _counts(
+def _counts_per_problem(
     first: BenchmarkResults, second: BenchmarkResults
 ) -> tuple[tuple[list[int], list[int]], tuple[list[int], list[int]]]:
     """Return (samples, correct samples) per problem for each run, with problems in the same order."""
@@ -127,9 +130,9 @@ def paired_difference(
     return Difference(
         mean=float(gain_P.mean()),
         this_benchmark=difference_on_this_benchmark(n1, c1, n2, c2),
-        this_benchmark_p=_swapped_samples(n1, c1, n2, c2, rng),
+        this_benchmark_p=_samples_p_value(n1, c1, n2, c2, rng),
         problems_like_these=difference_on_problems_like_these(n1, c1, n2, c2),
-        problems_like_these_p=_swapped_problems(gain_P, rng),
+        problems_like_these_p=_problems_p_value(gain_P, rng),
         problems=len(gain_P),
         won=won,
         lost=lost,
@@ -167,7 +170,7 @@ def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Fl
     return Interval(low=max(mean - half, -1.0), high=min(mean + half, 1.0))
 
 
-def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.random.Generator) -> float:
+def _samples_p_value(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.random.Generator) -> float:
     """Compute the two-sided p-value of a permutation test of equal success rates on every problem."""
     right, wrong = (c1 + c2).astype(np.int64), (n1 + n2 - c1 - c2).astype(np.int64)
     taken = n1.astype(np.int64)
@@ -176,22 +179,23 @@ def _swapped_samples(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.ran
         dealt = rng.hypergeometric(right, wrong, taken, size=(draws, len(right)))  # [draws, P] correct samples of run 1
         return np.asarray(((right - dealt) / n2 - dealt / n1).mean(axis=1))
 
-    return _share_as_far(float((c2 / n2 - c1 / n1).mean()), relabelled)
+    return _p_value(float((c2 / n2 - c1 / n1).mean()), relabelled)
 
 
-def _swapped_problems(gain_P: Floats, rng: np.random.Generator) -> float:
+def _problems_p_value(gain_P: Floats, rng: np.random.Generator) -> float:
     """Compute the two-sided p-value of a sign-flip test of gains that are symmetric around 0."""
 
     def relabelled(draws: int) -> Floats:
         signs = rng.integers(0, 2, size=(draws, len(gain_P))) * 2 - 1
         return np.asarray(signs @ gain_P / len(gain_P))
 
-    return _share_as_far(float(gain_P.mean()), relabelled)
+    return _p_value(float(gain_P.mean()), relabelled)
 
 
-def _share_as_far(observed: float, relabelled: Callable[[int], Floats]) -> float:
+def _p_value(observed: float, relabelled: Callable[[int], Floats]) -> float:
     far = sum(
-        int((np.abs(relabelled(_CHUNK)) >= abs(observed) - _ROUNDING).sum()) for _ in range(BOOTSTRAP_DRAWS // _CHUNK)
+        int((np.abs(relabelled(_DRAWS_AT_ONCE)) >= abs(observed) - _ROUNDING).sum())
+        for _ in range(BOOTSTRAP_DRAWS // _DRAWS_AT_ONCE)
     )
     return (far + 1) / (BOOTSTRAP_DRAWS + 1)
 

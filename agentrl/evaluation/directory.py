@@ -87,7 +87,7 @@ class EvaluationDirectory:
             self._lock = -1
 
     def provenance(self) -> Provenance:
-        return cast(Provenance, self._json(self._provenance))
+        return cast(Provenance, self._read_json(self._provenance))
 
     @property
     def is_finished(self) -> bool:
@@ -97,7 +97,7 @@ class EvaluationDirectory:
         """Return ``results.json``. Raises SettingsError if the evaluation is not finished."""
         if not self.is_finished:
             raise SettingsError(f"{self.path} is not finished: repeat the command that started it")
-        return cast(Results, self._json(self.results_file))
+        return cast(Results, self._read_json(self.results_file))
 
     def problem_sets(self) -> list[ProblemSet]:
         """Return the problems stored in the directory, without reading the original data files."""
@@ -116,7 +116,7 @@ class EvaluationDirectory:
         path = resolve_inside(self._problems, self.path)
         with os_errors_as_world_errors(path, "read"), path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
-                yield cast(ProblemRow, _object(line, f"{path}, line {number}"))
+                yield cast(ProblemRow, _parse_object(line, f"{path}, line {number}"))
 
     def transcripts(self) -> Iterator[Transcript]:
         """Yield every rollout in the order written. A failed attempt precedes the attempt that replaced it."""
@@ -135,7 +135,7 @@ class EvaluationDirectory:
         if self._provenance.is_file():
             self._check_same(provenance)
             return
-        foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_debris(entry.name))
+        foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_leftover(entry.name))
         if foreign:
             raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}): choose another --output")
         self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
@@ -156,12 +156,12 @@ class EvaluationDirectory:
                 "use the same settings to continue it, or another --output to start a new evaluation"
             )
 
-    def _json(self, path: Path) -> JSONObject:
+    def _read_json(self, path: Path) -> JSONObject:
         with os_errors_as_world_errors(path, "read"):
-            return _object(resolve_inside(path, self.path).read_text(encoding="utf-8"), str(path))
+            return _parse_object(resolve_inside(path, self.path).read_text(encoding="utf-8"), str(path))
 
 
-def _object(text: str, location: str) -> JSONObject:
+def _parse_object(text: str, location: str) -> JSONObject:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -171,6 +171,6 @@ def _object(text: str, location: str) -> JSONObject:
     return value
 
 
-def _is_debris(name: str) -> bool:
+def _is_leftover(name: str) -> bool:
     """Return True for a file that an evaluation leaves if it is killed before it writes its provenance."""
     return name in ("lock", "problems.jsonl", _LOGS) or (name.startswith(".") and name.endswith(".partial"))

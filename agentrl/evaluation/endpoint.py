@@ -40,14 +40,14 @@ from agentrl.evaluation.transcripts import replace_lone_surrogates
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.engines.replica import Response, StreamClient, Transport, UnreachableError
 
-_RETRIED = frozenset({408, 409, 425, 429, *range(500, 600)})
+_RETRIED_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
 _LOG_EVERY = 30.0  # seconds
 # Endpoints share no error codes for a full context or a missing chat template, so their messages are searched.
-_CONTEXT = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
+_CONTEXT_FULL_PHRASES = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
 FinishReason = Literal["eos", "stop", "length", "refused"]
-_REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
-_TEMPLATE = ("chat template", "chat_template")
+_FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
+_TEMPLATE_PHRASES = ("chat template", "chat_template")
 _Result = TypeVar("_Result")
 logger = logging.getLogger(__name__)
 
@@ -117,10 +117,10 @@ class TextEngine:
             transport=transport,
         )
         self._sleep, self._clock = sleep, clock
-        self._not_before = self._quiet_until = 0.0  # by the clock
-        self._usage = True
+        self._not_before = self._next_log = 0.0  # by the clock
+        self._sends_stream_options = True
         self._model: str | None = settings.model
-        self._served: Mapping[str, str] = {}
+        self._served_model: Mapping[str, str] = {}
         self._fingerprints: set[str] = set()
         self.retries = 0
 
@@ -150,7 +150,7 @@ class TextEngine:
     def fingerprint(self) -> str:
         """Return the identity of the model as reported by the endpoint. It rarely distinguishes two versions."""
         reported = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
-        root = self._served.get("root")
+        root = self._served_model.get("root")
         reported += [f"root {root}"] if root is not None and root != self._model else []
         return ", ".join(reported) or "not reported by the endpoint"
 
@@ -161,7 +161,7 @@ class TextEngine:
         EngineError if retries fail for ``retry_deadline`` seconds.
         """
         body = self._body(conversation, sampling)
-        return await self._retried(lambda: self._stream(body, sampling))
+        return await self._with_retries(lambda: self._stream(body, sampling))
 
     async def close(self) -> None:
         await self._client.close()
@@ -192,14 +192,14 @@ class TextEngine:
 
     async def _find_model(self) -> None:
         async def once() -> list[dict[str, str]]:
-            await self._wait_turn()
+            await self._wait_for_rate_limit()
             response = await self._client.get("models")
             if response.status_code in (404, 405) and self._model is not None:
                 return []
-            await self._check(response)
+            await self._check_status(response)
             return parse_models(response.text)
 
-        served = await self._retried(once)
+        served = await self._with_retries(once)
         names = [entry["id"] for entry in served]
         if self._model is None:
             if len(names) != 1:
@@ -212,9 +212,9 @@ class TextEngine:
             raise SettingsError(
                 f"the endpoint {self._settings.url} does not serve {self._model!r}; it serves: {', '.join(names)}"
             )
-        self._served = next((entry for entry in served if entry["id"] == self._model), {})
+        self._served_model = next((entry for entry in served if entry["id"] == self._model), {})
 
-    async def _retried(self, once: Callable[[], Awaitable[_Result]]) -> _Result:
+    async def _with_retries(self, once: Callable[[], Awaitable[_Result]]) -> _Result:
         """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
@@ -243,9 +243,9 @@ class TextEngine:
 
     def _log_failure(self, error: Exception) -> None:
         """Log an endpoint failure, at most once per interval, because thousands of requests may fail together."""
-        if self._clock() < self._quiet_until:
+        if self._clock() < self._next_log:
             return
-        self._quiet_until = self._clock() + _LOG_EVERY
+        self._next_log = self._clock() + _LOG_EVERY
         wait = self._not_before - self._clock()
         logger.warning(
             "the endpoint %s: %s; retrying%s, each request for up to %g s (evaluation.endpoint.retry_deadline)",
@@ -255,7 +255,7 @@ class TextEngine:
             self._settings.retry_deadline,
         )
 
-    async def _wait_turn(self) -> None:
+    async def _wait_for_rate_limit(self) -> None:
         """Wait until ``Retry-After`` and ``requests_per_minute`` allow the next request."""
         rate = self._settings.requests_per_minute
         while (wait := self._not_before - self._clock()) > 0:
@@ -265,24 +265,24 @@ class TextEngine:
 
     async def _stream(self, body: JSONObject, sampling: TextSampling) -> TextCompletion:
         path = "chat/completions" if self._settings.api == "chat" else "completions"
-        if self._usage:
+        if self._sends_stream_options:
             body = body | {"stream_options": {"include_usage": True}}
-        await self._wait_turn()
+        await self._wait_for_rate_limit()
         async with self._client.post(path, body) as response:
-            await self._check(response)
+            await self._check_status(response)
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 await response.aread()
-                return self._whole(parse_json_object(response.text), sampling)
-            return await self._pieces(parse_events(response.aiter_bytes()), sampling)
+                return self._parse_response(parse_json_object(response.text), sampling)
+            return await self._read_stream(parse_events(response.aiter_bytes()), sampling)
 
-    async def _check(self, response: Response) -> None:
+    async def _check_status(self, response: Response) -> None:
         """Raise the exception for a response's status, unless the status is 200."""
         status = response.status_code
         if status == 200:
             return
         await response.aread()
         message = f"{status} {response.reason_phrase}: {error_message(response.text)}"
-        if status in _RETRIED:
+        if status in _RETRIED_STATUSES:
             raise RetryableError(message, parse_retry_after(response.headers.get("retry-after")))
         if status in (401, 403):
             variable = self._settings.key_variable
@@ -294,21 +294,21 @@ class TextEngine:
                 f"address, usually ending in /v1, and --model to the name of the model there (now "
                 f"{self._model or 'not set'})"
             )
-        self._refuse(response.text.lower(), message)
+        self._raise_rejection(response.text.lower(), message)
 
-    def _refuse(self, text: str, message: str) -> NoReturn:
+    def _raise_rejection(self, text: str, message: str) -> NoReturn:
         # Some servers reject stream_options. Retry without: then streamed chunks are counted instead of tokens.
-        if self._usage and "stream_options" in text:
-            self._usage = False
+        if self._sends_stream_options and "stream_options" in text:
+            self._sends_stream_options = False
             raise RetryableError(message, 0.0)
-        if any(words in text for words in _CONTEXT):
+        if any(words in text for words in _CONTEXT_FULL_PHRASES):
             raise ContextFullError(message)
         if "max_completion_tokens" in text and self._settings.limit_field == "max_tokens":
             raise SettingsError(
                 f"the endpoint {self._settings.url} does not accept max_tokens: {message}; set "
                 "evaluation.endpoint.limit_field=max_completion_tokens"
             )
-        if any(words in text for words in _TEMPLATE):
+        if any(words in text for words in _TEMPLATE_PHRASES):
             raise SettingsError(
                 f"the endpoint {self._settings.url} has no chat template for {self._model}: {message}; for a base "
                 "model, set evaluation.endpoint.api=completions"
@@ -317,11 +317,11 @@ class TextEngine:
 
     # -- answers --------------------------------------------------------------------------------------------------
 
-    async def _pieces(self, events: AsyncIterator[JSONObject], sampling: TextSampling) -> TextCompletion:
+    async def _read_stream(self, events: AsyncIterator[JSONObject], sampling: TextSampling) -> TextCompletion:
         text, thought, pieces, reason = "", "", 0, None
         usage: JSONObject = {}
         async for event in events:
-            self._remember(event)
+            self._add_fingerprint(event)
             usage = find_usage(event) or usage
             choice = first_choice(event)
             if choice is None:
@@ -330,24 +330,24 @@ class TextEngine:
             pieces += bool(delta.text or delta.thought)
             reason = delta.reason if reason is None else reason
             before, text, thought = len(text), text + delta.text, thought + delta.thought
-            cut = _complete(text, before, sampling)
+            cut = _find_turn_end(text, before, sampling)
             if cut is not None:
                 return _completion(text[:cut], thought, pieces, usage, "stop")
         if reason is None:
             raise RetryableError("the stream ended early")
-        return _completion(text, thought, pieces, usage, _REASONS.get(reason, "eos"))
+        return _completion(text, thought, pieces, usage, _FINISH_REASONS.get(reason, "eos"))
 
-    def _whole(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
-        self._remember(answer)
+    def _parse_response(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
+        self._add_fingerprint(answer)
         choice = first_choice(answer)
         if choice is None:
             raise RetryableError(f"the response has no choice: {json.dumps(answer)[:200]}")
         delta = MessageDelta.from_choice(choice)
-        cut = _complete(delta.text, 0, sampling)
-        reason = _REASONS.get(delta.reason or "", "eos") if cut is None else "stop"
+        cut = _find_turn_end(delta.text, 0, sampling)
+        reason = _FINISH_REASONS.get(delta.reason or "", "eos") if cut is None else "stop"
         return _completion(delta.text[:cut], delta.thought, 0, find_usage(answer), reason)
 
-    def _remember(self, event: JSONObject) -> None:
+    def _add_fingerprint(self, event: JSONObject) -> None:
         fingerprint = event.get("system_fingerprint")
         if isinstance(fingerprint, str):
             self._fingerprints.add(replace_lone_surrogates(fingerprint))
@@ -356,14 +356,14 @@ class TextEngine:
 def _backoff(error: Exception) -> bool | float:
     """Return False for no retry, True for a retry with backoff, or 0 for an immediate retry.
 
-    After a ``Retry-After`` no backoff is needed, because `_wait_turn` waits.
+    After a ``Retry-After`` no backoff is needed, because `_wait_for_rate_limit` waits.
     """
     if isinstance(error, RetryableError):
         return True if error.wait is None else 0.0
     return isinstance(error, UnreachableError)
 
 
-def _complete(text: str, before: int, sampling: TextSampling) -> int | None:
+def _find_turn_end(text: str, before: int, sampling: TextSampling) -> int | None:
     """Return the position after ``before`` at which the turn is complete, or None if it is incomplete."""
     longest = max(map(len, sampling.stop), default=0)
     # A stop string may begin in text that was searched earlier.

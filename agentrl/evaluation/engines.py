@@ -45,7 +45,7 @@ print(min(x * x - 4 * x + 1 for x in range(-10, 11)))
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Reference:
+class _ReferenceModel:
     """Weight digest and probe scores of the model as loaded by this process."""
 
     fingerprint: str
@@ -71,7 +71,7 @@ async def open_and_verify(managed: ManagedEngine, settings: EvaluationSections, 
 
 
 @torch.inference_mode()
-def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Reference:
+def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _ReferenceModel:
     """Load the model, score the probe, and release the model."""
     policy = settings.model.model_copy(update={"attention": "sdpa"})
     model = read_model(str(settings.model.path), policy).eval()
@@ -80,7 +80,7 @@ def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Referenc
     log_probs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
     scores = tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
     probe = Probe(token_ids=token_ids, log_probs=scores, checksums=add_tied_head(checksums(model.named_parameters())))
-    return _Reference(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
+    return _ReferenceModel(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
 
 
 ProblemKey = tuple[str, str]
@@ -145,7 +145,7 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
         settings=settings,
         fingerprint=fingerprint,
         record=managed.record(),
-        max_positions=_positions(read_config(settings.model)),
+        max_positions=_find_max_positions(read_config(settings.model)),
     )
 
 
@@ -153,7 +153,7 @@ def _read_model(settings: ModelSettings, path: str) -> Any:
     return read_model(path, settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
 
 
-def _positions(config: Any | None) -> int | None:
+def _find_max_positions(config: Any | None) -> int | None:
     """Return the maximum sequence length in a model's ``config``, or None if it is not specified."""
     return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
@@ -205,7 +205,7 @@ class ModelSampler:
             settings=self.settings.rollout.model_copy(update={"retries": 0}),
             seed=self.settings.seed,
         )
-        by_index = {_index(sample): sample for sample in samples}
+        by_index = {_request_index(sample): sample for sample in samples}
         if len(by_index) < len(samples):
             raise AssertionError("two samples have the same index: a sample was requested twice")
         requests = [Group(index=index, problem=sample.problem) for index, sample in by_index.items()]
@@ -222,12 +222,14 @@ class ModelSampler:
         unfit = {problem: count for problem, count in tokens.items() if most is not None and count > most}
         if len(unfit) == len(tokens):
             shortest = min(tokens, key=tokens.__getitem__)
-            self._refuse(shortest, tokens[shortest], "the number of positions of the model", self.max_positions or 0)
+            self._raise_too_long(
+                shortest, tokens[shortest], "the number of positions of the model", self.max_positions or 0
+            )
         problem = max(tokens.keys() - unfit.keys(), key=tokens.__getitem__)
         longest = tokens[problem]
         facts = engine_facts(rollout)
         if facts.kv_slots is not None and longest + rollout.max_response_tokens > facts.kv_slots:
-            self._refuse(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
+            self._raise_too_long(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
         if facts.prompt_limit is not None and longest > facts.prompt_limit:
             raise SettingsError(
                 f"{_problem_name(problem)}: its prompt has {longest} tokens, but the servers are started for prompts "
@@ -235,7 +237,7 @@ class ModelSampler:
             )
         return unfit
 
-    def _refuse(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
+    def _raise_too_long(self, problem: ProblemKey, prompt: int, name: str, limit: int) -> NoReturn:
         """Raise SettingsError because prompt and response together exceed ``limit``, the value of ``name``."""
         more = self.settings.rollout.max_response_tokens
         valid = [f"{name} of at least {prompt + more}"] if "." in name else []
@@ -251,7 +253,7 @@ class ModelSampler:
         await self.engine.close()
 
 
-def _index(sample: Sample) -> int:
+def _request_index(sample: Sample) -> int:
     """Return the sample's request index for the driver: 63 bits of a hash of the sample's identity."""
     name = f"{sample.benchmark}\0{sample.problem.id}\0{sample.number}\0{sample.attempt}"
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little") >> 1
@@ -287,7 +289,7 @@ class EndpointSampler:
 
         async def run_conversations(finished: Callable[[Transcript], None]) -> None:
             for sample in remaining:
-                policy = _TextPolicy(
+                policy = _EndpointPolicy(
                     problem=sample.problem,
                     settings=self.settings.rollout,
                     fair_yield=fair_yield,
@@ -310,7 +312,7 @@ class EndpointSampler:
 
 
 @dataclass(kw_only=True, eq=False)
-class _TextPolicy(TurnPolicy[Transcript]):
+class _EndpointPolicy(TurnPolicy[Transcript]):
     """Policy of a conversation in text. ``conversation`` alternates between inputs and turns of the model."""
 
     sample_of: Sample

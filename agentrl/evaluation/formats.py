@@ -59,7 +59,7 @@ class TokensRecord(TypedDict):
     model_total: int
 
 
-class Conduct(TypedDict):
+class RolloutStatistics(TypedDict):
     """Statistics of the rollouts that are not excluded."""
 
     ended: dict[str, int]
@@ -88,7 +88,7 @@ class ProblemCounts(TypedDict):
 _Pass = TypedDict("_Pass", {"pass": dict[str, PassRecord | None]})  # ``pass`` is a keyword
 
 
-class BenchmarkResults(SetRecord, Conduct, _Pass):
+class BenchmarkResults(SetRecord, RolloutStatistics, _Pass):
     """Results of one benchmark in ``results.json``."""
 
     avg: ScoreRecord

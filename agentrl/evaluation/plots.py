@@ -29,10 +29,10 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]
     panels: dict[str, tuple[str, Callable[[Axes], None]]] = {
-        "scores.png": ("Scores", lambda axes: _scores(axes, benchmarks, n)),
-        "pass_at_k.png": ("pass@k, unbiased", lambda axes: _passes(axes, benchmarks)),
-        "problems.png": ("Problems by how often they are solved", lambda axes: _problems(axes, benchmarks)),
-        "endings.png": ("How rollouts ended", lambda axes: _endings(axes, benchmarks)),
+        "scores.png": ("Scores", lambda axes: _draw_scores(axes, benchmarks, n)),
+        "pass_at_k.png": ("pass@k, unbiased", lambda axes: _draw_pass_at_k(axes, benchmarks)),
+        "problems.png": ("Problems by how often they are solved", lambda axes: _draw_problems(axes, benchmarks)),
+        "endings.png": ("How rollouts ended", lambda axes: _draw_endings(axes, benchmarks)),
     }
     provenance = results["provenance"]
     name = f"{provenance['model']['name']}, seed {provenance['seed']}, {n} samples per problem"
@@ -48,7 +48,7 @@ def draw_results(results: Results, folder: Path) -> list[Path]:
     return files
 
 
-def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> None:
+def _draw_scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> None:
     for index, one in enumerate(benchmarks.values()):
         mean = one["avg"]["mean"]
         ours, like = one["avg"]["this_benchmark"], one["avg"]["problems_like_these"]
@@ -70,7 +70,7 @@ def _scores(axes: Axes, benchmarks: Mapping[str, BenchmarkResults], n: int) -> N
     axes.set_ylabel(f"avg@{n}")
 
 
-def _passes(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
+def _draw_pass_at_k(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     ticks: set[int] = set()
     for index, (name, one) in enumerate(benchmarks.items()):
         values = {int(k): value["value"] for k, value in one["pass"].items() if value is not None}
@@ -84,7 +84,7 @@ def _passes(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     axes.set_ylabel("pass@k")
 
 
-def _problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
+def _draw_problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     for index, (name, one) in enumerate(benchmarks.items()):
         played = [part for part in one["per_problem"].values() if part["samples"]]
         shares = sorted((part["correct"] / part["samples"] for part in played), reverse=True)
@@ -96,7 +96,7 @@ def _problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     axes.set_ylabel("share of samples correct")
 
 
-def _endings(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
+def _draw_endings(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> None:
     kinds = sorted({kind for one in benchmarks.values() for kind in one["ended"]})
     bottom = [0.0] * len(benchmarks)
     for index, kind in enumerate(kinds):

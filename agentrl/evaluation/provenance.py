@@ -35,11 +35,11 @@ def differences(
         (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
         for key in dict.fromkeys([*before, *after])
         if before.get(key, "(absent)") != after.get(key, "(absent)")
-        and not any(_under(key, name) for name in ignored_keys)
+        and not any(_matches_key(key, name) for name in ignored_keys)
     ]
 
 
-def _under(key: str, name: str) -> bool:
+def _matches_key(key: str, name: str) -> bool:
     return key == name or (name.endswith(".") and key.startswith(name))
 
 
@@ -82,7 +82,7 @@ def build_provenance(
             "n": evaluation.samples,
             "temperature": evaluation.temperature,
             "top_p": evaluation.top_p,
-            **_request(evaluation.endpoint),
+            **_request_settings(evaluation.endpoint),
         },
         "limits": {
             "max_turn_tokens": settings.rollout.max_turn_tokens,
@@ -111,7 +111,7 @@ def _instruction(settings: EvaluationSections) -> dict[str, str]:
     return {}
 
 
-def _request(endpoint: EndpointSettings) -> JSONObject:
+def _request_settings(endpoint: EndpointSettings) -> JSONObject:
     """Return the request settings of the endpoint that differ from their defaults.
 
     Defaults are left out, so that an evaluation can be continued after a new setting is introduced.

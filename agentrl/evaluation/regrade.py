@@ -18,7 +18,7 @@ from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import Change, Provenance, Regraded, Results
 from agentrl.evaluation.provenance import grader_record
 from agentrl.evaluation.results import RolloutIndex, make_results, result_tables
-from agentrl.evaluation.scores import Grades
+from agentrl.evaluation.scores import AnswerGrader
 from agentrl.evaluation.settings import EvaluationSections
 from agentrl.evaluation.transcripts import Transcript
 from agentrl.telemetry.console import Console
@@ -62,7 +62,7 @@ def extract_answer_again(transcript: Transcript, protocol: TextProtocol) -> Tran
     """
     if transcript.ended.is_excluded and transcript.answer is None:
         return transcript
-    answer = _answer(transcript, protocol)
+    answer = _extract_answer(transcript, protocol)
     if answer == transcript.answer:
         return transcript
     ended = transcript.ended
@@ -73,7 +73,7 @@ def extract_answer_again(transcript: Transcript, protocol: TextProtocol) -> Tran
     return replace(transcript, answer=answer, verdict=None, reward=0.0, ended=ended)
 
 
-def _answer(transcript: Transcript, protocol: TextProtocol) -> str | None:
+def _extract_answer(transcript: Transcript, protocol: TextProtocol) -> str | None:
     """Return the first answer in the order of an episode. In a turn, a program's answer precedes an answer in text."""
     calls = iter(transcript.tool_calls)
     turns = [turn.text for turn in transcript.turns if turn.origin == "model"]
@@ -99,9 +99,9 @@ def _answer(transcript: Transcript, protocol: TextProtocol) -> str | None:
     return None
 
 
-_SHOWN = 20
+_MOST_EXAMPLES = 20
 # Rollouts are graded in batches to limit memory.
-_AT_ONCE = 256
+_BATCH_SIZE = 256
 
 
 class FunctionGrader:
@@ -182,7 +182,7 @@ async def _regrade(
     async def flush(batch: list[Transcript]) -> None:
         current = batch if protocol is None else [extract_answer_again(one, protocol) for one in batch]
         expected = [golds[one.benchmark, one.problem] for one in batch]
-        graded = await asyncio.gather(*map(_graded, batch, current, expected, repeat(grader)))
+        graded = await asyncio.gather(*map(_grade_again, batch, current, expected, repeat(grader)))
         for old, new, reference in zip(batch, graded, expected, strict=True):
             index.add(new)
             if new.verdict is not old.verdict or new.answer != old.answer:
@@ -192,7 +192,7 @@ async def _regrade(
         batch: list[Transcript] = []
         for transcript in directory.transcripts():
             batch.append(transcript)
-            if len(batch) == _AT_ONCE:
+            if len(batch) == _BATCH_SIZE:
                 await flush(batch)
                 batch = []
         await flush(batch)
@@ -202,7 +202,7 @@ async def _regrade(
         await grader.close()
 
 
-async def _graded(old: Transcript, new: Transcript, reference: str | None, grader: Grades) -> Transcript:
+async def _grade_again(old: Transcript, new: Transcript, reference: str | None, grader: AnswerGrader) -> Transcript:
     """Grade ``new`` if it has an answer and a reference answer.
 
     A rollout that was not graded before is not graded now either, unless its grader failed or its answer changed.
@@ -272,7 +272,7 @@ def _show_examples(
             f"{one['benchmark']} {one['problem']}",
             *("(none)" if one[key] is None else str(one[key])[:60] for key in keys),
         )
-        for one in list(reversed(different.values()))[:_SHOWN]
+        for one in list(reversed(different.values()))[:_MOST_EXAMPLES]
     )
-    more = f" (the first {_SHOWN} of {len(different)})" if len(different) > len(rows) else ""
+    more = f" (the first {_MOST_EXAMPLES} of {len(different)})" if len(different) > len(rows) else ""
     console.table(title + more, columns, rows)

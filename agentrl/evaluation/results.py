@@ -13,8 +13,8 @@ from typing import cast
 import agentrl
 from agentrl.errors import WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
-from agentrl.evaluation.formats import BenchmarkResults, Conduct, PassRecord, Provenance, Results
-from agentrl.evaluation.scores import Grades, avg_at_k, count_votes, maj_at_n, pass_at_k
+from agentrl.evaluation.formats import BenchmarkResults, PassRecord, Provenance, Results, RolloutStatistics
+from agentrl.evaluation.scores import AnswerGrader, avg_at_k, count_votes, maj_at_n, pass_at_k
 from agentrl.evaluation.transcripts import RESULT_KINDS, Sample, Transcript
 from agentrl.telemetry.records import IntervalRecord, ScoreRecord
 from agentrl_envs.types import Ended, Verdict
@@ -39,7 +39,7 @@ class RolloutSummary:
     seconds: float
 
 
-_read = attrgetter(*(field.name for field in fields(RolloutSummary)))
+_summary_fields = attrgetter(*(field.name for field in fields(RolloutSummary)))
 
 
 class RolloutIndex:
@@ -51,7 +51,7 @@ class RolloutIndex:
 
     def add(self, transcript: Transcript) -> None:
         before = self._rollouts.get(transcript.key)
-        rollout = self._rollouts[transcript.key] = RolloutSummary(*_read(transcript))
+        rollout = self._rollouts[transcript.key] = RolloutSummary(*_summary_fields(transcript))
         for one, sign in ((before, -1), (rollout, 1)):
             if one is not None and not one.is_excluded:
                 self.data += sign
@@ -94,7 +94,7 @@ class RolloutIndex:
 
 
 async def benchmark_results(
-    one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: Grades
+    one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: AnswerGrader
 ) -> BenchmarkResults:
     """Compute the results of one benchmark. Raises ValueError if all rollouts are excluded."""
     rollouts = index.by_problem(one.name)
@@ -102,7 +102,11 @@ async def benchmark_results(
     data = [[rollout for rollout in part if not rollout.is_excluded] for part in played]
     samples, correct = [len(part) for part in data], [sum(rollout.correct for rollout in part) for part in data]
     score = avg_at_k(samples, correct)
-    votes = [await count_votes([(rollout.answer, _vote(rollout)) for rollout in part], grader) for part in data if part]
+    votes = [
+        await count_votes([(rollout.answer, _verdict_for_vote(rollout)) for rollout in part], grader)
+        for part in data
+        if part
+    ]
     families = defaultdict(list)
     for problem, part in zip(one.problems, data, strict=True):
         if part:
@@ -116,8 +120,8 @@ async def benchmark_results(
         "maj": maj_at_n(votes) if any(rollout.verdict is not None for rollout in flat) else None,
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
         "kinds": {kind: sum(rollout.result_kind == kind for rollout in everything) for kind in RESULT_KINDS},
-        **_conduct(flat),
-        "excluded": _excluded(everything),
+        **_rollout_statistics(flat),
+        "excluded": _count_excluded(everything),
         "rollouts": len(everything),
         "seconds": {
             "mean": _mean(rollout.seconds for rollout in flat),
@@ -148,14 +152,14 @@ def _pass_at_k(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRe
     return {"value": pass_at_k([n for n, _ in enough], [c for _, c in enough], k), "problems": len(enough)}
 
 
-def _vote(rollout: RolloutSummary) -> Verdict:
+def _verdict_for_vote(rollout: RolloutSummary) -> Verdict:
     """Return the verdict for voting, derived from the reward if the environment does not grade."""
     if rollout.verdict is not None:
         return rollout.verdict
     return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
 
 
-def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
+def _rollout_statistics(data: Sequence[RolloutSummary]) -> RolloutStatistics:
     ended = Counter(rollout.ended.value for rollout in data)
     truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}
     return {
@@ -179,7 +183,7 @@ def _conduct(data: Sequence[RolloutSummary]) -> Conduct:
     }
 
 
-def _excluded(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
+def _count_excluded(rollouts: Sequence[RolloutSummary]) -> dict[str, int]:
     """Count excluded rollouts by kind. ``retried`` counts all retries after infrastructure failures."""
     kinds = Counter(
         rollout.ended.value if rollout.ended.is_excluded else str(rollout.verdict)
@@ -202,7 +206,7 @@ FORMAT = 1
 
 
 async def make_results(
-    provenance: Provenance, sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: Grades
+    provenance: Provenance, sets: Sequence[ProblemSet], index: RolloutIndex, ks: Sequence[int], grader: AnswerGrader
 ) -> Results:
     """Build ``results.json``. Raises WorldError if all rollouts of a benchmark are excluded."""
     benchmarks: dict[str, BenchmarkResults] = {}
@@ -222,7 +226,7 @@ async def make_results(
     }
 
 
-Cells = Mapping[str, Callable[[BenchmarkResults], str]]
+CellFormats = Mapping[str, Callable[[BenchmarkResults], str]]
 """Columns of a table, by name: functions that format the cell of a benchmark."""
 
 
@@ -245,39 +249,39 @@ def result_tables(results: Results) -> list[Table]:
     n = results["provenance"]["sampling"]["n"]
     ks = dict.fromkeys(k for one in benchmarks.values() for k in one["pass"])
 
-    def table(title: str, cells: Cells) -> Table:
+    def table(title: str, cells: CellFormats) -> Table:
         rows = tuple((name, *(cell(one) for cell in cells.values())) for name, one in benchmarks.items())
         return Table(title=title, columns=("benchmark", *cells), rows=rows)
 
-    scores: Cells = {
+    scores: CellFormats = {
         f"avg@{n}": lambda one: f"{one['avg']['mean']:.3f}",
-        "95 % this benchmark": lambda one: _interval(one["avg"]["this_benchmark"]),
-        "95 % problems like these": lambda one: _interval(one["avg"]["problems_like_these"]),
+        "95 % this benchmark": lambda one: _format_interval(one["avg"]["this_benchmark"]),
+        "95 % problems like these": lambda one: _format_interval(one["avg"]["problems_like_these"]),
         f"maj@{n}": lambda one: "-" if one["maj"] is None else f"{one['maj']:.3f}",
-        "problems": _problems,
+        "problems": _format_problems,
     }
     return [
         table("Scores", scores),
-        table("pass@k, unbiased", {f"pass@{k}": partial(_pass, k=k) for k in ks}),
+        table("pass@k, unbiased", {f"pass@{k}": partial(_format_pass, k=k) for k in ks}),
         table(
             "Outcomes of rollouts; all except correct and excluded count as wrong",
-            {shown: partial(_kind, kind=kind) for kind, shown in RESULT_KINDS.items()},
+            {shown: partial(_format_kind, kind=kind) for kind, shown in RESULT_KINDS.items()},
         ),
-        table("Averages per rollout", _CONDUCT),
-        table("Failures outside the policy: retried, then excluded from all averages", _FAILURES),
+        table("Averages per rollout", _AVERAGE_CELLS),
+        table("Failures outside the policy: retried, then excluded from all averages", _FAILURE_CELLS),
     ]
 
 
-def _interval(interval: IntervalRecord) -> str:
+def _format_interval(interval: IntervalRecord) -> str:
     return f"{interval['low']:.3f} to {interval['high']:.3f}"
 
 
-def _problems(one: BenchmarkResults) -> str:
+def _format_problems(one: BenchmarkResults) -> str:
     left_out = one["avg"]["problems_without_samples"]
     return f"{one['problems']}" + (f" ({left_out} excluded)" if left_out else "")
 
 
-def _pass(one: BenchmarkResults, k: str) -> str:
+def _format_pass(one: BenchmarkResults, k: str) -> str:
     record = one["pass"].get(k)
     if record is None:
         return "-"
@@ -285,33 +289,33 @@ def _pass(one: BenchmarkResults, k: str) -> str:
     return f"{record['value']:.3f}{short}"
 
 
-def _ok(outcomes: Mapping[str, int]) -> str:
+def _format_successful_calls(outcomes: Mapping[str, int]) -> str:
     calls: Sequence[int] = list(outcomes.values())
     return f"{outcomes.get('ok', 0) / sum(calls):.1%}" if calls else "-"
 
 
-def _kind(one: BenchmarkResults, kind: str) -> str:
+def _format_kind(one: BenchmarkResults, kind: str) -> str:
     return str(one["kinds"][kind])
 
 
-def _failed(one: BenchmarkResults) -> str:
+def _format_excluded_kinds(one: BenchmarkResults) -> str:
     kinds = (f"{kind} {count}" for kind, count in one["excluded"].items() if kind not in ("total", "retried"))
     return ", ".join(kinds) or "-"
 
 
-_CONDUCT: Cells = {
+_AVERAGE_CELLS: CellFormats = {
     "turns": lambda one: f"{one['turns']:.2f}",
     "tool calls": lambda one: f"{one['tool_calls']['mean']:.2f}",
-    "successful calls": lambda one: _ok(one["tool_calls"]["outcomes"]),
+    "successful calls": lambda one: _format_successful_calls(one["tool_calls"]["outcomes"]),
     "truncated": lambda one: f"{one['truncated']['share']:.1%}",
     "void": lambda one: f"{one['void_share']:.1%}",
     "tokens": lambda one: f"{one['tokens']['response_mean']:.0f}",
     "model tokens": lambda one: f"{one['tokens']['model_mean']:.0f}",
     "seconds": lambda one: f"{one['seconds']['mean']:.1f}",
 }
-_FAILURES: Cells = {
+_FAILURE_CELLS: CellFormats = {
     "rollouts": lambda one: str(one["rollouts"]),
     "excluded": lambda one: str(one["excluded"]["total"]),
-    "kinds": _failed,
+    "kinds": _format_excluded_kinds,
     "restarts": lambda one: str(one["excluded"]["retried"]),
 }

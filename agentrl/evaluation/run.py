@@ -23,7 +23,7 @@ from agentrl.evaluation.results import RolloutIndex, default_pass_ks, make_resul
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections, evaluation_settings
 from agentrl.evaluation.transcripts import RolloutLog, Transcript
 from agentrl.telemetry.console import Console
-from agentrl.telemetry.reporting import LONGEST_CELL, Trackers
+from agentrl.telemetry.reporting import LONGEST_CONVERSATION, Trackers
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.trackers import Cell, SampleTable, check_trackers
@@ -38,10 +38,10 @@ _TRACKED_COLUMNS = (
     *("benchmark", "problem", "sample", "reward", "ended", "verdict", "answer", "turns", "model tokens"),
     "conversation",
 )
-_STEP = 0  # an evaluation has no steps
+_EVALUATION_STEP = 0  # an evaluation has no steps
 _DISPLAY_EVERY = (1.0, 15.0)  # seconds between updates of a live display, and between plain lines
-_FAILURES_IN_A_ROW = 100
-_NAMED = 3  # maximum number of problems named in a warning
+_MOST_CONSECUTIVE_FAILURES = 100
+_MOST_NAMED_PROBLEMS = 3  # maximum number of problems named in a warning
 
 
 class WriteReport(Protocol):
@@ -162,7 +162,7 @@ def _record_as_truncated(
         log.append(transcript)
         index.add(transcript)
     names = [problem for _, problem in unfit]
-    named = ", ".join([*names[:_NAMED], *(["..."] if len(names) > _NAMED else [])])
+    named = ", ".join([*names[:_MOST_NAMED_PROBLEMS], *(["..."] if len(names) > _MOST_NAMED_PROBLEMS else [])])
     console.warning(
         f"{len(unfit)} problems ({named}) have prompts of up to {max(unfit.values())} tokens, which leave no room for "
         f"a response of {settings.rollout.max_response_tokens} tokens (evaluation.max_response_tokens): their rollouts "
@@ -185,10 +185,10 @@ async def _sample_missing(
     """
     n = settings.evaluation.samples
     # The limit exceeds the concurrency, because one server failure can end all rollouts in flight.
-    most_failures = max(_FAILURES_IN_A_ROW, 2 * sampler.concurrency)
+    most_failures = max(_MOST_CONSECUTIVE_FAILURES, 2 * sampler.concurrency)
     failures = 0
     falsified = {one.name for one in sets if one.falsified}
-    with _Display(console, index, n * sum(len(one.problems) for one in sets)) as display:
+    with _ProgressDisplay(console, index, n * sum(len(one.problems) for one in sets)) as display:
         for attempt in range(settings.rollout.retries + 1):
             missing = index.samples_to_run(sets, n)
             if attempt and missing:
@@ -215,7 +215,7 @@ async def _sample_missing(
                             )
 
 
-class _Display:
+class _ProgressDisplay:
     """Progress display of an evaluation, updated at intervals."""
 
     def __init__(self, console: Console, index: RolloutIndex, total: int) -> None:
@@ -227,7 +227,7 @@ class _Display:
         self._tokens = 0
         self._done = index.finished_count
 
-    def __enter__(self) -> _Display:
+    def __enter__(self) -> _ProgressDisplay:
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -269,14 +269,14 @@ def write_results(
     write_report(directory.path, directory.report, conversations=request.conversations)
     for table in tables:
         console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
-    _warn_of_unreadable_golds(results, console)
+    _warn_of_unparsable_references(results, console)
     plots = "plots/, " if settings.telemetry.plots else ""
     track_results(directory, results, settings.telemetry, console)
     console.note(f"results are in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
     return results
 
 
-def _warn_of_unreadable_golds(results: Results, console: Console) -> None:
+def _warn_of_unparsable_references(results: Results, console: Console) -> None:
     for name, one in results["benchmarks"].items():
         unreadable = one["excluded"].get(Verdict.UNPARSABLE_GOLD.value, 0)
         if unreadable:
@@ -338,10 +338,12 @@ def track_results(
     if not telemetry.trackers:
         return
     trackers = Trackers(telemetry, RunDirectory(directory.path), notify=console.note, warn=console.warning)
-    trackers.start(dict(results["provenance"]), step=_STEP, resumed=True)
-    trackers.log_metrics({"step": _STEP, **tracked_metrics(results)})
+    trackers.start(dict(results["provenance"]), step=_EVALUATION_STEP, resumed=True)
+    trackers.log_metrics({"step": _EVALUATION_STEP, **tracked_metrics(results)})
     sample = itertools.islice(directory.transcripts(), telemetry.tracker_rows)
-    trackers.log_samples(SampleTable(step=_STEP, columns=_TRACKED_COLUMNS, rows=[_cells(one) for one in sample]))
+    trackers.log_samples(
+        SampleTable(step=_EVALUATION_STEP, columns=_TRACKED_COLUMNS, rows=[_table_row(one) for one in sample])
+    )
     trackers.log_plots()
     trackers.close()
 
@@ -351,11 +353,11 @@ def tracked_metrics(results: Results) -> dict[str, float]:
     metrics: dict[str, float] = {}
     for benchmark, one in results["benchmarks"].items():
         name = re.sub(r"[^\w.-]", "_", benchmark)  # trackers accept few other characters in names
-        metrics |= {f"eval/{name}/{figure}": value for figure, value in _figures(one)}
+        metrics |= {f"eval/{name}/{figure}": value for figure, value in _tracked_figures(one)}
     return metrics
 
 
-def _figures(one: BenchmarkResults) -> Iterator[tuple[str, float]]:
+def _tracked_figures(one: BenchmarkResults) -> Iterator[tuple[str, float]]:
     interval = one["avg"]["problems_like_these"]
     yield from (("avg", one["avg"]["mean"]), ("low", interval["low"]), ("high", interval["high"]))
     yield from ((f"pass_at_{k}", record["value"]) for k, record in one["pass"].items() if record is not None)
@@ -366,11 +368,11 @@ def _figures(one: BenchmarkResults) -> Iterator[tuple[str, float]]:
     yield "excluded", one["excluded"]["total"]
 
 
-def _cells(one: Transcript) -> tuple[Cell, ...]:
+def _table_row(one: Transcript) -> tuple[Cell, ...]:
     conversation = "\n".join(f"--- {turn.origin}\n{turn.text}" for turn in one.turns)
     verdict = None if one.verdict is None else one.verdict.value
     return (
         *(one.benchmark, one.problem, one.sample, one.reward, one.ended.value, verdict, one.answer),
         *(one.model_turns, sum(turn.tokens for turn in one.turns if turn.origin == "model")),
-        conversation[:LONGEST_CELL],
+        conversation[:LONGEST_CONVERSATION],
     )

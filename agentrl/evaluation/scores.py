@@ -172,7 +172,7 @@ def student_quantile(degrees: int) -> float:
     return z + first / degrees + second / degrees**2 + third / degrees**3 + fourth / degrees**4
 
 
-class Grades(Protocol):
+class AnswerGrader(Protocol):
     """The part of the grader interface that scoring uses."""
 
     async def grade(self, answer: str | None, reference: str) -> Verdict: ...
@@ -199,7 +199,7 @@ class VoteCounts:
         return 1 / (1 + self.wrong.count(most))
 
 
-async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: Grades) -> VoteCounts:
+async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: AnswerGrader) -> VoteCounts:
     """Count the votes on one problem from each sample's answer and verdict.
 
     A wrong answer joins the first group that the grader considers equal, in order of decreasing frequency of spellings.
@@ -232,7 +232,7 @@ def maj_at_n(tallies: Sequence[VoteCounts]) -> float:
     return sum(item.majority for item in tallies) / len(tallies)
 
 
-async def _group_of(answer: str, groups: dict[str, int], grader: Grades) -> str:
+async def _group_of(answer: str, groups: dict[str, int], grader: AnswerGrader) -> str:
     for other in groups:
         if await grader.grade(answer, other) is Verdict.CORRECT:
             return other

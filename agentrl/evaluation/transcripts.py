@@ -208,7 +208,7 @@ class Transcript:
         return cls(
             **{
                 **record,
-                "turns": tuple(_turn(turn) for turn in record["turns"]),
+                "turns": tuple(_turn_from_record(turn) for turn in record["turns"]),
                 "answer": None if record["answer"] is None else replace_lone_surrogates(record["answer"]),
                 "ended": Ended(record["ended"]),
                 "verdict": None if record["verdict"] is None else Verdict(record["verdict"]),
@@ -217,7 +217,7 @@ class Transcript:
         )
 
 
-def _turn(record: JSONObject) -> Turn:
+def _turn_from_record(record: JSONObject) -> Turn:
     whole: JSONObject = {
         name: replace_lone_surrogates(record[name]) for name in ("text", "reasoning") if name in record
     }
@@ -239,12 +239,12 @@ class RolloutLog:
         self.repaired = remove_incomplete_frame(path)
         with os_errors_as_world_errors(path, "open"):
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        self._packer = zstandard.ZstdCompressor(level=6, write_checksum=True)
-        self._synced = time.monotonic()
+        self._compressor = zstandard.ZstdCompressor(level=6, write_checksum=True)
+        self._last_sync = time.monotonic()
 
     def append(self, transcript: Transcript) -> None:
         """Write one rollout. Raises WorldError if the write fails, after removing the incomplete frame."""
-        frame = self._packer.compress(json_line(transcript.to_record()))
+        frame = self._compressor.compress(json_line(transcript.to_record()))
         with os_errors_as_world_errors(self.path, "append to"):
             end = os.fstat(self._file).st_size
             try:
@@ -254,7 +254,7 @@ class RolloutLog:
             except OSError:
                 os.ftruncate(self._file, end)
                 raise
-            if time.monotonic() - self._synced > _SYNC_EVERY:
+            if time.monotonic() - self._last_sync > _SYNC_EVERY:
                 self._sync()
 
     def close(self) -> None:
@@ -267,7 +267,7 @@ class RolloutLog:
 
     def _sync(self) -> None:
         os.fsync(self._file)
-        self._synced = time.monotonic()
+        self._last_sync = time.monotonic()
 
     def __enter__(self) -> RolloutLog:
         return self

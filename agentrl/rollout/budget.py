@@ -84,4 +84,4 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
 
 def success_fraction(branches: Sequence[Trajectory]) -> float:
     """Return a rollout's reward as a fraction of a success; of a forked rollout, the weighted mean of its paths."""
-    return math.fsum(item.path_fraction * success_of_reward(item.reward) for item in branches if item.is_last_branch)
+    return math.fsum(item.path_fraction * success_of_reward(item.reward) for item in branches if item.receives_reward)

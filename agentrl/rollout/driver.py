@@ -501,7 +501,7 @@ class Driver:
 
 def _failed(branches: Sequence[Trajectory]) -> bool:
     """Return True if all ends of the rollout are infrastructure failures."""
-    return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.is_last_branch)
+    return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.receives_reward)
 
 
 async def run_tasks(

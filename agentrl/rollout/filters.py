@@ -58,7 +58,7 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
     kept: list[Group] = []
     for group in groups:
         data = [item for item in group.trajectories if not item.is_excluded]
-        rollouts = [item for item in data if item.is_last_branch]
+        rollouts = [item for item in data if item.receives_reward]
         counts["excluded"] += len(group.rollouts) - len(rollouts)
         for item in rollouts:
             if rules.treatment(item.ended) != "train":
@@ -90,7 +90,7 @@ def _reason_to_drop(
     group: Group, data: list[Trajectory], masked: frozenset[tuple[int, int]], rules: FilterRules
 ) -> str | None:
     """Return the reason for dropping a group, or None. Only trajectories with the reward of a rollout or path count."""
-    data = [item for item in data if item.is_last_branch]
+    data = [item for item in data if item.receives_reward]
     if all((item.sample, item.branch) in masked for item in data):
         return "dropped_empty"
     if group.greedy is not None and group.greedy.is_excluded:

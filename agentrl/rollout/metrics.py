@@ -65,7 +65,7 @@ def _fork_metrics(branches: Sequence[Trajectory]) -> dict[str, float]:
     forked = [item for item in branches if item.path_weight is not None]
     if not forked:
         return {}
-    leaves = [item for item in forked if item.is_last_branch]
+    leaves = [item for item in forked if item.receives_reward]
     prompts = {(item.group, item.sample): len(item.prompt_ids) for item in forked if item.parent < 0}
     on_paths = sum(item.length - prompts[item.group, item.sample] for item in leaves)
     return {

@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import ChangeRecord, Metrics
 
-_START = 3  # rows before the earliest comparison with the start
-_RECENT = 5  # rows behind an average of the present
-_PAST = 20  # rows behind a median of the past
-_FALL = 4.0  # standard errors; a larger fall from the start is a collapse
-_WORSE = 3.0  # standard errors; a policy that fell by as many is worse than at the start
-_GROUPS = 8  # fewest groups for a usable standard error
-_EARLY = 10  # updates; a collapse within them is usually due to the learning rate
+_FIRST_COMPARISON = 3  # rows before the earliest comparison with the start
+_RECENT_STEPS = 5  # rows behind an average of the present
+_PAST_STEPS = 20  # rows behind a median of the past
+_COLLAPSE_ERRORS = 4.0  # standard errors; a larger fall from the start is a collapse
+_WORSE_ERRORS = 3.0  # standard errors; a policy that fell by as many is worse than at the start
+_FEWEST_GROUPS = 8  # fewest groups for a usable standard error
+_EARLY_UPDATES = 10  # updates; a collapse within them is usually due to the learning rate
 _GIB = 1024**3
 
 Rule = Callable[[Sequence[Metrics]], str | None]
@@ -32,7 +32,7 @@ class AlertRule:
 
     name: str
     metrics: tuple[str, ...]  # catalogue names of the metrics that the rule reads
-    fires: str  # the condition, with its threshold
+    when: str  # condition under which the rule fires, with its threshold
     advice: str
     rule: Rule
     symptom_of: tuple[str, ...] = ()  # rules whose alerts explain an alert of this rule
@@ -59,13 +59,20 @@ RULES: list[AlertRule] = []
 
 
 def _rule(
-    *, metrics: tuple[str, ...], fires: str, advice: str, symptom_of: tuple[str, ...] = ()
+    *, metrics: tuple[str, ...], when: str, advice: str, symptom_of: tuple[str, ...] = ()
 ) -> Callable[[Rule], Rule]:
     """Add the decorated function to :data:`RULES` under its name."""
 
     def add(rule: Rule) -> Rule:
         RULES.append(
-            AlertRule(name=rule.__name__, metrics=metrics, fires=fires, advice=advice, rule=rule, symptom_of=symptom_of)
+            AlertRule(
+                name=rule.__name__,
+                metrics=metrics,
+                when=when,
+                advice=advice,
+                rule=rule,
+                symptom_of=symptom_of,
+            )
         )
         return rule
 
@@ -105,13 +112,13 @@ def remove_repeated_alerts(fired: Iterable[Alert]) -> list[Alert]:
         if cause is not None and rule.name in first and first[rule.name].advice:
             alert = first[rule.name]
             first[rule.name] = replace(alert, message=f"{alert.message} (follows from {cause})", advice="")
-    return [first[name] for name in NAMES if name in first]
+    return [first[name] for name in ALERT_NAMES if name in first]
 
 
 def reward_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
     """Compare the mean rewards of the first and last steps, up to five each. Returns None for fewer than two steps."""
     scored = [row for row in rows if "reward/stderr" in row]
-    count = min(_RECENT, len(scored) // 2)
+    count = min(_RECENT_STEPS, len(scored) // 2)
     return _reward_change(scored[:count], scored[-count:]) if count else None
 
 
@@ -131,31 +138,31 @@ def held_out_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
 def is_worse(reward: ChangeRecord | None, held_out: ChangeRecord | None) -> bool:
     """Return True if the held-out score fell by at least three standard errors. Without a score, use the reward."""
     change = held_out or reward
-    return change is not None and change["end"] < change["start"] and _errors(change) >= _WORSE
+    return change is not None and change["end"] < change["start"] and _fall_in_errors(change) >= _WORSE_ERRORS
 
 
 @_rule(
     metrics=("groups/infrastructure_failures",),
-    fires="more than 10 % of the rollouts of 5 steps failed for reasons outside the policy",
+    when="more than 10 % of the rollouts of 5 steps failed for reasons outside the policy",
     advice="run agentrl doctor to check the sandbox and the servers; the run's console output contains the errors",
 )
 def infrastructure(rows: Sequence[Metrics]) -> str | None:
-    recent = rows[-_RECENT:]
+    recent = rows[-_RECENT_STEPS:]
     failed = sum(row.get("groups/infrastructure_failures", 0.0) for row in recent)
     whole = failed + sum(row.get("reward/count", 0.0) for row in recent)
-    if len(recent) < _RECENT or failed <= 0.1 * whole:
+    if len(recent) < _RECENT_STEPS or failed <= 0.1 * whole:
         return None
     return f"{failed / whole:.0%} of the rollouts failed for reasons outside the policy"
 
 
 @_rule(
     metrics=("policy/engine_abs_diff",),
-    fires="5-step mean of `policy/engine_abs_diff` above 0.005 nats and above 5 times the mean of the first 5 steps; "
+    when="5-step mean of `policy/engine_abs_diff` above 0.005 nats and above 5 times the mean of the first 5 steps; "
     "float32 runs stop earlier unless their bound, which the console prints, is above 0.005 nats",
     advice="set correction.weights=token, or a wider dtype on one side; see docs/how-to/rollout.md",
 )
 def engine_difference(rows: Sequence[Metrics]) -> str | None:
-    first, last = _first_and_last(rows, "policy/engine_abs_diff")
+    first, last = _first_and_last_means(rows, "policy/engine_abs_diff")
     if last is None or first is None or last <= 5 * first or last <= 0.005:
         return None
     return f"log-probabilities of engine and trainer differ by {last:.3g} nats per token (first steps: {first:.3g})"
@@ -163,28 +170,28 @@ def engine_difference(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("policy/log_ppl_gap",),
-    fires="5-step mean of `policy/log_ppl_gap` above 0.1 nats per token",
+    when="5-step mean of `policy/log_ppl_gap` above 0.1 nats per token",
     advice="lower the staleness (rollout.schedule), or mask trajectories with a large gap "
     "(correction.ratio_mask=geometric)",
 )
 def perplexity_gap(rows: Sequence[Metrics]) -> str | None:
-    return _above(
+    return _mean_above(
         rows, "policy/log_ppl_gap", 0.1, "log-perplexities of engine and trainer differ by {0:.3g} nats per token"
     )
 
 
 @_rule(
     metrics=("staleness/mean",),
-    fires="5-step mean of `staleness/mean` above 4 steps",
+    when="5-step mean of `staleness/mean` above 4 steps",
     advice="lower rollout.max_staleness, or assign more of the hardware to rollouts",
 )
 def staleness(rows: Sequence[Metrics]) -> str | None:
-    return _above(rows, "staleness/mean", 4.0, "tokens are {0:.3g} steps old on average")
+    return _mean_above(rows, "staleness/mean", 4.0, "tokens are {0:.3g} steps old on average")
 
 
 @_rule(
     metrics=("reward/mean", "eval/avg_at_k"),
-    fires="any of: from step 3 on, the mean of `reward/mean` over the last 2 to 5 steps is below half of its value in "
+    when="any of: from step 3 on, the mean of `reward/mean` over the last 2 to 5 steps is below half of its value in "
     "the first steps, by more than 4 standard errors; its 5-step mean is below its best by more than 5 of the largest "
     "standard errors and half of the range; `eval/avg_at_k` is below its value before training by more than 4 standard "
     "errors",
@@ -193,7 +200,7 @@ def staleness(rows: Sequence[Metrics]) -> str | None:
 )
 def reward_collapse(rows: Sequence[Metrics]) -> str | None:
     held_out = held_out_change(rows)
-    if held_out is not None and (errors := _errors(held_out)) > _FALL:
+    if held_out is not None and (errors := _fall_in_errors(held_out)) > _COLLAPSE_ERRORS:
         start, end = held_out["start"], held_out["end"]
         return f"the held-out score fell from {start:.3g} before training to {end:.3g}, by {errors:.1f} standard errors"
     return _below_the_start(rows) or _below_the_best(rows)
@@ -201,124 +208,131 @@ def reward_collapse(rows: Sequence[Metrics]) -> str | None:
 
 def _below_the_start(rows: Sequence[Metrics]) -> str | None:
     scored = [row for row in rows if "reward/stderr" in row]
-    if len(scored) < _START:
+    if len(scored) < _FIRST_COMPARISON:
         return None
-    count = max(2, min(_RECENT, len(scored) // 2))
+    count = max(2, min(_RECENT_STEPS, len(scored) // 2))
     last = scored[-count:]
     # A policy that collapses early has few good steps. Averaging them with later steps would hide the fall.
-    for first in (scored[:number] for number in range(1, min(_RECENT, len(scored) - count) + 1)):
+    for first in (scored[:number] for number in range(1, min(_RECENT_STEPS, len(scored) - count) + 1)):
         change = _reward_change(first, last)
         groups = sum(row.get("groups/issued", 0.0) for row in first)
-        if groups < _GROUPS or change["end"] > 0.5 * change["start"] or _errors(change) <= _FALL:
+        if (
+            groups < _FEWEST_GROUPS
+            or change["end"] > 0.5 * change["start"]
+            or _fall_in_errors(change) <= _COLLAPSE_ERRORS
+        ):
             continue
         updates = sum(row.get("policy/updates", 0.0) for row in scored[:-count])
         early = "; a fall this early is usually caused by a high optimizer.learning_rate"
-        cause = early if updates <= _EARLY else ""
+        cause = early if updates <= _EARLY_UPDATES else ""
         return (
-            f"the reward fell from {change['start']:.3g} ({_steps(first)}) to {change['end']:.3g} ({_steps(last)}), by "
-            f"{_errors(change):.1f} standard errors, after {updates:.0f} update{'s' * (updates != 1)}{cause}"
+            f"the reward fell from {change['start']:.3g} ({_format_steps(first)}) to {change['end']:.3g} "
+            f"({_format_steps(last)}), by {_fall_in_errors(change):.1f} standard errors, after {updates:.0f} "
+            f"update{'s' * (updates != 1)}{cause}"
         )
     return None
 
 
 def _below_the_best(rows: Sequence[Metrics]) -> str | None:
-    values = _series(rows, "reward/mean")
-    if len(values) < _PAST + _RECENT:
+    values = _values_of(rows, "reward/mean")
+    if len(values) < _PAST_STEPS + _RECENT_STEPS:
         return None
-    means = [statistics.fmean(values[end - _RECENT : end]) for end in range(_RECENT, len(values) + 1)]
-    best, lowest, now = max(means[:-_RECENT]), min(values), means[-1]
-    noise = max(_series(rows, "reward/stderr"), default=0.0) * (2 / _RECENT) ** 0.5  # of the difference of two means
+    means = [statistics.fmean(values[end - _RECENT_STEPS : end]) for end in range(_RECENT_STEPS, len(values) + 1)]
+    best, lowest, now = max(means[:-_RECENT_STEPS]), min(values), means[-1]
+    noise = (
+        max(_values_of(rows, "reward/stderr"), default=0.0) * (2 / _RECENT_STEPS) ** 0.5
+    )  # of the difference of two means
     if best - now <= 5 * noise or best - now <= 0.5 * (best - lowest) or best == lowest:
         return None
-    return f"the reward fell from {best:.3g} to {now:.3g} (means of {_RECENT} steps)"
+    return f"the reward fell from {best:.3g} to {now:.3g} (means of {_RECENT_STEPS} steps)"
 
 
 @_rule(
     metrics=("rollout/ended/{ending}",),
-    fires="more than half of the rollouts of 5 steps ended with a void turn",
+    when="more than half of the rollouts of 5 steps ended with a void turn",
     advice="raise rollout.max_turn_tokens, or start from a policy that was trained on the protocol (agentrl coldstart)",
     symptom_of=("reward_collapse",),
 )
 def void_share(rows: Sequence[Metrics]) -> str | None:
-    return _share(rows, ("rollout/ended/void_turn",), 0.5, "{0:.0%} of the rollouts ended with a void turn")
+    return _endings_above(rows, ("rollout/ended/void_turn",), 0.5, "{0:.0%} of the rollouts ended with a void turn")
 
 
 @_rule(
     metrics=("rollout/ended/{ending}",),
-    fires="more than half of the rollouts of 5 steps ended at a limit of turns, tokens or time",
+    when="more than half of the rollouts of 5 steps ended at a limit of turns, tokens or time",
     advice="raise rollout.max_response_tokens or environment.max_turns, or set reward.overlong_buffer",
     symptom_of=("reward_collapse",),
 )
 def truncated_share(rows: Sequence[Metrics]) -> str | None:
     limits = ("rollout/ended/turn_limit", "rollout/ended/token_limit", "rollout/ended/deadline")
-    return _share(rows, limits, 0.5, "{0:.0%} of the rollouts ended at a limit of turns, tokens or time")
+    return _endings_above(rows, limits, 0.5, "{0:.0%} of the rollouts ended at a limit of turns, tokens or time")
 
 
 @_rule(
     metrics=("rollout/tool_outcome/{outcome}",),
-    fires="more than half of the tool calls of 5 steps failed, and more than twice the share of the first 5 steps",
+    when="more than half of the tool calls of 5 steps failed, and more than twice the share of the first 5 steps",
     advice="read what the failing programs print; raise environment.execution_timeout if they time out",
     symptom_of=("reward_collapse",),
 )
 def tool_failures(rows: Sequence[Metrics]) -> str | None:
-    shares = [share for row in rows if (share := _failed_calls(row)) is not None]
-    if len(shares) < 2 * _RECENT:
+    shares = [share for row in rows if (share := _failed_call_share(row)) is not None]
+    if len(shares) < 2 * _RECENT_STEPS:
         return None
-    first, last = statistics.fmean(shares[:_RECENT]), statistics.fmean(shares[-_RECENT:])
+    first, last = statistics.fmean(shares[:_RECENT_STEPS]), statistics.fmean(shares[-_RECENT_STEPS:])
     return None if last <= max(0.5, 2 * first) else f"{last:.0%} of the tool calls fail (first steps: {first:.0%})"
 
 
 @_rule(
     metrics=("reward/mean", "rollout/verdict/{verdict}"),
-    fires="from step 3 on: all rewards since the first step are equal and at most 0, and no verdict was correct",
+    when="from step 3 on: all rewards since the first step are equal and at most 0, and no verdict was correct",
     advice="train longer before RL (coldstart.steps, docs/how-to/data.md), start from a stronger model.path, or begin "
     "with easier problems; check in the trajectories that the reward accepts a correct answer",
 )
 def never_correct(rows: Sequence[Metrics]) -> str | None:
     played = [row for row in rows if row.get("reward/count")]
-    if len(played) < _START or any(row.get("rollout/verdict/correct") for row in played):
+    if len(played) < _FIRST_COMPARISON or any(row.get("rollout/verdict/correct") for row in played):
         return None
-    if _constant(played) is None or played[0]["reward/mean"] > 0:
+    if _constant_reward(played) is None or played[0]["reward/mean"] > 0:
         return None
-    return f"no rollout of {_steps(played)} was correct: all have the reward {played[0]['reward/mean']:.3g}"
+    return f"no rollout of {_format_steps(played)} was correct: all have the reward {played[0]['reward/mean']:.3g}"
 
 
 @_rule(
     metrics=("reward/mean", "reward/stderr"),
-    fires="all rollouts of 5 steps have the same reward, which is above 0 or comes with a correct verdict",
+    when="all rollouts of 5 steps have the same reward, which is above 0 or comes with a correct verdict",
     advice="if the problems are solved, stop the run or use harder problems; otherwise test the reward on a correct "
     "and a wrong answer, because it does not distinguish rollouts",
     symptom_of=("reward_collapse",),
 )
 def constant_reward(rows: Sequence[Metrics]) -> str | None:
-    recent = rows[-_RECENT:]
-    value = _constant(recent)
-    if len(recent) < _RECENT or value is None:
+    recent = rows[-_RECENT_STEPS:]
+    value = _constant_reward(recent)
+    if len(recent) < _RECENT_STEPS or value is None:
         return None
     if value <= 0 and not any(row.get("rollout/verdict/correct") for row in recent):
         return None  # rare successes: no_signal
-    when = "since the first step" if _constant(rows) is not None else f"of the last {_RECENT} steps"
+    when = "since the first step" if _constant_reward(rows) is not None else f"of the last {_RECENT_STEPS} steps"
     return f"every rollout {when} has the reward {value:.3g}"
 
 
 @_rule(
     metrics=("reward/mean", "reward/problem_share"),
-    fires="less than 5 % of the variance of rewards is between problems (40 steps, by 2 standard errors), and "
+    when="less than 5 % of the variance of rewards is between problems (40 steps, by 2 standard errors), and "
     "`reward/mean` over the last 20 steps is within 2.5 standard errors of the first 20",
     advice="test the reward on a correct and a wrong answer to one problem, and check that each rollout is graded by "
     "the answer that it contains; if the reward is right, raise optimizer.learning_rate",
 )
 def random_reward(rows: Sequence[Metrics]) -> str | None:
     # Rewards of equally hard problems also vary little between problems, until training improves the reward.
-    shares = _series(rows, "reward/problem_share")[-2 * _PAST :]
-    values = _series(rows, "reward/mean")
-    change = _change(values)
-    if len(shares) < 2 * _PAST or change is None or change >= 2.5:
+    shares = _values_of(rows, "reward/problem_share")[-2 * _PAST_STEPS :]
+    values = _values_of(rows, "reward/mean")
+    change = _distance_in_errors(values)
+    if len(shares) < 2 * _PAST_STEPS or change is None or change >= 2.5:
         return None
     share = statistics.fmean(shares)
     if share + 2 * statistics.stdev(shares) / len(shares) ** 0.5 >= 0.05:
         return None
-    first, last = statistics.fmean(values[:_PAST]), statistics.fmean(values[-_PAST:])
+    first, last = statistics.fmean(values[:_PAST_STEPS]), statistics.fmean(values[-_PAST_STEPS:])
     return (
         f"the reward appears to be random: {max(share, 0.0):.0%} of its variance is between problems, and training "
         f"does not change it ({first:.3g} in the first steps, {last:.3g} now)"
@@ -327,17 +341,17 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("rollout/sampled_entropy", "reward/mean"),
-    fires="5-step mean of `rollout/sampled_entropy` below 0.01 nats and below a twentieth of the mean of the first 5 "
+    when="5-step mean of `rollout/sampled_entropy` below 0.01 nats and below a twentieth of the mean of the first 5 "
     "steps, while the 5-step mean of `reward/mean` is below 0.9",
     advice="lower optimizer.learning_rate, raise algorithm.clip_high, or set algorithm.entropy_coefficient",
 )
 def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
     # A policy that solves nearly every problem also has low entropy: healthy runs end below 0.01 nats at a reward of
     # 0.97. `policy/entropy` cannot be used, because steps that train no group, as after a collapse, lack it.
-    first, last = _first_and_last(rows, "rollout/sampled_entropy")
+    first, last = _first_and_last_means(rows, "rollout/sampled_entropy")
     if last is None or first is None or last >= 0.05 * first or last >= 0.01:
         return None
-    _, reward = _first_and_last(rows, "reward/mean")
+    _, reward = _first_and_last_means(rows, "reward/mean")
     if reward is not None and reward >= 0.9:
         return None
     return f"entropy fell from {first:.3g} to {last:.3g} nats per token"
@@ -345,7 +359,7 @@ def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("policy/gradient_norm",),
-    fires="5-step median of `policy/gradient_norm` above 10 times the median of the 20 steps before, and above every "
+    when="5-step median of `policy/gradient_norm` above 10 times the median of the 20 steps before, and above every "
     "earlier value",
     advice="run agentrl explain to inspect the tokens with the largest share of the step's gradient; lower "
     "optimizer.gradient_clip",
@@ -353,23 +367,26 @@ def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
 )
 def gradient_spike(rows: Sequence[Metrics]) -> str | None:
     # Norms of single steps are heavy-tailed, and return to their early values when few groups have a signal.
-    values = _series(rows, "policy/gradient_norm")
-    if len(values) < _PAST + _RECENT:
+    values = _values_of(rows, "policy/gradient_norm")
+    if len(values) < _PAST_STEPS + _RECENT_STEPS:
         return None
-    usual, now = statistics.median(values[-_PAST - _RECENT : -_RECENT]), statistics.median(values[-_RECENT:])
-    if usual == 0 or now <= 10 * usual or now <= max(values[:-_RECENT]):
+    usual, now = (
+        statistics.median(values[-_PAST_STEPS - _RECENT_STEPS : -_RECENT_STEPS]),
+        statistics.median(values[-_RECENT_STEPS:]),
+    )
+    if usual == 0 or now <= 10 * usual or now <= max(values[:-_RECENT_STEPS]):
         return None
-    return f"the gradient norm rose from {usual:.3g} to {now:.3g} (medians of {_PAST} and {_RECENT} steps)"
+    return f"the gradient norm rose from {usual:.3g} to {now:.3g} (medians of {_PAST_STEPS} and {_RECENT_STEPS} steps)"
 
 
 @_rule(
     metrics=("rollout/model_tokens_mean",),
-    fires="5-step mean of `rollout/model_tokens_mean` above 3 times the mean of the first 5 steps",
+    when="5-step mean of `rollout/model_tokens_mean` above 3 times the mean of the first 5 steps",
     advice="read the longest trajectories; set reward.overlong_buffer or algorithm.aggregation=token_mean",
     symptom_of=("reward_collapse",),
 )
 def length_explosion(rows: Sequence[Metrics]) -> str | None:
-    first, last = _first_and_last(rows, "rollout/model_tokens_mean")
+    first, last = _first_and_last_means(rows, "rollout/model_tokens_mean")
     if last is None or first is None or last <= 3 * first:
         return None
     return f"rollouts grew from {first:.0f} to {last:.0f} model tokens"
@@ -377,7 +394,7 @@ def length_explosion(rows: Sequence[Metrics]) -> str | None:
 
 @_rule(
     metrics=("groups/trained",),
-    fires="no group was trained in 5 consecutive steps",
+    when="no group was trained in 5 consecutive steps",
     advice="mix in easier or harder problems, raise rollout.group_size, or set rollout.max_extra_rounds",
     symptom_of=(
         "reward_collapse",
@@ -386,15 +403,15 @@ def length_explosion(rows: Sequence[Metrics]) -> str | None:
     ),
 )
 def no_signal(rows: Sequence[Metrics]) -> str | None:
-    recent = rows[-_RECENT:]
-    if len(recent) < _RECENT or any(row.get("groups/trained", 1) for row in recent):
+    recent = rows[-_RECENT_STEPS:]
+    if len(recent) < _RECENT_STEPS or any(row.get("groups/trained", 1) for row in recent):
         return None
-    return f"no group had a training signal in the last {_RECENT} steps"
+    return f"no group had a training signal in the last {_RECENT_STEPS} steps"
 
 
 @_rule(
     metrics=("reward/mean", "policy/entropy"),
-    fires="from step 100 on: `reward/mean` and `policy/entropy` over the last 20 steps are within 2.5 standard errors "
+    when="from step 100 on: `reward/mean` and `policy/entropy` over the last 20 steps are within 2.5 standard errors "
     "of the first 20",
     advice="raise optimizer.learning_rate; check that groups are trained (groups/trained) and that their tokens have "
     "advantages",
@@ -406,40 +423,40 @@ def no_signal(rows: Sequence[Metrics]) -> str | None:
     ),
 )
 def standstill(rows: Sequence[Metrics]) -> str | None:
-    if len(rows) < 5 * _PAST:
+    if len(rows) < 5 * _PAST_STEPS:
         return None
-    moved = [_change(_series(rows, key)) for key in ("reward/mean", "policy/entropy")]
+    moved = [_distance_in_errors(_values_of(rows, key)) for key in ("reward/mean", "policy/entropy")]
     if any(change is None or change >= 2.5 for change in moved):
         return None
-    return f"reward and entropy have not changed since the first {_PAST} steps"
+    return f"reward and entropy have not changed since the first {_PAST_STEPS} steps"
 
 
 @_rule(
     metrics=(DISK_FREE,),
-    fires="less than 1 GiB is free on the disk of the run directory, or it will be full within 20 steps at the pace of "
+    when="less than 1 GiB is free on the disk of the run directory, or it will be full within 20 steps at the pace of "
     "the last 20",
     advice="lower checkpoint.keep; raise telemetry.trajectories_every and telemetry.tokens_every; free space",
 )
 def disk(rows: Sequence[Metrics]) -> str | None:
-    free = _series(rows, DISK_FREE)
+    free = _values_of(rows, DISK_FREE)
     if not free:
         return None
     if free[-1] < _GIB:
         return f"the disk of the run directory has only {free[-1] / _GIB:.2f} GiB left"
-    pace = (free[-_PAST - 1] - free[-1]) / _PAST if len(free) > _PAST else 0.0
-    if pace <= 0 or free[-1] > _PAST * pace:
+    pace = (free[-_PAST_STEPS - 1] - free[-1]) / _PAST_STEPS if len(free) > _PAST_STEPS else 0.0
+    if pace <= 0 or free[-1] > _PAST_STEPS * pace:
         return None
     return f"the disk of the run directory will be full in {free[-1] / pace:.0f} steps ({free[-1] / _GIB:.2f} GiB left)"
 
 
 @_rule(
     metrics=(MEMORY_FREE,),
-    fires="5-step mean of the free memory of rank 0's machine (or its control group) below 5 %",
+    when="5-step mean of the free memory of rank 0's machine (or its control group) below 5 %",
     advice="lower rollout.concurrency or training.micro_batch_tokens; lower rollout.kv_cache_tokens",
 )
 def memory(rows: Sequence[Metrics]) -> str | None:
-    free = _series(rows[-_RECENT:], MEMORY_FREE)
-    if len(free) < _RECENT or statistics.fmean(free) >= 0.05:
+    free = _values_of(rows[-_RECENT_STEPS:], MEMORY_FREE)
+    if len(free) < _RECENT_STEPS or statistics.fmean(free) >= 0.05:
         return None
     return f"only {statistics.fmean(free):.1%} of the memory of rank 0's machine is free"
 
@@ -447,22 +464,22 @@ def memory(rows: Sequence[Metrics]) -> str | None:
 MACHINE_METRICS = (DISK_FREE, MEMORY_FREE)
 """Metrics that :func:`agentrl.telemetry.machine.free_resources` adds to rows for the rules. No file contains them."""
 
-NAMES = tuple(rule.name for rule in RULES)
+ALERT_NAMES = tuple(rule.name for rule in RULES)
 
 
-def _series(rows: Sequence[Metrics], key: str) -> list[float]:
+def _values_of(rows: Sequence[Metrics], key: str) -> list[float]:
     return [row[key] for row in rows if key in row]
 
 
-def _first_and_last(rows: Sequence[Metrics], key: str) -> tuple[float | None, float | None]:
+def _first_and_last_means(rows: Sequence[Metrics], key: str) -> tuple[float | None, float | None]:
     """Return the means of the first and the last five values, or None for both if these values overlap."""
-    values = _series(rows, key)
-    if len(values) < 2 * _RECENT:
+    values = _values_of(rows, key)
+    if len(values) < 2 * _RECENT_STEPS:
         return None, None
-    return statistics.fmean(values[:_RECENT]), statistics.fmean(values[-_RECENT:])
+    return statistics.fmean(values[:_RECENT_STEPS]), statistics.fmean(values[-_RECENT_STEPS:])
 
 
-def _constant(rows: Sequence[Metrics]) -> float | None:
+def _constant_reward(rows: Sequence[Metrics]) -> float | None:
     """Return the reward of all rollouts of the rows if their rewards are equal, otherwise None."""
     values = {row.get("reward/mean") for row in rows}
     alike = len(values) == 1 and all(row.get("reward/stderr") == 0 for row in rows)
@@ -486,48 +503,48 @@ def _change_record(start: float, end: float, error: float) -> ChangeRecord:
     return {"start": start, "end": end, "standard_errors": (end - start) / error if error else None}
 
 
-def _errors(change: ChangeRecord) -> float:
+def _fall_in_errors(change: ChangeRecord) -> float:
     """Return the fall from start to end in standard errors."""
     if change["standard_errors"] is None:
         return math.inf if change["end"] < change["start"] else 0.0
     return -change["standard_errors"]
 
 
-def _steps(rows: Sequence[Metrics]) -> str:
+def _format_steps(rows: Sequence[Metrics]) -> str:
     first, last = (int(row["step"]) for row in (rows[0], rows[-1]))
     return f"step {first}" if first == last else f"steps {first} to {last}"
 
 
-def _change(values: Sequence[float]) -> float | None:
+def _distance_in_errors(values: Sequence[float]) -> float | None:
     """Return the distance between the means of the first and last 20 values in standard errors.
 
     Returns None for fewer than 40 values.
     """
-    if len(values) < 2 * _PAST:
+    if len(values) < 2 * _PAST_STEPS:
         return None
-    first, last = values[:_PAST], values[-_PAST:]
+    first, last = values[:_PAST_STEPS], values[-_PAST_STEPS:]
     difference = abs(statistics.fmean(last) - statistics.fmean(first))
-    error = ((statistics.variance(first) + statistics.variance(last)) / _PAST) ** 0.5
+    error = ((statistics.variance(first) + statistics.variance(last)) / _PAST_STEPS) ** 0.5
     if error == 0:
         return math.inf if difference else 0.0
     return difference / error
 
 
-def _above(rows: Sequence[Metrics], key: str, limit: float, message: str) -> str | None:
-    values = _series(rows[-_RECENT:], key)
-    if len(values) < _RECENT or statistics.fmean(values) <= limit:
+def _mean_above(rows: Sequence[Metrics], key: str, limit: float, message: str) -> str | None:
+    values = _values_of(rows[-_RECENT_STEPS:], key)
+    if len(values) < _RECENT_STEPS or statistics.fmean(values) <= limit:
         return None
     return message.format(statistics.fmean(values))
 
 
-def _share(rows: Sequence[Metrics], names: Sequence[str], limit: float, message: str) -> str | None:
-    recent = rows[-_RECENT:]
+def _endings_above(rows: Sequence[Metrics], names: Sequence[str], limit: float, message: str) -> str | None:
+    recent = rows[-_RECENT_STEPS:]
     whole = sum(value for row in recent for key, value in row.items() if key.startswith("rollout/ended/"))
     part = sum(row.get(name, 0.0) for row in recent for name in names)
-    return message.format(part / whole) if len(recent) == _RECENT and whole and part > limit * whole else None
+    return message.format(part / whole) if len(recent) == _RECENT_STEPS and whole and part > limit * whole else None
 
 
-def _failed_calls(row: Metrics) -> float | None:
+def _failed_call_share(row: Metrics) -> float | None:
     prefix = "rollout/tool_outcome/"
     calls = sum(value for key, value in row.items() if key.startswith(prefix))
     return 1 - row.get(f"{prefix}ok", 0.0) / calls if calls else None

@@ -18,7 +18,7 @@ from agentrl.errors import with_help
 from agentrl.telemetry.metrics import METRICS, USER_METRICS
 from agentrl.telemetry.settings import TelemetrySettings
 
-_RECENT = 20  # steps in the running average and in the estimate of the remaining time
+_RECENT_STEPS = 20  # steps in the running average and in the estimate of the remaining time
 _PLAIN_WIDTH = 160
 
 
@@ -66,7 +66,7 @@ class Console:
         every = None if self._settings.console == "off" else self._settings.plain_every
         if every is not None and lines is not None:
             every = max(every, total // lines)
-        return RunProgress(self, _bar(self._rich) if self.live else None, unit, total, done, every)
+        return RunProgress(self, _progress_bar(self._rich) if self.live else None, unit, total, done, every)
 
 
 class RunProgress:
@@ -76,11 +76,11 @@ class RunProgress:
         self, console: Console, bar: Progress | None, unit: str, total: int, done: int, every: int | None
     ) -> None:
         """Display progress in ``bar``. If ``bar`` is None, print a line every ``every`` steps instead."""
-        self._bar, self._unit = bar, unit
+        self._progress_bar, self._unit = bar, unit
         self._plain = console if bar is None else console.copy
         self._total, self._every = total, every
-        self._rewards: deque[float] = deque(maxlen=_RECENT)
-        self._times: deque[tuple[float, int]] = deque([(time.monotonic(), done)], maxlen=_RECENT + 1)
+        self._rewards: deque[float] = deque(maxlen=_RECENT_STEPS)
+        self._times: deque[tuple[float, int]] = deque([(time.monotonic(), done)], maxlen=_RECENT_STEPS + 1)
         if bar is not None:
             bar.add_task(unit, total=total, completed=done, figures="", left="")
             bar.start()
@@ -98,15 +98,15 @@ class RunProgress:
             self._rewards.append(metrics["reward/mean"])
         average = sum(self._rewards) / len(self._rewards) if self._rewards else None
         figures, left = format_step(metrics, average), f"{format_duration(self._remaining_seconds(step))} left"
-        if self._bar is not None:
-            self._bar.update(self._bar.task_ids[0], completed=step, figures=figures, left=left)
+        if self._progress_bar is not None:
+            self._progress_bar.update(self._progress_bar.task_ids[0], completed=step, figures=figures, left=left)
         if self._plain is not None and self._every and (step % self._every == 0 or step == self._total):
             self._plain.note(f"{self._unit} {step}/{self._total}  {figures}  {left}")
 
     def close(self) -> None:
         """Stop the display, whose last state remains visible."""
-        if self._bar is not None:
-            self._bar.stop()
+        if self._progress_bar is not None:
+            self._progress_bar.stop()
 
     def _remaining_seconds(self, step: int) -> float | None:
         (first_time, first_step), (last_time, last_step) = self._times[0], self._times[-1]
@@ -122,7 +122,7 @@ class _Figures(ProgressColumn):
         return Columns([Text(part) for part in task.fields["figures"].split("  ")], padding=(0, 2))
 
 
-def _bar(rich: RichConsole) -> Progress:
+def _progress_bar(rich: RichConsole) -> Progress:
     """Build a progress bar that is redrawn in place."""
     return Progress(
         TextColumn("{task.description}"),

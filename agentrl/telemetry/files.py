@@ -65,7 +65,7 @@ def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
         finally:
             partial.unlink(missing_ok=True)
         # Syncing the file does not make its new directory entry durable.
-        _sync_folder(path.parent)
+        _sync_directory(path.parent)
 
 
 class BackgroundWriter:
@@ -193,7 +193,7 @@ def repair_torn_line(path: Path) -> int:
         return size - end
 
 
-def _sync_folder(folder: Path) -> None:
+def _sync_directory(folder: Path) -> None:
     handle = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(handle)

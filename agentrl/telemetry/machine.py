@@ -39,13 +39,13 @@ def describe_machine() -> list[str]:
 def usable_cores() -> int:
     """Return the number of cores that this process may use: its affinity, limited by its control group's quota."""
     cores = len(os.sched_getaffinity(0))
-    return min(cores, _quota_cores(_read("/sys/fs/cgroup/cpu.max")) or cores)
+    return min(cores, _parse_core_quota(_read_kernel_file("/sys/fs/cgroup/cpu.max")) or cores)
 
 
 def usable_memory() -> int:
     """Return the memory of the machine in bytes, limited by this process's control group."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read("/sys/fs/cgroup/memory.max").strip()
+    limit = _read_kernel_file("/sys/fs/cgroup/memory.max").strip()
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
@@ -59,12 +59,15 @@ def free_resources(folder: Path) -> dict[str, float]:
 
 def free_memory() -> int:
     """Return the available memory in bytes, limited by the free memory of the control group without its cache."""
-    machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read("/proc/meminfo"), re.MULTILINE)
+    machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read_kernel_file("/proc/meminfo"), re.MULTILINE)
     free = int(machine[1]) * 1024 if machine else usable_memory()
-    limit, used = _read("/sys/fs/cgroup/memory.max").strip(), _read("/sys/fs/cgroup/memory.current").strip()
+    limit, used = (
+        _read_kernel_file("/sys/fs/cgroup/memory.max").strip(),
+        _read_kernel_file("/sys/fs/cgroup/memory.current").strip(),
+    )
     if not (limit.isdigit() and used.isdigit()):
         return free
-    cache = re.search(r"^inactive_file (\d+)", _read("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+    cache = re.search(r"^inactive_file (\d+)", _read_kernel_file("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
     return max(0, min(free, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
 
 
@@ -73,7 +76,7 @@ def find_compiler() -> str | None:
     return shutil.which(os.environ.get("CXX") or "c++")
 
 
-def _quota_cores(text: str) -> int | None:
+def _parse_core_quota(text: str) -> int | None:
     """Parse ``cpu.max`` into a number of cores: ``150000 100000`` is 2, ``max 100000`` is None."""
     parts = text.split()
     if len(parts) != 2 or not all(part.isdigit() for part in parts):
@@ -81,7 +84,7 @@ def _quota_cores(text: str) -> int | None:
     return max(1, -(-int(parts[0]) // int(parts[1])))
 
 
-def _read(path: str) -> str:
+def _read_kernel_file(path: str) -> str:
     try:
         return Path(path).read_text(encoding="ascii")
     except OSError:

@@ -26,7 +26,7 @@ LIGHT = ("#0050ba", "#f2750a", "#081121", "#972879", "#45a2e0", "#559f72", "#765
 DARK = ("#0079ff", "#ed7832", "#ffffba", "#f2a0ff", "#106ea7", "#32d2aa", "#ffe900", "#81653b")
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1.5), (6, 2, 1, 2))  # dashes and gaps in units of line width
 LINE_STYLES = 16  # lines that can be distinguished
-_LINE_WIDTH = 1.8  # pixels of the viewer's lines
+_VIEWER_LINE_WIDTH = 1.8  # pixels of the viewer's lines
 
 
 def line_style(index: int) -> tuple[int, tuple[float, ...]]:
@@ -42,15 +42,15 @@ def palette_css() -> str:
     """Return a style sheet with colors and dashes, ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
 
     def dashes(index: int) -> str:
-        return " ".join(f"{length * _LINE_WIDTH:g}" for length in line_style(index)[1]) or "none"
+        return " ".join(f"{length * _VIEWER_LINE_WIDTH:g}" for length in line_style(index)[1]) or "none"
 
-    def colours(palette: tuple[str, ...]) -> str:
+    def css_colors(palette: tuple[str, ...]) -> str:
         return " ".join(f"--line-{index + 1}: {palette[line_style(index)[0]]};" for index in range(LINE_STYLES))
 
     strokes = " ".join(f"--dash-{index + 1}: {dashes(index)};" for index in range(LINE_STYLES))
     return (
-        f":root {{ {colours(LIGHT)} {strokes} }}\n"
-        f"@media (prefers-color-scheme: dark) {{ :root {{ {colours(DARK)} }} }}\n"
+        f":root {{ {css_colors(LIGHT)} {strokes} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {css_colors(DARK)} }} }}\n"
     )
 
 
@@ -83,12 +83,12 @@ def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
     files = []
     for panel in (*PANELS, *_user_panels()):
         figure = new_figure(6.4, 4.0)
-        if _draw(panel, figure.add_subplot(), measured):
+        if _draw_panel(panel, figure.add_subplot(), measured):
             drawn.append(panel)
             add_caption(figure, title)
             files.append(save_figure(figure, folder / panel.file))
     if drawn:
-        overview = _overview(drawn, measured)
+        overview = _draw_overview(drawn, measured)
         add_caption(overview, f"{title}; one run, bands and bars are 95 % intervals")
         files.append(save_figure(overview, folder / "overview.png"))
     return files
@@ -111,16 +111,16 @@ def running_mean(values: Sequence[float], window: int = _WINDOW) -> list[float]:
     return [sum(part) / len(part) for part in parts]
 
 
-def _overview(panels: Sequence[Panel], rows: Sequence[Row]) -> Figure:
+def _draw_overview(panels: Sequence[Panel], rows: Sequence[Row]) -> Figure:
     columns = min(3, len(panels))
     lines = -(-len(panels) // columns)
     figure = new_figure(5.0 * columns, 3.6 * lines)
     for index, panel in enumerate(panels, start=1):
-        _draw(panel, figure.add_subplot(lines, columns, index), rows)
+        _draw_panel(panel, figure.add_subplot(lines, columns, index), rows)
     return figure
 
 
-def _draw(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
+def _draw_panel(panel: Panel, axes: Axes, rows: Sequence[Row]) -> bool:
     from matplotlib.ticker import MaxNLocator
 
     if not panel.draw(axes, rows):
@@ -166,8 +166,8 @@ def add_legend_below(axes: Axes, columns: int = 2) -> None:
 
 def line_options(index: int) -> dict[str, Any]:
     """Return the color and dashes of the n-th line of a plot as matplotlib arguments."""
-    colour, dashes = line_style(index)
-    return {"color": LIGHT[colour], "linestyle": (0, dashes) if dashes else "-"}
+    color, dashes = line_style(index)
+    return {"color": LIGHT[color], "linestyle": (0, dashes) if dashes else "-"}
 
 
 def save_figure(figure: Figure, path: Path) -> Path:
@@ -177,7 +177,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
     return path
 
 
-def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
+def _draw_metric(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
     """Draw the n-th line: the values in a pale color with a bold running mean, or only the values if there are few."""
     steps, values = metric_series(rows, key)
     if not steps:
@@ -190,9 +190,9 @@ def _line(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: i
     return True
 
 
-def _reward(axes: Axes, rows: Sequence[Row]) -> bool:
+def _draw_reward(axes: Axes, rows: Sequence[Row]) -> bool:
     steps, means = metric_series(rows, "reward/mean")
-    if not _line(axes, rows, "reward/mean", f"mean over {_WINDOW} steps" if len(steps) > 2 * _WINDOW else None):
+    if not _draw_metric(axes, rows, "reward/mean", f"mean over {_WINDOW} steps" if len(steps) > 2 * _WINDOW else None):
         return False
     errors = {row["step"]: row["reward/stderr"] for row in rows if row.get("reward/stderr") is not None}
     half = [1.96 * errors.get(step, 0.0) for step in steps]
@@ -204,7 +204,7 @@ def _reward(axes: Axes, rows: Sequence[Row]) -> bool:
     return True
 
 
-def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
+def _draw_evaluations(axes: Axes, rows: Sequence[Row]) -> bool:
     evaluations = [row for row in rows if row.get("eval/avg_at_k") is not None]
     if not evaluations:
         return False
@@ -228,11 +228,11 @@ def _evaluation(axes: Axes, rows: Sequence[Row]) -> bool:
     return True
 
 
-def _lines(label: str, *names: str, logarithmic: bool = False) -> Draw:
+def _drawer_of_metrics(label: str, *names: str, logarithmic: bool = False) -> Draw:
     """Build a function that draws the metrics ``names``, on a logarithmic axis if requested and possible."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
-        drawn = [key for index, key in enumerate(names) if _line(axes, rows, key, METRICS[key].label, index)]
+        drawn = [key for index, key in enumerate(names) if _draw_metric(axes, rows, key, METRICS[key].label, index)]
         if logarithmic and any(value > 0 for key in drawn for value in metric_series(rows, key)[1]):
             axes.set_yscale("log", nonpositive="mask")
         axes.set_ylabel(label)
@@ -241,7 +241,7 @@ def _lines(label: str, *names: str, logarithmic: bool = False) -> Draw:
     return draw
 
 
-def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
+def _draw_endings(axes: Axes, rows: Sequence[Row]) -> bool:
     prefix = "rollout/ended/"
     steps = [row for row in rows if any(key.startswith(prefix) for key in row)]
     names = sorted({key for row in steps for key in row if key.startswith(prefix)})
@@ -258,14 +258,14 @@ def _endings(axes: Axes, rows: Sequence[Row]) -> bool:
     return True
 
 
-def _single(metric: Metric) -> Draw:
+def _drawer_of_metric(metric: Metric) -> Draw:
     """Build a function that draws one metric on an axis with its name and unit."""
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
         axes.set_ylabel(
             f"{metric.label or metric.name} ({metric.unit})" if metric.unit else metric.label or metric.name
         )
-        return _line(axes, rows, metric.name, None)
+        return _draw_metric(axes, rows, metric.name, None)
 
     return draw
 
@@ -273,21 +273,25 @@ def _single(metric: Metric) -> Draw:
 def _user_panels() -> list[Panel]:
     entries = [USER_METRICS[name] for name in USER_METRICS.names()]
     return [
-        Panel(file=f"{entry.metric.name.replace('/', '_')}.png", title=entry.metric.name, draw=_single(entry.metric))
+        Panel(
+            file=f"{entry.metric.name.replace('/', '_')}.png",
+            title=entry.metric.name,
+            draw=_drawer_of_metric(entry.metric),
+        )
         for entry in entries
         if entry.plot
     ]
 
 
 PANELS = (
-    Panel(file="reward.png", title="Training reward", draw=_reward),
-    Panel(file="avg_at_k.png", title="Held-out problems", draw=_evaluation),
-    Panel(file="entropy.png", title="Policy entropy", draw=_single(METRICS["policy/entropy"])),
-    Panel(file="gradient_norm.png", title="Gradient norm", draw=_single(METRICS["policy/gradient_norm"])),
+    Panel(file="reward.png", title="Training reward", draw=_draw_reward),
+    Panel(file="avg_at_k.png", title="Held-out problems", draw=_draw_evaluations),
+    Panel(file="entropy.png", title="Policy entropy", draw=_drawer_of_metric(METRICS["policy/entropy"])),
+    Panel(file="gradient_norm.png", title="Gradient norm", draw=_drawer_of_metric(METRICS["policy/gradient_norm"])),
     Panel(
         file="variance.png",
         title="Variance diagnostics",
-        draw=_lines(
+        draw=_drawer_of_metrics(
             "gradient variance (squared norm)",
             "variance/total_power",
             "variance/signal_strength",
@@ -301,22 +305,22 @@ PANELS = (
     Panel(
         file="tool_use.png",
         title="Turns and tool calls",
-        draw=_lines("mean per trajectory", "rollout/turns_mean", "rollout/tool_calls_mean"),
+        draw=_drawer_of_metrics("mean per trajectory", "rollout/turns_mean", "rollout/tool_calls_mean"),
     ),
     Panel(
         file="response_length.png",
         title="Response length",
-        draw=_lines("tokens per trajectory", "rollout/response_tokens_mean", "rollout/model_tokens_mean"),
+        draw=_drawer_of_metrics("tokens per trajectory", "rollout/response_tokens_mean", "rollout/model_tokens_mean"),
     ),
     Panel(
         file="engine_policy.png",
         title="Engine-policy difference",
-        draw=_lines(
+        draw=_drawer_of_metrics(
             "engine against policy (nats per token)",
             "policy/engine_abs_diff",
             "policy/kl_engine_k3",
             logarithmic=True,
         ),
     ),
-    Panel(file="endings.png", title="How trajectories ended", draw=_endings),
+    Panel(file="endings.png", title="How trajectories ended", draw=_draw_endings),
 )

@@ -17,10 +17,10 @@ from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.trackers import TRACKERS, Cell, SampleTable, TrackedRun, Tracker
 from agentrl_envs.registry import describe_error
 
-COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
-LONGEST_CELL = 20_000  # characters of a conversation
+SAMPLE_COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
+LONGEST_CONVERSATION = 20_000  # characters of a conversation
 _LONGEST_QUEUE = 1000  # messages: the rows and tables of hundreds of steps
-_ELSEWHERE = "the run continues, and its directory contains all data"
+_RUN_CONTINUES = "the run continues, and its directory contains all data"
 
 Message = Callable[[Tracker], object]
 
@@ -57,7 +57,7 @@ class TrackerThread:
         except Full:
             self._dropped += 1
             if self._dropped == 1:
-                self._warn(f"tracker {self._name} is too slow, so messages are dropped; {_ELSEWHERE}")
+                self._warn(f"tracker {self._name} is too slow, so messages are dropped; {_RUN_CONTINUES}")
 
     def close(self, deadline: float) -> None:
         """Wait until the queue is empty and stop the thread, at the latest at ``deadline`` (monotonic)."""
@@ -83,7 +83,7 @@ class TrackerThread:
             self._notify(f"tracker {self._name}: {tracker.location}")
         except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
             self._stopped = True
-            self._warn(f"tracker {self._name} could not be opened: {describe_error(error)}; {_ELSEWHERE}")
+            self._warn(f"tracker {self._name} could not be opened: {describe_error(error)}; {_RUN_CONTINUES}")
             return
         while not self._stopped and (message := self._messages.get()) is not None:
             self._send(tracker, message)
@@ -95,7 +95,7 @@ class TrackerThread:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - as above
             self._failed += 1
             if self._failed == 1:
-                self._warn(f"tracker {self._name} failed: {describe_error(error)}; {_ELSEWHERE}")
+                self._warn(f"tracker {self._name} failed: {describe_error(error)}; {_RUN_CONTINUES}")
 
 
 class Trackers:
@@ -112,7 +112,7 @@ class Trackers:
         """Create the trackers of ``run``. On all ranks except 0, ``run`` is None."""
         self._telemetry, self._run, self._notify, self._warn = telemetry, run, notify, warn
         self._threads: list[TrackerThread] = []
-        self._due: int | None = None  # step whose sample is sent next
+        self._due_step: int | None = None  # step whose sample is sent next
 
     def start(self, settings: Mapping[str, object], *, step: int, resumed: bool) -> None:
         """Open the trackers after ``step`` completed steps. If ``resumed``, continue the existing tracker runs."""
@@ -120,7 +120,7 @@ class Trackers:
         if run is None:
             return
         for name in self._telemetry.trackers:
-            opening = partial(self._open, name, run, dotted_keys(settings), step=step, resumed=resumed)
+            opening = partial(self._open_tracker_of_run, name, run, dotted_keys(settings), step=step, resumed=resumed)
             self._threads.append(TrackerThread(name, opening, notify=self._notify, warn=self._warn))
 
     def log_metrics(self, row: Metrics) -> None:
@@ -135,7 +135,7 @@ class Trackers:
             self._send_due_table()  # before the metrics: wandb drops data of earlier steps
         self._send(lambda tracker: tracker.metrics(step, numbers))
         if trained and every and step % every == 0:
-            self._due = step
+            self._due_step = step
 
     def log_samples(self, table: SampleTable) -> None:
         """Send a table of trajectories."""
@@ -160,16 +160,18 @@ class Trackers:
             thread.put(message)
 
     def _send_due_table(self) -> None:
-        step, run, self._due = self._due, self._run, None
+        step, run, self._due_step = self._due_step, self._run, None
         if step is not None and run is not None:
             self._send(lambda tracker: self._send_table(tracker, run, step))
 
     def _send_table(self, tracker: Tracker, run: RunDirectory, step: int) -> None:
         if run.trajectory_file(step).exists():
             first = itertools.islice(run.read_trajectories(step), self._telemetry.tracker_rows)
-            tracker.trajectories(SampleTable(step=step, columns=COLUMNS, rows=[sample_table_row(row) for row in first]))
+            tracker.trajectories(
+                SampleTable(step=step, columns=SAMPLE_COLUMNS, rows=[sample_table_row(row) for row in first])
+            )
 
-    def _open(
+    def _open_tracker_of_run(
         self, name: str, run: RunDirectory, settings: Mapping[str, object], *, step: int, resumed: bool
     ) -> Tracker:
         folder = run.trackers / name.replace(":", ".")
@@ -191,7 +193,7 @@ class Trackers:
 
 
 def sample_table_row(record: JsonRecord) -> tuple[Cell, ...]:
-    """Return the cells of a trajectory's record in the order of :data:`COLUMNS`."""
+    """Return the cells of a trajectory's record in the order of :data:`SAMPLE_COLUMNS`."""
     segments = record["segments"]
     model = [segment for segment in segments if segment["origin"] == "model"]
     parts = [
@@ -208,5 +210,5 @@ def sample_table_row(record: JsonRecord) -> tuple[Cell, ...]:
         record["verdict"],
         len(model),
         sum(len(segment["token_ids"]) for segment in model),
-        conversation[:LONGEST_CELL],
+        conversation[:LONGEST_CONVERSATION],
     )

@@ -61,8 +61,8 @@ class RunDirectory:
             raise SettingsError(f"the run directory {run.path} is a file: choose another name=... or runs_dir=...")
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            used = sorted(entry.name for entry in run.path.iterdir() if not _is_debris(entry.name))
-            if used and not run._never_began(used):
+            used = sorted(entry.name for entry in run.path.iterdir() if not _is_leftover(entry.name))
+            if used and not run._is_unused(used):
                 raise SettingsError(
                     f"the run directory {run.path} is not empty (it contains {', '.join(used[:5])}"
                     f"{', ...' if len(used) > 5 else ''}): continue that run with --resume, or choose another name=..."
@@ -73,7 +73,7 @@ class RunDirectory:
                 f"cannot write to the run directory {run.path} ({error.strerror}): choose another runs_dir=..."
             ) from error
         run.write_text("config.yaml", config)  # first, because --resume requires this file
-        run._complete()
+        run._prepare_folders()
         return run
 
     @classmethod
@@ -89,7 +89,7 @@ class RunDirectory:
             run._take_lock()
         except OSError as error:
             raise SettingsError(f"cannot write to the run directory {run.path}: {error.strerror}") from error
-        run._complete()
+        run._prepare_folders()
         repair_torn_line(run.metrics_file)
         repair_torn_line(run.trace)
         return run
@@ -128,7 +128,7 @@ class RunDirectory:
         with self.metrics_file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.endswith(b"\n"):
-                    yield _row(line, f"{self.metrics_file}, line {number}")
+                    yield _parse_row(line, f"{self.metrics_file}, line {number}")
 
     def append_alert(self, alert: Alert) -> None:
         """Append an alert to ``alerts.jsonl``. The alert is on disk when this method returns."""
@@ -139,7 +139,7 @@ class RunDirectory:
         if not self.alerts_file.exists():
             return []
         lines = self.alerts_file.read_bytes().splitlines(keepends=True)
-        return [Alert(**_row(line, str(self.alerts_file))) for line in lines if line.endswith(b"\n")]
+        return [Alert(**_parse_row(line, str(self.alerts_file))) for line in lines if line.endswith(b"\n")]
 
     def trajectory_file(self, step: int) -> Path:
         """Return the file for the trajectories of ``step``."""
@@ -166,7 +166,7 @@ class RunDirectory:
 
     def trajectory_steps(self) -> list[int]:
         """Return the steps with stored trajectories, ascending."""
-        return _steps(self.trajectories.glob("*.parquet"))
+        return _steps_of_files(self.trajectories.glob("*.parquet"))
 
     def require_trajectories(self, step: int) -> None:
         """Raise SettingsError unless the trajectories of ``step`` are stored."""
@@ -178,7 +178,7 @@ class RunDirectory:
 
     def check_trajectory_format(self) -> None:
         """Raise SettingsError if an earlier version of agentrl stored trajectories here, in another format."""
-        if steps := _steps(self.trajectories.glob("*.jsonl.zst")):
+        if steps := _steps_of_files(self.trajectories.glob("*.jsonl.zst")):
             raise SettingsError(
                 f"{self.path}: an earlier version of agentrl stored the trajectories of steps {steps[0]} to "
                 f"{steps[-1]} as JSON; use that version to read them"
@@ -195,7 +195,7 @@ class RunDirectory:
 
     def token_steps(self) -> list[int]:
         """Return the steps with stored token statistics, ascending."""
-        return _steps(self.tokens.glob("*.parquet"))
+        return _steps_of_files(self.tokens.glob("*.parquet"))
 
     def damaged_trajectories(self) -> list[Path]:
         """Return the trajectory files that are truncated."""
@@ -214,10 +214,10 @@ class RunDirectory:
         with os_errors_as_world_errors(self.trajectories, "truncate"):
             for folder in (self.trajectories, self.tokens):
                 for file in folder.glob("*"):
-                    if any(later > step for later in _steps([file])):
+                    if any(later > step for later in _steps_of_files([file])):
                         file.unlink()
 
-    def _never_began(self, names: Iterable[str]) -> bool:
+    def _is_unused(self, names: Iterable[str]) -> bool:
         """Return True if ``names``, the entries of the directory, belong to a run that wrote no row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
         begun = (self.config, self.metrics_file, self.logs, self.trackers, self.trace, self.path / "tokenizer.json")
@@ -227,7 +227,7 @@ class RunDirectory:
         empty = not self.metrics_file.exists() or self.metrics_file.stat().st_size == 0
         return empty and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
 
-    def _complete(self) -> None:
+    def _prepare_folders(self) -> None:
         """Create missing directories and remove partial files of a killed process."""
         with os_errors_as_world_errors(self.path, "prepare"):
             for folder in (self.trajectories, self.checkpoints, self.plots):
@@ -245,17 +245,17 @@ class RunDirectory:
         self._unlock = weakref.finalize(self, os.close, lock)
 
 
-def _is_debris(name: str) -> bool:
+def _is_leftover(name: str) -> bool:
     """Return True for a file that a run may leave if it is killed before it starts."""
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 
 
-def _steps(files: Iterable[Path]) -> list[int]:
+def _steps_of_files(files: Iterable[Path]) -> list[int]:
     """Return the step numbers at the start of file names, ascending."""
     return sorted({int(start) for path in files if (start := path.name.split(".")[0]).isdecimal()})
 
 
-def _row(line: bytes, location: str) -> JsonRecord:
+def _parse_row(line: bytes, location: str) -> JsonRecord:
     try:
         row = json.loads(line)
     except (ValueError, RecursionError) as error:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
-from agentrl.telemetry.alerts import NAMES
+from agentrl.telemetry.alerts import ALERT_NAMES
 from agentrl.telemetry.trackers import TRACKERS
 
 
@@ -50,8 +50,8 @@ class TelemetrySettings(BaseModel):
     @classmethod
     def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
-            if name not in NAMES:
-                raise ValueError(f"unknown alert {name!r}; valid: {', '.join(NAMES)}")
+            if name not in ALERT_NAMES:
+                raise ValueError(f"unknown alert {name!r}; valid: {', '.join(ALERT_NAMES)}")
         return names
 
     @field_validator("trackers")

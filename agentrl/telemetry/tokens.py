@@ -26,9 +26,9 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 FORMAT = 1
-_FACTS = b"agentrl"  # key of the facts in the schema's metadata
-_KEY = ["group", "sample", "branch"]
-_TOKENS_OF_A_BLOCK = 1 << 18  # minimum tokens of a row group, which is read as a whole
+_FACTS_KEY = b"agentrl"  # key of the facts in the schema's metadata
+_KEY_COLUMNS = ["group", "sample", "branch"]
+_MIN_BLOCK_TOKENS = 1 << 18  # minimum tokens of a row group, which is read as a whole
 
 TokenColumns = dict[str, np.ndarray]
 """Values of the model tokens of one or more trajectories, by column."""
@@ -90,7 +90,7 @@ class TrajectoryTokens:
 
     def columns(self) -> dict[str, np.ndarray]:
         """Return all arrays that exist, by name, with ``update`` and ``loss_weight`` repeated for every token."""
-        arrays = {name: getattr(self, name) for name in LISTS}
+        arrays = {name: getattr(self, name) for name in ARRAY_FIELDS}
         numbers = {name: np.full(len(self), getattr(self, name)) for name in ("update", "loss_weight")}
         return {name: values for name, values in arrays.items() if values is not None} | numbers
 
@@ -107,7 +107,7 @@ class TrajectoryTokens:
         energy = self.energy.astype(np.float64)
         if self.hidden_norm_squared is not None:
             energy = energy * self.hidden_norm_squared
-        return energy * self._kept**2
+        return energy * self._loss_weights**2
 
     @property
     def gradient_power(self) -> np.ndarray:
@@ -116,10 +116,10 @@ class TrajectoryTokens:
         The sum over the step is the diagonal proxy of the gradient's variance (docs/reference/formulas.md 7), which
         omits the cross terms between tokens.
         """
-        return token_gradient_power(self.energy, self.loss_weight, self.advantages, self._kept)
+        return token_gradient_power(self.energy, self.loss_weight, self.advantages, self._loss_weights)
 
     @property
-    def _kept(self) -> np.ndarray:
+    def _loss_weights(self) -> np.ndarray:
         """Correction weights [K] float64, 0 for tokens that are not in the loss."""
         return correction_weights(self.loss_mask, self.weights)
 
@@ -137,10 +137,10 @@ def token_gradient_power(
     return energy * (loss_weight * advantages * kept) ** 2
 
 
-LISTS = tuple(item.name for item in fields(TrajectoryTokens) if "ndarray" in str(item.type))
+ARRAY_FIELDS = tuple(item.name for item in fields(TrajectoryTokens) if "ndarray" in str(item.type))
 """Names of the fields with one value per token."""
 
-NUMBERS = tuple(item.name for item in fields(TrajectoryTokens) if item.name not in LISTS)
+NUMBER_FIELDS = tuple(item.name for item in fields(TrajectoryTokens) if item.name not in ARRAY_FIELDS)
 """Names of the fields with a single value."""
 
 
@@ -184,8 +184,8 @@ def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]
     """Write the rows of one rank atomically. Raises WorldError if the file cannot be written."""
     import pyarrow.parquet as pq
 
-    table = _table(rows).replace_schema_metadata({_FACTS: json.dumps(asdict(facts))})
-    floats = [f"{name}.list.element" for name in LISTS if name in table.column_names and name != "loss_mask"]
+    table = _table(rows).replace_schema_metadata({_FACTS_KEY: json.dumps(asdict(facts))})
+    floats = [f"{name}.list.element" for name in ARRAY_FIELDS if name in table.column_names and name != "loss_mask"]
 
     def write(out: IO[bytes]) -> None:
         # Grouping the bytes of floating-point numbers by significance reduces the compressed columns by a quarter.
@@ -217,7 +217,7 @@ class TokenFile:
         except (OSError, pa.ArrowInvalid) as error:
             raise WorldError(f"cannot read the token statistics {path}: {error}") from error
         with malformed_as_world_error(str(path)):
-            content = dict(json.loads((self._file.schema_arrow.metadata or {}).get(_FACTS, b"{}")))
+            content = dict(json.loads((self._file.schema_arrow.metadata or {}).get(_FACTS_KEY, b"{}")))
         if content.get("format") != FORMAT:
             raise SettingsError(
                 f"{path} has format {content.get('format')}, but this version of agentrl reads format {FORMAT}: "
@@ -228,20 +228,20 @@ class TokenFile:
 
     def stored_keys(self) -> list[RowKey]:
         """Return the keys of the file's trajectories, in order."""
-        return [RowKey(*key) for block in range(self._file.num_row_groups) for key in self._keys(block)]
+        return [RowKey(*key) for block in range(self._file.num_row_groups) for key in self._block_keys(block)]
 
     def rows(self, keys: Collection[RowKey] | None = None) -> Iterator[TrajectoryTokens]:
         """Yield the rows in the order of the file. With ``keys``, only these rows and their blocks are read."""
         import pyarrow as pa
 
         for block in range(self._file.num_row_groups):
-            if keys is not None and not any(key in keys for key in self._keys(block)):
+            if keys is not None and not any(key in keys for key in self._block_keys(block)):
                 continue
             try:
                 table = self._file.read_row_group(block)
             except (OSError, pa.ArrowException) as error:
                 raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
-            for row in _rows(table):
+            for row in _rows_of_table(table):
                 if keys is None or row.key in keys:
                     yield row
 
@@ -249,24 +249,24 @@ class TokenFile:
         """Yield the key and the total ``token_gradient_power`` of every trajectory. Reads only the required columns."""
         import pyarrow as pa
 
-        names = [*_KEY, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
+        names = [*_KEY_COLUMNS, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
         for block in range(self._file.num_row_groups):
             try:
                 table = self._file.read_row_group(block, columns=names)
             except (OSError, pa.ArrowException) as error:
                 raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
             present = [name for name in names if name in table.column_names]
-            columns = {name: _arrays(table[name].combine_chunks()) for name in present if name in LISTS}
-            numbers = {name: table[name].to_pylist() for name in present if name not in LISTS}
+            columns = {name: _split_lists(table[name].combine_chunks()) for name in present if name in ARRAY_FIELDS}
+            numbers = {name: table[name].to_pylist() for name in present if name not in ARRAY_FIELDS}
             for row in range(table.num_rows):
                 cells = {name: values[row] for name, values in (numbers | columns).items()}
                 kept = correction_weights(cells["loss_mask"], cells.get("weights"))
                 power = token_gradient_power(cells["energy"], cells["loss_weight"], cells["advantages"], kept)
-                yield RowKey(*(cells[name] for name in _KEY)), float(power.sum())
+                yield RowKey(*(cells[name] for name in _KEY_COLUMNS)), float(power.sum())
 
-    def _keys(self, block: int) -> list[RowKey]:
-        columns = self._file.read_row_group(block, columns=_KEY)
-        return [RowKey(*key) for key in zip(*(columns[name].to_pylist() for name in _KEY), strict=True)]
+    def _block_keys(self, block: int) -> list[RowKey]:
+        columns = self._file.read_row_group(block, columns=_KEY_COLUMNS)
+        return [RowKey(*key) for key in zip(*(columns[name].to_pylist() for name in _KEY_COLUMNS), strict=True)]
 
 
 def _blocks(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
@@ -274,7 +274,7 @@ def _blocks(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
     start, tokens = 0, 0
     for index, row in enumerate(rows):
         tokens += len(row)
-        if tokens >= _TOKENS_OF_A_BLOCK:
+        if tokens >= _MIN_BLOCK_TOKENS:
             yield start, index + 1 - start
             start, tokens = index + 1, 0
     if start < len(rows):
@@ -285,11 +285,11 @@ def _table(rows: Sequence[TrajectoryTokens]) -> pa.Table:
     import pyarrow as pa
 
     columns: dict[str, pa.Array] = {}
-    for name in NUMBERS:
+    for name in NUMBER_FIELDS:
         values = [getattr(row, name) for row in rows]
         if any(value is not None for value in values):
             columns[name] = pa.array(values)
-    for name in LISTS:
+    for name in ARRAY_FIELDS:
         arrays = [getattr(row, name) for row in rows]
         present = [values for values in arrays if values is not None]
         if present:
@@ -300,24 +300,24 @@ def _table(rows: Sequence[TrajectoryTokens]) -> pa.Table:
     return pa.table(columns)
 
 
-def _rows(table: pa.Table) -> Iterator[TrajectoryTokens]:
+def _rows_of_table(table: pa.Table) -> Iterator[TrajectoryTokens]:
     """Yield the rows of a block, whose arrays are views of its columns."""
-    numbers = {name: table[name].to_pylist() for name in NUMBERS if name in table.column_names}
-    lists = {name: _arrays(table[name].combine_chunks()) for name in LISTS if name in table.column_names}
+    numbers = {name: table[name].to_pylist() for name in NUMBER_FIELDS if name in table.column_names}
+    lists = {name: _split_lists(table[name].combine_chunks()) for name in ARRAY_FIELDS if name in table.column_names}
     for row in range(table.num_rows):
         cells = {name: values[row] for name, values in (numbers | lists).items()}
         yield TrajectoryTokens(**cells)
 
 
-def _arrays(column: pa.ListArray) -> list[np.ndarray | None]:
-    flat, starts = _array(column.values), _array(column.offsets)
+def _split_lists(column: pa.ListArray) -> list[np.ndarray | None]:
+    flat, starts = _to_numpy(column.values), _to_numpy(column.offsets)
     missing = column.is_null().to_pylist()
     return [
         None if none else flat[start:end] for none, start, end in zip(missing, starts[:-1], starts[1:], strict=True)
     ]
 
 
-def _array(values: pa.Array) -> np.ndarray:
+def _to_numpy(values: pa.Array) -> np.ndarray:
     """Convert values without nulls. ``to_numpy`` would import pandas, which takes half a second."""
     import pyarrow as pa
 
@@ -410,7 +410,7 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
     are not stored or a newer version wrote them, and WorldError if they cannot be read.
     """
     run.require_trajectories(step)
-    facts, rows, problems = _tokens(run, step, groups)
+    facts, rows, problems = _read_token_files(run, step, groups)
     marks = None if groups is None else [b'"group":%d,' % group for group in groups]
 
     def may_belong(_number: int, line: bytes) -> bool:
@@ -431,7 +431,7 @@ def row_key_of_record(record: JsonRecord) -> RowKey:
     return RowKey(record["group"], record["sample"], record.get("branch", 0))
 
 
-def _tokens(
+def _read_token_files(
     run: RunDirectory, step: int, groups: Collection[int] | None
 ) -> tuple[TokenFacts | None, dict[RowKey, TrajectoryTokens], list[str]]:
     """Read facts, rows and problems from the files of all ranks.

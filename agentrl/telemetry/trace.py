@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 Lane = tuple[int, int]  # number of a group of lanes (a "process" in the format) and of a lane (a "thread")
 Fact = str | int | float | None
 
-_HERE: ContextVar[Lane | None] = ContextVar("lane", default=None)
+_TASK_LANE: ContextVar[Lane | None] = ContextVar("lane", default=None)
 
 
 class Trace:
@@ -45,7 +45,7 @@ class Trace:
         self._buffer = bytearray()
         self._written = time.monotonic_ns()
         # Slices are measured with the monotonic clock. The offset aligns the time axes of all processes.
-        self._to_wall = time.time_ns() - time.monotonic_ns()
+        self._wall_offset = time.time_ns() - time.monotonic_ns()
         self._free: dict[str, list[int]] = {}
         self._used: dict[str, int] = {}
         self.main_lane = self.reserve_lane(main)
@@ -60,7 +60,7 @@ class Trace:
         # `hash` differs between processes, but all processes write the numbers of groups to one file.
         number = zlib.crc32(group.encode()) & 0x7FFFFFFF
         if lane == known:
-            self._name(group, number, lane)
+            self._name_lane(group, number, lane)
         return number, lane + 1
 
     def release_lane(self, group: str, lane: Lane) -> None:
@@ -70,7 +70,7 @@ class Trace:
 
     def add_slice(self, name: str, lane: Lane, began: int, facts: dict[str, Fact]) -> None:
         """Add a slice from ``began`` (monotonic nanoseconds) until now."""
-        start, end = (began + self._to_wall) // 1000, (time.monotonic_ns() + self._to_wall) // 1000
+        start, end = (began + self._wall_offset) // 1000, (time.monotonic_ns() + self._wall_offset) // 1000
         event = {"ph": "X", "name": name, "pid": lane[0], "tid": lane[1], "ts": start, "dur": end - start}
         self._add(event | ({"args": facts} if facts else {}))
 
@@ -85,7 +85,7 @@ class Trace:
             self._write()
             os.close(self._file)
 
-    def _name(self, group: str, number: int, lane: int) -> None:
+    def _name_lane(self, group: str, number: int, lane: int) -> None:
         if lane == 0:
             self._add({"ph": "M", "name": "process_name", "pid": number, "tid": 0, "args": {"name": group}})
         self._add({"ph": "M", "name": "thread_name", "pid": number, "tid": lane + 1, "args": {"name": f"{lane + 1}"}})
@@ -133,7 +133,7 @@ def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
     if trace is None:
         yield facts
         return
-    began, lane = time.monotonic_ns(), _HERE.get() or trace.main_lane
+    began, lane = time.monotonic_ns(), _TASK_LANE.get() or trace.main_lane
     try:
         yield facts
     finally:
@@ -148,18 +148,18 @@ def reserve_lane(group: str) -> Iterator[None]:
         yield
         return
     lane = trace.reserve_lane(group)
-    before = _HERE.set(lane)
+    before = _TASK_LANE.set(lane)
     try:
         yield
     finally:
-        _HERE.reset(before)
+        _TASK_LANE.reset(before)
         trace.release_lane(group, lane)
 
 
 @contextlib.contextmanager
 def traced_service_call(group: str, name: str, **facts: Fact) -> Iterator[None]:
     """Trace the block on the task's lane, if any, and on a lane of the service ``group`` that executes the block."""
-    task_span = contextlib.nullcontext() if _HERE.get() is None else span(name, **facts)
+    task_span = contextlib.nullcontext() if _TASK_LANE.get() is None else span(name, **facts)
     with task_span, reserve_lane(group), span(name, **facts):
         yield
 
@@ -172,7 +172,7 @@ def start_time() -> int:
 def add_slice_since(began: int, name: str, **facts: Fact) -> None:
     """Add a slice from ``began`` until now, for code without a ``with`` block."""
     if _current is not None:
-        _current.add_slice(name, _HERE.get() or _current.main_lane, began, facts)
+        _current.add_slice(name, _TASK_LANE.get() or _current.main_lane, began, facts)
 
 
 def _begin_file(path: Path) -> None:

@@ -214,7 +214,7 @@ class TensorboardTracker:
 
     def trajectories(self, table: SampleTable) -> None:
         lines = ["|".join(table.columns), "|".join("---" for _ in table.columns)]
-        lines += ["|".join(map(_cell, row)) for row in table.rows]
+        lines += ["|".join(map(_escape_cell, row)) for row in table.rows]
         self._writer.add_text("trajectories", "\n".join(lines), table.step)
 
     def plots(self, files: Sequence[Path]) -> None:
@@ -270,7 +270,7 @@ class MlflowTracker:
         self._client.set_terminated(self.id)
 
 
-def _cell(value: Cell) -> str:
+def _escape_cell(value: Cell) -> str:
     text = "" if value is None else str(value)
     for plain, shown in (("&", "&amp;"), ("<", "&lt;"), ("|", "&#124;"), ("`", "&#96;"), ("\n", "<br>")):
         text = text.replace(plain, shown)

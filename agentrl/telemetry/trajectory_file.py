@@ -25,11 +25,11 @@ if TYPE_CHECKING:
     import pyarrow as pa
 
 _MAGIC = b"PAR1"  # first and last bytes of a complete file
-_BLOCK = 1 << 18  # tokens plus bytes of JSON in a row group, which is written and read as a whole
+_MIN_BLOCK_SIZE = 1 << 18  # tokens plus bytes of JSON in a row group, which is written and read as a whole
 _LARGEST_BLOCK = 1 << 28  # bytes, 20 times an ordinary row group; limits the memory of readers
 _COLUMNS = ["record", "token_ids", "log_probs"]
 _LOG_PROBS = "log_probs"
-_NUMBERS = ("prompt_ids", "token_ids", _LOG_PROBS, "support_ids", "support_sizes")
+_LIST_FIELDS = ("prompt_ids", "token_ids", _LOG_PROBS, "support_ids", "support_sizes")
 
 
 def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None:
@@ -57,7 +57,7 @@ def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None
         ) as writer:
             for block in _blocks(records):
                 lines, ids, log_probs = zip(*block, strict=True)
-                columns = [pa.array(lines), _lists(ids, "i"), _lists(log_probs, "d")]
+                columns = [pa.array(lines), _list_array(ids, "i"), _list_array(log_probs, "d")]
                 writer.write_table(pa.table(columns, schema=schema))
 
     atomic_write(path, write)
@@ -88,7 +88,7 @@ def read_trajectories(path: Path, wanted: Callable[[int, bytes], bool]) -> Itera
                     numbers = file.read_row_group(block, columns=["token_ids", "log_probs"]).take(chosen)
                     for row, ids, log_probs in zip(chosen, numbers["token_ids"], numbers["log_probs"], strict=True):
                         with malformed_as_world_error(f"{path}, line {start + row + 1}"):
-                            record = _join_parts(lines[row], _plain(ids.values), _plain(log_probs.values))
+                            record = _join_parts(lines[row], _to_list(ids.values), _to_list(log_probs.values))
                         yield start + row, record
                 start += len(lines)
     except (OSError, pa.ArrowException) as error:
@@ -113,7 +113,7 @@ def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[_Row]]:
         rest, ids, log_probs = _split(record)
         rows.append((json_line(rest), ids, log_probs))
         size += len(rows[-1][0]) + sum(map(len, ids))
-        if size >= _BLOCK:
+        if size >= _MIN_BLOCK_SIZE:
             yield rows
             rows, size = [], 0
     if rows:
@@ -127,7 +127,7 @@ def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], 
 
     def shortened(item: Mapping[str, Any]) -> JsonRecord:
         copy = dict(item)
-        for name in filter(copy.__contains__, _NUMBERS):
+        for name in filter(copy.__contains__, _LIST_FIELDS):
             (log_probs if name == _LOG_PROBS else ids).append(copy[name])
             copy[name] = len(copy[name])
         return copy
@@ -143,7 +143,7 @@ def _join_parts(line: bytes, ids: list[int], log_probs: list[float]) -> JsonReco
     record = json.loads(line)
     used, scored = 0, 0
     for item in (record, *record.get("segments", ())):
-        for name in filter(item.__contains__, _NUMBERS):
+        for name in filter(item.__contains__, _LIST_FIELDS):
             if item[name] < 0:
                 raise ValueError(f"{item[name]} {name}")
             if name == _LOG_PROBS:
@@ -158,7 +158,7 @@ def _join_parts(line: bytes, ids: list[int], log_probs: list[float]) -> JsonReco
     return dict(record)
 
 
-def _lists(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -> pa.ListArray:
+def _list_array(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -> pa.ListArray:
     """Build an array with a list of C ints or doubles per row. struct is twice as fast as NumPy."""
     import pyarrow as pa
 
@@ -170,6 +170,6 @@ def _lists(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -
     return pa.ListArray.from_arrays(np.cumsum([0, *lengths], dtype=np.int32), np.frombuffer(flat, dtype=code))
 
 
-def _plain(values: pa.Array) -> list[Any]:
+def _to_list(values: pa.Array) -> list[Any]:
     # ``to_pylist`` is 20 times slower, and ``to_numpy`` imports pandas.
     return np.from_dlpack(values).tolist()

@@ -116,7 +116,7 @@ SECURITY_HEADERS = {
     "cache-control": "no-cache",
 }
 
-Answer = Callable[[Request], object]
+Handler = Callable[[Request], object]
 Calculate = Callable[[Path, dict[str, object]], object]
 """Function from a run's path and a request of `agentrl.viewer.calculations` to the result."""
 
@@ -157,7 +157,7 @@ class _Handlers:
         self._library = library
         self._calculate = calculate
 
-    def by_path(self) -> Mapping[str, Answer]:
+    def by_path(self) -> Mapping[str, Handler]:
         """Return the handler of each path."""
         trajectory = "/runs/{id}/steps/{step:int}/{number:int}"
         return {
@@ -237,7 +237,7 @@ class _Handlers:
         return self._library.evaluation(request.path_params[name])
 
 
-def _endpoint(answer: Answer, token: str) -> Callable[[Request], Response]:
+def _endpoint(answer: Handler, token: str) -> Callable[[Request], Response]:
     """Wrap a handler, which checks the token and converts failures to messages that the page displays."""
 
     def endpoint(request: Request) -> Response:

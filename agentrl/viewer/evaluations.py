@@ -21,7 +21,7 @@ from agentrl.evaluation.transcripts import RESULT_KINDS, Transcript
 from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
 
 _LONGEST_LINE = 1 << 26  # bytes of one rollout
-_EXCERPT = 120  # characters of a statement in the list of problems
+_EXCERPT_LENGTH = 120  # characters of a statement in the list of problems
 _LONGEST_FORMULA = 1000  # characters
 
 FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$")
@@ -136,7 +136,7 @@ def comparison_page(first: Path, second: Path) -> dict[str, object]:
         "scores": {
             name: [results["benchmarks"][name]["avg"]["mean"] for results in (before, after)] for name in by_benchmark
         },
-        "problems": [row for name in by_benchmark for row in _paired(name, before, after)],
+        "problems": [row for name in by_benchmark for row in _paired_problems(name, before, after)],
     }
 
 
@@ -150,14 +150,14 @@ def formula_trees(texts: Iterable[str]) -> dict[str, list[object]]:
     for text in texts:
         for match in FORMULA.finditer(_FENCE.sub("\n", text)):
             tex = next(part for part in match.groups() if part is not None).strip()
-            tree = _tree_of(tex)
+            tree = _mathml_tree(tex)
             if tree is not None:
                 trees[tex] = tree
     return trees
 
 
 @lru_cache(maxsize=65_536)
-def _tree_of(tex: str) -> list[object] | None:
+def _mathml_tree(tex: str) -> list[object] | None:
     from latex2mathml.converter import convert_to_element
 
     if not tex or len(tex) > _LONGEST_FORMULA:
@@ -177,7 +177,7 @@ def _tree(element: Element) -> list[object]:
 
 def _excerpt(problem: ProblemRow) -> str:
     statement = problem["statement"]
-    return statement if len(statement) <= _EXCERPT else f"{statement[:_EXCERPT]} …"
+    return statement if len(statement) <= _EXCERPT_LENGTH else f"{statement[:_EXCERPT_LENGTH]} …"
 
 
 def _searchable(problem: ProblemRow) -> str:
@@ -185,7 +185,7 @@ def _searchable(problem: ProblemRow) -> str:
     return "\n".join([problem["id"], problem["statement"], problem["answer"] or "", info])
 
 
-def _paired(name: str, before: Results, after: Results) -> Iterator[dict[str, object]]:
+def _paired_problems(name: str, before: Results, after: Results) -> Iterator[dict[str, object]]:
     """Yield the problems of a benchmark with their counts in both evaluations."""
     counts, others = (results["benchmarks"][name]["per_problem"] for results in (before, after))
     for problem, first in counts.items():

@@ -17,7 +17,7 @@ from agentrl.viewer.run_files import load_run_plugins, token_text
 from agentrl.viewer.what_if import recompute_advantages, require_token_facts, stored_inputs
 from agentrl_envs.registry import UnknownNameError
 
-_AROUND = 40  # characters of the conversation to show before and after the token
+_CONTEXT_LENGTH = 40  # characters of the conversation to show before and after the token
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,16 +42,16 @@ class Explanation:
     def lines(self) -> Iterator[str]:
         """Yield the lines of the explanation, from the reward to the gradient."""
         facts = require_token_facts(self.step)
-        yield from self._header()
-        yield from self._sampling()
-        yield from self._credit(facts)
-        yield from self._loss(facts)
+        yield from self._header_lines()
+        yield from self._sampling_lines()
+        yield from self._advantage_lines(facts)
+        yield from self._loss_lines(facts)
 
     def value_at_token(self, values: np.ndarray) -> float:
         """Return the token's entry in ``values`` of its trajectory's model tokens."""
         return float(values[self.index])
 
-    def _header(self) -> Iterator[str]:
+    def _header_lines(self) -> Iterator[str]:
         record, key, columns = self.trajectory.record, self.trajectory.key, self.trajectory.columns()
         branch = f", branch {key.branch}" if record.get("branches", 1) > 1 else ""
         number = self.trajectory.number
@@ -60,20 +60,20 @@ class Explanation:
         yield f"  ending {record['ended']}, reward {reward:.9g}"
         yield (
             f"token {self.position} of the response: model token {self.index} of {len(self.tokens)}, "
-            f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}{self._text()}"
+            f"turn {columns['turn'][self.index]}, id {columns['token_id'][self.index]}{self._token_in_context()}"
         )
 
-    def _text(self) -> str:
+    def _token_in_context(self) -> str:
         """Format the token with the text before and after it. Invisible characters are escaped."""
         piece = self.pieces[self.position]
         if piece is None:
             return ""
-        before = "".join(text or "" for text in self.pieces[: self.position])[-_AROUND:]
-        after = "".join(text or "" for text in self.pieces[self.position + 1 :])[:_AROUND]
+        before = "".join(text or "" for text in self.pieces[: self.position])[-_CONTEXT_LENGTH:]
+        after = "".join(text or "" for text in self.pieces[self.position + 1 :])[:_CONTEXT_LENGTH]
         shown = repr(piece) if piece else "part of a character that a later token completes"
         return f", {shown}\n  after {before!r}, before {after!r}"
 
-    def _sampling(self) -> Iterator[str]:
+    def _sampling_lines(self) -> Iterator[str]:
         columns, tokens = self.trajectory.columns(), self.tokens
         engine, trainer = self.value_at_token(columns["engine_log_probs"]), self.value_at_token(tokens.log_probs)
         yield (
@@ -82,7 +82,7 @@ class Explanation:
             f"entropy {self.value_at_token(tokens.entropy):.5g}"
         )
 
-    def _credit(self, facts: TokenFacts) -> Iterator[str]:
+    def _advantage_lines(self, facts: TokenFacts) -> Iterator[str]:
         tokens, key = self.tokens, self.trajectory.key
         returned, baseline, advantage = (
             self.value_at_token(item) for item in (tokens.returns, tokens.baselines, tokens.advantages)
@@ -92,8 +92,8 @@ class Explanation:
             f"energy: w = {self.value_at_token(tokens.energy):.9g}; "
             f"realized energy W = {self.value_at_token(self.step.realized_energies[key]):.9g}, the sum up to this token"
         )
-        yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_options(facts.estimator_options)}"
-        yield from self._tail(facts)
+        yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_format_options(facts.estimator_options)}"
+        yield from self._tail_lines(facts)
         weights = baseline_weights(self.step, self.trajectory, self.index)
         if not ESTIMATORS[facts.estimator].group_based:
             yield "  no weights: b is not computed from the returns of the group"
@@ -116,7 +116,7 @@ class Explanation:
         same = "the same value" if made == advantage else f"{made:.9g}, a difference of {abs(made - advantage):.3g}"
         yield f"  compute_advantages on the stored statistics returns {same}"
 
-    def _tail(self, facts: TokenFacts) -> Iterator[str]:
+    def _tail_lines(self, facts: TokenFacts) -> Iterator[str]:
         """Explain the baseline of a token whose index no other trajectory of the group reaches."""
         entry = ESTIMATORS[facts.estimator]
         tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
@@ -132,7 +132,7 @@ class Explanation:
                 f"{rule[str(tail)]}"
             )
 
-    def _loss(self, facts: TokenFacts) -> Iterator[str]:
+    def _loss_lines(self, facts: TokenFacts) -> Iterator[str]:
         tokens = self.tokens
         kept = bool(tokens.loss_mask[self.index])
         weight = "none" if tokens.weights is None else f"weight {self.value_at_token(tokens.weights):.9g}"
@@ -146,7 +146,7 @@ class Explanation:
             clipped = (
                 " (clipped: no gradient)" if kept and not factor and self.value_at_token(tokens.advantages) else ""
             )
-            yield f"loss: {facts.loss}{_options(facts.loss_options)}: d loss / d log p = {factor:.9g}{clipped}"
+            yield f"loss: {facts.loss}{_format_options(facts.loss_options)}: d loss / d log p = {factor:.9g}{clipped}"
         yield f"loss weight: {tokens.loss_weight:.9g} by {facts.aggregation}"
         power, total = self.value_at_token(tokens.gradient_power), self.step.gradient_power
         share = f"{power / total:.3g}" if total else "0"
@@ -256,5 +256,5 @@ def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
     return now.grad[0].numpy()
 
 
-def _options(options: dict[str, object]) -> str:
+def _format_options(options: dict[str, object]) -> str:
     return "".join(f", {name}={value}" for name, value in options.items())

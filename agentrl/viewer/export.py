@@ -58,7 +58,7 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
     chosen = list(steps) or run.trajectory_steps()[-1:]
     for step in chosen:
         run.require_trajectories(step)
-    parts = _page(f"/run/{RUN_ID}", map(_packed, _run_answers(run, chosen, groups)))
+    parts = _page_parts(f"/run/{RUN_ID}", map(_pack_answer, _run_answers(run, chosen, groups)))
 
     def write(file: IO[bytes]) -> None:
         written = 0
@@ -83,12 +83,12 @@ def export_evaluation(path: Path, out: Path, *, conversations: int | None = None
         "/library": {"runs": [], "evaluations": [{"id": EVALUATION_ID, "name": path.name, **evaluation_summary(path)}]},
         f"/evaluations/{EVALUATION_ID}": evaluation_page(path),
     }
-    packed = [*map(_packed, answers.items()), *_packed_rollouts(path, conversations)]
-    parts = _page(f"/evaluation/{EVALUATION_ID}", packed)
+    packed = [*map(_pack_answer, answers.items()), *_pack_rollouts(path, conversations)]
+    parts = _page_parts(f"/evaluation/{EVALUATION_ID}", packed)
     atomic_write(out, lambda file: file.writelines(part.encode() for part in parts))
 
 
-def _packed_rollouts(path: Path, conversations: int | None) -> list[str]:
+def _pack_rollouts(path: Path, conversations: int | None) -> list[str]:
     """Pack the pages of rollouts in the order of :func:`rank_rollouts`, limited by ``conversations`` or size."""
     rank_of = rank_rollouts(rollout_rows(path))
     count = max(rank_of.values(), default=-1) + 1 if conversations is None else conversations
@@ -102,7 +102,7 @@ def _packed_rollouts(path: Path, conversations: int | None) -> list[str]:
         rank = rank_of.get(index)
         if rank is not None and rank < count:
             answer = page_of_rollout(record, problems)
-            packed[rank].append(_packed((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
+            packed[rank].append(_pack_answer((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
     if conversations is None:
         sizes = accumulate(sum(map(len, packed[rank])) for rank in range(count))
         count = max(1, sum(size <= _LARGEST_REPORT for size in sizes))
@@ -125,7 +125,7 @@ def rank_rollouts(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
     return {index: rank for indices in ordered for rank, index in enumerate(indices)}
 
 
-def _page(start: str, answers: Iterable[str]) -> Iterator[str]:
+def _page_parts(start: str, answers: Iterable[str]) -> Iterator[str]:
     """Yield the parts of a page that opens at the address ``start``."""
     script = bundle_scripts(STATIC, "main.js").replace("</script", "<\\/script")
     policy = _POLICY.format(hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
@@ -143,7 +143,7 @@ def _page(start: str, answers: Iterable[str]) -> Iterator[str]:
     yield f"</body>{after}"
 
 
-def _packed(item: tuple[str, object]) -> str:
+def _pack_answer(item: tuple[str, object]) -> str:
     address, answer = item
     # mtime=0: without a time stamp, equal answers have equal bytes.
     packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()

@@ -21,9 +21,9 @@ from agentrl.telemetry.files import resolve_inside
 from agentrl.viewer.run_files import json_numbers
 
 _LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
-_KEPT_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics
-_RECENT = 15  # number of latest steps in a mean
-_MOST_STEP = 1 << 53  # JavaScript's largest exact integer
+_MOST_CACHED_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics
+_RECENT_STEPS = 15  # number of latest steps in a mean
+_LARGEST_STEP = 1 << 53  # JavaScript's largest exact integer
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,8 +69,8 @@ class MetricsColumns:
             return Progress(
                 step=self._steps[-1] if self._steps else 0,
                 seconds=math.fsum(seconds),
-                step_seconds=statistics.median(seconds[-_RECENT:]) if seconds else None,
-                result=self._score() or self._reward(),
+                step_seconds=statistics.median(seconds[-_RECENT_STEPS:]) if seconds else None,
+                result=self._latest_score() or self._recent_reward(),
                 problems=tuple(self._problems()),
             )
 
@@ -92,8 +92,8 @@ class MetricsColumns:
             version = f"{self._inode}:{self._end}"
             if since == version:
                 return {"version": version, "changed": False}
-            axes = {"step": np.array(self._steps), "tokens": self._sums("policy/tokens")}
-            axes["hours"] = self._sums("time/step_s") / 3600
+            axes = {"step": np.array(self._steps), "tokens": self._cumulative_sum("policy/tokens")}
+            axes["hours"] = self._cumulative_sum("time/step_s") / 3600
             axis_indices: dict[bytes, int] = {}
             drawn_axes: list[dict[str, object]] = []
             series = {}
@@ -134,16 +134,16 @@ class MetricsColumns:
                 if inode != self._inode or size < self._end:
                     self._clear(inode)
                 file.seek(self._end)
-                for line in _lines(file):
+                for line in _complete_lines(file):
                     self._end += len(line)
                     self._add(line)
         except FileNotFoundError:
             self._clear(0)
 
     def _add(self, line: bytes) -> None:
-        row = _object(line)
+        row = _parse_object(line)
         step = row.get("step")
-        if not isinstance(step, int) or isinstance(step, bool) or abs(step) > _MOST_STEP:
+        if not isinstance(step, int) or isinstance(step, bool) or abs(step) > _LARGEST_STEP:
             self._damaged += bool(line.strip())
             return
         number = len(self._steps)
@@ -157,37 +157,37 @@ class MetricsColumns:
     def _values(self, name: str) -> array[float]:
         return self._columns.get(name, _Column()).values
 
-    def _sums(self, name: str) -> np.ndarray:
+    def _cumulative_sum(self, name: str) -> np.ndarray:
         """Return the cumulative sum of a metric at each row."""
         column = self._columns.get(name, _Column())
         whole = np.zeros(len(self._steps))
         whole[np.array(column.rows, dtype=np.int64)] = np.nan_to_num(np.array(column.values), posinf=0.0, neginf=0.0)
         return np.cumsum(whole)
 
-    def _score(self) -> dict[str, object] | None:
+    def _latest_score(self) -> dict[str, object] | None:
         column = self._columns.get("eval/avg_at_k")
         if column is None:
             return None
         row = column.rows[-1]
-        bounds = {side: self._at(f"eval/{side}", row) for side in ("low", "high")}
+        bounds = {side: self._recent_value(f"eval/{side}", row) for side in ("low", "high")}
         return {"metric": "eval/avg_at_k", "step": self._steps[row], "value": column.values[-1], **bounds}
 
-    def _reward(self) -> dict[str, object] | None:
+    def _recent_reward(self) -> dict[str, object] | None:
         column = self._columns.get("reward/mean")
         if column is None:
             return None
-        recent = column.values[-_RECENT:]
+        recent = column.values[-_RECENT_STEPS:]
         mean = sum(recent) / len(recent)
-        errors = [self._at("reward/stderr", row) for row in column.rows[-_RECENT:]]
+        errors = [self._recent_value("reward/stderr", row) for row in column.rows[-_RECENT_STEPS:]]
         known = [error for error in errors if error is not None]
         half = 1.96 * math.hypot(*known) / len(recent) if len(known) == len(recent) else None
         bounds = {"low": None, "high": None} if half is None else {"low": mean - half, "high": mean + half}
         return {"metric": "reward/mean", "step": self._steps[column.rows[-1]], "value": mean, **bounds}
 
-    def _at(self, name: str, row: int) -> float | None:
+    def _recent_value(self, name: str, row: int) -> float | None:
         """Return the value of a metric at ``row``, or None if ``row`` is not among the metric's last 15 rows."""
         column = self._columns.get(name, _Column())
-        recent = dict(zip(column.rows[-_RECENT:], column.values[-_RECENT:], strict=True))
+        recent = dict(zip(column.rows[-_RECENT_STEPS:], column.values[-_RECENT_STEPS:], strict=True))
         return recent.get(row)
 
     def _problems(self) -> Iterator[str]:
@@ -201,7 +201,7 @@ class MetricsColumns:
                 yield f"{self._path.name}: {name} is not a finite number at step {self._steps[wrong]}"
 
 
-@lru_cache(maxsize=_KEPT_RUNS)
+@lru_cache(maxsize=_MOST_CACHED_RUNS)
 def metrics_of(path: Path, folder: Path) -> MetricsColumns:
     """Return the cached columns of the file ``path`` in ``folder``."""
     return MetricsColumns(path, folder)
@@ -224,18 +224,18 @@ def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
     """Read the objects of a JSON Lines file inside ``folder``. Damaged and incomplete lines are skipped."""
     try:
         with resolve_inside(path, folder).open("rb") as file:
-            return [row for line in _lines(file) if (row := _object(line))]
+            return [row for line in _complete_lines(file) if (row := _parse_object(line))]
     except FileNotFoundError:
         return []
 
 
-def _lines(file: IO[bytes]) -> Iterator[bytes]:
+def _complete_lines(file: IO[bytes]) -> Iterator[bytes]:
     """Yield complete lines. Overlong lines are split into pieces, none of which parses as a JSON object."""
     while (line := file.readline(_LONGEST_LINE)).endswith(b"\n") or len(line) == _LONGEST_LINE:
         yield line
 
 
-def _object(line: bytes) -> dict[str, object]:
+def _parse_object(line: bytes) -> dict[str, object]:
     """Parse the object in a line. Returns {} if the line is damaged or nested too deeply."""
     try:
         row = json.loads(line)

@@ -18,7 +18,7 @@ from agentrl.telemetry.files import os_errors_as_world_errors, resolve_inside
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl_envs.registry import PluginError, load_plugins
 
-_POINTS = 1_000  # maximum number of points of a curve; longer curves show every second, third, ... token
+_MOST_POINTS = 1_000  # maximum number of points of a curve; longer curves show every second, third, ... token
 
 
 def to_json(value: object) -> str:
@@ -51,11 +51,11 @@ def json_numbers(values: np.ndarray) -> list[object]:
 
 def plotted_indices(length: int) -> np.ndarray:
     """Return the indices of the drawn points of a curve with ``length`` values."""
-    return np.arange(0, length, max(1, -(-length // _POINTS)))
+    return np.arange(0, length, max(1, -(-length // _MOST_POINTS)))
 
 
 _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, available if PyYAML has libyaml
-_LARGEST_CONFIG, _DEEPEST = 1 << 20, 32  # a resolved config.yaml has about 10 kB and a depth of 5
+_LARGEST_CONFIG, _DEEPEST_CONFIG = 1 << 20, 32  # a resolved config.yaml has about 10 kB and a depth of 5
 
 
 def run_settings(run: RunDirectory) -> Mapping[str, object]:
@@ -71,8 +71,8 @@ def run_settings(run: RunDirectory) -> Mapping[str, object]:
         depth = 0
         for event in yaml.parse(content, Loader=_LOADER):
             depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
-            if depth > _DEEPEST or isinstance(event, yaml.AliasEvent):
-                raise WorldError(f"{run.config} is damaged: it has aliases or more than {_DEEPEST} levels")
+            if depth > _DEEPEST_CONFIG or isinstance(event, yaml.AliasEvent):
+                raise WorldError(f"{run.config} is damaged: it has aliases or more than {_DEEPEST_CONFIG} levels")
         settings = yaml.load(content, Loader=_LOADER)
     except (ValueError, yaml.YAMLError) as error:
         raise WorldError(f"{run.config} is damaged: invalid YAML ({error})") from error

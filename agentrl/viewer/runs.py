@@ -21,8 +21,8 @@ from agentrl.viewer.run_files import run_settings
 Kind = Literal["run", "evaluation"]
 
 _DEPTH = 3  # levels of directories to search below a path
-_MARKS: dict[str, Kind] = {"config.yaml": "run", "provenance.json": "evaluation"}
-_INSIDE_A_RUN = "metrics.jsonl"
+_MARKER_FILES: dict[str, Kind] = {"config.yaml": "run", "provenance.json": "evaluation"}
+_METRICS_FILE = "metrics.jsonl"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Library:
                 raise SettingsError(
                     f"{path} does not exist: pass the directory of a run or evaluation, or a parent directory"
                 )
-            if next(_below(path, _DEPTH), None) is None:
+            if next(_find_folders(path, _DEPTH), None) is None:
                 raise SettingsError(
                     f"{path} contains no run (a directory with config.yaml and metrics.jsonl) and no evaluation (a "
                     f"directory with provenance.json) within {_DEPTH} levels: pass a directory such as runs/NAME"
@@ -57,9 +57,9 @@ class Library:
         """Return all runs and evaluations, sorted by name."""
         folders: dict[str, ViewedFolder] = {}
         for root in self._paths:
-            for kind, path in _below(root, _DEPTH):
+            for kind, path in _find_folders(root, _DEPTH):
                 name = path.resolve().name if path == root else path.relative_to(root).as_posix()
-                folder = ViewedFolder(id=_id(path), kind=kind, name=name, path=path)
+                folder = ViewedFolder(id=_folder_id(path), kind=kind, name=name, path=path)
                 folders.setdefault(folder.id, folder)
         self._known = folders
         return sorted(folders.values(), key=lambda folder: folder.name)
@@ -76,13 +76,13 @@ class Library:
         if folder_id not in self._known:
             self.folders()
         folder = self._known.get(folder_id)
-        if folder is not None and folder.kind == kind == _kind(folder.path):
+        if folder is not None and folder.kind == kind == _folder_kind(folder.path):
             return folder.path
         raise SettingsError(f"the {kind} {folder_id} does not exist: it was moved or deleted")
 
 
-def _below(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:
-    kind = _kind(folder)
+def _find_folders(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:
+    kind = _folder_kind(folder)
     if kind is not None:
         yield kind, folder
     elif depth > 0 and folder.is_dir():
@@ -91,28 +91,30 @@ def _below(folder: Path, depth: int) -> Iterator[tuple[Kind, Path]]:
         except OSError:
             return  # directories without read permission are skipped
         for path in inside:
-            yield from _below(path, depth - 1)
+            yield from _find_folders(path, depth - 1)
 
 
-def _kind(folder: Path) -> Kind | None:
-    for mark, kind in _MARKS.items():
-        if (folder / mark).is_file() and (kind != "run" or (folder / _INSIDE_A_RUN).is_file()):
+def _folder_kind(folder: Path) -> Kind | None:
+    for mark, kind in _MARKER_FILES.items():
+        if (folder / mark).is_file() and (kind != "run" or (folder / _METRICS_FILE).is_file()):
             return kind
     return None
 
 
-def _id(path: Path) -> str:
+def _folder_id(path: Path) -> str:
     return hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:10]
 
 
-_NOTES = "notes.md"
-_MOST_NOTES = 20_000  # bytes
-_KEPT = 4_096  # runs whose facts stay in memory until their files change
+_NOTES_FILE = "notes.md"
+_LONGEST_NOTES = 20_000  # bytes
+_MOST_CACHED_RUNS = 4_096  # runs whose facts stay in memory until their files change
 _COLLAPSES = ("reward_collapse", "entropy_collapse")
-_QUIET = 120.0  # seconds without a new row before a run counts as stopped, to allow for checkpoints and evaluations
-_QUIET_STEPS = 10  # step times without a new row before a run counts as stopped
-_START = 900.0  # seconds that a run may take to complete its first step
-_UNKNOWN = Progress(step=0, seconds=0.0, step_seconds=None, result=None, problems=())
+_STOPPED_AFTER = (
+    120.0  # seconds without a new row before a run counts as stopped, to allow for checkpoints and evaluations
+)
+_STOPPED_AFTER_STEPS = 10  # step times without a new row before a run counts as stopped
+_LONGEST_START = 900.0  # seconds that a run may take to complete its first step
+_NO_PROGRESS = Progress(step=0, seconds=0.0, step_seconds=None, result=None, problems=())
 
 Part = TypeVar("Part")
 
@@ -143,7 +145,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
             return missing
 
     settings: dict[str, object] = read(lambda: _flat_settings(run.path, *_signature(run.config)), {})
-    progress = read(lambda: _progress(run.metrics_file, run.path, *_signature(run.metrics_file)), _UNKNOWN)
+    progress = read(lambda: _progress(run.metrics_file, run.path, *_signature(run.metrics_file)), _NO_PROGRESS)
     alerts: list[dict[str, object]] = read(lambda: _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)), [])
     notes = read(lambda: _notes(run), "")
     read(run.check_trajectory_format, None)
@@ -180,24 +182,28 @@ def _state(run: RunDirectory, progress: Progress) -> str:
     """Return the state of a run. If its lock cannot be checked, a run counts as running while rows arrive."""
     in_use = run.in_use()
     if in_use is None and not run.summary.is_file():
-        usual = _START if progress.step_seconds is None else max(_QUIET, _QUIET_STEPS * progress.step_seconds)
+        usual = (
+            _LONGEST_START
+            if progress.step_seconds is None
+            else max(_STOPPED_AFTER, _STOPPED_AFTER_STEPS * progress.step_seconds)
+        )
         in_use = time.time() - max(_modified(run.metrics_file), _modified(run.config)) < usual
     return "running" if in_use else "finished" if run.summary.is_file() else "stopped"
 
 
 # In the cached functions, `_changed` is the signature of the file, so that a changed file is read again.
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_MOST_CACHED_RUNS)
 def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
     return metrics_of(path, folder).progress()
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_MOST_CACHED_RUNS)
 def _alerts(path: Path, folder: Path, *_changed: int) -> list[dict[str, object]]:
     """Return the alerts that have a name, in order."""
     return [alert for alert in json_lines(path, folder) if isinstance(alert.get("alert"), str)]
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_MOST_CACHED_RUNS)
 def _stored_steps(path: Path, _changed: float) -> tuple[int, ...]:
     return tuple(RunDirectory(path).trajectory_steps())
 
@@ -219,12 +225,12 @@ def _modified(path: Path) -> float:
 def _notes(run: RunDirectory) -> str:
     """Return the user's notes, the first 20,000 bytes of ``notes.md`` in the run's directory."""
     try:
-        with resolve_inside(run.path / _NOTES, run.path).open("rb") as file:
-            return file.read(_MOST_NOTES).decode(errors="replace")
+        with resolve_inside(run.path / _NOTES_FILE, run.path).open("rb") as file:
+            return file.read(_LONGEST_NOTES).decode(errors="replace")
     except FileNotFoundError:
         return ""
 
 
-@lru_cache(maxsize=_KEPT)
+@lru_cache(maxsize=_MOST_CACHED_RUNS)
 def _flat_settings(path: Path, *_changed: int) -> dict[str, object]:
     return dotted_keys(run_settings(RunDirectory(path)))

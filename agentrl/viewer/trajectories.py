@@ -21,9 +21,9 @@ from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, Token
 from agentrl.viewer.run_files import TokenText, json_numbers, plotted_indices, token_text
 from agentrl_envs.types import Ended, Verdict
 
-_KEPT_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
-_EXCERPT = 140
-_EQUAL = 1e-8  # rewards closer than this are equal, as for the filter of groups
+_MOST_CACHED_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
+_EXCERPT_LENGTH = 140
+_EQUAL_REWARDS = 1e-8  # rewards closer than this are equal, as for the filter of groups
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,14 +108,14 @@ def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
     return _cached_rows(run.path, step, tuple(path.stat().st_mtime_ns for path in files))
 
 
-@lru_cache(maxsize=_KEPT_STEPS)
+@lru_cache(maxsize=_MOST_CACHED_STEPS)
 def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSONObject, ...]:
     run = RunDirectory(path)
-    version, powers = _trained(run, step)
+    version, powers = _trained_powers(run, step)
     rows, keys = [], []
     for number, record in enumerate(run.read_trajectories(step)):
         with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
-            rows.append(_row(step, number, record, version))
+            rows.append(_table_row(step, number, record, version))
             keys.append(row_key_of_record(record))
     if version is not None:
         total = sum(powers.values())
@@ -127,7 +127,7 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
     return tuple(rows)
 
 
-def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
+def _trained_powers(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
     """Return the policy version (None without token statistics) and the gradient power of trained trajectories."""
     version, powers = None, dict[RowKey, float]()
     for path in run.token_files(step):
@@ -141,7 +141,7 @@ def _trained(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, flo
     return version, powers
 
 
-def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSONObject:
+def _table_row(step: int, number: int, record: JSONObject, version: int | None) -> JSONObject:
     model = [segment for segment in record["segments"] if segment["origin"] == "model"]
     versions = [span[0] for segment in model for span in segment["version_spans"]]
     problem = record["problem"]
@@ -149,7 +149,7 @@ def _row(step: int, number: int, record: JSONObject, version: int | None) -> JSO
         "step": step,
         "number": number,
         "problem": problem["id"],
-        "statement": problem["statement"][:_EXCERPT],
+        "statement": problem["statement"][:_EXCERPT_LENGTH],
         "family": problem.get("family", ""),
         "group": record["group"],
         "sample": record["sample"],
@@ -183,7 +183,7 @@ def _add_reasons(rows: list[JSONObject]) -> None:
         groups[row["group"]].append(row)
     for group in groups.values():
         rewards = [row["reward"] for row in group if not row["dropped"] and row["ended"] != Ended.VOID_TURN]
-        equal = bool(rewards) and max(rewards) - min(rewards) <= _EQUAL
+        equal = bool(rewards) and max(rewards) - min(rewards) <= _EQUAL_REWARDS
         for row in group:
             if not row["trained"] and not row["dropped"]:
                 void = row["ended"] == Ended.VOID_TURN
@@ -224,7 +224,7 @@ def _between(low: float | None, value: float | None, high: float | None) -> bool
     return (low is None or value >= low) and (high is None or value <= high)
 
 
-_NO_FIELDS = ("position", "index", "token_id")  # displayed in other ways
+_OMITTED_COLUMNS = ("position", "index", "token_id")  # displayed in other ways
 
 
 def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, object]:
@@ -253,7 +253,7 @@ def build_page(
         "prompt": _segment("prompt", record["prompt_ids"], "", text),
         "segments": [_segment(item["origin"], item["token_ids"], item["text"], text) for item in record["segments"]],
         "tool_calls": record["tool_calls"],
-        "fields": {name: json_numbers(values) for name, values in _fields(stored, chosen, rows).items()},
+        "fields": {name: json_numbers(values) for name, values in _token_fields(stored, chosen, rows).items()},
         "facts": None if stored.facts is None else asdict(stored.facts),
         "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
         "problems": [*stored.problems, *([text.problem] if text.problem else [])],
@@ -276,9 +276,9 @@ def _segment(origin: str, token_ids: list[int], segment_text: str, text: TokenTe
     }
 
 
-def _fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSONObject]) -> dict[str, np.ndarray]:
+def _token_fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSONObject]) -> dict[str, np.ndarray]:
     """Return values per model token, by the names of stored columns and derived fields."""
-    columns = {name: values for name, values in item.columns().items() if name not in _NO_FIELDS}
+    columns = {name: values for name, values in item.columns().items() if name not in _OMITTED_COLUMNS}
     if item.tokens is not None:
         row = item.tokens
         columns["difference"] = row.log_probs.astype(np.float64) - columns["engine_log_probs"]

@@ -69,7 +69,7 @@ def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
     return AdvantageInputs(
         rewards=rewards,
         response_mask=mask,
-        groups=_whole(rows, "group"),
+        groups=_integers(rows, "group"),
         log_probs=tokens("log_probs"),
         token_energy=tokens("energy"),
         hidden_norm_squared=tokens("hidden_norm_squared"),
@@ -79,10 +79,10 @@ def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
         values=tokens("values"),
         bootstrap_values=_numbers(rows, "bootstrap_value"),
         greedy_returns=_numbers(rows, "greedy_return"),
-        samples=_whole(rows, "sample"),
-        branches=_whole(rows, "branch"),
-        parents=_whole(rows, "parent"),
-        forks=_whole(rows, "fork"),
+        samples=_integers(rows, "sample"),
+        branches=_integers(rows, "branch"),
+        parents=_integers(rows, "parent"),
+        forks=_integers(rows, "fork"),
         path_weights=_numbers(rows, "path_weight"),
     )
 
@@ -91,7 +91,7 @@ def _columns_of_row(made: Advantages, row: int, item: StoredTrajectory) -> dict[
     return {name: values[row].numpy()[item.positions] for name, values in vars(made).items()}
 
 
-def _whole(rows: Sequence[TrajectoryTokens], name: str) -> Tensor:
+def _integers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor:
     return torch.tensor([getattr(row, name) for row in rows], dtype=torch.int64)
 
 

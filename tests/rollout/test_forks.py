@@ -109,7 +109,7 @@ async def test_the_branches_of_a_fork_continue_the_same_tokens() -> None:
     assert [segment.text for segment in root.segments] == ["aEND", "E"]
     assert [segment.text for segment in first.segments] == ["bEND", "E", "r1END"]
     assert [item.reward for item in group.trajectories] == [0.5, 1.0, 0.0]
-    assert [item.is_last_branch for item in group.trajectories] == [False, True, True]
+    assert [item.receives_reward for item in group.trajectories] == [False, True, True]
     assert [item.weight for item in group.trajectories] == pytest.approx([4 / 11.5, 4.5 / 11.5, 2.5 / 11.5], abs=0.1)
     assert sum(item.weight for item in group.trajectories) == pytest.approx(1.0)
     assert [episode.actions for episode in FORKED] == [["aEND", "bEND", "r1END"], ["aEND", "r0END"]]

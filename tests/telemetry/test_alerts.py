@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from agentrl.telemetry.alerts import (
-    NAMES,
+    ALERT_NAMES,
     RULES,
     Alert,
     alerts,
@@ -75,16 +75,16 @@ def history(last: Metrics, *, healthy: int = 30, failing: int = 5) -> list[Metri
 
 
 def test_every_alert_has_a_case_here() -> None:
-    assert tuple(FAILING) == NAMES
+    assert tuple(FAILING) == ALERT_NAMES
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALERT_NAMES)
 def test_an_alert_fires_where_its_metric_fails_and_no_other_does(name: str) -> None:
     rows = history(FAILING[name], healthy=BEFORE.get(name, 30), failing=DURING.get(name, 5))
     assert [alert.alert for alert in alerts(rows)] == [name]
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", ALERT_NAMES)
 def test_one_step_fires_nothing(name: str) -> None:
     found = alerts(history(FAILING[name], healthy=BEFORE.get(name, 30), failing=1))
     assert [alert.alert for alert in found] == ([name] if name in AT_ONCE else [])
@@ -301,4 +301,4 @@ def test_a_resumed_run_keeps_the_alerts_up_to_its_checkpoint(tmp_path: Path) -> 
 def test_the_page_lists_every_alert_with_its_threshold_and_advice() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/telemetry.md").read_text(encoding="utf-8")
     for rule in RULES:
-        assert f"| `{rule.name}` | {rule.fires} | {rule.advice} |" in page
+        assert f"| `{rule.name}` | {rule.when} | {rule.advice} |" in page

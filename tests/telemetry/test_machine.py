@@ -10,7 +10,7 @@ import pytest
 from agentrl.telemetry.machine import (
     DISK_FREE,
     MEMORY_FREE,
-    _quota_cores,
+    _parse_core_quota,
     describe_machine,
     find_compiler,
     free_memory,
@@ -43,7 +43,7 @@ def test_a_control_group_has_what_its_limit_leaves_with_its_cache(monkeypatch: p
         f"{group}current": "900000\n",
         f"{group}stat": "anon 1\ninactive_file 250000\n",
     }
-    monkeypatch.setattr("agentrl.telemetry.machine._read", lambda path: files.get(path, ""))
+    monkeypatch.setattr("agentrl.telemetry.machine._read_kernel_file", lambda path: files.get(path, ""))
     assert free_memory() == 350_000
     files[f"{group}max"] = "max\n"
     assert free_memory() == 4_096_000
@@ -54,7 +54,7 @@ def test_a_control_group_has_what_its_limit_leaves_with_its_cache(monkeypatch: p
     [("max 100000", None), ("", None), ("150000 100000", 2), ("50000 100000", 1), ("200000 100000", 2)],
 )
 def test_the_quota_of_a_control_group(text: str, cores: int | None) -> None:
-    assert _quota_cores(text) == cores
+    assert _parse_core_quota(text) == cores
 
 
 def test_the_compiler_is_the_one_named(monkeypatch: pytest.MonkeyPatch) -> None:

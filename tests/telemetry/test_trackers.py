@@ -15,7 +15,7 @@ import pytest
 from warm import run_warm
 
 from agentrl.errors import SettingsError
-from agentrl.telemetry.reporting import COLUMNS, Trackers, TrackerThread
+from agentrl.telemetry.reporting import SAMPLE_COLUMNS, Trackers, TrackerThread
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.trackers import TRACKERS, SampleTable, TrackedRun, check_trackers, register_tracker
@@ -247,7 +247,7 @@ def test_tensorboard_files_replace_what_is_told_again(found: dict[str, Any]) -> 
     assert board["scalars"]["eval/avg_at_k"] == [[4, 0.5]]
     assert "model.lora.rank: 4" in board["texts"]["settings/text_summary"]
     table = board["texts"]["trajectories/text_summary"]
-    assert table.startswith("|".join(COLUMNS))
+    assert table.startswith("|".join(SAMPLE_COLUMNS))
     assert "print(0) &#124; &lt;b><br>" in table
     assert board["images"] == ["plots/reward"]
 
@@ -262,7 +262,7 @@ def test_mlflow_holds_one_finished_run(found: dict[str, Any]) -> None:
 
 
 def check_table(table: dict[str, Any]) -> None:
-    assert table["columns"] == list(COLUMNS)
+    assert table["columns"] == list(SAMPLE_COLUMNS)
     first, second = table["data"]
     assert first[:8] == ["p0", 0, 0, 0.75, "answered", None, 2, 3]
     assert first[8].startswith("--- problem\nWhat?\n--- model\nprint(0)")

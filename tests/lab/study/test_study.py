@@ -17,7 +17,7 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 from scipy import stats
 
-from agentrl.cli import check_training
+from agentrl.cli import check_training_settings
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_record, study_command
 from agentrl.lab.study.report import _reward_points, study_figure, study_markdown
@@ -127,7 +127,7 @@ def fake_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def run_study(file: Path, folder: Path, **options: object) -> list[str]:
     said: list[str] = []
-    usual = {"jobs": None, "baseline": None, "retry": False, "report_only": False, "check": check_training}
+    usual = {"jobs": None, "baseline": None, "retry": False, "report_only": False, "check": check_training_settings}
     chosen = usual | options
     study_command(file, folder, echo=said.append, **chosen)
     return said
@@ -220,7 +220,7 @@ def test_a_study_that_was_stopped_knows_its_settings(tmp_path: Path, fake_train:
 
     with pytest.raises(KeyboardInterrupt):
         study_command(
-            file, home, jobs=1, baseline=None, retry=False, report_only=False, check=check_training, echo=stop
+            file, home, jobs=1, baseline=None, retry=False, report_only=False, check=check_training_settings, echo=stop
         )
     assert [run.status for run in read_record(home / RECORD).runs] == ["finished", "waiting"]
     file.write_text(file.read_text() + "settings: {training.steps: 500}\n")
