@@ -377,7 +377,7 @@ class StoredStep:
     """Trajectories of a step in the order of their file, with token statistics.
 
     ``facts`` is None if no token statistics are stored. ``rows`` contains the statistics of all trajectories that the
-    step trained on, in the order of training. ``problems`` contains messages about missing and unreadable files of
+    step trained on, in the order of training. ``warnings`` contains messages about missing and unreadable files of
     token statistics, whose trajectories have no statistics.
     """
 
@@ -385,7 +385,7 @@ class StoredStep:
     trajectories: tuple[StoredTrajectory, ...]
     facts: TokenFacts | None
     rows: dict[RowKey, TrajectoryTokens]
-    problems: tuple[str, ...] = ()
+    warnings: tuple[str, ...] = ()
 
     def siblings(self, trajectory: StoredTrajectory) -> list[StoredTrajectory]:
         """Return the trained trajectories of ``trajectory``'s group, including itself, in the order of training."""
@@ -406,11 +406,11 @@ class StoredStep:
 def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = None) -> StoredStep:
     """Read a step from its files, or only the trajectories of ``groups``.
 
-    Damaged and missing files of token statistics are listed in ``problems``. Raises SettingsError if the trajectories
+    Damaged and missing files of token statistics are listed in ``warnings``. Raises SettingsError if the trajectories
     are not stored or a newer version wrote them, and WorldError if they cannot be read.
     """
     run.require_trajectories(step)
-    facts, rows, problems = _read_token_files(run, step, groups)
+    facts, rows, warnings = _read_token_files(run, step, groups)
     marks = None if groups is None else [b'"group":%d,' % group for group in groups]
 
     def may_belong(_number: int, line: bytes) -> bool:
@@ -423,7 +423,7 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
                 trajectories.append(
                     StoredTrajectory(number=number, record=record, tokens=rows.get(row_key_of_record(record)))
                 )
-    return StoredStep(step=step, trajectories=tuple(trajectories), facts=facts, rows=rows, problems=tuple(problems))
+    return StoredStep(step=step, trajectories=tuple(trajectories), facts=facts, rows=rows, warnings=tuple(warnings))
 
 
 def row_key_of_record(record: JsonRecord) -> RowKey:
@@ -434,24 +434,24 @@ def row_key_of_record(record: JsonRecord) -> RowKey:
 def _read_token_files(
     run: RunDirectory, step: int, groups: Collection[int] | None
 ) -> tuple[TokenFacts | None, dict[RowKey, TrajectoryTokens], list[str]]:
-    """Read facts, rows and problems from the files of all ranks.
+    """Read facts, rows and warnings from the files of all ranks.
 
     Ranks of a sequence-parallel group store the same rows.
     """
     facts: TokenFacts | None = None
     rows: dict[RowKey, TrajectoryTokens] = {}
-    problems = []
+    warnings = []
     for path in run.token_files(step):
         try:
             file = TokenFile(resolve_inside(path, run.path))
             wanted = None if groups is None else {key for key in file.stored_keys() if key.group in groups}
             file_rows = list(file.rows(wanted))
         except WorldError as error:
-            problems.append(str(error))
+            warnings.append(str(error))
             continue
         facts = file.facts
         rows |= {row.key: row for row in file_rows}
     missing = 0 if facts is None else facts.ranks - len(run.token_files(step))
     if facts is not None and missing:
-        problems.append(f"the token statistics of {missing} of {facts.ranks} ranks at step {step} are missing")
-    return facts, rows, problems
+        warnings.append(f"the token statistics of {missing} of {facts.ranks} ranks at step {step} are missing")
+    return facts, rows, warnings

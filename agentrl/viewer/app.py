@@ -183,7 +183,7 @@ class _Handlers:
         }
 
     def library(self, _request: Request) -> object:
-        """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have a field ``problem``."""
+        """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have a field ``error``."""
         by_kind = {"run": list[object](), "evaluation": list[object]()}
         for folder in self._library.folders():
             try:
@@ -191,7 +191,7 @@ class _Handlers:
                 about = run_summary(RunDirectory(folder.path)) if is_run else evaluation_summary(folder.path)
                 to_json(about)  # raises for this entry, not for the whole list
             except Exception as error:  # noqa: BLE001  (a run that cannot be read must not hide the others)
-                about = {"problem": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
+                about = {"error": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
             by_kind[folder.kind].append({"id": folder.id, "name": folder.name, **about})
         return {"runs": by_kind["run"], "evaluations": by_kind["evaluation"]}
 

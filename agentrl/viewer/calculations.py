@@ -24,7 +24,7 @@ class RequestHandlers:
 
     def __init__(self, run: RunDirectory) -> None:
         self._run = run
-        self._problems = load_run_plugins(run)
+        self._warnings = load_run_plugins(run)
 
     def answer(self, request: Mapping[str, object]) -> str:
         """Answer ``{"ask": NAME, ...}``, where ``...`` are the arguments of the method ``NAME``.
@@ -41,14 +41,14 @@ class RequestHandlers:
         try:
             return to_json({"answer": methods[request["ask"]](**arguments)})
         except (AgentRLError, AlgorithmError, PluginError) as error:
-            return to_json({"error": "; ".join([str(error), *self._problems])})
+            return to_json({"error": "; ".join([str(error), *self._warnings])})
         except Exception as error:  # noqa: BLE001  (a user's estimator may raise any exception)
             return to_json({"error": describe_error(error)})
 
     def estimators(self) -> object:
         """Return every estimator with its options."""
         forms = {name: [asdict(form) for form in options] for name, options in estimator_forms().items()}
-        return {"estimators": forms, "problems": self._problems}
+        return {"estimators": forms, "warnings": self._warnings}
 
     def what_if(
         self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None

@@ -170,7 +170,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
             f"model token is {nearest}"
         )
     if chosen.tokens is None:
-        reasons = "; ".join(stored.problems) or "a filter removed it (see groups/... in metrics.jsonl)"
+        reasons = "; ".join(stored.warnings) or "a filter removed it (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
     text = token_text(run)
     return Explanation(
@@ -187,11 +187,11 @@ def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> li
     if not (path / "config.yaml").is_file():
         raise SettingsError(f"{path} is not a run directory, because it has no config.yaml")
     run = RunDirectory(path)
-    problems = load_run_plugins(run)
+    warnings = load_run_plugins(run)
     try:
         return list(explain(run, step=step, trajectory=trajectory, token=token).lines())
     except UnknownNameError as error:
-        raise SettingsError("; ".join([str(error), *problems])) from error
+        raise SettingsError("; ".join([str(error), *warnings])) from error
 
 
 def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:

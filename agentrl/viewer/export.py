@@ -169,7 +169,7 @@ def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) ->
             with malformed_as_world_error(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
                 page = build_page(run, stored, rows, row["number"], text)
             yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page
-    yield f"/runs/{RUN_ID}/trajectories", {"rows": included, "next": None, "problems": []}
+    yield f"/runs/{RUN_ID}/trajectories", {"rows": included, "next": None, "warnings": []}
 
 
 def bundle_scripts(folder: Path, entry: str) -> str:

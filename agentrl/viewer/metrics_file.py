@@ -39,7 +39,7 @@ class Progress:
     seconds: float
     step_seconds: float | None
     result: dict[str, object] | None
-    problems: tuple[str, ...]
+    warnings: tuple[str, ...]
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class MetricsColumns:
                 seconds=math.fsum(seconds),
                 step_seconds=statistics.median(seconds[-_RECENT_STEPS:]) if seconds else None,
                 result=self._latest_score() or self._recent_reward(),
-                problems=tuple(self._problems()),
+                warnings=tuple(self._warnings()),
             )
 
     def series(self, *, names: Collection[str] = (), points: int = 800, since: str = "") -> dict[str, object]:
@@ -190,7 +190,7 @@ class MetricsColumns:
         recent = dict(zip(column.rows[-_RECENT_STEPS:], column.values[-_RECENT_STEPS:], strict=True))
         return recent.get(row)
 
-    def _problems(self) -> Iterator[str]:
+    def _warnings(self) -> Iterator[str]:
         if self._damaged:
             yield f"{self._path.name}: skipped {self._damaged} damaged line{'s' * (self._damaged > 1)}"
         for name, column in self._columns.items():

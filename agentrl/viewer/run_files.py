@@ -92,16 +92,16 @@ def load_run_plugins(run: RunDirectory) -> list[str]:
     except WorldError as error:
         return [str(error)]
     folder = run.path.resolve()
-    problems = []
+    warnings = []
     for name in map(str, named if isinstance(named, list) else []):
         if Path(name).expanduser().resolve().is_relative_to(folder):
-            problems.append(f"the plug-in {name!r} was not loaded, because it is inside the run directory")
+            warnings.append(f"the plug-in {name!r} was not loaded, because it is inside the run directory")
             continue
         try:
             load_plugins([name])
         except PluginError as error:
-            problems.append(str(error))
-    return problems
+            warnings.append(str(error))
+    return warnings
 
 
 _TOKENIZER = "tokenizer.json"
@@ -111,11 +111,11 @@ _LARGEST_TOKENIZER = 1 << 28  # the largest vocabularies take about 40 MB
 class TokenText:
     """Tokenizer of a run, which splits token ids into pieces of text. Without a tokenizer, every piece is None.
 
-    ``problem`` is the reason why an existing tokenizer cannot be used, or empty.
+    ``error`` is the reason why an existing tokenizer cannot be used, or empty.
     """
 
-    def __init__(self, tokenizer: Tokenizer | None, problem: str = "") -> None:
-        self._tokenizer, self.problem = tokenizer, problem
+    def __init__(self, tokenizer: Tokenizer | None, error: str = "") -> None:
+        self._tokenizer, self.error = tokenizer, error
         added = {} if tokenizer is None else tokenizer.get_added_tokens_decoder()
         self._special = frozenset(token for token, about in added.items() if about.special)
 

@@ -114,7 +114,7 @@ _STOPPED_AFTER = (
 )
 _STOPPED_AFTER_STEPS = 10  # step times without a new row before a run counts as stopped
 _LONGEST_START = 900.0  # seconds that a run may take to complete its first step
-_NO_PROGRESS = Progress(step=0, seconds=0.0, step_seconds=None, result=None, problems=())
+_NO_PROGRESS = Progress(step=0, seconds=0.0, step_seconds=None, result=None, warnings=())
 
 Part = TypeVar("Part")
 
@@ -130,18 +130,18 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
       be None.
     - ``alerts``: ``{"alert", "step", "message"}`` of the newest alert of each name, newest first. ``collapsed``: True
       if there is an alert for a collapse of the reward or the entropy.
-    - ``problems``: messages about files of the run that could not be read. Fields that depend on them are empty.
+    - ``warnings``: messages about files of the run that could not be read. Fields that depend on them are empty.
     - ``modified`` (seconds since 1970), ``stored_steps`` (number of steps with trajectories), ``notes``, ``settings``
       by dotted key.
     """
-    problems: list[str] = []
+    warnings: list[str] = []
 
     def read(part: Callable[[], Part], missing: Part) -> Part:
         """Return a part of the summary, or ``missing`` if its file is damaged."""
         try:
             return part()
         except (AgentRLError, OSError) as error:
-            problems.append(str(error))
+            warnings.append(str(error))
             return missing
 
     settings: dict[str, object] = read(lambda: _flat_settings(run.path, *_signature(run.config)), {})
@@ -159,7 +159,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
         "result": progress.result,
         "alerts": [{key: alert.get(key) for key in ("alert", "step", "message")} for alert in newest.values()][::-1],
         "collapsed": any(name in newest for name in _COLLAPSES),
-        "problems": [*problems, *progress.problems],
+        "warnings": [*warnings, *progress.warnings],
         "modified": _modified(run.metrics_file),
         "stored_steps": len(_stored_steps(run.path, _modified(run.trajectories))),
         "notes": notes,

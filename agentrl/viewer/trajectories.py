@@ -66,7 +66,7 @@ class FoundRows:
 
     rows: list[JSONObject]
     next: tuple[int, int] | None
-    problems: list[str]
+    warnings: list[str]
 
 
 def find_rows(
@@ -74,28 +74,28 @@ def find_rows(
 ) -> FoundRows:
     """Search ``steps`` for at most ``limit`` matching rows, for about ``seconds``.
 
-    At least one step is searched. Steps that cannot be read are listed in ``problems``.
+    At least one step is searched. Steps that cannot be read are listed in ``warnings``.
     """
     end = time.monotonic() + seconds
     matches: list[JSONObject] = []
-    problems: list[str] = []
+    warnings: list[str] = []
     for index, step in enumerate(steps):
         if step < start[0]:
             continue
         if index > 0 and step > start[0] and time.monotonic() > end:
-            return FoundRows(rows=matches, next=(step, 0), problems=problems)
+            return FoundRows(rows=matches, next=(step, 0), warnings=warnings)
         try:
             rows = list(_matching_rows(run, step, search))
         except AgentRLError as error:
-            problems.append(str(error))
+            warnings.append(str(error))
             continue
         for row in rows:
             if (step, row["number"]) < start:
                 continue
             if len(matches) == limit:
-                return FoundRows(rows=matches, next=(step, row["number"]), problems=problems)
+                return FoundRows(rows=matches, next=(step, row["number"]), warnings=warnings)
             matches.append(row)
-    return FoundRows(rows=matches, next=None, problems=problems)
+    return FoundRows(rows=matches, next=None, warnings=warnings)
 
 
 def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
@@ -256,7 +256,7 @@ def build_page(
         "fields": {name: json_numbers(values) for name, values in _token_fields(stored, chosen, rows).items()},
         "facts": None if stored.facts is None else asdict(stored.facts),
         "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
-        "problems": [*stored.problems, *([text.problem] if text.problem else [])],
+        "warnings": [*stored.warnings, *([text.error] if text.error else [])],
         "tokenizer": text.has_tokenizer,
     }
 

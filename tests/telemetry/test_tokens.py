@@ -122,7 +122,7 @@ def test_a_step_joins_trajectories_with_the_statistics_of_all_ranks(run: RunDire
     step = read_step(run, 3)
     untrained, first, second = step.trajectories
     assert untrained.tokens is None
-    assert not step.problems
+    assert not step.warnings
     assert first.positions.tolist() == [0, 2]
     assert first.columns()["engine_log_probs"].tolist() == [-0.1, -0.2]
     assert first.columns()["turn"].tolist() == [0, 1]
@@ -139,9 +139,9 @@ def test_torn_and_missing_files_are_named_and_the_rest_is_read(run: RunDirectory
     torn.write_bytes(torn.read_bytes()[:-20])
     step = read_step(run, 3)
     assert [item.tokens is None for item in step.trajectories] == [True, False, True]
-    assert len(step.problems) == 2
-    assert f"cannot read the token statistics {torn}" in step.problems[0]
-    assert step.problems[1] == "the token statistics of 1 of 3 ranks at step 3 are missing"
+    assert len(step.warnings) == 2
+    assert f"cannot read the token statistics {torn}" in step.warnings[0]
+    assert step.warnings[1] == "the token statistics of 1 of 3 ranks at step 3 are missing"
     with pytest.raises(WorldError, match="cannot read the token statistics"):
         TokenFile(torn)
 

@@ -129,12 +129,12 @@ def test_damaged_and_newer_files_are_named_and_the_rest_is_shown(tmp_path: Path,
     tokens.write_bytes(tokens.read_bytes()[:-20])
     page = get(client, f"/runs/{run_id(client)}/steps/2/1")
     assert "advantages" not in page["fields"]
-    assert "cannot read the token statistics" in page["problems"][0]
+    assert "cannot read the token statistics" in page["warnings"][0]
     records = copy.trajectory_file(3)
     records.write_bytes(records.read_bytes()[:-20])
     found = get(client, f"/runs/{run_id(client)}/trajectories")
     assert {row["step"] for row in found["rows"]} == {1, 2}
-    assert "the file is corrupted" in found["problems"][0]
+    assert "the file is corrupted" in found["warnings"][0]
     assert "the file is corrupted" in get(client, f"/runs/{run_id(client)}/steps/3/0", 503)["error"]
 
 

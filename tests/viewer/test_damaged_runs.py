@@ -85,8 +85,8 @@ def test_a_damaged_run_is_its_own_notice(tmp_path: Path, damage: Callable[[Path]
     answer = client.get("/api/library")
     assert "swordfish" not in answer.text
     rows = {row["name"]: row for row in json.loads(answer.text, parse_constant=pytest.fail)["runs"]}
-    assert (rows["good"]["step"], rows["good"]["problems"]) == (1, [])
-    assert said in " ".join([*rows["bad"].get("problems", ()), rows["bad"].get("problem", "")])
+    assert (rows["good"]["step"], rows["good"]["warnings"]) == (1, [])
+    assert said in " ".join([*rows["bad"].get("warnings", ()), rows["bad"].get("error", "")])
 
 
 @pytest.mark.parametrize(
@@ -115,11 +115,11 @@ def test_a_damaged_step_is_its_own_notice(tmp_path: Path, damage: Callable[[Path
     client = client_of(run.path)
     own = run_id(client, "bad")
     found = get(client, f"/runs/{own}/trajectories")
-    assert said in " ".join(found["problems"])
+    assert said in " ".join(found["warnings"])
     assert {row["step"] for row in found["rows"]} == ({2} if said else {1, 2})
     one = client.get(f"/api/runs/{own}/steps/1/0").json()
     assert "swordfish" not in json.dumps(one)
-    assert one["error"] if said else one["problems"]
+    assert one["error"] if said else one["warnings"]
 
 
 def test_an_export_holds_no_file_from_outside_the_run(tmp_path: Path) -> None:
@@ -127,7 +127,7 @@ def test_an_export_holds_no_file_from_outside_the_run(tmp_path: Path) -> None:
     link("notes.md")(run.path)
     export_run(run, tmp_path / "page.html")
     facts = client_of(run.path).get("/api/library").json()["runs"][0]
-    assert (facts["notes"], len(facts["problems"])) == ("", 1)
+    assert (facts["notes"], len(facts["warnings"])) == ("", 1)
     link("trajectories/00000001.parquet")(run.path)
     with pytest.raises(WorldError, match="links to a file outside"):
         export_run(run, tmp_path / "page.html")

@@ -135,4 +135,4 @@ def test_what_a_plug_in_raises_is_one_message(tmp_path: Path) -> None:
     assert "KeyError: 'x'" in json.loads(answers.answer(question))["error"]
     forms = json.loads(answers.answer({"ask": "estimators"}))["answer"]
     assert "raising" in forms["estimators"]
-    assert "there is no file" in forms["problems"][0]
+    assert "there is no file" in forms["warnings"][0]

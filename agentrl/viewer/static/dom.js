@@ -24,8 +24,8 @@ export function section(title, ...children) {
   return el("section", { class: "card" }, el("h2", {}, title), ...children);
 }
 
-export function notices(problems) {
-  return problems.map((text) => el("p", { class: "notice", role: "status" }, text));
+export function notices(texts) {
+  return texts.map((text) => el("p", { class: "notice", role: "status" }, text));
 }
 
 // [term, description] pairs in a line.

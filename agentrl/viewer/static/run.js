@@ -127,7 +127,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   );
   const name = facts.path.split("/").at(-1);
   const notes = facts.notes ? el("p", { class: "notes" }, visible(facts.notes)) : null;
-  const content = [el("h1", {}, name), head, notes, ...notices(facts.problems ?? []), alerts, controls, hint, charts, status, settingsOf(facts)];
+  const content = [el("h1", {}, name), head, notes, ...notices(facts.warnings ?? []), alerts, controls, hint, charts, status, settingsOf(facts)];
   return { title: name, trail: [["Runs", "#/"]], content };
 }
 

@@ -52,7 +52,7 @@ export async function runsScreen({ query, signal, remember }) {
   async function read() {
     const before = JSON.stringify([runs, evaluations]);
     const answer = await ask("/library");
-    runs.splice(0, Infinity, ...answer.runs.filter((run) => !run.problem));
+    runs.splice(0, Infinity, ...answer.runs.filter((run) => !run.error));
     evaluations.splice(0, Infinity, ...answer.evaluations);
     runs.filter((run) => !series.has(run.id)).forEach((run) => series.set(run.id, new Series(run.id)));
     if (!asked && !state.picked) {
@@ -61,7 +61,7 @@ export async function runsScreen({ query, signal, remember }) {
       newest.sort().forEach((id) => chosen.add(id));
     }
     assignStyles(styles, shown());
-    troubles.replaceChildren(...notices([...answer.runs, ...answer.evaluations].flatMap((one) => [one.problem, ...(one.problems ?? [])].filter(Boolean).map((text) => `${one.name}: ${text}`))));
+    troubles.replaceChildren(...notices([...answer.runs, ...answer.evaluations].flatMap((one) => [one.error, ...(one.warnings ?? [])].filter(Boolean).map((text) => `${one.name}: ${text}`))));
     return JSON.stringify([runs, evaluations]) !== before;
   }
 
@@ -94,7 +94,7 @@ export async function runsScreen({ query, signal, remember }) {
     return differing.replaceChildren(section("Settings that differ", content));
   }
 
-  const scored = () => scores.replaceChildren(...(evaluations.length ? [section("Evaluations", evaluationTable(evaluations.filter((one) => !one.problem)))] : []));
+  const scored = () => scores.replaceChildren(...(evaluations.length ? [section("Evaluations", evaluationTable(evaluations.filter((one) => !one.error)))] : []));
   const fill = () => (list(), settings(), scored());
   await read();
   fill();

@@ -27,7 +27,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   const facts = await ask(`/runs/${id}`);
   const asked = Object.fromEntries([...query].filter(([name]) => FIELDS.some(([field]) => field === name)));
   const rows = [];
-  const problems = el("div");
+  const warnings = el("div");
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Histogram of rewards" });
   const shown = table(columnsOf(id), rows, { label: "Trajectories" });
   const status = el("p", { class: "hint", role: "status" });
@@ -40,7 +40,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
     const answer = await ask(`/runs/${id}/trajectories`, { ...asked, after });
     rows.push(...answer.rows);
     after = answer.next ?? "";
-    problems.append(...notices(answer.problems));
+    warnings.append(...notices(answer.warnings));
     more.hidden = !after;
     status.textContent = `${rows.length} trajectories${after ? `, so far: searched up to step ${after.split(":")[0]}` : ""}`;
     shown.fill();
@@ -69,7 +69,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   const name = facts.path.split("/").at(-1);
   const results = el("section", { class: "card" }, el("div", { class: "results" }, el("div", {}, status, more), chart), shown.element);
   const heading = el("div", { class: "heading" }, el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps));
-  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), problems, course, results] };
+  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), warnings, course, results] };
 }
 
 // The posterior of a problem's success after each step, as a line with a band of one standard deviation: a Beta distribution

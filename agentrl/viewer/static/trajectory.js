@@ -52,13 +52,13 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
   if (state.field) colour(state.field);
 
   const unknown = page.tokenizer ? [] : ["The run has no tokenizer, so token ids are shown instead of text."];
-  const without = page.fields.advantages || page.problems.length ? [] : [reasonFor(row)];
+  const without = page.fields.advantages || page.warnings.length ? [] : [reasonFor(row)];
   const title = `${step} / ${trajectory}`;
   const tree = rolloutTree(page, `#/run/${id}/${step}`);
   const content = [
     el("h1", {}, `Trajectory ${trajectory} of step ${step}`),
     aboutTrajectory(page, id),
-    ...notices([...page.problems, ...unknown, ...without]),
+    ...notices([...page.warnings, ...unknown, ...without]),
     ...(tree.length ? [section("Tree of the rollout", ...tree)] : []),
     el("div", { class: "reading" }, section("Conversation", controls, conversation), panel),
     section("Siblings, token by token", ...siblingCharts(page, trajectory)),

@@ -22,8 +22,8 @@ export function whatIf(page, { id, step, number: trajectory }, onfound) {
   async function open() {
     button.disabled = true;
     try {
-      const { estimators, problems } = await ask(`/runs/${id}/estimators`);
-      body.replaceChildren(...notices(problems), formOf(estimators));
+      const { estimators, warnings } = await ask(`/runs/${id}/estimators`);
+      body.replaceChildren(...notices(warnings), formOf(estimators));
     } catch (error) {
       body.replaceChildren(...notices([error.message]), button);
       button.disabled = false;
