@@ -1,9 +1,9 @@
 """Multi-turn tool-integrated reinforcement learning for language-model agents.
 
-``train``, ``evaluate`` and ``load_run`` are the command line's commands for scripts and notebooks; ``play`` tries an
-environment without a model. What users add by name is registered by decorators: ``register_estimator``,
-``register_loss``, ``register_metric``, ``register_tracker``, ``register_engine``, ``register_environment``,
-``register_protocol``, ``register_tool`` and ``register_reward``. They are imported when they are used.
+``train``, ``evaluate`` and ``load_run`` are for scripts and notebooks, with the functions of the command line. ``play``
+runs an environment without a model. Decorators register plug-ins by name: ``register_estimator``, ``register_loss``,
+``register_metric``, ``register_tracker``, ``register_engine``, ``register_environment``, ``register_protocol``,
+``register_tool`` and ``register_reward``. Every name is imported on first use.
 """
 
 import importlib

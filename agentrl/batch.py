@@ -94,7 +94,7 @@ class MicroBatch:
         counted: bool = True,
         teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
     ) -> MicroBatch:
-        """Pack trajectories. ``no_loss``: (group, sample, branch) of each trajectory without a loss.
+        """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of each trajectory without a loss.
 
         ``home_ranks`` maps each group to the rank that receives its trajectories in a statistics pass. If
         ``home_ranks`` is None, rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of
@@ -162,7 +162,7 @@ def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
 
     A token of several trajectories has the route of the first trajectory, which sampled the token.
     """
-    routed = None
+    row_routes = None
     for number, item in reversed([*enumerate(items)]):
         sampled = [segment for segment in item.segments if segment.origin == "model"]
         count = item.length - 1
@@ -170,14 +170,14 @@ def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
             if segment is sampled[-1]:
                 break
             count -= len(segment.token_ids)
-        own = np.concatenate([np.frombuffer(segment.routes, dtype=np.int16) for segment in sampled])
-        if not len(own):
+        item_routes = np.concatenate([np.frombuffer(segment.routes, dtype=np.int16) for segment in sampled])
+        if not len(item_routes):
             continue
-        own = own.reshape(count, -1)
-        if routed is None:
-            routed = np.full((len(row.token_ids), own.shape[1]), -1, dtype=np.int16)
-        routed[row.document(number, count - len(item.prompt_ids))] = own
-    return routed
+        item_routes = item_routes.reshape(count, -1)
+        if row_routes is None:
+            row_routes = np.full((len(row.token_ids), item_routes.shape[1]), -1, dtype=np.int16)
+        row_routes[row.document(number, count - len(item.prompt_ids))] = item_routes
+    return row_routes
 
 
 def flat_array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarray:
@@ -198,7 +198,7 @@ class Batch:
     ``T`` is the length of the longest response. Responses are left-aligned. The model sampled ``N`` of the tokens.
 
     The forward passes of policy, reference, teacher and critic add their results, all detached. Once all trajectories
-    of the groups are scored, ``correction`` and ``estimate`` follow, and ``rewards`` include the penalties.
+    of the groups are scored, ``correction`` and ``estimate`` are added, and ``rewards`` include the penalties.
     """
 
     row: PackedRow
@@ -236,53 +236,55 @@ class Batch:
 
     @classmethod
     def from_micro_batch(cls, micro: MicroBatch, *, device: torch.device | str = "cpu", multiple: int = 1) -> Batch:
-        """Copy a micro-batch to ``device`` and pad it there. ``multiple``: see :meth:`.PackedRow.pad_to_multiple`."""
-        rows, ends = len(micro.response_starts), np.cumsum(micro.run_counts)
-        ends_of_runs = np.cumsum(micro.run_lengths)
-        lengths = np.diff(ends_of_runs[ends - 1], prepend=0)
-        mask = np.zeros((rows, lengths.max()), dtype=bool)
+        """Copy a micro-batch to ``device`` and pad it there.
+
+        The packed rows are padded to a multiple of ``multiple`` tokens (:meth:`.PackedRow.pad_to_multiple`).
+        """
+        ends = np.cumsum(micro.run_counts)
+        lengths = np.diff(np.cumsum(micro.run_lengths)[ends - 1], prepend=0)
+        mask = np.zeros((micro.trajectories, lengths.max()), dtype=bool)
         rewards = np.zeros(mask.shape, dtype=np.float32)
-        for line, (first, last) in enumerate(zip(ends - micro.run_counts, ends, strict=True)):
-            own = micro.run_lengths[first:last]
-            mask[line, : lengths[line]] = np.repeat(micro.run_sampled[first:last], own)
-            rewards[line, np.cumsum(own) - 1] = micro.run_rewards[first:last]
+        for number, (first, last) in enumerate(zip(ends - micro.run_counts, ends, strict=True)):
+            run_lengths = micro.run_lengths[first:last]
+            mask[number, : lengths[number]] = np.repeat(micro.run_sampled[first:last], run_lengths)
+            rewards[number, np.cumsum(run_lengths) - 1] = micro.run_rewards[first:last]
         names = [field.name for field in fields(PackedRow) if field.name != "routes"]
         row = PackedRow(
             **{name: torch.from_numpy(getattr(micro, name)) for name in names},
             routes=None if micro.routes is None else torch.from_numpy(micro.routes),
         )
 
-        def sent(values: np.ndarray) -> Tensor:
+        def to_device(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)
 
-        response_mask, trained = sent(mask), sent(micro.trained)
-        versions = sent(np.repeat(micro.version_spans[:, 0], micro.version_spans[:, 1]))
+        response_mask, trained = to_device(mask), to_device(micro.trained)
+        versions = to_device(np.repeat(micro.version_spans[:, 0], micro.version_spans[:, 1]))
         # nonzero_static receives the number of model tokens from the host, which avoids a device synchronization.
-        places = torch.nonzero_static(response_mask, size=len(micro.log_probs))
+        indices = torch.nonzero_static(response_mask, size=len(micro.log_probs))
         return cls(
             row=row.pad_to_multiple(multiple).to(device),
-            rows=places[:, 0],
-            columns=places[:, 1],
+            rows=indices[:, 0],
+            columns=indices[:, 1],
             response_mask=response_mask,
             loss_mask=response_mask & trained[:, None],
-            rewards=sent(rewards),
-            rollout_log_probs=scatter_tokens(sent(micro.log_probs), response_mask),
+            rewards=to_device(rewards),
+            rollout_log_probs=scatter_tokens(to_device(micro.log_probs), response_mask),
             versions=torch.full_like(response_mask, -1, dtype=torch.int32).masked_scatter(response_mask, versions),
-            response_lengths=sent(lengths),
-            groups=sent(micro.groups),
-            samples=sent(micro.samples),
-            branches=sent(micro.branches),
-            parents=sent(micro.parents),
-            forks=sent(micro.forks),
-            weights=sent(micro.weights),
-            problem_weights=sent(micro.problem_weights),
-            path_weights=sent(micro.path_weights),
-            truncated=sent(micro.truncated),
-            home_ranks=sent(micro.home_ranks),
-            greedy_returns=None if micro.greedy_returns is None else sent(micro.greedy_returns),
+            response_lengths=to_device(lengths),
+            groups=to_device(micro.groups),
+            samples=to_device(micro.samples),
+            branches=to_device(micro.branches),
+            parents=to_device(micro.parents),
+            forks=to_device(micro.forks),
+            weights=to_device(micro.weights),
+            problem_weights=to_device(micro.problem_weights),
+            path_weights=to_device(micro.path_weights),
+            truncated=to_device(micro.truncated),
+            home_ranks=to_device(micro.home_ranks),
+            greedy_returns=None if micro.greedy_returns is None else to_device(micro.greedy_returns),
             support=None
             if micro.support_ids is None or micro.support_sizes is None
-            else Support(ids=sent(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
+            else Support(ids=to_device(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
             counted=micro.counted,
             teacher_row=None if micro.teacher_row is None else micro.teacher_row.pad_to_multiple(multiple).to(device),
         )

@@ -30,8 +30,8 @@ SHORT_SPIN_VARIABLES = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "
 """Environment variables for short spinning of OpenMP threads; see :func:`shorten_openmp_spinning`."""
 
 
-def _option(metavar: str, about: str, *names: str, low: int | None = None) -> OptionInfo:
-    option: OptionInfo = typer.Option(*names, help=about, metavar=metavar, min=low)
+def _option(metavar: str, about: str, *names: str, minimum: int | None = None) -> OptionInfo:
+    option: OptionInfo = typer.Option(*names, help=about, metavar=metavar, min=minimum)
     return option
 
 
@@ -140,7 +140,8 @@ def evaluate(
     preset: Annotated[str | None, _option("NAME", "simpletir or otb-paper")] = None,
     output: Annotated[Path | None, _option("DIR", "output directory; default: evaluations/MODEL-HASH")] = None,
     conversations: Annotated[
-        int | None, _option("N", "conversations per problem in report.html; default: as many as fit into 10 MB", low=0)
+        int | None,
+        _option("N", "conversations per problem in report.html; default: as many as fit into 10 MB", minimum=0),
     ] = None,
     falsified: Annotated[bool, typer.Option("--falsified", help="also evaluate with falsified observations")] = False,
     check_data: Annotated[
@@ -155,10 +156,10 @@ def evaluate(
     from agentrl.config import run_config_for_model
     from agentrl.evaluation.settings import EvaluationRequest, overrides_from_options, parse_integers
 
-    given = overrides_from_options(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
-    found = None if model is None or base_url is not None else run_config_for_model(model)
+    from_options = overrides_from_options(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
+    run_config = None if model is None or base_url is not None else run_config_for_model(model)
     command: Command = "check-data" if check_data else "eval"
-    settings = _load_settings(command, [*given, *(overrides or [])], env=env, config=config or found)
+    settings = _load_settings(command, [*from_options, *(overrides or [])], env=env, config=config or run_config)
     request = EvaluationRequest(
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
         data_dir=data_dir,
@@ -254,8 +255,8 @@ def variance(
     from agentrl.config import run_config_for_model
 
     overrides = [*(overrides or []), *([] if model is None else ["coldstart.demonstrations=null"])]
-    found = None if model is None else run_config_for_model(model)
-    settings = _load_settings("variance", overrides, config=config or found, options={"model.path": model})
+    run_config = None if model is None else run_config_for_model(model)
+    settings = _load_settings("variance", overrides, config=config or run_config, options={"model.path": model})
     from agentrl.lab.run import read_settings_and_problems, variance_command
     from agentrl.lab.settings import LabRequest
     from agentrl.telemetry.console import Console
@@ -281,7 +282,7 @@ def variance(
 def study(
     file: Annotated[Path, typer.Argument(help="study file (YAML), or a study.json to report on", metavar="FILE")],
     output: Annotated[Path | None, _option("DIR", "directory for the runs and the report; default: runs/NAME")] = None,
-    jobs: Annotated[int | None, _option("N", "number of concurrent runs; default: from FILE", low=1)] = None,
+    jobs: Annotated[int | None, _option("N", "number of concurrent runs; default: from FILE", minimum=1)] = None,
     baseline: Annotated[
         str | None, _option("VARIANT", "variant to compare the others with; default: from FILE")
     ] = None,
@@ -343,14 +344,14 @@ def view(
         ),
     ] = None,
     port: Annotated[
-        int | None, _option("N", "port to listen on; default: 8642 or, if taken, a free one", low=1)
+        int | None, _option("N", "port to listen on; default: 8642 or, if taken, a free one", minimum=1)
     ] = None,
     no_open: Annotated[bool, typer.Option("--no-open", help="print the address without opening a browser")] = False,
     export: Annotated[Path | None, _option("FILE", "write one run as a standalone HTML page")] = None,
     steps: Annotated[
         str | None, _option("S,S", "steps with trajectories in --export; default: the newest step")
     ] = None,
-    groups: Annotated[int | None, _option("N", "maximum number of groups per step in --export", low=1)] = None,
+    groups: Annotated[int | None, _option("N", "maximum number of groups per step in --export", minimum=1)] = None,
 ) -> None:
     """Show runs and evaluations in the browser: curves, trajectories and tokens. Only reads files."""
     from agentrl.evaluation.settings import parse_integers
@@ -391,8 +392,8 @@ sandbox = typer.Typer(help="Serve or test a sandbox for programs.", no_args_is_h
 app.add_typer(sandbox, name="sandbox")
 
 
-def _forward(name: str, about: str) -> None:
-    """Add a command of ``agentrl-sandbox``. ``agentrl-sandbox`` parses the options."""
+def _add_sandbox_command(name: str, about: str) -> None:
+    """Add a command that passes all its arguments to the command ``name`` of ``agentrl-sandbox``."""
     everything = {"allow_extra_args": True, "ignore_unknown_options": True}
 
     @sandbox.command(name, help=about, context_settings=everything, add_help_option=False)
@@ -402,8 +403,8 @@ def _forward(name: str, about: str) -> None:
         raise typer.Exit(command([name, *context.args]))
 
 
-_forward("serve", "Serve the sandbox over HTTP. Options: `agentrl-sandbox serve --help`.")
-_forward(
+_add_sandbox_command("serve", "Serve the sandbox over HTTP. Options: `agentrl-sandbox serve --help`.")
+_add_sandbox_command(
     "check", "Test the sandbox at URL with ordinary programs and attacks. Options: `agentrl-sandbox check --help`."
 )
 
@@ -469,11 +470,12 @@ def _load_settings(
     from agentrl.config import load_settings, settings_warnings
     from agentrl.evaluation.settings import quoted_override
 
-    given = {key: value for key, value in (options or {}).items() if value is not None}
-    texts = [
-        quoted_override(key, value) if isinstance(value, str) else f"{key}={value}" for key, value in given.items()
+    from_options = [
+        quoted_override(key, value) if isinstance(value, str) else f"{key}={value}"
+        for key, value in (options or {}).items()
+        if value is not None
     ]
-    settings = load_settings(env, config, [*(overrides or []), *texts], resume=resume, command=command)
+    settings = load_settings(env, config, [*(overrides or []), *from_options], resume=resume, command=command)
     for warning in settings_warnings(settings) if command == "train" else []:
         typer.echo(f"warning: {warning}", err=True)
     return settings

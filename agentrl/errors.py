@@ -13,7 +13,7 @@ AgentRLError
 │   ├── NodeLostError         a machine of the cluster disconnected or does not respond (agentrl.cluster.processes)
 │   └── WorkerLostError       the rollout worker or a rank exited or does not respond (agentrl.training.worker)
 ├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
-└── WeightMismatchError       an engine has other weights than it was sent (agentrl.training.worker.transfer)
+└── WeightMismatchError       an engine's weights differ from those that it received (agentrl.training.worker.transfer)
 
 Any other exception is a bug and propagates unchanged.
 """
@@ -68,9 +68,10 @@ class OutOfMemoryError(WorldError):
 
 
 def with_help(message: str) -> str:
-    """Return the message with a line that names its entry in docs/how-to/troubleshooting.md, if there is one.
+    """Append a line with the address of the message's entry in docs/how-to/troubleshooting.md, if there is one.
 
-    An entry's heading is the message that it explains, with `...` for values. Of several, the most specific is named.
+    The heading of an entry is the message that it explains, with `...` for values. If several entries match, the one
+    with the longest heading is used.
 
     >>> with_help("the run directory runs/first is not empty")
     'the run directory runs/first is not empty\\nhelp: docs/how-to/troubleshooting.md#the-run-directory-is-not-empty'

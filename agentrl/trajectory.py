@@ -151,13 +151,13 @@ class Trajectory:
 
     def __str__(self) -> str:
         """Return the conversation as text. ``repr`` includes the tokens."""
-        said = [("problem", self.problem.statement)]
+        parts = [("problem", self.problem.statement)]
         for item in self.segments:
             count = len(item.token_ids)
-            said.append((f"{item.origin}, {count} token{'s' * (count > 1)}", item.text))
+            parts.append((f"{item.origin}, {count} token{'s' * (count > 1)}", item.text))
         branch = f"branch {self.branch + 1} of {self.branches}, " if self.branches > 1 else ""
         last = f"=== {branch}{self.ended}, reward {self.reward:g}"
-        return "\n".join([*(f"--- {title}\n{text.strip()}" for title, text in said), last])
+        return "\n".join([*(f"--- {title}\n{text.strip()}" for title, text in parts), last])
 
     def __post_init__(self) -> None:
         if not 0 <= self.branch < self.branches:
@@ -243,9 +243,10 @@ class Trajectory:
 
     def with_rewards(self, turns: Sequence[float], parts: Mapping[str, float]) -> Trajectory:
         """Return a copy with one reward per model turn, and with the reward functions' values as ``reward_parts``."""
-        given = iter(turns)
+        rewards = iter(turns)
         segments = tuple(
-            replace(segment, reward=next(given)) if segment.origin == "model" else segment for segment in self.segments
+            replace(segment, reward=next(rewards)) if segment.origin == "model" else segment
+            for segment in self.segments
         )
         return replace(self, segments=segments, reward_parts=dict(parts))
 
@@ -296,8 +297,8 @@ def with_path_weights(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     """Return the branches of a forked rollout, parents first, with their weights and the rewards of their paths.
 
     Every fork divides its weight equally among its branches. An excluded branch, and a fork without any other branch,
-    has the weight 0 and counts in no fork: the remaining branches have the weights of a fork with fewer branches. This
-    is the only place where weights depend on failures.
+    has the weight 0 and counts in no fork: the remaining branches have the weights of a fork with fewer branches. No
+    other weights depend on failures.
 
     >>> problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
     >>> turn = Segment(origin="model", token_ids=(1,), log_probs=(-0.5,), version_spans=((3, 1),), text="5")
@@ -317,21 +318,22 @@ def with_path_weights(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
             counted.add(item.branch)
             children[item.parent] = children.get(item.parent, 0) + 1
     weights: dict[int, float] = {}
-    before: dict[int, float] = {-1: 0.0}  # rewards on the path up to the end of the branch
+    path_rewards: dict[int, float] = {-1: 0.0}  # rewards on the path up to the end of the branch
     for item in branches:
         share = 1.0 if item.parent < 0 else weights[item.parent] / children.get(item.parent, 1)
         weights[item.branch] = share if item.branch in counted else 0.0
-        before[item.branch] = before[item.parent] + math.fsum(segment.reward for segment in item.segments)
+        rewards = math.fsum(segment.reward for segment in item.segments)
+        path_rewards[item.branch] = path_rewards[item.parent] + rewards
     totals: dict[int, float] = {}  # weighted rewards of the paths through the branch
     for item in reversed(branches):
         if item.ended is not Ended.FORKED:
-            totals[item.branch] = weights[item.branch] * before[item.branch]
+            totals[item.branch] = weights[item.branch] * path_rewards[item.branch]
         totals[item.parent] = totals.get(item.parent, 0.0) + totals.get(item.branch, 0.0)
     tokens = math.fsum(item.model_tokens * weights[item.branch] for item in branches)
 
     def reward(item: Trajectory) -> float:
         mean = item.ended is Ended.FORKED and weights[item.branch] > 0
-        return totals[item.branch] / weights[item.branch] if mean else before[item.branch]
+        return totals[item.branch] / weights[item.branch] if mean else path_rewards[item.branch]
 
     return tuple(
         replace(
@@ -357,11 +359,11 @@ def _record_of(record: Trajectory | Segment) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Group:
-    """The rollouts of one problem in one step: issued by the work queue, with ``trajectories`` once they are played.
+    """The rollouts of one problem in one step. The work queue creates a group, and the driver adds ``trajectories``.
 
-    ``index`` numbers the problems of a run. ``size`` is the number of rollouts to play, without the greedy one, and
-    ``step`` the training step for which they are played. ``problem_weight`` is the factor of each rollout in the loss.
-    ``key`` identifies the problem's posterior. ``widths``: numbers of branches after each turn with
+    ``index`` numbers the problems of a run. ``size`` is the number of rollouts to sample, without the greedy rollout,
+    and ``step`` is the training step for which they are sampled. ``problem_weight`` is the factor of each rollout in
+    the loss. ``key`` identifies the problem's posterior. ``widths`` contains the number of branches after each turn if
     ``rollout.branching.where=measured``.
 
     The branches of a rollout are adjacent and in order. ``greedy`` was sampled at temperature 0 for a baseline. It is

@@ -1,4 +1,4 @@
-"""Alerts over the metrics of a run: pure functions of the training rows so far, in order of steps.
+"""Alerts about the metrics of a run. Rules are pure functions of the training rows so far, in the order of steps.
 
 A rule returns a sentence that describes the problem, or None. Causes are defined before symptoms. If a symptom and its
 cause both fire, only the cause has advice.
@@ -14,13 +14,13 @@ from dataclasses import dataclass, replace
 from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import ChangeRecord, Metrics
 
-_FIRST_COMPARISON = 3  # rows before the earliest comparison with the start
-_RECENT_STEPS = 5  # rows behind an average of the present
-_PAST_STEPS = 20  # rows behind a median of the past
+_FIRST_COMPARISON = 3  # minimum number of rows for a comparison with the start
+_RECENT_STEPS = 5  # rows in an average of the newest steps
+_PAST_STEPS = 20  # rows in an average or a median of earlier steps
 _COLLAPSE_ERRORS = 4.0  # standard errors; a larger fall from the start is a collapse
-_WORSE_ERRORS = 3.0  # standard errors; a policy that fell by as many is worse than at the start
-_FEWEST_GROUPS = 8  # fewest groups for a usable standard error
-_EARLY_UPDATES = 10  # updates; a collapse within them is usually due to the learning rate
+_WORSE_ERRORS = 3.0  # standard errors; a policy is worse than at the start if its score fell by at least as many
+_FEWEST_GROUPS = 8  # minimum number of groups for a usable standard error
+_EARLY_UPDATES = 10  # a collapse within so few updates is usually caused by the learning rate
 _GIB = 1024**3
 
 Rule = Callable[[Sequence[Metrics]], str | None]
@@ -103,7 +103,10 @@ def alerts(rows: Sequence[Metrics]) -> list[Alert]:
 
 
 def remove_repeated_alerts(fired: Iterable[Alert]) -> list[Alert]:
-    """Return the first alert of each rule, causes before symptoms. For a symptom, its cause replaces the advice."""
+    """Return the first alert of each rule, causes before symptoms.
+
+    If the cause of a symptom is also in ``fired``, the message of the symptom names the cause, and its advice is empty.
+    """
     first: dict[str, Alert] = {}
     for alert in fired:
         first.setdefault(alert.alert, alert)

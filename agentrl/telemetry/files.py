@@ -24,23 +24,23 @@ LOCK_DEADLINE = 10.0  # seconds; children of a killed run may briefly hold a loc
 
 
 @contextmanager
-def os_errors_as_world_errors(path: Path, doing: str) -> Iterator[None]:
+def os_errors_as_world_errors(path: Path, operation: str) -> Iterator[None]:
     """Convert file-system errors to a WorldError with the name of the file."""
     try:
         yield
     except OSError as error:
-        raise WorldError(f"cannot {doing} {path}: {error.strerror or error}") from error
-    except SafetensorError as error:  # safetensors converts an OSError to this
-        raise WorldError(f"cannot {doing} {path}: {error}") from error
+        raise WorldError(f"cannot {operation} {path}: {error.strerror or error}") from error
+    except SafetensorError as error:  # safetensors raises this instead of an OSError
+        raise WorldError(f"cannot {operation} {path}: {error}") from error
 
 
 @contextmanager
-def malformed_as_world_error(where: str) -> Iterator[None]:
+def malformed_as_world_error(location: str) -> Iterator[None]:
     """Convert errors from malformed content (a missing field, a string for a number) to a WorldError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:
-        raise WorldError(f"{where} is damaged ({type(error).__name__}: {error})") from error
+        raise WorldError(f"{location} is damaged ({type(error).__name__}: {error})") from error
 
 
 def atomic_write(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -109,12 +109,12 @@ def resolve_inside(path: Path, folder: Path) -> Path:
     return resolved
 
 
-def acquire_lock(path: Path, busy: str, *, deadline: float) -> int:
+def acquire_lock(path: Path, message: str, *, deadline: float) -> int:
     """Create and lock the file ``path``. Returns the open handle, which releases the lock when closed.
 
-    Writes the identity of this machine into the file for :func:`lock_is_held`. Raises SettingsError with the message
-    ``busy`` after ``deadline`` seconds, and OSError if the file cannot be created. Not guaranteed: protection on file
-    systems without ``flock``.
+    Writes the identity of this machine into the file for :func:`lock_is_held`. Raises SettingsError with ``message``
+    after ``deadline`` seconds, and OSError if the file cannot be created. Not guaranteed: protection on file systems
+    without ``flock``.
     """
     lock = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     end = time.monotonic() + deadline
@@ -126,7 +126,7 @@ def acquire_lock(path: Path, busy: str, *, deadline: float) -> int:
                 time.sleep(0.05)
                 continue
             os.close(lock)
-            raise SettingsError(f"{busy} (waited {deadline:.0f} s)") from error
+            raise SettingsError(f"{message} (waited {deadline:.0f} s)") from error
         os.ftruncate(lock, 0)
         os.pwrite(lock, _kernel_id().encode(), 0)
         return lock

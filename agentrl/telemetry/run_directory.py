@@ -158,7 +158,7 @@ class RunDirectory:
     def select_trajectories(
         self, step: int, predicate: Callable[[int, bytes], bool]
     ) -> Iterator[tuple[int, JsonRecord]]:
-        """Yield the index (from 0) and the row of each trajectory for which ``wanted(index, its JSON)`` is true.
+        """Yield the index (from 0) and the record of each trajectory for which ``predicate(index, JSON)`` is true.
 
         The JSON contains neither token ids nor log-probabilities. Raises WorldError if the file is missing or damaged.
         """
