@@ -32,9 +32,9 @@ from scripted import ScriptedEngine, written
 from agentrl.config import load_settings
 from agentrl.evaluation.benchmarks import ProblemSet, problem_sets
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.engines import ModelSampler
 from agentrl.evaluation.results import default_pass_ks
 from agentrl.evaluation.run import run_rollouts, write_results
+from agentrl.evaluation.samplers import ModelSampler
 from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec

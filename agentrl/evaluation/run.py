@@ -32,7 +32,7 @@ from agentrl_envs.grading import Grader
 from agentrl_envs.types import Ended, Verdict
 
 if TYPE_CHECKING:
-    from agentrl.evaluation.engines import Sampler
+    from agentrl.evaluation.samplers import Sampler
 
 _TRACKED_COLUMNS = (
     *("benchmark", "problem", "sample", "reward", "ended", "verdict", "answer", "turns", "model tokens"),
@@ -100,7 +100,7 @@ async def run_rollouts(
     ``environment``. Without ``endpoint`` and ``sampler``, the engine of the settings is opened.
     """
     # Imported only after the problems are checked, because it imports heavy libraries.
-    from agentrl.evaluation.engines import EndpointSampler, build_evaluation_environment, open_sampler
+    from agentrl.evaluation.samplers import EndpointSampler, build_evaluation_environment, open_sampler
 
     async with AsyncExitStack() as stack:
         if environment is None:

@@ -16,8 +16,8 @@ from agentrl.config import Settings
 from agentrl.errors import SettingsError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.engines import PROBE, ModelSampler, open_sampler
 from agentrl.evaluation.run import run_rollouts
+from agentrl.evaluation.samplers import PROBE, ModelSampler, open_sampler
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.telemetry.console import Console
 from agentrl.weights.verify import checksums

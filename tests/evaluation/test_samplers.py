@@ -12,8 +12,8 @@ from rollout.fakes import byte_codec, byte_tokenizer, tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.engines import ModelSampler, build_evaluation_environment, open_sampler
 from agentrl.evaluation.provenance import build_provenance
+from agentrl.evaluation.samplers import ModelSampler, build_evaluation_environment, open_sampler
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
 from agentrl_envs.chat import MarkedText

@@ -14,7 +14,7 @@ from rollout.fakes import ScriptedEngine, ScriptedEnvironment, ScriptedEpisode, 
 
 from agentrl.config import Settings
 from agentrl.evaluation.endpoint import ContextFullError, TextCompletion, TextSampling
-from agentrl.evaluation.engines import EndpointSampler, ModelSampler
+from agentrl.evaluation.samplers import EndpointSampler, ModelSampler
 from agentrl.evaluation.transcripts import Sample, Transcript
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.settings import RolloutSettings
