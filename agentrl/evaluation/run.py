@@ -23,9 +23,9 @@ from agentrl.evaluation.results import RolloutIndex, default_pass_ks, make_resul
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections, evaluation_settings
 from agentrl.evaluation.transcripts import RolloutLog, Transcript
 from agentrl.telemetry.console import Console
-from agentrl.telemetry.reporting import LONGEST_CONVERSATION, Trackers
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
+from agentrl.telemetry.tracker_threads import LONGEST_CONVERSATION, Trackers
 from agentrl.telemetry.trackers import Cell, SampleTable, check_trackers
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader

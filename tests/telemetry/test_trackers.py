@@ -15,9 +15,9 @@ import pytest
 from warm import run_warm
 
 from agentrl.errors import SettingsError
-from agentrl.telemetry.reporting import SAMPLE_COLUMNS, Trackers, TrackerThread
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
+from agentrl.telemetry.tracker_threads import SAMPLE_COLUMNS, Trackers, TrackerThread
 from agentrl.telemetry.trackers import TRACKERS, SampleTable, TrackedRun, check_trackers, register_tracker
 
 SCRIPT = Path(__file__).with_name("tracked_run.py")

@@ -8,9 +8,9 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-from agentrl.telemetry.reporting import Trackers
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
+from agentrl.telemetry.tracker_threads import Trackers
 
 NAMES = ("wandb", "trackio", "tensorboard", "mlflow")
 SETTINGS = {"seed": 7, "model": {"path": None, "lora": {"rank": 4}}}

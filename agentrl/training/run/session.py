@@ -21,9 +21,9 @@ from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_resources
 from agentrl.telemetry.records import EvaluationRecord, Metrics
-from agentrl.telemetry.reporting import Trackers
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trace import span, start_trace, stop_trace
+from agentrl.telemetry.tracker_threads import Trackers
 from agentrl.training.coldstart.policy import starting_policy
 from agentrl.training.engine.checkpoint import (
     CheckpointWriter,
