@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields
 from pathlib import Path
-from typing import IO, cast
+from typing import cast
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
@@ -124,12 +124,11 @@ class EvaluationDirectory:
 
     def write_text(self, name: str, text: str) -> None:
         """Write the file ``name`` atomically."""
-        data = text.encode()
-        self._write(self.path / name, lambda out: out.writelines([data]))
+        atomic_write(self.path / name, lambda out: out.write(text.encode()))
 
-    def write_json(self, path: Path, value: Mapping[str, object]) -> None:
-        """Write a JSON object atomically."""
-        self.write_text(path.name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
+    def write_json(self, name: str, value: Mapping[str, object]) -> None:
+        """Write the JSON file ``name`` atomically."""
+        self.write_text(name, json.dumps(value, indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
     def _prepare(self, provenance: Provenance, problems: Sequence[ProblemRow]) -> None:
         if self._provenance.is_file():
@@ -138,14 +137,9 @@ class EvaluationDirectory:
         foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_leftover(entry.name))
         if foreign:
             raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}): choose another --output")
-        self._write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
+        atomic_write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
         # Written last, because this file marks the directory as an evaluation that can be continued.
-        self.write_json(self._provenance, provenance)
-
-    def _write(self, path: Path, write: Callable[[IO[bytes]], None]) -> None:
-        with os_errors_as_world_errors(path, "write"):
-            path.parent.mkdir(parents=True, exist_ok=True)
-        atomic_write(path, write)
+        self.write_json(self._provenance.name, provenance)
 
     def _check_same(self, provenance: Provenance) -> None:
         changed = differences(self.provenance(), json.loads(json.dumps(provenance)))

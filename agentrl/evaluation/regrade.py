@@ -161,7 +161,7 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
         "extracted": extract,
         "grader": grader or grader_record(settings),
     }
-    directory.write_json(directory.path / "regraded.json", record)
+    directory.write_json("regraded.json", record)
     also = f"{len(answers)} changed answers, " if extract else ""
     console.note(f"{also}{len(verdicts)} changed verdicts and the new scores: {directory.path / 'regraded.json'}")
     return record

@@ -261,7 +261,7 @@ def write_results(
         index.add(transcript)
     ks = request.ks or default_pass_ks(settings.evaluation.samples)
     results = asyncio.run(_results(directory, settings, sets, index, ks))
-    directory.write_json(directory.results_file, results)
+    directory.write_json("results.json", results)
     tables = result_tables(results)
     directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
     if settings.telemetry.plots:

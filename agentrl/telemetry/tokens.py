@@ -232,29 +232,18 @@ class TokenFile:
 
     def rows(self, keys: Collection[RowKey] | None = None) -> Iterator[TrajectoryTokens]:
         """Yield the rows in the order of the file. With ``keys``, only these rows and their blocks are read."""
-        import pyarrow as pa
-
         for block in range(self._file.num_row_groups):
             if keys is not None and not any(key in keys for key in self._block_keys(block)):
                 continue
-            try:
-                table = self._file.read_row_group(block)
-            except (OSError, pa.ArrowException) as error:
-                raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
-            for row in _rows_of_table(table):
+            for row in _rows_of_table(self._read_block(block)):
                 if keys is None or row.key in keys:
                     yield row
 
     def gradient_powers(self) -> Iterator[tuple[RowKey, float]]:
         """Yield the key and the total ``token_gradient_power`` of every trajectory. Reads only the required columns."""
-        import pyarrow as pa
-
         names = [*_KEY_COLUMNS, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
         for block in range(self._file.num_row_groups):
-            try:
-                table = self._file.read_row_group(block, columns=names)
-            except (OSError, pa.ArrowException) as error:
-                raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
+            table = self._read_block(block, names)
             present = [name for name in names if name in table.column_names]
             columns = {name: _split_lists(table[name].combine_chunks()) for name in present if name in ARRAY_FIELDS}
             numbers = {name: table[name].to_pylist() for name in present if name not in ARRAY_FIELDS}
@@ -265,8 +254,16 @@ class TokenFile:
                 yield RowKey(*(cells[name] for name in _KEY_COLUMNS)), float(power.sum())
 
     def _block_keys(self, block: int) -> list[RowKey]:
-        columns = self._file.read_row_group(block, columns=_KEY_COLUMNS)
-        return [RowKey(*key) for key in zip(*(columns[name].to_pylist() for name in _KEY_COLUMNS), strict=True)]
+        table = self._read_block(block, _KEY_COLUMNS)
+        return [RowKey(*key) for key in zip(*(table[name].to_pylist() for name in _KEY_COLUMNS), strict=True)]
+
+    def _read_block(self, block: int, columns: list[str] | None = None) -> pa.Table:
+        import pyarrow as pa
+
+        try:
+            return self._file.read_row_group(block, columns=columns)
+        except (OSError, pa.ArrowException) as error:
+            raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
 
 
 def _blocks(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
