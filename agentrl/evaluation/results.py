@@ -47,16 +47,13 @@ class RolloutIndex:
 
     def __init__(self) -> None:
         self._rollouts: dict[tuple[str, str, int], RolloutSummary] = {}
-        self.correct = self.data = self.turns = 0
 
     def add(self, transcript: Transcript) -> None:
-        before = self._rollouts.get(transcript.key)
-        rollout = self._rollouts[transcript.key] = RolloutSummary(*_summary_fields(transcript))
-        for one, sign in ((before, -1), (rollout, 1)):
-            if one is not None and not one.is_excluded:
-                self.data += sign
-                self.correct += sign * one.correct
-                self.turns += sign * one.model_turns
+        self._rollouts[transcript.key] = RolloutSummary(*_summary_fields(transcript))
+
+    def counted_rollouts(self) -> list[RolloutSummary]:
+        """Return the rollouts of all benchmarks that are not excluded."""
+        return [rollout for rollout in self._rollouts.values() if not rollout.is_excluded]
 
     def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
         """Return the rollouts of a benchmark by problem, sorted by sample number."""

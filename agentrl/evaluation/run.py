@@ -241,9 +241,9 @@ class _ProgressDisplay:
             return
         self._shown = now
         figures: dict[str, float] = {"tokens_per_s": self._tokens / max(now - self._began, 1e-9)}
-        if self._index.data:
-            figures["eval/correct"] = self._index.correct / self._index.data
-            figures["rollout/turns_mean"] = self._index.turns / self._index.data
+        if counted := self._index.counted_rollouts():
+            figures["eval/correct"] = sum(rollout.correct for rollout in counted) / len(counted)
+            figures["rollout/turns_mean"] = sum(rollout.model_turns for rollout in counted) / len(counted)
         self._progress.update(self._done, figures)
 
 
