@@ -91,42 +91,43 @@ class RolloutIndex:
 
 
 async def benchmark_results(
-    one: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: AnswerGrader
+    problem_set: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: AnswerGrader
 ) -> BenchmarkResults:
     """Compute the results of one benchmark. Raises ValueError if all rollouts are excluded."""
-    rollouts = index.by_problem(one.name)
-    played = [rollouts.get(problem.id, []) for problem in one.problems]
-    data = [[rollout for rollout in part if not rollout.is_excluded] for part in played]
-    samples, correct = [len(part) for part in data], [sum(rollout.correct for rollout in part) for part in data]
+    by_problem = index.by_problem(problem_set.name)
+    rollouts = [by_problem.get(problem.id, []) for problem in problem_set.problems]
+    counted = [[rollout for rollout in part if not rollout.is_excluded] for part in rollouts]
+    samples = [len(part) for part in counted]
+    correct = [sum(rollout.correct for rollout in part) for part in counted]
     score = avg_at_k(samples, correct)
     votes = [
         await count_votes([(rollout.answer, _verdict_for_vote(rollout)) for rollout in part], grader)
-        for part in data
+        for part in counted
         if part
     ]
     families = defaultdict(list)
-    for problem, part in zip(one.problems, data, strict=True):
-        if part:
-            families[problem.family].append(sum(rollout.correct for rollout in part) / len(part))
-    flat = [rollout for part in data for rollout in part]
-    everything = [rollout for part in played for rollout in part]
+    for problem, n, c in zip(problem_set.problems, samples, correct, strict=True):
+        if n:
+            families[problem.family].append(c / n)
+    all_counted = [rollout for part in counted for rollout in part]
+    all_rollouts = [rollout for part in rollouts for rollout in part]
     return {
-        **one.record(),
+        **problem_set.record(),
         "avg": cast(ScoreRecord, asdict(score)),
         "pass": {str(k): _pass_at_k(samples, correct, k) for k in ks},
-        "maj": maj_at_n(votes) if any(rollout.verdict is not None for rollout in flat) else None,
+        "maj": maj_at_n(votes) if any(rollout.verdict is not None for rollout in all_counted) else None,
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
-        "kinds": {kind: sum(rollout.result_kind == kind for rollout in everything) for kind in RESULT_KINDS},
-        **_rollout_statistics(flat),
-        "excluded": _count_excluded(everything),
-        "rollouts": len(everything),
+        "kinds": {kind: sum(rollout.result_kind == kind for rollout in all_rollouts) for kind in RESULT_KINDS},
+        **_rollout_statistics(all_counted),
+        "excluded": _count_excluded(all_rollouts),
+        "rollouts": len(all_rollouts),
         "seconds": {
-            "mean": _mean(rollout.seconds for rollout in flat),
-            "max": max(rollout.seconds for rollout in flat),
+            "mean": _mean(rollout.seconds for rollout in all_counted),
+            "max": max(rollout.seconds for rollout in all_counted),
         },
         "per_problem": {
             problem.id: {"samples": n, "correct": c}
-            for problem, n, c in zip(one.problems, samples, correct, strict=True)
+            for problem, n, c in zip(problem_set.problems, samples, correct, strict=True)
         },
     }
 
@@ -156,26 +157,26 @@ def _verdict_for_vote(rollout: RolloutSummary) -> Verdict:
     return Verdict.CORRECT if rollout.correct else Verdict.INCORRECT
 
 
-def _rollout_statistics(data: Sequence[RolloutSummary]) -> RolloutStatistics:
-    ended = Counter(rollout.ended.value for rollout in data)
+def _rollout_statistics(counted: Sequence[RolloutSummary]) -> RolloutStatistics:
+    ended = Counter(rollout.ended.value for rollout in counted)
     truncated = {kind.value: ended[kind.value] for kind in Ended if kind.is_truncation}
     return {
         "ended": dict(sorted(ended.items())),
         "verdicts": dict(
-            sorted(Counter(rollout.verdict.value for rollout in data if rollout.verdict is not None).items())
+            sorted(Counter(rollout.verdict.value for rollout in counted if rollout.verdict is not None).items())
         ),
-        "turns": _mean(rollout.model_turns for rollout in data),
+        "turns": _mean(rollout.model_turns for rollout in counted),
         "tool_calls": {
-            "mean": _mean(len(rollout.outcomes) for rollout in data),
-            "outcomes": dict(sorted(Counter(outcome for rollout in data for outcome in rollout.outcomes).items())),
+            "mean": _mean(len(rollout.outcomes) for rollout in counted),
+            "outcomes": dict(sorted(Counter(outcome for rollout in counted for outcome in rollout.outcomes).items())),
         },
-        "truncated": {"share": sum(truncated.values()) / len(data), **truncated},
-        "void_share": ended[Ended.VOID_TURN.value] / len(data),
+        "truncated": {"share": sum(truncated.values()) / len(counted), **truncated},
+        "void_share": ended[Ended.VOID_TURN.value] / len(counted),
         "tokens": {
-            "prompt_mean": _mean(rollout.prompt_tokens for rollout in data),
-            "model_mean": _mean(rollout.model_tokens for rollout in data),
-            "response_mean": _mean(rollout.tokens for rollout in data),
-            "model_total": sum(rollout.model_tokens for rollout in data),
+            "prompt_mean": _mean(rollout.prompt_tokens for rollout in counted),
+            "model_mean": _mean(rollout.model_tokens for rollout in counted),
+            "response_mean": _mean(rollout.tokens for rollout in counted),
+            "model_total": sum(rollout.model_tokens for rollout in counted),
         },
     }
 

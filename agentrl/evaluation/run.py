@@ -113,7 +113,7 @@ async def run_rollouts(
             sampler = await open_sampler(settings, output)
             stack.push_async_callback(sampler.close)
         prompts = await _prompts(sets, environment)
-        unfit = sampler.prompts_too_long(prompts)
+        too_long = sampler.prompts_too_long(prompts)
         record = build_provenance(
             settings,
             sets,
@@ -131,23 +131,23 @@ async def run_rollouts(
         index = RolloutIndex()
         for transcript in directory.transcripts():
             index.add(transcript)
-        if unfit:
-            _record_as_truncated(unfit, settings, sets, console, log, index)
+        if too_long:
+            _record_as_truncated(too_long, settings, sets, console, log, index)
         await _sample_missing(sampler, environment, settings, sets, console, log, index)
     return directory
 
 
 def _record_as_truncated(
-    unfit: Mapping[tuple[str, str], int],
+    prompt_lengths: Mapping[tuple[str, str], int],
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],
     console: Console,
     log: RolloutLog,
     index: RolloutIndex,
 ) -> None:
-    """Record the samples of problems in ``unfit`` as truncated before their first token."""
+    """Record the samples of the problems in ``prompt_lengths`` as truncated before their first token."""
     for sample in index.samples_to_run(sets, settings.evaluation.samples):
-        tokens = unfit.get((sample.benchmark, sample.problem.id))
+        tokens = prompt_lengths.get((sample.benchmark, sample.problem.id))
         if tokens is None:
             continue
         transcript = Transcript(
@@ -161,12 +161,12 @@ def _record_as_truncated(
         )
         log.append(transcript)
         index.add(transcript)
-    names = [problem for _, problem in unfit]
+    names = [problem for _, problem in prompt_lengths]
     named = ", ".join([*names[:_MOST_NAMED_PROBLEMS], *(["..."] if len(names) > _MOST_NAMED_PROBLEMS else [])])
     console.warning(
-        f"{len(unfit)} problems ({named}) have prompts of up to {max(unfit.values())} tokens, which leave no room for "
-        f"a response of {settings.rollout.max_response_tokens} tokens (evaluation.max_response_tokens): their rollouts "
-        "are not sampled and count as truncated and wrong"
+        f"{len(prompt_lengths)} problems ({named}) have prompts of up to {max(prompt_lengths.values())} tokens, which "
+        f"leave no room for a response of {settings.rollout.max_response_tokens} tokens "
+        "(evaluation.max_response_tokens): their rollouts are not sampled and count as truncated and wrong"
     )
 
 
