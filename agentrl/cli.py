@@ -139,10 +139,6 @@ def evaluate(
     k: Annotated[str, _option("K", "k of pass@k, separated by commas; default: 1, 2, 4 .. n", "--k")] = "",
     preset: Annotated[str | None, _option("NAME", "simpletir or otb-paper")] = None,
     output: Annotated[Path | None, _option("DIR", "output directory; default: evaluations/MODEL-HASH")] = None,
-    conversations: Annotated[
-        int | None,
-        _option("N", "conversations per problem in report.html; default: as many as fit into 10 MB", minimum=0),
-    ] = None,
     falsified: Annotated[bool, typer.Option("--falsified", help="also evaluate with falsified observations")] = False,
     check_data: Annotated[
         bool,
@@ -165,7 +161,6 @@ def evaluate(
         data_dir=data_dir,
         output=output,
         ks=parse_integers("--k", k),
-        conversations=conversations,
     )
     if check_data:
         from agentrl.evaluation.benchmarks import check_benchmarks_command

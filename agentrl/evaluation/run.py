@@ -7,10 +7,10 @@ import hashlib
 import itertools
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, aclosing, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import FalsifiedEnvironment, ProblemSet, problem_records, problem_sets
@@ -44,10 +44,8 @@ _MOST_CONSECUTIVE_FAILURES = 100
 _MOST_NAMED_PROBLEMS = 3  # maximum number of problems named in a warning
 
 
-class WriteReport(Protocol):
-    """Function that writes the page of an evaluation, such as :func:`agentrl.viewer.export.export_evaluation`."""
-
-    def __call__(self, path: Path, out: Path, *, conversations: int | None) -> None: ...
+WriteReport = Callable[[Path, Path], None]
+"""Function that writes the page of the evaluation in a directory to a file, such as `export_evaluation`."""
 
 
 def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *, write_report: WriteReport) -> Results:
@@ -266,7 +264,7 @@ def write_results(
     directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
     if settings.telemetry.plots:
         draw_results(results, directory.plots)
-    write_report(directory.path, directory.report, conversations=request.conversations)
+    write_report(directory.path, directory.report)
     for table in tables:
         console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
     _warn_of_unparsable_references(results, console)

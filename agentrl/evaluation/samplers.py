@@ -44,14 +44,6 @@ print(min(x * x - 4 * x + 1 for x in range(-10, 11)))
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class _ReferenceModel:
-    """Weight digest and probe scores of the model as loaded by this process."""
-
-    fingerprint: str
-    probe: Probe
-
-
 async def open_and_verify(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
     """Open the engine, verify its weights and return the fingerprint of the model in ``model.path``.
 
@@ -60,19 +52,19 @@ async def open_and_verify(managed: ManagedEngine, settings: EvaluationSections, 
     """
     try:
         reading = asyncio.to_thread(_read_reference, settings, codec)
-        reference, _ = await asyncio.gather(reading, managed.open())
-        problem = await managed.verify(0, reference.probe)
+        (fingerprint, probe), _ = await asyncio.gather(reading, managed.open())
+        problem = await managed.verify(0, probe)
         if problem is not None:
             raise WorldError(f"{problem}, although it was started with this model")
     except BaseException:
         await managed.close()
         raise
-    return reference.fingerprint
+    return fingerprint
 
 
 @torch.inference_mode()
-def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _ReferenceModel:
-    """Load the model, score the probe, and release the model."""
+def _read_reference(settings: EvaluationSections, codec: TextCodec) -> tuple[str, Probe]:
+    """Load the model, and return its fingerprint and its scores of the probe."""
     policy = settings.model.model_copy(update={"attention": "sdpa"})
     model = read_model(str(settings.model.path), policy).eval()
     token_ids = codec.encode(PROBE)[: settings.rollout.max_prompt_tokens]
@@ -80,7 +72,7 @@ def _read_reference(settings: EvaluationSections, codec: TextCodec) -> _Referenc
     log_probs = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, :-1].float(), dim=-1)
     scores = tuple(log_probs.gather(1, ids[0, 1:, None])[:, 0].tolist())
     probe = Probe(token_ids=token_ids, log_probs=scores, checksums=add_tied_head(checksums(model.named_parameters())))
-    return _ReferenceModel(fingerprint=model_fingerprint(model.state_dict().items()), probe=probe)
+    return model_fingerprint(model.state_dict().items()), probe
 
 
 ProblemKey = tuple[str, str]

@@ -161,17 +161,12 @@ class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationRequest:
-    """Command-line options that are not settings.
-
-    Empty ``ks`` means 1, 2, 4 .. n. ``conversations`` limits the conversations per problem in the report. With None,
-    the report contains as many as fit into 10 MB.
-    """
+    """Command-line options that are not settings. Empty ``ks`` means 1, 2, 4 .. n."""
 
     benchmarks: tuple[str, ...] = ()
     data_dir: Path | None = None
     output: Path | None = None
     ks: tuple[int, ...] = ()
-    conversations: int | None = None
 
 
 def overrides_from_options(

@@ -119,11 +119,14 @@ _EVALUATED = "rows of evaluations"
 _CLIPPING = "the loss clips"
 _ZERO = "0"
 
-_GENERAL = (
+SECTIONS: dict[str, tuple[Metric, ...]] = {}
+"""Built-in metrics by section of docs/reference/metrics.md."""
+
+SECTIONS["General"] = (
     Metric("step", "steps", "Number of completed training steps; for an evaluation, the steps before it."),
     Metric("tokens_per_s", "tokens/s", "`rollout/model_tokens / time/step_s`."),
 )
-_REWARD = (
+SECTIONS["Reward"] = (
     Metric("reward/mean", "reward", "Mean reward of the step's rollouts, except greedy and excluded rollouts.",
            "rises", _DATA, "reward"),
     Metric("reward/stderr", "reward", "Standard error of `reward/mean` with groups as clusters.", "", "two groups"),
@@ -139,7 +142,7 @@ _REWARD = (
     Metric("rewards/{function}", "reward", "Mean of one reward function of `reward.functions`, without its weight.", "",
            "`reward.functions`"),
 )  # fmt: skip
-_POLICY = (
+SECTIONS["Policy"] = (
     Metric("policy/entropy", "nats/token", "Mean entropy of the next-token distribution, over model tokens.",
            "falls slowly", _TRAINED, "entropy", "entropy {:.3f}"),
     Metric("policy/gradient_norm", "", "Gradient norm before clipping, averaged over the step's updates.",
@@ -191,7 +194,7 @@ _POLICY = (
            "the loss's setting",
            "`clip_cov` and `kl_cov`"),
 )  # fmt: skip
-_ROLLOUT = (
+SECTIONS["Rollouts"] = (
     Metric("rollout/turns_mean", "turns", "Mean number of turns per rollout.", "", _DATA, "turns", "turns {:.1f}"),
     Metric("rollout/turns_max", "turns", "Largest number of turns of a trajectory.", "", _DATA),
     Metric("rollout/tool_calls_mean", "calls", "Mean number of tool calls per rollout.", "", _DATA, "tool calls"),
@@ -225,7 +228,7 @@ _ROLLOUT = (
     Metric("rollout/preemptions", "requests", "Requests that the engine preempted because its cache was full.", _ZERO,
            _VLLM),
 )  # fmt: skip
-_GROUPS = (
+SECTIONS["Groups"] = (
     Metric("groups/issued", "groups", "Groups sampled for this step."),
     Metric("groups/trained", "groups", "Groups that the step trained on.", "`rollout.problems_per_step`"),
     Metric("groups/surplus", "groups", "Groups with a training signal that the step did not need.", "small"),
@@ -243,7 +246,7 @@ _GROUPS = (
            "less than half of `groups/issued`"),
 )  # fmt: skip
 _LEARNS = "`rollout.budget` or `data.curriculum`"
-_BUDGET = (
+SECTIONS["Budgets"] = (
     Metric("budget/rollouts_min", "rollouts", "Smallest number of rollouts of a problem, without greedy rollouts.", "",
            _LEARNS),
     Metric("budget/rollouts_max", "rollouts", "Largest number of rollouts of a problem.", "", _LEARNS),
@@ -257,7 +260,7 @@ _BUDGET = (
            "Mean distance between a problem's estimated probability of success and its fraction of successes.", "falls",
            _LEARNS),
 )  # fmt: skip
-_STALENESS = (
+SECTIONS["Staleness"] = (
     Metric("staleness/mean", "steps", "Mean age of the model tokens.",
            "0 if synchronous; at most about 1 if overlapped", _DATA, "mean"),
     Metric("staleness/max", "steps", "Age of the oldest model token.", "at most `rollout.max_staleness`",
@@ -267,7 +270,7 @@ _STALENESS = (
     Metric("queue/finished_groups", "groups", "Finished groups waiting for the trainer.", "", _AHEAD),
     Metric("queue/running_groups", "groups", "Groups being sampled.", "", _AHEAD),
 )  # fmt: skip
-_VARIANCE = (
+SECTIONS["Variance of the gradient"] = (
     Metric("variance/total_power", "",
            "Total power (OTB paper, Eq. 65): mean over trajectories of `sum_t w_t A_t^2`, or `W A^2` if all tokens of "
            "a trajectory have the same advantage. `w` is `policy/energy`, a norm with respect to the logits.",
@@ -289,7 +292,7 @@ _VARIANCE = (
     Metric("variance/head_exact_pure_noise", "", "Pure noise of the head's weight, exact: `(P - S) / (groups - 1)`, "
            "the variance of the mean gradient.", "much less than S", _HEAD_EXACT, "head exact: pure noise"),
 )  # fmt: skip
-_CORRECTIONS = (
+SECTIONS["Rollout correction"] = (
     Metric("correction/mean_abs_difference", "nats/token", "Mean `|log rho|`, `rho = p_trainer / p_engine`, over all "
            "model tokens.", "small", _CORRECTION),
     Metric("correction/max_abs_difference", "nats", "Largest `|log rho|` of a token.", "", _CORRECTION),
@@ -312,7 +315,7 @@ _CORRECTIONS = (
     Metric("correction/weight_mean", "", "Mean weight of the remaining tokens, before normalization.", "near 1",
            _CORRECTION),
 )  # fmt: skip
-_CRITICS = (
+SECTIONS["Critic"] = (
     Metric("critic/loss", "", "Half of the mean squared error, clipped if `critic.clip` is set.", "falls", _CRITIC),
     Metric("critic/squared_error", "reward²", "Mean `(value - return)^2`.", "falls", _CRITIC),
     Metric("critic/explained_variance", "share", "`1 - Var(return - value) / Var(return)`.",
@@ -324,18 +327,18 @@ _CRITICS = (
            _CRITIC),
     Metric("critic/gradient_norm", "", "Norm of the critic's gradient before clipping.", "steady", _CRITIC),
 )  # fmt: skip
-_KL = (
+SECTIONS["Reference policy"] = (
     Metric("kl/mean", "nats/token", "Mean divergence from the reference policy, by `kl.estimator`.", "grows slowly",
            "`kl.coefficient` is set"),
     Metric("kl/coefficient", "", "Weight of the penalty, which `kl.controller=adaptive` changes.", "",
            "`kl.coefficient` is set"),
 )  # fmt: skip
-_TEACHERS = (
+SECTIONS["Teacher"] = (
     Metric("teacher/divergence", "nats/token", "Mean divergence from the teacher, by `teacher.objective`.", "falls",
            "with a teacher"),
     Metric("teacher/coefficient", "", "Weight of the divergence in the loss.", "", "with a teacher"),
 )  # fmt: skip
-_GATEWAY = (
+SECTIONS["Agent programs"] = (
     Metric("gateway/branches_mean", "trajectories", "Mean number of trajectories per rollout; 1 if no rollout "
            "branches.", "near 1", _AGENTS),
     Metric("gateway/generations_mean", "requests", "Mean number of replies sampled per rollout.", "", _AGENTS),
@@ -347,7 +350,7 @@ _GATEWAY = (
     Metric("gateway/miss_{cause}", "requests", "Number of requests that did not continue the last reply, by "
            "cause ([agents.md](../how-to/agents.md#what-is-trained)).", _ZERO, _AGENTS),
 )  # fmt: skip
-_TIME = (
+SECTIONS["Time"] = (
     Metric("time/step_s", "s", "Duration of the whole step."),
     Metric("time/train_idle_s", "s", "Time for which the trainer waited for its batch.",
            "small if `rollout.schedule` runs ahead", label="waiting for rollouts"),
@@ -363,7 +366,7 @@ _TIME = (
     Metric("time/rollout_idle_s", "s", "Time without any rollout in progress."),
     Metric("optimizer/learning_rate", "", "Learning rate of the next update.", "follows `optimizer.schedule`"),
 )  # fmt: skip
-_EVALUATION = (
+SECTIONS["Evaluation"] = (
     Metric("eval/avg_at_k", "share", "Mean fraction of correct answers on the held-out problems.", "rises", _EVALUATED,
            "held-out score"),
     Metric("eval/low", "share", "Lower end of the 95 % interval of `eval/avg_at_k` for these problems.", "",
@@ -379,23 +382,6 @@ _EVALUATION = (
            "a low score", _EVALUATED),
 )  # fmt: skip
 
-SECTIONS: dict[str, tuple[Metric, ...]] = {
-    "General": _GENERAL,
-    "Reward": _REWARD,
-    "Policy": _POLICY,
-    "Rollouts": _ROLLOUT,
-    "Groups": _GROUPS,
-    "Budgets": _BUDGET,
-    "Staleness": _STALENESS,
-    "Variance of the gradient": _VARIANCE,
-    "Rollout correction": _CORRECTIONS,
-    "Critic": _CRITICS,
-    "Reference policy": _KL,
-    "Teacher": _TEACHERS,
-    "Agent programs": _GATEWAY,
-    "Time": _TIME,
-    "Evaluation": _EVALUATION,
-}
 METRICS: dict[str, Metric] = {metric.name: metric for section in SECTIONS.values() for metric in section}
 _FAMILIES = tuple(metric for metric in METRICS.values() if "{" in metric.name)
 

@@ -39,7 +39,7 @@ from agentrl.viewer.trajectories import build_page, step_rows
 STATIC = Path(__file__).parent / "static"
 RUN_ID, EVALUATION_ID = "run", "evaluation"
 _LARGEST_RUN = 100_000_000  # bytes; larger files open slowly and cannot be sent by mail
-_LARGEST_REPORT = 9_500_000  # bytes of conversations in a page that opens quickly; used if their number is not set
+_LARGEST_REPORT = 9_500_000  # bytes of conversations in a page that opens quickly
 _POLICY = (
     "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
@@ -73,29 +73,28 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
     atomic_write(out, write)
 
 
-def export_evaluation(path: Path, out: Path, *, conversations: int | None = None) -> None:
-    """Write the page of an evaluation with at most ``conversations`` per problem, alternating right and wrong.
+def export_evaluation(path: Path, out: Path) -> None:
+    """Write the page of an evaluation with all conversations, or as many per problem as fit into 10 MB.
 
-    By default, the page contains all conversations, or as many per problem as fit into 10 MB. Raises WorldError if
-    the page cannot be written.
+    Conversations alternate between right and wrong ones. Raises WorldError if the page cannot be written.
     """
     answers: dict[str, object] = {
         "/library": {"runs": [], "evaluations": [{"id": EVALUATION_ID, "name": path.name, **evaluation_summary(path)}]},
         f"/evaluations/{EVALUATION_ID}": evaluation_page(path),
     }
-    packed = [*map(_pack_answer, answers.items()), *_pack_rollouts(path, conversations)]
+    packed = [*map(_pack_answer, answers.items()), *_pack_rollouts(path)]
     parts = _page_parts(f"/evaluation/{EVALUATION_ID}", packed)
     atomic_write(out, lambda file: file.writelines(part.encode() for part in parts))
 
 
-def _pack_rollouts(path: Path, conversations: int | None) -> list[str]:
-    """Pack the pages of rollouts in the order of :func:`rank_rollouts`, limited by ``conversations`` or size."""
+def _pack_rollouts(path: Path) -> list[str]:
+    """Pack the pages of rollouts in the order of :func:`rank_rollouts`, as many per problem as fit into the page."""
     rank_of = rank_rollouts(rollout_rows(path))
-    count = max(rank_of.values(), default=-1) + 1 if conversations is None else conversations
-    if conversations is None:
-        # Estimate the count from the size of the compressed file, to avoid packing more than fits.
-        stored = (path / "rollouts.jsonl.zst").stat().st_size if rank_of else 0
-        count = min(count, max(1, count * 4 * _LARGEST_REPORT // max(1, stored)))
+    if not rank_of:
+        return []
+    # Estimate the number per problem from the size of the compressed file, to avoid packing more than fits.
+    count = max(rank_of.values()) + 1
+    count = min(count, max(1, count * 4 * _LARGEST_REPORT // (path / "rollouts.jsonl.zst").stat().st_size))
     problems = problems_by_key(path)
     packed: dict[int, list[str]] = defaultdict(list)
     for index, record in enumerate(rollout_records(path)):
@@ -103,9 +102,8 @@ def _pack_rollouts(path: Path, conversations: int | None) -> list[str]:
         if rank is not None and rank < count:
             answer = page_of_rollout(record, problems)
             packed[rank].append(_pack_answer((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
-    if conversations is None:
-        sizes = accumulate(sum(map(len, packed[rank])) for rank in range(count))
-        count = max(1, sum(size <= _LARGEST_REPORT for size in sizes))
+    sizes = accumulate(sum(map(len, packed[rank])) for rank in range(count))
+    count = max(1, sum(size <= _LARGEST_REPORT for size in sizes))
     return [part for rank in range(count) for part in packed[rank]]
 
 

@@ -34,7 +34,7 @@ def hostile(sample: Sample) -> Any:
 async def evaluation(tmp_path: Path) -> Path:
     sets = [problem_set(2, name=HOSTILE, statement=HOSTILE, answer=HOSTILE, info=COLUMNS)]
     await play(WrittenSampler(hostile), tmp_path, sets, "rollout.retries=0")
-    await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=0", conversations=2)
+    await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=0")
     return tmp_path
 
 
@@ -57,7 +57,7 @@ def test_the_report_contains_the_answers_of_the_server(evaluation: Path) -> None
         index = address.rpartition("/")[2]
         assert held[address] == client.get(f"/api/evaluations/{about['id']}/{index}").json()
     samples = sorted((one["rollout"]["problem"], one["rollout"]["sample"]) for one in rollouts_in(evaluation))
-    assert samples == [("p0", 0), ("p0", 1), ("p1", 0), ("p1", 1)]  # a wrong one and a right one of each problem
+    assert samples == [(problem, sample) for problem in ("p0", "p1") for sample in range(4)]
 
 
 def test_hostile_text_is_data(evaluation: Path) -> None:
@@ -96,7 +96,7 @@ async def test_the_last_attempt_is_what_is_shown(tmp_path: Path) -> None:
 
     sets = [problem_set(1)]
     await play(WrittenSampler(write), tmp_path, sets, "rollout.retries=1")
-    await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=1", conversations=9)
+    await asyncio.to_thread(results, tmp_path, sets, "rollout.retries=1")
     page: Any = answers(page_of(tmp_path))["/evaluations/evaluation"]
     assert [row["kind"] for row in page["rollouts"]] == ["correct"] * 4
     assert [one["rollout"]["verdict"] for one in rollouts_in(tmp_path)] == ["correct"] * 4
