@@ -86,8 +86,9 @@ def dotted_keys(record: Mapping[str, object], prefix: str = "") -> dict[str, obj
     """
     flat: dict[str, object] = {}
     for key, value in record.items():
-        is_list_of_mappings = isinstance(value, list) and any(isinstance(item, Mapping) for item in value)
-        nested = dict(enumerate(value)) if is_list_of_mappings else value  # type: ignore[call-overload]
+        nested = value
+        if isinstance(value, list) and any(isinstance(item, Mapping) for item in value):
+            nested = {str(index): item for index, item in enumerate(value)}
         if isinstance(nested, Mapping) and nested:
             flat |= dotted_keys(nested, f"{prefix}{key}.")
         else:

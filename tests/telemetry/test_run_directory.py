@@ -169,7 +169,7 @@ def test_repair_keeps_exactly_the_whole_lines(
 
 
 def test_trajectories_are_compressed_and_come_back(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trajectory_file, "_BLOCK", 600)  # four blocks
+    monkeypatch.setattr(trajectory_file, "_MIN_BLOCK_SIZE", 600)  # four blocks
     seen = {"origin": "observation", "token_ids": [3, 4], "log_probs": [], "text": "é"}
     rows = [
         {

@@ -109,7 +109,7 @@ def test_a_rank_without_rows_writes_a_file_without_rows(tmp_path: Path) -> None:
 
 
 def test_only_the_blocks_that_are_asked_for_are_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.telemetry.tokens._TOKENS_OF_A_BLOCK", 4)
+    monkeypatch.setattr("agentrl.telemetry.tokens._MIN_BLOCK_TOKENS", 4)
     write_tokens(tmp_path / "t", facts(), [row(group) for group in range(5)])
     file = TokenFile(tmp_path / "t")
     assert [key.group for key in file.stored_keys()] == [0, 1, 2, 3, 4]
