@@ -83,7 +83,7 @@ async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[
     assert parameters["stop_token_ids"] == [256, 258]  # generation_config's are among them
     opened = await open_sampler(settings(f"model.path={model}", "model.dtype=float32"), tmp_path)
     assert record["model"] == opened.model_record()  # read here, the same model has the same fingerprint
-    assert opened.sampler() == {"name": "transformers", "dtype": "float32"}
+    assert opened.engine_record() == {"name": "transformers", "dtype": "float32"}
     await opened.close()
 
 

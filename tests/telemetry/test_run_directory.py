@@ -229,7 +229,7 @@ def test_unreadable_trajectories_are_named(run: RunDirectory) -> None:
         run.require_trajectories(5)
     with pytest.raises(SettingsError, match=earlier):
         list(Run(run.path).trajectories())
-    assert earlier in str(run_summary(run)["problems"])
+    assert earlier in str(run_summary(run)["warnings"])
 
 
 @pytest.mark.parametrize("numbers", [{"token_ids": [1 << 31]}, {"log_probs": [None]}])
