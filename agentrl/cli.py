@@ -27,7 +27,7 @@ app = typer.Typer(
 )
 
 SHORT_SPIN_VARIABLES = {"OMP_WAIT_POLICY": "active", "GOMP_SPINCOUNT": "1000", "KMP_BLOCKTIME": "0"}
-"""Environment variables for short spinning of OpenMP threads; see :func:`shorten_openmp_spinning`."""
+"""Environment variables for short spinning of OpenMP threads; see :func:`shorten_spinning`."""
 
 
 def _option(metavar: str, about: str, *names: str, minimum: int | None = None) -> OptionInfo:
@@ -420,7 +420,7 @@ def main() -> None:
 
 def prepare_process() -> None:
     """Configure OpenMP and logging, before a command imports its libraries."""
-    shorten_openmp_spinning()
+    shorten_spinning()
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports the failure
 
 
@@ -437,7 +437,7 @@ def _exit_code(error: Exception) -> int | None:
     return 2 if isinstance(error, EnvironmentContractError | PluginError | SandboxError) else None
 
 
-def shorten_openmp_spinning() -> None:
+def shorten_spinning() -> None:
     """Make OpenMP threads sleep after a few microseconds at a barrier, unless the user has set OMP_WAIT_POLICY.
 
     Call it before torch is imported, because OpenMP reads its variables once. By default, libgomp's threads spin for

@@ -11,10 +11,10 @@ import hypothesis
 import psutil
 import pytest
 
-from agentrl.cli import shorten_openmp_spinning
+from agentrl.cli import shorten_spinning
 
 # Must come before torch is loaded.
-shorten_openmp_spinning()
+shorten_spinning()
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # each worker and each rank of a training has one core
 # The processes that tests start import thousands of modules, and should find them compiled.
 os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

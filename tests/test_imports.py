@@ -70,10 +70,10 @@ def _imports(file: Path) -> list[str]:
 
 def test_the_command_line_sets_the_waiting_of_threads_before_torch_is_imported() -> None:
     code = (
-        "import os\nfrom agentrl.cli import SHORT_SPIN_VARIABLES, shorten_openmp_spinning\n"
+        "import os\nfrom agentrl.cli import SHORT_SPIN_VARIABLES, shorten_spinning\n"
         "def chosen(**given):\n"
         "    for name in SHORT_SPIN_VARIABLES:\n        os.environ.pop(name, None)\n"
-        "    os.environ.update(given)\n    shorten_openmp_spinning()\n"
+        "    os.environ.update(given)\n    shorten_spinning()\n"
         "    return {name: os.environ[name] for name in SHORT_SPIN_VARIABLES if name in os.environ}\n"
         "assert chosen() == SHORT_SPIN_VARIABLES\n"
         "assert chosen(GOMP_SPINCOUNT='5') == {**SHORT_SPIN_VARIABLES, 'GOMP_SPINCOUNT': '5'}\n"

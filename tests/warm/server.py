@@ -45,10 +45,10 @@ def areas() -> tuple[Area, Area]:
 
 def load() -> None:
     """Import what commands import. Nothing of it may start a thread, which a fork would lose."""
-    from agentrl.cli import shorten_openmp_spinning
+    from agentrl.cli import shorten_spinning
 
     del sys.modules["agentrl.cli"]
-    shorten_openmp_spinning()
+    shorten_spinning()
     import deepspeed  # noqa: F401
 
     import agentrl.models.loading
