@@ -76,6 +76,10 @@ def test_rollouts_in_rounds_need_a_container_each(command: str) -> None:
     ("toml", "message"),
     [
         ("[environment", "is not valid TOML"),
+        ("environment = 'x'", "environment='x': Input should be a valid dictionary"),
+        ("verifier = 3", "verifier=3: Input should be a valid dictionary"),
+        ("[environment]\nmemory = 'much'", r"environment\.memory='much': .*write a size such as '2G'"),
+        ("[environment.healthcheck]\nretries = 2", r"environment\.healthcheck\.command=.*: Field required"),
         ("[verifier]\ntimeout_sec = -1", r"verifier\.timeout_sec=-1: Input should be greater than 0"),
         ("[[steps]]\nname = 'a'", "steps: not supported; remove this task"),
         ("[environment]\ngpus = 1", r"environment\.gpus: not supported"),
@@ -102,6 +106,10 @@ def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> 
     (task / removed).unlink()
     with pytest.raises(PluginError, match=message):
         read_task(task)
+    (task / removed).write_bytes(b"\xff")
+    if removed.endswith(".md"):
+        with pytest.raises(PluginError, match=r"instruction\.md is not encoded in UTF-8: .* byte 0xff in position 0"):
+            read_task(task)
     with pytest.raises(PluginError, match=r"contains no tasks: neither task\.toml nor \*/task\.toml exists"):
         list(task_rows(str(task / "environment")))
 
@@ -127,10 +135,30 @@ def test_an_empty_command_is_refused() -> None:
         program_for_environment("harbor:tasks: ", {}, AgentGatewaySettings())
 
 
+@pytest.mark.parametrize(
+    ("file", "message"),
+    [("docker-compose.yaml", "docker-compose"), ("more.txt", r"files in environment/ without a Dockerfile")],
+)
+def test_environments_of_several_files_are_refused(file: str, message: str, tmp_path: Path) -> None:
+    task = a_task(tmp_path / "task", toml="[environment]\ndocker_image = 'python'")
+    (task / "environment" / "Dockerfile").rename(task / "environment" / file)
+    with pytest.raises(PluginError, match=f"{message}.*: not supported"):
+        read_task(task)
+
+
 def test_sizes_of_the_first_schema_version_are_read(tmp_path: Path) -> None:
-    for text, expected in (("memory = '2G'", 2048), ("memory = '512M'", 512), ("memory_mb = 64", 64)):
-        task = read_task(a_task(tmp_path / text, toml=f"version = '1.0'\n[environment]\n{text}"))
+    sizes = {"'2G'": 2048, "'2GB'": 2048, "'1.5 GiB'": 1536, "'512M'": 512, "'65536K'": 64}
+    for text, expected in sizes.items():
+        task = read_task(a_task(tmp_path / text, toml=f"version = '1.0'\n[environment]\nmemory = {text}"))
         assert task.config.environment.memory_mb == expected
+    assert read_task(a_task(tmp_path / "mb", toml="[environment]\nmemory_mb = 64")).config.environment.memory_mb == 64
+
+
+def test_lines_that_mark_benchmark_data_are_not_shown(tmp_path: Path) -> None:
+    task = a_task(tmp_path / "task")
+    text = "<!-- harbor-canary GUID 1 -->\n# Canary 2\n\n# Title\nFeed the canary. # canary\n"
+    (task / "instruction.md").write_text(text, encoding="utf-8")
+    assert read_task(task).instruction == "# Title\nFeed the canary. # canary"
 
 
 def test_an_image_is_identified_by_the_contents_of_its_files(tmp_path: Path) -> None:
@@ -208,6 +236,23 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
     finally:
         await container.close()
     assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=task"})
+
+
+@pytest.mark.slow
+async def test_a_container_is_used_once_its_health_check_succeeds(containers: TaskContainers, tmp_path: Path) -> None:
+    check = "[environment]\nbuild_timeout_sec = 0.9\n[environment.healthcheck]\ninterval_sec = 0\nretries = {}\n{}"
+    counted = "command = 'echo >> /tmp/n; [ $(wc -l < /tmp/n) = 3 ] || { echo not yet; false; }'"
+    await (await containers.start(read_task(TASKS / "write-word"))).close()  # builds the image
+    healthy = a_task(tmp_path / "healthy", toml=check.format(3, counted))
+    assert await rewarded(containers, read_task(healthy), "[ $(wc -l < /tmp/n) = 3 ]") == 1.0
+    sick = a_task(tmp_path / "sick", toml=check.format(2, counted))
+    with pytest.raises(UnavailableError, match="task sick did not start: its health check failed 2 times: not yet"):
+        await containers.start(read_task(sick))
+    assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=sick"})
+    slow = a_task(tmp_path / "slow", toml="[environment]\nbuild_timeout_sec = 0.001")
+    (slow / "environment" / "Dockerfile").write_text(f"FROM {BASE_IMAGE}\nRUN sleep 60\n", encoding="utf-8")
+    with pytest.raises(UnavailableError, match=r"Docker: .*timed out"):
+        await containers.start(read_task(slow))
 
 
 @pytest.mark.slow

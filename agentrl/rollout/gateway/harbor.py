@@ -57,7 +57,11 @@ class ContainerCommand(AgentProgram):
             self._ready[access.name] = container, stack.pop_all()
 
     async def run(self, problem: Problem, access: Access) -> float:
-        """Run the command, then the verifier. Returns the reward. Raises AgentFailureError."""
+        """Run the command, then the verifier. Returns the reward. Raises AgentFailureError.
+
+        The verifier also runs if the command is stopped by the task's time limit, or fails after the policy has reached
+        a limit.
+        """
         assert self._gateway is not None, "the environment is not open"
         container, stack = self._ready.pop(access.name)
         async with stack:
@@ -66,14 +70,14 @@ class ContainerCommand(AgentProgram):
             try:
                 done = await container.execute(
                     f"exec >{_LOG} 2>&1\n{self._command}",
-                    timeout=min(self._settings.deadline, agent.timeout_sec or self._settings.deadline),
+                    timeout=agent.timeout_sec or self._settings.deadline,
                     user=agent.user,
                     environment=agent_variables(problem, replace(access, base_url=inside), self._settings),
                 )
-                if done.exit_code:
+                # As in Harbor, the time limit of the task is a limit of the policy, like its turns and tokens.
+                if done.exit_code and not done.stopped and not self._gateway.reached_limit(access):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
-                    reason = f"was stopped: {done.stopped}" if done.stopped else f"exit code {done.exit_code}"
-                    raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
+                    raise AgentFailureError(f"{self._command}: exit code {done.exit_code}\n{log.output.strip()}")
                 return await container.verify()
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error

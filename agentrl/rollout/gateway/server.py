@@ -226,6 +226,10 @@ class AgentGateway:
         """Stop serving a rollout."""
         del self._entries[access.name]
 
+    def reached_limit(self, access: Access) -> bool:
+        """Return True if a limit of turns, tokens or time has stopped a rollout."""
+        return self._entries[access.name].rollout.stopped is not None
+
     async def wait_until_taken(self, access: Access) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
         self._offered.put_nowait(access.name)

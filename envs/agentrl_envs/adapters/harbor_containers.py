@@ -25,7 +25,7 @@ from typing import Any, BinaryIO, TypeVar
 import docker
 from docker.errors import BuildError, DockerException, ImageNotFound, NotFound
 
-from agentrl_envs.adapters.harbor_tasks import HarborTask
+from agentrl_envs.adapters.harbor_tasks import HarborTask, Healthcheck
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.settings import ContainerSettings
 from agentrl_envs.threads import BlockingCalls
@@ -108,6 +108,8 @@ class TaskContainers:
                 if self._images.get(task.directory) is image:  # it may have been removed
                     del self._images[task.directory]
                 raise
+            if task.config.environment.healthcheck is not None:
+                await container.wait_until_healthy(task.config.environment.healthcheck)
         except BaseException as error:
             await container.close()
             if isinstance(error, UnavailableError):
@@ -135,7 +137,7 @@ class TaskContainers:
                 tag=tag,
                 buildargs=dict(arguments),
                 labels={LABEL: task.name},
-                timeout=int(environment.build_timeout_sec),
+                timeout=environment.build_timeout_sec,
                 rm=True,
                 forcerm=True,
             )
@@ -203,6 +205,16 @@ class TaskContainer:
             )
             self._stdin = self._container.attach_socket(params={"stdin": 1, "stream": 1})
             self._container.start()
+
+    async def wait_until_healthy(self, check: Healthcheck) -> None:
+        """Run the health check until it succeeds. Raises UnavailableError after ``check.retries`` failures."""
+        began, failures = time.monotonic(), 0
+        while (done := await self.execute(check.command, timeout=check.timeout_sec)).exit_code:
+            starting = time.monotonic() - began < check.start_period_sec
+            failures += not starting
+            if failures >= check.retries:
+                raise UnavailableError(f"its health check failed {failures} times: {done.output[-500:].strip()}")
+            await asyncio.sleep(check.start_interval_sec if starting else check.interval_sec)
 
     async def execute(
         self,

@@ -7,13 +7,14 @@ Harbor's package needs Python 3.12, so this module reads the parts of the format
 
 from __future__ import annotations
 
+import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, Field, ValidationError, field_validator
 
 from agentrl_envs.registry import PluginError
 from agentrl_envs.types import Problem
@@ -22,8 +23,12 @@ _UNSUPPORTED = (
     ("steps",),
     ("verifier", "environment"),
     ("verifier", "collect"),
-    *(("environment", name) for name in ("healthcheck", "mcp_servers", "gpus", "tpu", "skills_dir")),
+    *(("environment", name) for name in ("mcp_servers", "gpus", "tpu", "skills_dir")),
 )
+_SIZE = re.compile(r"\s*([\d.]+)\s*([KMG])(?:i?B)?\s*", re.IGNORECASE)
+_MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024}
+# Leading lines of an instruction that mark benchmark data. As in Harbor, agents do not see them.
+_CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)\s*(?:\n|\Z))+", re.IGNORECASE)
 
 
 class _Verifier(BaseModel):
@@ -37,21 +42,36 @@ class _Agent(BaseModel):
     user: str | int | None = None
 
 
+class Healthcheck(BaseModel):
+    """A command that must succeed before the agent starts."""
+
+    command: str
+    interval_sec: float = Field(5.0, ge=0)
+    timeout_sec: float = Field(30.0, gt=0)
+    start_period_sec: float = Field(0.0, ge=0)
+    start_interval_sec: float = Field(5.0, ge=0)
+    retries: int = Field(3, ge=1)
+
+
 class _Environment(BaseModel):
     build_timeout_sec: float = Field(600.0, gt=0)
     docker_image: str | None = None
     cpus: float | None = Field(None, gt=0)
-    memory_mb: int | None = Field(None, gt=0)
+    memory_mb: int | None = Field(None, gt=0, validation_alias=AliasChoices("memory", "memory_mb"))
     workdir: str | None = None
     env: dict[str, str] = {}
+    healthcheck: Healthcheck | None = None
 
-    @model_validator(mode="before")
+    @field_validator("memory_mb", mode="before")
     @classmethod
-    def _older(cls, values: dict[str, object]) -> dict[str, object]:
-        """Convert ``memory = "2G"`` of schema version 1.0 to ``memory_mb``."""
-        size = str(values.get("memory", ""))
-        factor = {"G": 1024, "M": 1}.get(size[-1:].upper())
-        return {"memory_mb": int(float(size[:-1]) * factor), **values} if factor else values
+    def _megabytes(cls, size: object) -> object:
+        """Convert ``memory = "2G"`` of schema version 1.0 to megabytes."""
+        if not isinstance(size, str):
+            return size
+        match = _SIZE.fullmatch(size)
+        if match is None:
+            raise ValueError("write a size such as '2G' or '512M'")
+        return int(float(match[1]) * _MEGABYTES[match[2].upper()])
 
 
 class _Config(BaseModel):
@@ -79,12 +99,10 @@ class HarborTask:
 def read_task(directory: Path) -> HarborTask:
     """Read a task. Raises PluginError if a file is missing or invalid, or if the task needs an unsupported feature."""
     file = directory / "task.toml"
+    text, instruction = _read(file), _CANARY.sub("", _read(directory / "instruction.md"))
     try:
-        values: dict[str, Any] = tomllib.loads(file.read_text(encoding="utf-8"))
-        instruction = (directory / "instruction.md").read_text(encoding="utf-8").strip()
+        values: dict[str, Any] = tomllib.loads(text)
         config = _Config.model_validate(values)
-    except OSError as error:
-        raise PluginError(f"{error.filename} cannot be read: {error.strerror}") from error
     except ValidationError as error:
         first = error.errors()[0]
         raise PluginError(f"{file}: {'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}") from error
@@ -95,14 +113,27 @@ def read_task(directory: Path) -> HarborTask:
     used += [f"{table}.env (reference to a variable)" for table in tables if "${" in str(tables[table].get("env", ""))]
     used += ["environment.os"] if str(values.get("environment", {}).get("os", "linux")).lower() != "linux" else []
     used += ["verifier.environment_mode"] if tables["verifier"].get("environment_mode") == "separate" else []
-    used += [name for name in ("docker-compose.yaml",) if (directory / "environment" / name).exists()]
+    files = [path.name for path in (directory / "environment").glob("*")]
+    if "docker-compose.yaml" in files:
+        used.append("docker-compose.yaml")
+    elif files and "Dockerfile" not in files:  # Harbor copies them into the container
+        used.append("files in environment/ without a Dockerfile")
     if used:
         raise PluginError(f"{file}: {', '.join(used)}: not supported; remove this task from the directory")
     if not (directory / "tests" / "test.sh").is_file():
         raise PluginError(f"{directory / 'tests' / 'test.sh'} does not exist, so the task has no verifier")
     if config.environment.docker_image is None and not (directory / "environment" / "Dockerfile").is_file():
         raise PluginError(f"{directory} has neither environment/Dockerfile nor environment.docker_image in task.toml")
-    return HarborTask(directory=directory, instruction=instruction, config=config)
+    return HarborTask(directory=directory, instruction=instruction.strip(), config=config)
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except OSError as error:
+        raise PluginError(f"{file} cannot be read: {error.strerror}") from error
+    except UnicodeDecodeError as error:
+        raise PluginError(f"{file} is not encoded in UTF-8: {error}") from error
 
 
 def task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:

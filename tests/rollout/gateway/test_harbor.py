@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from agentrl.trajectory import Group
 from agentrl_envs.types import Ended, Problem
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
+TASK = EXAMPLE / "tasks" / "write-word"
 SETTINGS = RolloutSettings(max_turn_tokens=4000, max_response_tokens=8000, retries=0)
 
 # Writes what an agent can reach to the file that the task requires.
@@ -44,14 +46,14 @@ open("/app/out.txt", "w").write("hello")
 END"""
 
 
-async def play(command: str, engine: Any, *, samples: int) -> Group:
+async def play(command: str, engine: Any, *, samples: int, task: Path = TASK, **limits: Any) -> Group:
     tokenizer, codec = chat_codec()
-    settings = AgentGatewaySettings()
+    settings = AgentGatewaySettings(**limits)
     options = {"build_args": {"BASE_IMAGE": BASE_IMAGE}, "helper_image": BASE_IMAGE, "agent_files": f"{EXAMPLE}/agent"}
     program = program_for_environment(f"harbor:{EXAMPLE}/tasks:{command}", options, settings)
     environment = AgentEnvironment(program, settings, ChatRenderer(tokenizer, codec))
     await environment.open()
-    info = {"task": str(EXAMPLE / "tasks" / "write-word")}
+    info = {"task": str(task)}
     problem = Problem(id="write-word", statement="Write hello.", answer=None, source="harbor", info=info)
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=SETTINGS, seed=7)
     try:
@@ -80,3 +82,15 @@ async def test_the_verifier_rewards_a_command_and_a_failed_command_is_excluded()
     assert [(row.reward, row.ended) for row in group.trajectories] == [(0.0, Ended.ANSWERED)] * 2
     group = await play("echo no such thing; exit 3", saying("true"), samples=1)
     assert [row.ended for row in group.trajectories] == [Ended.INFRASTRUCTURE_FAILURE]
+
+
+@pytest.mark.slow
+async def test_an_agent_that_reaches_a_limit_is_verified(tmp_path: Path) -> None:
+    need_docker()
+    write = "echo hello > /app/out.txt"
+    group = await play("python3 /agent/agent.py", saying(write, "true"), samples=1, max_generations=1)
+    assert [(row.reward, row.ended) for row in group.trajectories] == [(1.0, Ended.TURN_LIMIT)]
+    task = shutil.copytree(TASK, tmp_path / "task")
+    (task / "task.toml").write_text("[agent]\ntimeout_sec = 8\n", encoding="utf-8")
+    group = await play("python3 /agent/agent.py; sleep 60", saying(write, "done"), samples=1, task=task)
+    assert [(row.reward, row.ended) for row in group.trajectories] == [(1.0, Ended.ANSWERED)]
