@@ -54,19 +54,12 @@ __all__ = [
 async def open_sandbox(settings: SandboxSettings) -> Sandbox:
     """Open the sandbox at ``settings.url`` and check its isolation.
 
-    If the scheme is the name of an entry point in the group ``agentrl.sandboxes``, its function is called with the
-    settings and returns a `Sandbox` (``async def function(settings)``). Raises UnisolatedError if a property is missing
-    (unless ``allow_unisolated``) and StartError if the sandbox does not start.
+    If the scheme is not built in, it is the name of an entry point in the group ``agentrl.sandboxes``, whose function
+    is called with the settings and returns a `Sandbox` (``async def function(settings)``). Raises UnisolatedError if a
+    property is missing (unless ``allow_unisolated``) and StartError if the sandbox does not start.
     """
-    for entry in entry_points(group=PLUGINS, name=settings.scheme):
-        plugged: Sandbox = await entry.load()(settings)
-        layers = plugged.isolation.layers
-        missing = tuple(name for name in PROPERTIES if layers.get(name) is None)  # or not mentioned
-        if missing and not settings.allow_unisolated:
-            await plugged.close()
-            why = "Set allow_unisolated=true to run programs without these properties"
-            raise UnisolatedError(settings.url, missing, why)
-        return plugged
+    if settings.scheme == "local":
+        return await open_local(settings)
     if settings.scheme == "docker":
         from agentrl_sandbox.docker import open_docker
 
@@ -84,4 +77,13 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
         from agentrl_sandbox.http import HttpSandbox
 
         return await HttpSandbox(settings).open()
-    return await open_local(settings)
+    entry, *_ = entry_points(group=PLUGINS, name=settings.scheme)
+    plugged: Sandbox = await entry.load()(settings)
+    layers = plugged.isolation.layers
+    missing = tuple(name for name in PROPERTIES if layers.get(name) is None)  # or not mentioned
+    if missing and not settings.allow_unisolated:
+        await plugged.close()
+        raise UnisolatedError(
+            settings.url, missing, "Set allow_unisolated=true to run programs without these properties"
+        )
+    return plugged
