@@ -11,6 +11,7 @@ from rollout.fakes import tiny_model
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.config import load_settings
+from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_observation, format_program
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.demonstrations import read_in_protocol_format
@@ -80,6 +81,21 @@ def test_without_tools_only_the_answer_is_shown_and_files_are_taken_as_they_are(
     assert shown.turns == (DemonstrationTurn(model="\\boxed{5}"),)
     own = load_settings("reasoning", overrides=["coldstart.demonstrations=mine.jsonl"])
     assert read_in_protocol_format([SHOWN], own) == (SHOWN,)
+
+
+def test_a_demonstration_of_an_agent_program_without_observations_is_refused() -> None:
+    settings = load_settings(
+        "agent:solver:run",
+        overrides=["coldstart.demonstrations=mine.jsonl", "data.train.0.path=builtin:arithmetic", "data.eval=[]"],
+    )
+    assert read_in_protocol_format([SHOWN], settings) == (SHOWN,)
+    turns = (DemonstrationTurn(model="look"), DemonstrationTurn(model="5"))
+    silent = Demonstration(problem=PROBLEM, turns=turns, location="mine.jsonl:2")
+    with pytest.raises(
+        SettingsError,
+        match=r"mine\.jsonl:2: the turns have no observations, and an agent .*agent:solver:run.* write an",
+    ):
+        read_in_protocol_format([silent], settings)
 
 
 SHORT = [

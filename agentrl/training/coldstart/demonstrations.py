@@ -129,6 +129,13 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):
         check_tool_calls(demonstrations, settings)
+        unplayable = [item for item in demonstrations if item.needs_observations] if is_agent(settings.env) else []
+        if unplayable:
+            raise SettingsError(
+                f"{unplayable[0].location or unplayable[0].problem.id}: the turns have no observations, and an agent "
+                f"program (env={settings.env}) cannot play single turns to create them: write an observation for every "
+                "turn but the last, or demonstrate a single turn"
+            )
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
         return tuple(_answer_only(item) for item in demonstrations)
