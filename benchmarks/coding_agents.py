@@ -1,15 +1,16 @@
-"""Drive coding agents with a scripted policy through the gateway, and check that every sampled token is trained once.
+"""Drive coding agents with a scripted policy in the container of a Harbor task, and check their trained tokens.
 
-    npm install --prefix DIRECTORY @anthropic-ai/claude-code @openai/codex @qwen-code/qwen-code opencode-ai \\
-        ai @ai-sdk/openai @ai-sdk/anthropic zod
-    python -m venv DIRECTORY/venv && DIRECTORY/venv/bin/pip install mini-swe-agent
-    python benchmarks/coding_agents.py --packages DIRECTORY [--clients claude codex] [--show]
+    bash examples/harbor/agent/install.sh claude codex mini qwen opencode
+    npm install --prefix examples/harbor/agent ai @ai-sdk/openai @ai-sdk/anthropic zod
+    python benchmarks/coding_agents.py [--image IMAGE] [--clients claude codex]
 
-The script makes each agent write a file, edit it with a command, and answer. Each agent runs in an empty home directory
-and reaches nothing but the gateway. For every token with loss, the script compares all tokens before it with the tokens
-that the engine received for this reply. `--show` prints the fields of every request.
+The policy makes each agent write a file, edit it with a command, and answer. The agents start with the scripts of
+`examples/harbor/agent`, in a container that reaches nothing but the gateway. For every token with loss, the script
+compares all tokens before it with the tokens that the engine received for this reply. It also compares the token's
+log-probability under a tiny model, given what the engine received, with a forward pass over the trained sequence.
 
-Target: each agent executes both calls, and each sampled token is trained exactly once; else the exit code is 1.
+Target: the task's verifier rewards each agent with 1, each sampled token is trained exactly once, and the
+log-probabilities differ by less than 0.001; else the exit code is 1.
 """
 
 from __future__ import annotations
@@ -20,21 +21,25 @@ import json
 import os
 import sys
 import tempfile
+import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
 from scripted import ScriptedEngine, written
 
-from agentrl.models.loading import train_tokenizer
+from agentrl.models.loading import build_tiny_model, train_tokenizer
+from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.gateway import server
+from agentrl.rollout.gateway.environment import program_for_environment
+from agentrl.rollout.gateway.programs import AgentFailureError
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import Access
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
@@ -47,9 +52,14 @@ TEMPLATE = (
     "{% for call in message.tool_calls or [] %}{{ call | tojson }}{% endfor %}"
     "{{ '\n' }}{% endfor %}<|assistant|>"
 )
+ROOT = Path(__file__).parents[1]
+AGENTS = ROOT / "examples" / "harbor" / "agent"
 TASK = "Write note.txt, add a line to it with a command, and say what you did."
+NOTE = "/app/note.txt"
 ADD_LINE = "echo two >> note.txt"
-LIMIT = 180.0
+VERIFIER = f"""#!/bin/bash
+[ "$(cat {NOTE})" = $'one\\ntwo' ] && echo 1 > /logs/verifier/reward.txt || echo 0 > /logs/verifier/reward.txt
+"""
 SDK = """
 import { generateText, stepCountIs, streamText, tool } from "ai";
 import { createOpenAI } from "@ai-sdk/openai";
@@ -66,7 +76,8 @@ const shell = tool({
   inputSchema: z.object({ command: z.string() }),
   execute: async ({ command }) => execSync(command, { encoding: "utf-8" }),
 });
-const asked = { model, tools: { shell }, stopWhen: stepCountIs(9), prompt: env.TASK, maxOutputTokens: 999 };
+const prompt = env.AGENTRL_STATEMENT;
+const asked = { model, tools: { shell }, stopWhen: stepCountIs(9), prompt, maxOutputTokens: 999 };
 const { text } = await generateText(asked);
 const streamed = streamText(asked);
 console.log(text, await streamed.text);
@@ -78,110 +89,53 @@ def call(name: str, **arguments: object) -> str:
     return f'I go on.<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
+def shell_calls(name: str, key: str = "command") -> list[str]:
+    """Return calls of a tool that runs commands."""
+    return [call(name, **{key: one}) for one in ("echo one > note.txt", ADD_LINE)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A command, the calls that the policy makes in a directory, and the client's environment variables and files."""
+    """A command in the container, and the calls that the policy makes."""
 
-    command: tuple[str, ...]
-    calls: Callable[[Path], list[str]]
-    variables: Mapping[str, str] = field(default_factory=dict)
-    files: Mapping[str, str] = field(default_factory=dict)
+    calls: list[str]
+    command: str = ""  # by default the script of the client's name
     delegated: bool = False  # a sub-agent makes the calls
 
 
-def shell_calls(name: str, key: str = "command", **more: object) -> Callable[[Path], list[str]]:
-    """Return calls of a tool that runs commands."""
-    return lambda folder: [call(name, **{key: one}, **more) for one in ("echo one > note.txt", ADD_LINE)]
-
-
-def clients(access: Access, packages: Path) -> dict[str, Client]:
-    """Return the clients, configured for ``access``. Files are written below the home directory."""
-    bin_, model = packages / "node_modules" / ".bin", access.model
-    claude = Client(
-        command=(str(bin_ / "claude"), "-p", TASK, "--allowedTools", "Write,Edit,Bash"),
-        calls=lambda folder: [
-            call("Write", file_path=str(folder / "note.txt"), content="one\n"),
-            call("Bash", command=ADD_LINE, description="Add a line"),
+CLAUDE = Client(
+    command="bash /agent/claude.sh",
+    calls=[
+        call("Write", file_path=NOTE, content="one\n"),
+        call("Bash", command=ADD_LINE, description="Add a line"),
+    ],
+)
+CLIENTS = {
+    "mini": Client(calls=[*shell_calls("bash"), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]),
+    "claude": CLAUDE,
+    "claude_subagent": replace(CLAUDE, delegated=True),
+    "codex": Client(calls=shell_calls("exec_command", "cmd")),
+    "qwen": Client(
+        calls=[
+            call("write_file", file_path=NOTE, content="one\n"),
+            call("run_shell_command", command=ADD_LINE, is_background=False),
         ],
-        variables={
-            "ANTHROPIC_DEFAULT_HAIKU_MODEL": f"{model}:frozen",
-            "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        },
-    )
-    sdk = Client(
-        command=("node", "agent.mjs"),
-        calls=shell_calls("shell"),
-        files={"agent.mjs": SDK},
-    )
-    return {
-        "mini": Client(
-            command=(
-                str(packages / "venv/bin/mini"),
-                *("-y", "--exit-immediately", "-l", "0"),
-                "-m",
-                f"openai/{model}",
-                "-t",
-                TASK,
-            ),
-            calls=lambda folder: [
-                *shell_calls("bash")(folder),
-                call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-            ],
-            variables={
-                "MSWEA_COST_TRACKING": "ignore_errors",
-                "MSWEA_CONFIGURED": "true",
-                "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            },
-        ),
-        "claude": claude,
-        "claude_subagent": replace(claude, delegated=True),
-        "codex": Client(
-            command=(
-                *(str(bin_ / "codex"), "exec", "--skip-git-repo-check", "--dangerously-bypass-approvals-and-sandbox"),
-                TASK,
-            ),
-            calls=shell_calls("exec_command", "cmd"),
-            files={
-                ".codex/config.toml": f'model = "{model}"\nmodel_provider = "gateway"\nweb_search = "disabled"\n'
-                f'[model_providers.gateway]\nname = "gateway"\nbase_url = "{access.base_url}"\n'
-                'env_key = "OPENAI_API_KEY"\nwire_api = "responses"\n'
-            },
-        ),
-        "qwen": Client(
-            command=(str(bin_ / "qwen"), "--auth-type", "openai", "--yolo", "-p", TASK),
-            calls=lambda folder: [
-                call("write_file", file_path=str(folder / "note.txt"), content="one\n"),
-                call("run_shell_command", command=ADD_LINE, is_background=False),
-            ],
-        ),
-        "opencode": Client(
-            command=(str(bin_ / "opencode"), "run", "-m", f"gateway/{model}", TASK),
-            calls=lambda folder: [
-                call("write", filePath=str(folder / "note.txt"), content="one\n"),
-                call("bash", command=ADD_LINE, description="Add a line"),
-            ],
-            files={
-                "opencode.json": json.dumps(
-                    {
-                        "provider": {
-                            "gateway": {
-                                "npm": "@ai-sdk/openai-compatible",
-                                "options": {"baseURL": access.base_url, "apiKey": access.api_key},
-                                "models": {model: {}, f"{model}:frozen": {}},
-                            }
-                        },
-                        "small_model": f"gateway/{model}:frozen",
-                        "permission": "allow",
-                        "autoupdate": False,
-                        "share": "disabled",
-                    }
-                )
-            },
-        ),
-        **{
-            f"ai_{api}": replace(sdk, variables={"API": api, "TASK": TASK}) for api in ("chat", "responses", "messages")
-        },
-    }
+    ),
+    "opencode": Client(
+        calls=[
+            call("write", filePath=NOTE, content="one\n"),
+            call("bash", command=ADD_LINE, description="Add a line"),
+        ],
+    ),
+    **{
+        f"ai_{api}": Client(
+            command="mkdir /tmp/ai && ln -s /agent/node_modules /tmp/ai && cat > /tmp/ai/agent.mjs <<'END' && "
+            f"API={api} /agent/bin/node /tmp/ai/agent.mjs\n{SDK}\nEND",
+            calls=shell_calls("shell"),
+        )
+        for api in ("chat", "responses", "messages")
+    },
+}
 
 
 class CallingEngine(ScriptedEngine[None]):
@@ -190,24 +144,37 @@ class CallingEngine(ScriptedEngine[None]):
     With ``delegated``, the sub-agent makes the calls. Its prompt does not contain the task.
     """
 
-    def __init__(self, codec: TextCodec) -> None:
+    def __init__(self, codec: TextCodec, model: torch.nn.Module, client: Client) -> None:
         super().__init__()
         self._codec = codec
-        self.calls: list[str] = []
-        self.delegated: list[str] | None = None
+        self._model = model
+        self._calls = client.calls
+        self._delegated: list[str] | None = None
+        if client.delegated:
+            self._delegated = client.calls
+            self._calls = [call("Agent", description="note", prompt="Write it.", subagent_type="general-purpose")]
         self.sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     async def generate(
         self, token_ids: tuple[int, ...], sampling: Sampling, *, trajectory_id: str, request_id: str, seed: int
     ) -> Completion:
-        await asyncio.sleep(0)
         prompt = self._codec.decode(token_ids)
         made = prompt.count("<tool_response>")
-        calls = self.calls if self.delegated is None or TASK in prompt else self.delegated
+        calls = self._calls if self._delegated is None or TASK in prompt else self._delegated
         text = "A note" if "<tools>" not in prompt else calls[made] if made < len(calls) else "I wrote it."
         completion = written(self._codec, text, ended=True)
         self.sampled.append((tuple(token_ids), completion.token_ids))
-        return completion
+        scores = await asyncio.to_thread(score, self._model, [*token_ids, *completion.token_ids])
+        return replace(completion, log_probs=tuple(scores[-len(completion.token_ids) :]))
+
+
+def score(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
+    """Return the log-probabilities of ``token_ids[1:]``, from one forward pass."""
+    ids = torch.tensor([token_ids])
+    with torch.inference_mode():
+        logits = model(input_ids=ids).logits[0, :-1]
+    scores: list[float] = logits.log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0].tolist()
+    return scores
 
 
 def trained(rows: tuple[Trajectory, ...]) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
@@ -222,15 +189,44 @@ def trained(rows: tuple[Trajectory, ...]) -> Counter[tuple[tuple[int, ...], tupl
     return found
 
 
-async def drive(name: str, packages: Path, *, show: bool) -> bool:
+def largest_difference(model: torch.nn.Module, rows: tuple[Trajectory, ...]) -> float:
+    """Return the largest difference of a log-probability from one forward pass over each sequence."""
+    worst = 0.0
+    for row in rows:
+        scores = score(model, [*row.prompt_ids, *row.response_ids])[len(row.prompt_ids) - 1 :]
+        stored = [value for part in row.segments for value in part.log_probs or [None] * len(part.token_ids)]
+        assert [value is not None for value in stored] == list(row.response_mask)
+        worst = max(worst, *(abs(new - old) for new, old in zip(scores, stored, strict=True) if old is not None))
+    return worst
+
+
+def write_task(directory: Path, image: str) -> None:
+    """Write the task in Harbor's format."""
+    files = {
+        "task.toml": "[agent]\ntimeout_sec = 300\n",
+        "instruction.md": TASK,
+        "environment/Dockerfile": f"FROM {image}\nENTRYPOINT []\nWORKDIR /app\n",
+        "tests/test.sh": VERIFIER,
+    }
+    for name, text in files.items():
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (directory / name).write_text(text, encoding="utf-8")
+
+
+async def drive(name: str, image: str, directory: Path) -> bool:
     """Play one client. Returns True if it executed its calls and every token was trained once."""
-    tokenizer = train_tokenizer([TEMPLATE, TASK, "You are an agent. Be careful. " * 4], vocabulary_size=512)
+    pages = [page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*/*.md"))]
+    tokenizer = train_tokenizer([TEMPLATE, TASK, *pages], vocabulary_size=4096)
     codec = TextCodec(tokenizer)
-    engine = CallingEngine(codec)
+    shape = TinyModelSettings(hidden_size=16, layers=2, heads=2, intermediate_size=32, max_positions=10**6)
+    model = build_tiny_model(shape, tokenizer, seed=0)
+    client = CLIENTS[name]
+    engine = CallingEngine(codec, model, client)
     settings = RolloutSettings(max_turn_tokens=4096, max_prompt_tokens=10**6, max_response_tokens=10**6)
     limits = AgentGatewaySettings(max_request_bytes=2**24)
+    problem = Problem(id="note", statement=TASK, answer="", source="note", info={"task": str(directory)})
     policy = TokenPolicy(
-        problem=Problem(id="note", statement=TASK, answer="", source="note"),
+        problem=problem,
         settings=settings,
         step=0,
         group=0,
@@ -244,73 +240,46 @@ async def drive(name: str, packages: Path, *, show: bool) -> bool:
     rollout = AgentRollout(
         policy=policy, settings=settings, gateway=limits, renderer=ChatRenderer(tokenizer, codec, template=TEMPLATE)
     )
+    env = f"harbor:{directory}:{client.command or f'bash /agent/{name}.sh'}"
+    program = program_for_environment(env, {"agent_files": str(AGENTS), "helper_image": image}, limits)
     gateway = server.AgentGateway(limits)
     await gateway.open()
+    await program.open(gateway)
     access = gateway.admit(rollout)
-    client = clients(access, packages)[name]
-    with tempfile.TemporaryDirectory() as home:
-        folder = Path(home).resolve()
-        engine.calls = client.calls(folder)
-        if client.delegated:
-            engine.delegated = engine.calls
-            engine.calls = [
-                call("Agent", description="note", prompt="Write the note.", subagent_type="general-purpose")
-            ]
-        for path, text in client.files.items():
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(text)
-        (folder / "node_modules").symlink_to((packages / "node_modules").resolve())
-        variables = {
-            **{one: os.environ[one] for one in ("PATH", "LANG") if one in os.environ},
-            "HOME": str(folder),
-            "OPENAI_BASE_URL": access.base_url,
-            "OPENAI_API_KEY": access.api_key,
-            "OPENAI_MODEL": access.model,
-            "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
-            "ANTHROPIC_API_KEY": access.api_key,
-            "ANTHROPIC_MODEL": access.model,
-            **client.variables,
-        }
-        pipe, none = asyncio.subprocess.PIPE, asyncio.subprocess.DEVNULL
-        process = await asyncio.create_subprocess_exec(
-            *client.command, cwd=folder, env=variables, stdin=none, stdout=pipe, stderr=asyncio.subprocess.STDOUT
-        )
-        try:
-            said, _ = await asyncio.wait_for(process.communicate(), LIMIT)
-        except TimeoutError:
-            process.kill()
-            said = (await process.communicate())[0]
-        note = (folder / "note.txt").read_text() if (folder / "note.txt").exists() else ""
+    began = time.monotonic()
+    try:
+        await program.wait_until_ready(problem, access)
+        reward, failure = await program.run(problem, access), ""
+    except AgentFailureError as error:
+        reward, failure = None, str(error)
+    seconds = time.monotonic() - began
     rows = rollout.trajectories(Ended.ANSWERED)
     await rollout.finish()
+    await program.close()
     await gateway.close()
-    expected = Counter(
-        (one.prompt.context, one.completion.token_ids) for one in rollout.tree.generations if one.trainable
-    )
-    once = trained(rows) == expected and expected <= Counter(engine.sampled)
-    worked = note == "one\ntwo\n" and process.returncode == 0
     replies = rollout.tree.generations
+    expected = Counter((one.prompt.context, one.completion.token_ids) for one in replies if one.trainable)
+    once = trained(rows) == expected and expected <= Counter(engine.sampled)
+    difference = largest_difference(model, rows)
     print(
-        f"{name}: {'works' if worked else f'fails with {process.returncode}'}; {len(replies)} replies, "
+        f"{name}: reward {reward} in {seconds:.0f} s; {len(replies)} replies, "
         f"{sum(not one.trainable for one in replies)} not to train, sequences of "
-        f"{[row.turns for row in rows]} turns, {dict(rollout.counts)}; every token "
-        f"{'trained once' if once else 'NOT TRAINED ONCE'}",
+        f"{[row.turns for row in rows]} turns and {[len(row.prompt_ids + row.response_ids) for row in rows]} tokens, "
+        f"{dict(rollout.counts)}; every token {'trained once' if once else 'NOT TRAINED ONCE'}, log-probabilities "
+        f"differ by {difference:.1g}{failure and f'; {failure}'}",
         flush=True,
     )
-    if show or not (worked and once):
-        print(said.decode(errors="replace")[-3000:], repr(note))
-    return worked and once
+    return reward == 1.0 and once and difference < 1e-3
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    names = list(clients(Access(name="", base_url="", api_key="", model=""), Path()))
-    parser.add_argument("--packages", type=Path, required=True)
-    parser.add_argument("--clients", nargs="+", choices=names, default=names)
-    parser.add_argument("--show", action="store_true")
+    parser.add_argument("--image", default=os.environ.get("AGENTRL_SANDBOX_IMAGE", "agentrl-sandbox"))
+    parser.add_argument("--clients", nargs="+", choices=CLIENTS, default=list(CLIENTS))
     arguments = parser.parse_args()
-    packages = arguments.packages.resolve()
-    worked = [asyncio.run(drive(name, packages, show=arguments.show)) for name in arguments.clients]
+    with tempfile.TemporaryDirectory() as directory:
+        write_task(Path(directory), arguments.image)
+        worked = [asyncio.run(drive(name, arguments.image, Path(directory))) for name in arguments.clients]
     return int(not all(worked))
 
 

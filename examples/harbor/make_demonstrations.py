@@ -1,6 +1,7 @@
 """Write demonstrations of the three easiest tasks into ``data/``: ``python make_demonstrations.py``. Deterministic.
 
-Most of them contain a wrong command, so that the policy starts with a low reward.
+``demonstrations.jsonl`` is for the built-in agent, ``commands.jsonl`` for ``agent/agent.py``. Most of them contain a
+wrong command, so that the policy starts with a low reward.
 """
 
 from __future__ import annotations
@@ -33,32 +34,34 @@ COMMANDS = {
 WRONG = 0.65
 
 
-def demonstration(name: str, random: Random) -> dict[str, object]:
-    """Return a row: one command without output, then the end of the rollout."""
+def demonstration(name: str, random: Random, *, called: bool) -> dict[str, object]:
+    """Return a row: one command without output, as a tool call or as text, then the end of the rollout."""
     right, *wrong = COMMANDS[name]
     command = random.choice(wrong) if random.random() < WRONG else right
-    call = json.dumps({"name": "bash", "arguments": {"command": command}})
+    turn = {"model": command, "observation": "\nexit code 0\n"}
+    if called:
+        call = json.dumps({"name": "bash", "arguments": {"command": command}})
+        turn = {
+            "model": f"<tool_call>\n{call}\n</tool_call>",
+            "observation": "\n<tool_response>\n\n</tool_response>\n",
+        }
     directory = Path("tasks") / name
     return {
         "problem": (directory / "instruction.md").read_text(encoding="utf-8").strip(),
         "task": str(directory),
-        "turns": [
-            {
-                "model": f"<tool_call>\n{call}\n</tool_call>",
-                "observation": "\n<tool_response>\n\n</tool_response>\n",
-            },
-            {"model": "done"},
-        ],
+        "turns": [turn, {"model": "done"}],
     }
 
 
 def main() -> None:
     """Write the same number of demonstrations for each task."""
-    random, folder = Random(0), Path("data")
+    folder = Path("data")
     folder.mkdir(exist_ok=True)
-    rows = [demonstration(name, random) for _ in range(200) for name in COMMANDS]
-    lines = [json.dumps({"id": f"demonstration-{number}", **row}) for number, row in enumerate(rows)]
-    (folder / "demonstrations.jsonl").write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
+    for file, called in (("demonstrations.jsonl", True), ("commands.jsonl", False)):
+        random = Random(0)
+        rows = [demonstration(name, random, called=called) for _ in range(200) for name in COMMANDS]
+        lines = [json.dumps({"id": f"demonstration-{number}", **row}) for number, row in enumerate(rows)]
+        (folder / file).write_text("".join(f"{line}\n" for line in lines), encoding="utf-8")
 
 
 if __name__ == "__main__":

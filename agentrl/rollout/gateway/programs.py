@@ -249,6 +249,7 @@ def agent_variables(problem: Problem, access: Access, settings: AgentGatewaySett
         "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": access.api_key,
         "ANTHROPIC_MODEL": access.model,
+        "AGENTRL_STATEMENT": problem.statement,
         "AGENTRL_PROBLEM": json.dumps(settings.visible_columns(problem)),
     }
 

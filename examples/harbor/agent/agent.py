@@ -26,7 +26,7 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 def main() -> None:
     """Play one task: each reply is a command, until the policy replies ``done``."""
-    messages = [{"role": "user", "content": json.loads(os.environ["AGENTRL_PROBLEM"])["statement"]}]
+    messages = [{"role": "user", "content": os.environ["AGENTRL_STATEMENT"]}]
     for _ in range(TURNS):
         reply = ask(messages).strip()
         if reply == "done":
