@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
+from shared import python_with
 
 from agentrl_sandbox.client import (
     PROPERTIES,
@@ -13,6 +16,7 @@ from agentrl_sandbox.client import (
     Outcome,
     Sandbox,
     SandboxSettings,
+    StartError,
     UnisolatedError,
     open_sandbox,
 )
@@ -63,6 +67,14 @@ async def test_the_scheme_of_a_url_selects_the_sandbox_of_a_package() -> None:
 
 
 @pytest.mark.usefixtures("installed")
+async def test_a_package_cannot_replace_a_built_in_sandbox(tmp_path: Path) -> None:
+    with (tmp_path / "toy-1.0.dist-info" / "entry_points.txt").open("a", encoding="utf-8") as entries:
+        entries.write(f"ray = {__name__}:open_toy\n")
+    with pytest.raises(StartError, match="url=ray:// is supported only by"):
+        await open_sandbox(SandboxSettings(url="ray://"))
+
+
+@pytest.mark.usefixtures("installed")
 async def test_a_package_that_does_not_isolate_programs_needs_permission() -> None:
     with pytest.raises(UnisolatedError, match="toy://open: missing no_network"):
         await open_sandbox(SandboxSettings(url="toy://open"))
@@ -77,3 +89,11 @@ async def test_a_package_that_does_not_isolate_programs_needs_permission() -> No
 def test_an_unknown_scheme_is_refused_with_the_installed_ones() -> None:
     with pytest.raises(ValueError, match=r"unknown sandbox 'tor://x'; valid: local://, .*, ray://, toy://"):
         SandboxSettings(url="tor://x")
+
+
+@pytest.mark.slow
+def test_the_example_package_passes_its_test() -> None:
+    example = Path(__file__).parents[2] / "examples" / "daytona"
+    words = [python_with("daytona"), "-m", "pytest", "-q", "-p", "no:cacheprovider", "-c", os.devnull, str(example)]
+    made = subprocess.run(words, check=False, capture_output=True, text=True)
+    assert "1 passed" in made.stdout, made.stdout + made.stderr
