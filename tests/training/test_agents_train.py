@@ -10,6 +10,7 @@ from statistics import fmean
 from typing import Any
 
 import pytest
+from envs.docker_engine import BASE_IMAGE, need_docker
 
 from agentrl.telemetry.run_directory import RunDirectory
 
@@ -58,6 +59,35 @@ def test_an_agent_learns_in_twenty_steps_and_its_policy_is_evaluated(command_lin
     policy = command_line.folder / "runs" / "agents" / "policy"
     found = ["eval", "--env", "agent:solver:run", "--model", str(policy), "--n", "1"]
     assert "avg@1" in command_line.run(*found)
+
+
+def test_a_command_in_a_container_trains(command_line: Any, random_policy: Path) -> None:
+    need_docker()
+    harbor = Path(__file__).parents[2] / "examples" / "harbor"
+    start = [
+        "--env",
+        f"harbor:{harbor}/tasks:python3 /agent/agent.py",
+        "--config",
+        "tiny",
+        f"model.path={random_policy}",
+    ]
+    images = [f"environment.{name}={BASE_IMAGE}" for name in ("build_args.BASE_IMAGE", "helper_image")]
+    small = [
+        f"data.train.0.path=harbor:{harbor}/tasks/write-word",
+        "data.eval=[]",
+        f"environment.agent_files={harbor}/agent",
+        "gateway.max_generations=2",
+        "rollout.problems_per_step=1",
+        "rollout.group_size=3",
+        "algorithm.drop_zero_variance=false",
+        "training.steps=2",
+    ]
+    said = command_line.run("train", *start, *images, *SETTINGS, *small)
+    assert "agent: python3 /agent/agent.py, in a container for each rollout" in said
+    rows = [row for row in command_line.metrics("agents") if "policy/updates" in row]
+    assert [(row["policy/updates"], row["groups/excluded"]) for row in rows] == [(1, 0), (1, 0)]
+    played = list(RunDirectory(command_line.folder / "runs" / "agents").read_trajectories(2))
+    assert [(row["problem"], row["reward"]) for row in played] == [("write-word", 0.0)] * 3
 
 
 def test_the_agents_sdk_trains_as_in_the_benchmark() -> None:
