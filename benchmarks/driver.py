@@ -45,7 +45,8 @@ from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
-from agentrl.rollout.engines.vllm.replica import RESPONSE, read_completion
+from agentrl.rollout.engines.replica import TurnRequest
+from agentrl.rollout.engines.vllm.replica import GenerateResponse, read_completion
 from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.telemetry.trajectory_file import write_trajectories
@@ -237,7 +238,8 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     draw = np.random.default_rng(0)
     records = [made_record(1, number, tokens, draw) for number in range(measured)]
     answers = [server_answer(segment) for record in records for segment in record["segments"][::2]]
-    turns = Sampling(max_tokens=tokens // TURNS)
+    sampling = Sampling(max_tokens=tokens // TURNS)
+    turn = TurnRequest(token_ids=(), sampling=sampling, request_id="", seed=0, eos_ids=frozenset(), salt="")
     codec = small_codec()
     known = [
         [token % len(codec.token_bytes) for token in part["token_ids"]] for one in records for part in one["segments"]
@@ -259,8 +261,9 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
         return result
 
     stage("encode requests (msgspec)", lambda: [msgspec.json.encode(context) for context in contexts])
-    stage("decode responses (msgspec)", lambda: deque(map(RESPONSE.decode, answers), maxlen=0))
-    stage("decode and check responses", lambda: [read_completion(content, turns, frozenset()) for content in answers])
+    decode = msgspec.json.Decoder(GenerateResponse).decode
+    stage("decode responses (msgspec)", lambda: deque(map(decode, answers), maxlen=0))
+    stage("decode and check responses", lambda: [read_completion(decode(content), turn) for content in answers])
     stage("decode text", lambda: [codec.decode(token_ids) for token_ids in known])
     stage("check segments", lambda: [replace(segment) for one in rows for segment in one.segments])
     made = [

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import random
 from collections import deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing, nullcontext
@@ -22,8 +23,6 @@ from dataclasses import dataclass, replace
 from functools import partial
 from statistics import fmean
 from typing import Final, Literal, TypeVar
-
-import stamina
 
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
@@ -39,15 +38,16 @@ from agentrl_envs.types import Ended
 
 logger = logging.getLogger(__name__)
 
-# Seconds between polls of the engine.
-_POLL = 2.0
-# Factors by which the limit grows and falls.
-_GROWTH = 1.25
-_RETREAT = 0.75
-# Minimum number of ended trajectories for an average.
-_ENOUGH = 8
-# Maximum number of recent trajectories in an average.
-_REMEMBERED = 512
+_POLL_SECONDS = 2.0
+# Factors by which the limit of Admission rises and falls.
+_RAISE_FACTOR = 1.25
+_LOWER_FACTOR = 0.75
+# Numbers of ended trajectories in an average.
+_MIN_AVERAGED = 8
+_MAX_AVERAGED = 512
+# Seconds before the first retry of a failed rollout, and the longest pause before a retry.
+_FIRST_PAUSE = 0.1
+_LONGEST_PAUSE = 10.0
 
 
 class Admission:
@@ -58,31 +58,37 @@ class Admission:
     """
 
     def __init__(
-        self, poll: Callable[[], Awaitable[CacheUse | None]], *, ceiling: int, longest: int, kv_high_watermark: float
+        self,
+        poll: Callable[[], Awaitable[CacheUse | None]],
+        *,
+        max_trajectories: int,
+        max_tokens: int,
+        kv_high_watermark: float,
     ) -> None:
         """Configure admission control.
 
-        ``ceiling``: maximum number of trajectories in flight. ``longest``: maximum tokens of a trajectory, including
-        its prompt. All branches of a rollout count as one trajectory.
+        ``max_trajectories``: maximum number of trajectories in flight. ``max_tokens``: maximum tokens of a trajectory,
+        including its prompt. All branches of a rollout count as one trajectory.
         """
         self._poll = poll
-        self._ceiling = ceiling
-        self._longest = longest
+        self._max_trajectories = max_trajectories
+        self._max_tokens = max_tokens
         self._kv_high_watermark = kv_high_watermark
-        self._safe = 0  # not known yet
+        self._safe_limit = 0  # trajectories that fit at any length; 0 until the engine reports its cache
         self._limit = 0
-        self._last: CacheUse | None = None
-        self._lengths: deque[int] = deque(maxlen=_REMEMBERED)
-        self._lives: deque[float] = deque(maxlen=_REMEMBERED)
-        self._changed_at = 0.0  # when the limit changed or the cache was too full
-        self._retreated = False
+        self._last_use: CacheUse | None = None
+        self._lengths: deque[int] = deque(maxlen=_MAX_AVERAGED)
+        self._durations: deque[float] = deque(maxlen=_MAX_AVERAGED)
+        self._changed_at = 0.0  # time when the limit changed or the cache was too full
+        self._was_lowered = False
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._watch: asyncio.Task[None] | None = None
+        self._polling: asyncio.Task[None] | None = None
         self._failure: BaseException | None = None
         self._in_flight = 0
-        self._lowest = ceiling
-        self._most_used = 0.0
-        self._preempted = 0
+        # Metrics since the last call of `metrics`.
+        self._lowest_limit = max_trajectories
+        self._highest_use = 0.0
+        self._preemptions = 0
 
     async def __aenter__(self) -> None:
         """Wait until another trajectory may run."""
@@ -97,7 +103,7 @@ class Admission:
             except asyncio.CancelledError:
                 if not future.cancelled() and future.exception() is None:
                     self._in_flight -= 1  # admitted and cancelled at the same time
-                self._admit()
+                self._admit_waiting()
                 raise
         else:
             self._in_flight += 1
@@ -105,95 +111,87 @@ class Admission:
 
     async def __aexit__(self, *error: object) -> None:
         self._in_flight -= 1
-        self._admit()
+        self._admit_waiting()
 
     def record_end(self, tokens: int, seconds: float) -> None:
         """Record that a trajectory of ``tokens`` tokens ended after ``seconds`` seconds."""
         self._lengths.append(tokens)
-        self._lives.append(seconds)
+        self._durations.append(seconds)
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call, or {} if the engine does not report its cache usage."""
-        if self._last is None:
+        if self._last_use is None:
             return {}
         metrics = {
             "rollout/concurrency_limit": self._limit,
-            "rollout/concurrency_limit_min": min(self._lowest, self._limit),
-            "rollout/kv_use_max": self._most_used,
-            "rollout/preemptions": self._preempted,
+            "rollout/concurrency_limit_min": min(self._lowest_limit, self._limit),
+            "rollout/kv_use_max": self._highest_use,
+            "rollout/preemptions": self._preemptions,
         }
-        self._lowest, self._most_used, self._preempted = self._limit, self._last.used, 0
+        self._lowest_limit, self._highest_use, self._preemptions = self._limit, self._last_use.used, 0
         return metrics
 
     # -- inside ---------------------------------------------------------------------------------------------------
 
-    def _admit(self) -> None:
+    def _admit_waiting(self) -> None:
         """Admit waiting trajectories up to the limit, and stop polling when it is no longer needed."""
         while self._waiting and (self._waiting[0].done() or self._in_flight < self._limit):
             future = self._waiting.popleft()
             if not future.done():
                 self._in_flight += 1
                 future.set_result(None)
-        if self._watch is not None and not self._must_poll():
-            self._watch.cancel()
-            self._watch = None
+        if self._polling is not None and not self._must_poll():
+            self._polling.cancel()
+            self._polling = None
 
     def _start_polling(self) -> None:
-        if self._watch is None and self._must_poll():
-            self._watch = asyncio.create_task(self._poll_forever(), name="admission")
-            self._watch.add_done_callback(self._crashed)
+        if self._polling is None and self._must_poll():
+            self._polling = asyncio.create_task(self._poll_forever(), name="admission")
+            self._polling.add_done_callback(self._propagate_failure)
 
     def _must_poll(self) -> bool:
         waiting = any(not future.done() for future in self._waiting)
-        return waiting or (self._safe < self._ceiling and self._in_flight > self._safe)
+        return waiting or (self._safe_limit < self._max_trajectories and self._in_flight > self._safe_limit)
 
     async def _poll_forever(self) -> None:
         while True:
-            self._update(await self._poll())
-            self._admit()
-            await asyncio.sleep(_POLL)
+            self._update_limit(await self._poll())
+            self._admit_waiting()
+            await asyncio.sleep(_POLL_SECONDS)
 
-    def _crashed(self, watch: asyncio.Task[None]) -> None:
-        """Propagate a failure of the polling task to every waiting or later trajectory."""
-        if watch.cancelled() or (failure := watch.exception()) is None:
+    def _propagate_failure(self, polling: asyncio.Task[None]) -> None:
+        """Raise a failure of the polling task in every waiting or later trajectory."""
+        if polling.cancelled() or (failure := polling.exception()) is None:
             return
         self._failure = failure
         for future in self._waiting:
             if not future.done():
                 future.set_exception(failure)
 
-    def _update(self, use: CacheUse | None) -> None:
+    def _update_limit(self, use: CacheUse | None) -> None:
         if use is None:
-            if self._last is None:  # the engine may never report
-                self._limit = self._ceiling
+            if self._last_use is None:  # the engine may never report its cache
+                self._limit = self._max_trajectories
             return
-        before, now = self._last or use, asyncio.get_running_loop().time()
-        self._safe = max_fitting_trajectories(use, longest=self._longest, ceiling=self._ceiling)
-        limit = self._safe if self._last is None else max(self._limit, self._safe)
-        self._last = use
+        before, now = self._last_use or use, asyncio.get_running_loop().time()
+        self._safe_limit = max(1, min(self._max_trajectories, use.tokens // self._max_tokens))
+        limit = self._safe_limit if self._last_use is None else max(self._limit, self._safe_limit)
+        self._last_use = use
         new = limit
         if use.used > self._kv_high_watermark or use.preemptions > before.preemptions:
-            new = max(self._safe, min(limit, int(self._in_flight * _RETREAT)))
-            self._retreated, self._changed_at = True, now
-        elif self._in_flight >= limit and len(self._lengths) >= max(_ENOUGH, self._safe):
-            if now - self._changed_at >= fmean(self._lives) / 2:
-                new = min(self._ceiling, max(limit + 1, int(limit * _GROWTH)))
-            if not self._retreated:
-                new = max(new, min(self._ceiling, int(self._kv_high_watermark * use.tokens / fmean(self._lengths))))
+            new = max(self._safe_limit, min(limit, int(self._in_flight * _LOWER_FACTOR)))
+            self._was_lowered, self._changed_at = True, now
+        elif self._in_flight >= limit and len(self._lengths) >= max(_MIN_AVERAGED, self._safe_limit):
+            if now - self._changed_at >= fmean(self._durations) / 2:
+                new = min(self._max_trajectories, max(limit + 1, int(limit * _RAISE_FACTOR)))
+            if not self._was_lowered:
+                fitting = int(self._kv_high_watermark * use.tokens / fmean(self._lengths))
+                new = max(new, min(self._max_trajectories, fitting))
         if new != self._limit:
             self._limit, self._changed_at = new, now
-        self._lowest = min(self._lowest, self._limit)
-        self._most_used = max(self._most_used, use.used)
-        self._preempted += max(0, use.preemptions - before.preemptions)
-
-
-def max_fitting_trajectories(use: CacheUse, *, longest: int, ceiling: int) -> int:
-    """Return the number of trajectories (at least 1) that fit into the cache at any length.
-
-    >>> max_fitting_trajectories(CacheUse(tokens=10_000, used=0.0, preemptions=0), longest=2_000, ceiling=100)
-    5
-    """
-    return max(1, min(ceiling, use.tokens // longest))
+        self._lowest_limit = min(self._lowest_limit, self._limit)
+        self._highest_use = max(self._highest_use, use.used)
+        self._preemptions += max(0, use.preemptions - before.preemptions)
 
 
 _Value = TypeVar("_Value")
@@ -205,35 +203,24 @@ _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]
 }
 
 
-Jobs = Callable[[], Awaitable[tuple[Group, int] | None]]
-"""Waits until another rollout may start, and returns its group and its number in the group, or None if there are no
-more. Number ``size`` is the greedy rollout. Shared by all players."""
-Measure = Callable[[Group, int | None], None]
+NextJob = Callable[[], Awaitable[tuple[Group, int] | None]]
+"""Waits until another rollout may start. Returns its group and its number in the group, or None if there are no more.
+
+Number ``group.size`` is the greedy rollout."""
+RecordPromptLength = Callable[[Group, int | None], None]
 """Receives each prompt's length in tokens, or None for a rollout that failed before it had a prompt.
 
 Raises SkippedProblemError to replace the problem."""
 
 
-def _unmeasured(request: Group, tokens: int | None) -> None:
-    """Accept a prompt of any length."""
-
-
-class _InfrastructureFailureError(Exception):
-    """Raised inside the retry loop for a trajectory that failed for reasons outside the policy."""
-
-    def __init__(self, trajectory: Trajectory) -> None:
-        super().__init__(f"problem {trajectory.problem.id}: infrastructure failure")
-        self.trajectory = trajectory
-
-
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _Running:
-    """State shared by all trajectories of one call to :meth:`Driver.run` or :meth:`Driver.run_jobs`."""
+class _RunState:
+    """State shared by all rollouts of one call to :meth:`Driver.run` or :meth:`Driver.run_jobs`."""
 
     temperature: float
-    rounds: TurnBarrier | None
-    fair_yield: LoopThrottle
-    measure: Measure
+    turn_barrier: TurnBarrier | None
+    throttle: LoopThrottle
+    record_prompt_length: RecordPromptLength
     branching: BranchingSettings
     admission: Admission
     trained: bool
@@ -241,7 +228,7 @@ class _Running:
 
 @dataclass(kw_only=True)
 class Driver:
-    """Plays groups of trajectories, with one asyncio task per trajectory in flight and no barrier between turns.
+    """Plays groups of rollouts, with one asyncio task per rollout in flight and no barrier between turns.
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.policy.TurnBarrier`), for bitwise reproducible
     runs. Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories of
@@ -270,8 +257,8 @@ class Driver:
         settings = self.settings
         return Admission(
             self.engine.cache_use,
-            ceiling=self._concurrency(live),
-            longest=live * (settings.max_prompt_tokens + settings.max_response_tokens),
+            max_trajectories=self._concurrency(live),
+            max_tokens=live * (settings.max_prompt_tokens + settings.max_response_tokens),
             kv_high_watermark=settings.kv_high_watermark,
         )
 
@@ -305,145 +292,123 @@ class Driver:
         with prompts over ``rollout.max_prompt_tokens``.
         """
         samples = group_size + greedy
-        sized = [replace(request, size=group_size, step=step) for request in requests]
-        listed = iter([(request, sample) for request in sized for sample in range(samples)])
+        groups = [replace(request, size=group_size, step=step) for request in requests]
+        jobs = iter([(group, sample) for group in groups for sample in range(samples)])
 
-        async def jobs() -> tuple[Group, int] | None:
-            return next(listed, None)
+        async def next_job() -> tuple[Group, int] | None:
+            return next(jobs, None)
 
-        temperature = self.settings.temperature if temperature is None else temperature
-        rollouts = len(requests) * samples
-        measure = self._skip_long if skip_long else _unmeasured
-        return self._run(jobs, greedy=greedy, rollouts=rollouts, temperature=temperature, measure=measure)
+        def skip_if_too_long(group: Group, tokens: int | None) -> None:
+            if skip_long and tokens is not None and tokens > self.settings.max_prompt_tokens:
+                raise SkippedProblemError(None)
 
-    def _skip_long(self, request: Group, tokens: int | None) -> None:
-        if tokens is not None and tokens > self.settings.max_prompt_tokens:
-            raise SkippedProblemError(None)
+        return self.run_jobs(
+            next_job,
+            greedy=greedy,
+            record_prompt_length=skip_if_too_long,
+            rollouts=len(requests) * samples,
+            temperature=temperature,
+            trained=False,
+        )
 
-    def run_jobs(
+    async def run_jobs(
         self,
-        jobs: Jobs,
+        next_job: NextJob,
         *,
         greedy: bool = False,
-        measure: Measure = _unmeasured,
+        record_prompt_length: RecordPromptLength = lambda group, tokens: None,
         rollouts: int | None = None,
+        temperature: float | None = None,
+        trained: bool = True,
     ) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time, for training.
 
-        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. Rollouts fork as set in
-        ``rollout.branching``. ``rollouts``: the number of jobs, if known. With ``deterministic``, turns are played in
-        rounds only if the number is known.
+        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. ``rollouts``: the
+        number of jobs, if known. With ``deterministic``, turns are played in rounds only if the number is known.
+        ``trained``: rollouts fork as set in ``rollout.branching``, and record supports and routes.
         """
-        return self._run(
-            jobs,
-            greedy=greedy,
-            rollouts=rollouts,
-            temperature=self.settings.temperature,
-            measure=measure,
-            branching=self.settings.branching,
-            trained=True,
-        )
-
-    async def _run(
-        self,
-        jobs: Jobs,
-        *,
-        greedy: bool,
-        rollouts: int | None,
-        temperature: float,
-        measure: Measure = _unmeasured,
-        branching: BranchingSettings | None = None,
-        trained: bool = False,
-    ) -> AsyncGenerator[Group, None]:
-        """Assemble groups from finished trajectories."""
-        branching = branching or BranchingSettings()
+        branching = self.settings.branching if trained else BranchingSettings()
         concurrency = self._concurrency(branching.most_live)
         players = concurrency if rollouts is None else min(concurrency, rollouts)
-        running = _Running(
-            temperature=temperature,
-            rounds=TurnBarrier(players) if self.deterministic and rollouts is not None else None,
-            fair_yield=LoopThrottle(),
-            measure=measure,
+        state = _RunState(
+            temperature=self.settings.temperature if temperature is None else temperature,
+            turn_barrier=TurnBarrier(players) if self.deterministic and rollouts is not None else None,
+            throttle=LoopThrottle(),
+            record_prompt_length=record_prompt_length,
             branching=branching,
             admission=self._admissions[branching.most_live],
             trained=trained,
         )
-        parts: dict[int, list[Trajectory]] = {}
+        played: dict[int, list[Trajectory]] = {}  # by the index of the group
         # Exclude existing objects (libraries, the model) from garbage collection while thousands of trajectories are
         # alive, because scanning these objects causes the longest pauses of the event loop.
         gc.freeze()
         try:
-            async with aclosing(run_tasks(players, partial(self._player, jobs, running))) as finished:
+            async with aclosing(run_tasks(players, partial(self._play_jobs, next_job, state))) as finished:
                 async for group, branches in finished:
-                    part = parts.setdefault(group.index, [])
-                    part += branches
-                    if len({item.sample for item in part}) == group.size + greedy:
-                        yield _played(group, parts.pop(group.index))
+                    trajectories = played.setdefault(group.index, [])
+                    trajectories += branches
+                    if len({item.sample for item in trajectories}) == group.size + greedy:
+                        yield _complete_group(group, played.pop(group.index))
         finally:
             gc.unfreeze()
 
-    async def _player(
+    async def _play_jobs(
         self,
-        jobs: Jobs,
-        running: _Running,
+        next_job: NextJob,
+        state: _RunState,
         finished: Callable[[tuple[Group, tuple[Trajectory, ...]]], None],
     ) -> None:
+        """Play one job after another, and pass each group and its new trajectories to ``finished``."""
         try:
-            while (job := await jobs()) is not None:
+            while (job := await next_job()) is not None:
                 with reserve_lane(f"{self.label}trajectories"):
                     began = start_time()
-                    async with running.admission if running.rounds is None else nullcontext():
+                    async with state.admission if state.turn_barrier is None else nullcontext():
                         add_slice_since(began, "wait for admission")
-                        await running.fair_yield.wait()
-                        group, branches = await self._measured(*job, running)
+                        await state.throttle.wait()
+                        group, branches = await self._play_unskipped(*job, state)
                         if not branches:
                             continue
-                        running.admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
-                        _trace(branches[-1], began)
+                        state.admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
+                        _trace_rollout(branches[-1], began)
                         finished((group, branches))
         finally:
-            if running.rounds is not None:
-                running.rounds.remove_participant()
+            if state.turn_barrier is not None:
+                state.turn_barrier.remove_participant()
 
-    async def _measured(self, group: Group, sample: int, running: _Running) -> tuple[Group, tuple[Trajectory, ...]]:
+    async def _play_unskipped(
+        self, group: Group, sample: int, state: _RunState
+    ) -> tuple[Group, tuple[Trajectory, ...]]:
         """Play one rollout, replacing skipped problems. Returns () if a skipped problem has no replacement."""
         while True:
             try:
-                branches = await self._rollout(group, sample, running)
+                branches = await self._play(group, sample, state)
             except SkippedProblemError as skipped:
                 if skipped.replacement is None:
                     return group, ()
                 group = replace(skipped.replacement, step=group.step)
             else:
-                running.measure(group, None)  # no effect unless the episode never started
+                state.record_prompt_length(group, None)  # no effect unless the episode never started
                 return group, branches
 
-    async def _rollout(self, group: Group, sample: int, running: _Running) -> tuple[Trajectory, ...]:
+    async def _play(self, group: Group, sample: int, state: _RunState) -> tuple[Trajectory, ...]:
         """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
-        branches = await self._attempt(group, sample, running)
-        if not _failed(branches):
-            return branches
-        try:
-            async for attempt in stamina.retry_context(
-                on=_InfrastructureFailureError, attempts=self.settings.retries + 1, timeout=None, wait_max=10.0
-            ):
-                with attempt:
-                    # The first attempt ran above, so that only failures pay for the overhead of retrying.
-                    if attempt.num > 1:
-                        branches = await self._attempt(group, sample, running)
-                    if _failed(branches):
-                        raise _InfrastructureFailureError(branches[-1])
-        except _InfrastructureFailureError as failure:
-            return (failure.trajectory.as_single_trajectory(),)
-        return branches
+        for attempt in range(self.settings.retries):
+            branches = await self._play_once(group, sample, state)
+            if not _failed(branches):
+                return branches
+            await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0))
+        branches = await self._play_once(group, sample, state)
+        return (branches[-1].as_single_trajectory(),) if _failed(branches) else branches
 
-    async def _attempt(self, group: Group, sample: int, running: _Running) -> tuple[Trajectory, ...]:
-        """Play a rollout once. Returns its branches. Agents and re-rendered histories can have several."""
+    async def _play_once(self, group: Group, sample: int, state: _RunState) -> tuple[Trajectory, ...]:
+        """Play a rollout without retries. Returns its branches. Agents and re-rendered histories can have several."""
         greedy = sample == group.size
         policy = TokenPolicy(
             problem=group.problem,
             settings=self.settings,
-            fair_yield=running.fair_yield,
+            throttle=state.throttle,
             step=group.step,
             group=group.index,
             sample_index=sample,
@@ -453,28 +418,28 @@ class Driver:
             start_time=asyncio.get_running_loop().time(),
             engine=self.engine,
             codec=self.codec,
-            temperature=0.0 if greedy else running.temperature,
-            trained=running.trained and not greedy,
-            routed=self.routed and running.trained and not greedy,
+            temperature=0.0 if greedy else state.temperature,
+            trained=state.trained and not greedy,
+            routed=self.routed and state.trained and not greedy,
             rewarded_later=self.rewards is not None,
-            turn_barrier=running.rounds,
-            measure=partial(running.measure, group),
-            branching=running.branching,
+            turn_barrier=state.turn_barrier,
+            record_prompt_length=partial(state.record_prompt_length, group),
+            branching=state.branching,
             measured=group.widths,
-            live=running.branching.live,
-            leaves=1 if greedy else running.branching.most_leaves,
+            live=state.branching.live,
+            leaves=1 if greedy else state.branching.most_leaves,
         )
         branches = await policy.roll_out(self.environment)
         self.last_failure = policy.failure or self.last_failure
         if branches[-1].path_weight is not None:  # forked, so the environment has rewarded every path
             return branches
-        last = await self._rewarded(branches[-1], running, earlier=branches[:-1])
+        last = await self._with_rewards(branches[-1], branches[:-1], state)
         if last.is_excluded:
             return (last.as_single_trajectory(),)
         return (*(replace(item, reward_elsewhere=last.reward) for item in branches[:-1]), last)
 
-    async def _rewarded(
-        self, trajectory: Trajectory, running: _Running, *, earlier: Sequence[Trajectory] = ()
+    async def _with_rewards(
+        self, trajectory: Trajectory, earlier: Sequence[Trajectory], state: _RunState
     ) -> Trajectory:
         """Return the trajectory with the rewards of ``reward.functions``, if set.
 
@@ -495,7 +460,7 @@ class Driver:
         except (TimeoutError, UnavailableError) as error:
             logger.warning("problem %s: %s", trajectory.problem.id, error)
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
-        await running.fair_yield.wait()
+        await state.throttle.wait()
         return trajectory.with_rewards(score.turns, score.parts)
 
 
@@ -507,16 +472,19 @@ def _failed(branches: Sequence[Trajectory]) -> bool:
 async def run_tasks(
     count: int, worker: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
-    """Run ``players`` tasks of ``player`` and yield their values. Raises the exception of a failed task."""
-    handed: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
-    tasks = [asyncio.create_task(worker(lambda value: handed.put_nowait(lambda: value))) for _ in range(count)]
+    """Run ``count`` tasks of ``worker``, and yield the values that they pass to its argument.
+
+    Raises the exception of a failed task.
+    """
+    results: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
+    tasks = [asyncio.create_task(worker(lambda value: results.put_nowait(lambda: value))) for _ in range(count)]
     for task in tasks:
-        # The task's result is None for a player that has ended. For a failed player, ``result`` raises its exception.
-        task.add_done_callback(lambda task: handed.put_nowait(task.result))
+        # ``task.result`` returns None for a task that has ended, and raises the exception of a failed task.
+        task.add_done_callback(lambda task: results.put_nowait(task.result))
     running = count
     try:
         while running:
-            value = (await handed.get())()
+            value = (await results.get())()
             if value is None:
                 running -= 1
             else:
@@ -527,7 +495,7 @@ async def run_tasks(
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _trace(last: Trajectory, began: int) -> None:
+def _trace_rollout(last: Trajectory, began: int) -> None:
     """Add a span for a rollout to the trace, enclosing the spans of its turns."""
     ids = {"step": last.step, "group": last.group, "sample": last.sample}
     add_slice_since(began, f"{last.problem.id} {last.sample}", ended=str(last.ended), reward=last.reward, **ids)
@@ -540,7 +508,7 @@ def _messages(trajectory: Trajectory) -> tuple[Message, ...]:
     )
 
 
-def _played(group: Group, trajectories: list[Trajectory]) -> Group:
+def _complete_group(group: Group, trajectories: list[Trajectory]) -> Group:
     """Return the group with its trajectories."""
     trajectories.sort(key=lambda item: (item.sample, item.branch))
     greedy = [item for item in trajectories if item.sample == group.size]

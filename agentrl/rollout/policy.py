@@ -31,8 +31,8 @@ from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
 
-# Tasks admitted per iteration of the event loop: a few milliseconds of work.
-_WIDTH = 16
+# A few milliseconds of work.
+_TASKS_PER_ITERATION = 16
 
 
 class LoopThrottle:
@@ -43,51 +43,51 @@ class LoopThrottle:
     """
 
     def __init__(self) -> None:
-        self._queue: deque[asyncio.Future[None]] = deque()
-        self._passed = 0
-        self._armed = False
+        self._waiting_tasks: deque[asyncio.Future[None]] = deque()
+        self._admitted = 0
+        self._is_scheduled = False
 
     async def wait(self) -> None:
         """Wait for this task's turn."""
-        if self._passed < _WIDTH and not self._queue:
-            self._passed += 1
-            self._arm()
+        if self._admitted < _TASKS_PER_ITERATION and not self._waiting_tasks:
+            self._admitted += 1
+            self._schedule_next()
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._queue.append(future)
-        self._arm()
+        self._waiting_tasks.append(future)
+        self._schedule_next()
         await future
 
-    def _arm(self) -> None:
-        if not self._armed:
-            self._armed = True
-            asyncio.get_running_loop().call_soon(self._next_iteration)
+    def _schedule_next(self) -> None:
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            asyncio.get_running_loop().call_soon(self._admit_next)
 
-    def _next_iteration(self) -> None:
-        self._armed = False
-        self._passed = 0
-        while self._queue and self._passed < _WIDTH:
-            future = self._queue.popleft()
+    def _admit_next(self) -> None:
+        self._is_scheduled = False
+        self._admitted = 0
+        while self._waiting_tasks and self._admitted < _TASKS_PER_ITERATION:
+            future = self._waiting_tasks.popleft()
             if not future.done():
                 future.set_result(None)
-                self._passed += 1
-        if self._passed:
-            self._arm()
+                self._admitted += 1
+        if self._admitted:
+            self._schedule_next()
 
 
 class TurnBarrier:
-    """A gate before every turn. It opens when all players wait, and releases them in the order of request ids.
+    """A gate before every turn. It opens when all participants wait, and releases them in the order of request ids.
 
-    A player takes part until it calls :meth:`remove_participant`. Tools may return in any order. The requests of a
-    round reach the engine together and sorted, so a batch depends only on the trajectories.
+    Tools may return in any order. The requests of a round reach the engine together and sorted, so a batch depends only
+    on the trajectories.
     """
 
-    def __init__(self, players: int) -> None:
-        self._players = players
+    def __init__(self, participants: int) -> None:
+        self._participants = participants
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def wait_for_all(self, request_id: str) -> None:
-        """Wait until every player waits for its next turn."""
+        """Wait until every participant waits for its next turn."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         self._open_soon()
@@ -99,20 +99,20 @@ class TurnBarrier:
                 del self._waiting[request_id]
 
     def add_participants(self, count: int) -> None:
-        """Add players."""
-        self._players += count
+        """Add participants."""
+        self._participants += count
 
     def remove_participant(self) -> None:
-        """Remove a player that samples no further turns."""
-        self._players -= 1
+        """Remove a participant that samples no further turns."""
+        self._participants -= 1
         self._open_soon()
 
     def _open_soon(self) -> None:
-        # Deferred, so that the last player to arrive waits like the others.
+        # Deferred, so that the last participant to arrive waits like the others.
         asyncio.get_running_loop().call_soon(self._open_if_complete)
 
     def _open_if_complete(self) -> None:
-        if self._players <= 0 or len(self._waiting) < self._players:
+        if self._participants <= 0 or len(self._waiting) < self._participants:
             return
         waiting, self._waiting = self._waiting, {}
         for request_id in sorted(waiting):
@@ -131,7 +131,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
 
     problem: Problem
     settings: RolloutSettings
-    fair_yield: LoopThrottle = field(default_factory=LoopThrottle)
+    throttle: LoopThrottle = field(default_factory=LoopThrottle)
     calls: list[ToolCall] = field(default_factory=list)
     verdict: Verdict | None = None
     answer: str | None = None
@@ -179,7 +179,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         return text
 
     async def observe(self, step: Step) -> Ended | None:
-        await self.fair_yield.wait()
+        await self.throttle.wait()
         most = self.settings.max_response_tokens
         self.calls.extend(step.tool_calls)
         self.verdict, self.answer = step.verdict, step.answer
@@ -236,10 +236,6 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         return
 
 
-def _any_length(tokens: int) -> None:
-    """Accept a prompt of any length."""
-
-
 @dataclass(kw_only=True, eq=False)
 class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     """Samples turns with an engine and records a rollout's exact tokens.
@@ -247,8 +243,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ``step``, ``group`` and ``sample_index`` identify the rollout in training and, with ``seed``, key its randomness.
     ``name`` identifies the rollout in the engine. ``trained``: the engine returns the supports of restricted sampling.
     ``routed``: the engine returns routes. ``routed_tokens``: number of tokens of this branch whose routes are recorded.
-    ``measure`` receives the prompt's length in tokens and may raise. ``rewarded_later``: the environment may omit the
-    reward. ``turn_barrier``: the gate before each turn, if any.
+    ``record_prompt_length`` receives the prompt's length in tokens and may raise. ``rewarded_later``: the environment
+    may omit the reward. ``turn_barrier``: the gate before each turn, if any.
 
     ``branching``: where the rollout forks, with the ``measured`` widths. The prompt of a branch contains all tokens of
     its parent. ``path``: the number of the branch at each fork, which keys its randomness. ``leaves`` and ``live``:
@@ -270,7 +266,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     routed_tokens: int = 0
     rewarded_later: bool = False
     turn_barrier: TurnBarrier | None = None
-    measure: Callable[[int], None] = _any_length
+    record_prompt_length: Callable[[int], None] = lambda tokens: None
     prompt_ids: tuple[int, ...] = ()
     segments: list[Segment] = field(default_factory=list)
     context: tuple[int, ...] = ()
@@ -295,7 +291,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
     def begin(self, prompt: str) -> None:
         self.prompt_ids = self.context = self.codec.encode_prompt(prompt)
-        self.measure(len(self.prompt_ids))
+        self.record_prompt_length(len(self.prompt_ids))
 
     async def _sample(self, episode: Episode, limit: int) -> str:
         """Sample one turn. If a stop string does not complete the turn, sampling continues after its tokens."""
@@ -303,11 +299,11 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         merged: Completion | None = None
         part = 0
         while True:
-            taken = len(merged.token_ids) if merged else 0
+            sampled = len(merged.token_ids) if merged else 0
             piece = await self.generate(
                 self.context,
-                line=self.name,
-                limit=limit - taken,
+                cache_line=self.name,
+                limit=limit - sampled,
                 stop=episode.stop_strings,
                 turn=turn,
                 part=part,
@@ -315,7 +311,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             )
             self.context += piece.token_ids
             self.routed_tokens = len(self.context) - 1  # the last token is computed in the next request
-            merged = piece if merged is None else _joined(merged, piece)
+            merged = piece if merged is None else _concatenate(merged, piece)
             text = self.codec.decode(merged.token_ids)
             part += 1
             at_limit = len(merged.token_ids) >= limit
@@ -329,20 +325,22 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self,
         context: Sequence[int],
         *,
-        line: str,
+        cache_line: str,
         limit: int,
         stop: Sequence[str],
         turn: int,
         part: int = 0,
         routes_from: int = 0,
     ) -> Completion:
-        """Sample the ``part``-th piece of a turn after ``context``. ``line`` names the sequence in the engine's cache.
+        """Sample the ``part``-th piece of a turn after ``context``.
+
+        ``cache_line``: the name of the sequence in the engine's cache.
 
         If the policy is routed, the completion has the routes from index ``routes_from`` on. Raises EngineError.
         """
         request_id = f"{self.name}-{turn:04d}-{part:06d}"
         if self.turn_barrier is not None:
-            with span("wait for the others"):
+            with span("wait for other rollouts"):
                 await self.turn_barrier.wait_for_all(request_id)
         completion = await self.engine.generate(
             tuple(context),
@@ -356,11 +354,11 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 routes_from=routes_from if self.routed else None,
                 stop=tuple(stop),
             ),
-            trajectory_id=line,
+            trajectory_id=cache_line,
             request_id=request_id,
             seed=sampling_key(self.seed, self.step, self.group, self.sample_index, turn, part, *self.path),
         )
-        await self.fair_yield.wait()
+        await self.throttle.wait()
         return completion
 
     def _credit(self, reward: float) -> None:
@@ -481,7 +479,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.engine.release(self.name)
 
 
-def _joined(first: Completion, second: Completion) -> Completion:
+def _concatenate(first: Completion, second: Completion) -> Completion:
     return replace(
         second,
         token_ids=first.token_ids + second.token_ids,

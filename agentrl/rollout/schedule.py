@@ -47,7 +47,7 @@ from agentrl.trajectory import Group
 class _Cohort:
     """Groups that were issued after the same number of trained batches and are not yet taken."""
 
-    left: int = 0
+    untaken: int = 0
     finished: int = 0
 
 
@@ -58,29 +58,25 @@ class Schedule:
     with the number of groups.
     """
 
-    def __init__(self, *, groups: int, max_staleness: int, in_flight: bool = True, batches: int | None = None) -> None:
+    def __init__(
+        self, *, groups: int, max_staleness: int, starts_early: bool = True, batches: int | None = None
+    ) -> None:
         """Create an empty schedule.
 
-        ``groups``: groups per batch. ``batches``: batches to train, if known. No group is issued beyond them.
-
-        Without ``in_flight`` no group may start until the previous batch is taken (``rollout.schedule=overlapped``).
+        ``groups``: groups per batch. ``batches``: number of batches to train, if known; no group is issued for later
+        batches. ``starts_early``: groups may start before the previous batch is taken.
         """
         self.groups = groups
         self.max_staleness = max_staleness
-        self._in_flight = in_flight
+        self._starts_early = starts_early
         self._batches = batches
         self._issued: dict[int, tuple[int, int]] = {}  # groups not taken: (batches trained when issued, order of issue)
         self._cohorts: dict[int, _Cohort] = {}  # by batches trained when issued, oldest first
         self._finished: set[int] = set()
-        self._issues = 0
+        self._issue_count = 0
         self._in_training = False
-        self._taken = 0
-        self._trained = 0
-
-    @property
-    def trained_batches(self) -> int:
-        """The number of batches trained so far."""
-        return self._trained
+        self._taken_batches = 0
+        self.trained_batches = 0
 
     @property
     def finished_groups(self) -> int:
@@ -95,17 +91,17 @@ class Schedule:
     def groups_to_issue(self, extra: int = 0) -> int:
         """Return the number of groups that may be issued now. ``extra``: additional groups for the current batch."""
         room = self.groups + extra - len(self._issued)
-        if self._in_flight:
+        if self._starts_early:
             room += (self.max_staleness - self._in_training) * self.groups
         if self._batches is not None:
-            room = min(room, (self._batches - self._taken) * self.groups + extra - len(self._issued))
+            room = min(room, (self._batches - self._taken_batches) * self.groups + extra - len(self._issued))
         return max(0, room)
 
     def start(self, index: int) -> None:
         """Record the start of a group."""
-        self._issued[index] = self._trained, self._issues
-        self._issues += 1
-        self._cohorts.setdefault(self._trained, _Cohort()).left += 1
+        self._issued[index] = self.trained_batches, self._issue_count
+        self._issue_count += 1
+        self._cohorts.setdefault(self.trained_batches, _Cohort()).untaken += 1
 
     def finish(self, index: int) -> None:
         """Record that all trajectories of a group have ended."""
@@ -117,43 +113,43 @@ class Schedule:
 
         ``refill``: the groups complete the previous batch, which was too small after filtering.
         """
-        if len(self._finished) < count or not self._leaves_time(count, self._taken - refill):
+        if len(self._finished) < count or not self._meets_staleness_limit(count, self._taken_batches - refill):
             return None
         chosen = sorted(self._finished, key=self._issued.__getitem__)[:count]
         for index in chosen:
             issued_at, _ = self._issued.pop(index)
             cohort = self._cohorts[issued_at]
-            cohort.left -= 1
+            cohort.untaken -= 1
             cohort.finished -= 1
-            if not cohort.left and issued_at < self._trained:
+            if not cohort.untaken and issued_at < self.trained_batches:
                 del self._cohorts[issued_at]
         self._finished.difference_update(chosen)
         self._in_training = True
-        self._taken += not refill
+        self._taken_batches += not refill
         return chosen
 
-    def _leaves_time(self, count: int, batch: int) -> bool:
-        """Return True if the next ``count`` groups can be taken and the others still meet the staleness limit."""
-        behind = 0
+    def _meets_staleness_limit(self, count: int, batch: int) -> bool:
+        """Return True if the other groups still meet the staleness limit after ``count`` groups are taken."""
+        due = 0
         for issued_at, cohort in self._cohorts.items():
             chosen = min(count, cohort.finished)
             count -= chosen
-            rest = cohort.left - chosen
-            behind += rest
-            if rest and behind > (issued_at + self.max_staleness - batch) * self.groups:
+            remaining = cohort.untaken - chosen
+            due += remaining
+            if remaining and due > (issued_at + self.max_staleness - batch) * self.groups:
                 return False
         return True
 
     def record_trained(self) -> None:
         """Record that the last batch taken has been trained."""
-        self._trained += 1
+        self.trained_batches += 1
         self._in_training = False
 
 
 class RolloutSource(ABC):
     """Supplies a step's groups, one batch at a time.
 
-    Per batch, call :meth:`take`, possibly again with ``refill``, then :meth:`record_trained`.
+    For each batch, call :meth:`take_groups`, possibly again with ``refill``, and then :meth:`record_trained`.
     """
 
     def __init__(self, driver: Driver, queue: WorkQueue, settings: RolloutSettings, *, greedy: bool) -> None:
@@ -161,13 +157,13 @@ class RolloutSource(ABC):
         self._queue = queue
         self._settings = settings
         self._greedy = greedy
-        self._left: deque[int] = deque()  # samples of the newest group that no player has fetched
+        self._samples_left: deque[int] = deque()  # samples of the newest group that have not started
         self._step = 0  # of the newest group
-        self._one = asyncio.Lock()  # one player at a time fetches a rollout
-        self._idle = _Idle()
+        self._job_lock = asyncio.Lock()  # held by the player that waits for its next rollout
+        self._idle_timer = _IdleTimer()
 
     @abstractmethod
-    async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
+    async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
         """Return ``count`` groups in the order of issue. ``refill``: for a batch that was too small after filtering.
 
         Raises WorldError after ``deadline``, in seconds of the event loop's clock.
@@ -183,67 +179,70 @@ class RolloutSource(ABC):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
-        return {"time/rollout_idle_s": self._idle.take()}
+        return {"time/rollout_idle_s": self._idle_timer.take_seconds()}
 
     async def close(self) -> None:
         """Stop background rollouts."""
         return
 
     @abstractmethod
-    async def _admit(self) -> bool:
+    async def _wait_for_admission(self) -> bool:
         """Wait until another group may start. Returns False if no more groups start."""
 
     @abstractmethod
-    def _start(self, group: Group) -> int:
+    def _record_start(self, group: Group) -> int:
         """Record the start of a group, and return its training step."""
 
-    async def _next(self) -> tuple[Group, int] | None:
-        """Return the next rollout. A problem's further rollouts wait until its first one has measured the prompt."""
-        async with self._one:
-            if self._left:
+    async def _next_job(self) -> tuple[Group, int] | None:
+        """Return the next rollout. All rollouts of a problem except the first wait until its prompt is measured."""
+        async with self._job_lock:
+            if self._samples_left:
                 group = await self._queue.wait_for_newest()
             else:
-                if not await self._admit():
+                if not await self._wait_for_admission():
                     return None
                 group = await self._queue.next_request()
-                self._step = self._start(group)
-                self._left.extend(range(group.size + self._greedy))
-            return replace(group, step=self._step), self._left.popleft()
+                self._step = self._record_start(group)
+                self._samples_left.extend(range(group.size + self._greedy))
+            return replace(group, step=self._step), self._samples_left.popleft()
 
 
 class OnDemandSource(RolloutSource):
     """Samples groups only during a call to :meth:`take_groups` (``rollout.schedule=synchronous``)."""
 
-    async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
+    async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
         played: list[Group] = []
         if not refill:
             self._queue.requeue_untrained()
-        self._left.clear()
-        self._wanted, self._taking = count, step
+        self._samples_left.clear()
+        self._groups_to_start, self._requested_step = count, step
         rollouts = sum(group.size + self._greedy for group in self._queue.upcoming(count))
-        self._idle.ends()
+        self._idle_timer.stop()
         try:
             async with (
                 asyncio.timeout_at(deadline),
                 contextlib.aclosing(
                     self._driver.run_jobs(
-                        self._next, greedy=self._greedy, measure=self._queue.record_prompt_length, rollouts=rollouts
+                        self._next_job,
+                        greedy=self._greedy,
+                        record_prompt_length=self._queue.record_prompt_length,
+                        rollouts=rollouts,
                     )
                 ) as groups,
             ):
                 async for group in groups:
                     played.append(group)
         except TimeoutError as error:
-            raise _too_late(step, len(played), count, self._settings) from error
-        self._idle.begins()
+            raise _deadline_error(step, len(played), count, self._settings) from error
+        self._idle_timer.start()
         return sorted(played, key=lambda group: group.index)
 
-    async def _admit(self) -> bool:
-        return self._wanted > 0
+    async def _wait_for_admission(self) -> bool:
+        return self._groups_to_start > 0
 
-    def _start(self, group: Group) -> int:
-        self._wanted -= 1
-        return self._taking
+    def _record_start(self, group: Group) -> int:
+        self._groups_to_start -= 1
+        return self._requested_step
 
 
 class BackgroundSource(RolloutSource):
@@ -269,50 +268,52 @@ class BackgroundSource(RolloutSource):
         self._first_step = step
         self._overlapped = settings.schedule == "overlapped"
         self._changed = asyncio.Event()
-        self._extra = 0
-        self._done: dict[int, Group] = {}
-        self._task = asyncio.create_task(self._produce(), name="background-rollouts")
-        self._task.add_done_callback(lambda _: self._tell())
+        self._refill_count = 0
+        self._played: dict[int, Group] = {}
+        self._task = asyncio.create_task(self._play_groups(), name="background-rollouts")
+        self._task.add_done_callback(lambda _: self._notify())
 
-    async def _admit(self) -> bool:
-        while not self._schedule.groups_to_issue(self._extra):
+    async def _wait_for_admission(self) -> bool:
+        while not self._schedule.groups_to_issue(self._refill_count):
             await self._changed.wait()
         return True
 
-    def _start(self, group: Group) -> int:
+    def _record_start(self, group: Group) -> int:
         self._schedule.start(group.index)
-        self._idle.ends()
+        self._idle_timer.stop()
         return self._first_step + self._schedule.trained_batches
 
-    async def take(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
-        self._extra = count if refill else 0
-        self._tell()
+    async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
+        self._refill_count = count if refill else 0
+        self._notify()
         chosen: list[int] | None = None
         try:
             async with asyncio.timeout_at(deadline):
                 while (chosen := self._schedule.take_groups(count, refill=refill)) is None:
-                    await self._wait()
+                    await self._wait_for_change()
         except TimeoutError as error:
-            raise _too_late(step, self._schedule.finished_groups, count, self._settings) from error
+            raise _deadline_error(step, self._schedule.finished_groups, count, self._settings) from error
         finally:
-            self._extra = 0
-        self._tell()  # there is room again
-        return [self._done.pop(index) for index in chosen]
+            self._refill_count = 0
+        self._notify()  # further groups may start
+        return [self._played.pop(index) for index in chosen]
 
     def record_trained(self) -> None:
         self._schedule.record_trained()
-        self._tell()
+        self._notify()
 
     async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:
-        """Wait for the current batch if overlapped, because one version must sample it. Otherwise return at once."""
+        """Wait for the batch that is being sampled, if overlapped, because one version must sample it."""
         if not self._overlapped:
             return
         try:
             async with asyncio.timeout_at(deadline):
                 while self._schedule.running_groups or self._schedule.groups_to_issue():
-                    await self._wait()
+                    await self._wait_for_change()
         except TimeoutError as error:
-            raise _too_late(step, self._schedule.finished_groups, self._schedule.groups, self._settings) from error
+            raise _deadline_error(
+                step, self._schedule.finished_groups, self._schedule.groups, self._settings
+            ) from error
 
     def metrics(self) -> dict[str, float]:
         return super().metrics() | {
@@ -324,22 +325,24 @@ class BackgroundSource(RolloutSource):
         self._task.cancel()
         await asyncio.gather(self._task, return_exceptions=True)
 
-    async def _produce(self) -> None:
-        playing = self._driver.run_jobs(self._next, greedy=self._greedy, measure=self._queue.record_prompt_length)
+    async def _play_groups(self) -> None:
+        playing = self._driver.run_jobs(
+            self._next_job, greedy=self._greedy, record_prompt_length=self._queue.record_prompt_length
+        )
         async with contextlib.aclosing(playing) as groups:
             async for group in groups:
-                self._done[group.index] = group
+                self._played[group.index] = group
                 self._schedule.finish(group.index)
                 if not self._schedule.running_groups:
-                    self._idle.begins()
-                self._tell()
+                    self._idle_timer.start()
+                self._notify()
 
-    def _tell(self) -> None:
-        """Wake all callers of :meth:`_wait`."""
+    def _notify(self) -> None:
+        """Wake all callers of :meth:`_wait_for_change`."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def _wait(self) -> None:
+    async def _wait_for_change(self) -> None:
         """Wait for the next change. Raises the error that ended the rollouts, if any."""
         if self._task.done():
             self._task.result()
@@ -347,32 +350,32 @@ class BackgroundSource(RolloutSource):
         await self._changed.wait()
 
 
-class _Idle:
-    """Measures the time during which no group is played."""
+class _IdleTimer:
+    """Measures the seconds during which no group is played."""
 
     def __init__(self) -> None:
         self._since: float | None = None
         self._seconds = 0.0
 
-    def begins(self) -> None:
+    def start(self) -> None:
         if self._since is None:
             self._since = asyncio.get_running_loop().time()
 
-    def ends(self) -> None:
+    def stop(self) -> None:
         if self._since is not None:
             self._seconds += asyncio.get_running_loop().time() - self._since
             self._since = None
 
-    def take(self) -> float:
+    def take_seconds(self) -> float:
         """Return the idle seconds since the last call."""
         if self._since is not None:
-            self.ends()
-            self.begins()
+            self.stop()
+            self.start()
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
 
-def _too_late(step: int, finished: int, wanted: int, settings: RolloutSettings) -> WorldError:
+def _deadline_error(step: int, finished: int, needed: int, settings: RolloutSettings) -> WorldError:
     return WorldError(
-        f"step {step}: {finished} of {wanted} groups finished within rollout.step_deadline={settings.step_deadline:g} s"
+        f"step {step}: {finished} of {needed} groups finished within rollout.step_deadline={settings.step_deadline:g} s"
     )

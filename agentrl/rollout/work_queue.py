@@ -23,11 +23,11 @@ from agentrl_envs.types import Problem
 logger = logging.getLogger(__name__)
 
 # Number of consecutive problems with prompts over the limit after which the limit is considered wrong.
-_MOST_SKIPPED = 1000
+_MAX_SKIPPED_IN_A_ROW = 1000
 # Number of skipped problems that are logged individually.
-_MOST_LOGGED = 10
+_MAX_LOGGED = 10
 # Fields of an issued group in a checkpoint, besides its problem.
-_FIELDS = ("index", "size", "problem_weight", "key", "widths")
+_SAVED_FIELDS = ("index", "size", "problem_weight", "key", "widths")
 
 
 class QueueState(TypedDict):
@@ -66,42 +66,42 @@ class WorkQueue:
     problem that replaces a skipped one has the same number of rollouts.
     """
 
-    def __init__(self, sampler: ProblemSampler, settings: RolloutSettings, *, learns: bool = False) -> None:
-        """Create a queue. With ``learns``, trained rollouts update the sampler's posteriors.
+    def __init__(self, sampler: ProblemSampler, settings: RolloutSettings, *, updates_posteriors: bool = False) -> None:
+        """Create a queue. Problems with prompts over ``settings.max_prompt_tokens`` are skipped and counted.
 
-        Problems with prompts over ``settings.max_prompt_tokens`` are skipped and counted.
+        ``updates_posteriors``: trained rollouts update the sampler's posteriors.
         """
         self._sampler = sampler
         self._settings = settings
-        self._learns = learns
+        self._updates_posteriors = updates_posteriors
         self._measures_forks = settings.branching.width > 1 and settings.branching.where == "measured"
         self._forks = ForkStatistics(decay=sampler.posteriors.decay)
-        self._again: deque[Group] = deque()
+        self._requeued: deque[Group] = deque()
         self._untrained: dict[int, Group] = {}
         self._newest: Group | None = None
-        self._measured = asyncio.Event()  # set unless the newest group awaits its prompt
-        self._measured.set()
+        self._newest_is_measured = asyncio.Event()
+        self._newest_is_measured.set()
         self._next_index = 0
-        self._planned: deque[Group] = deque()  # drawn, but their prompts are not yet measured
+        self._drawn: deque[Group] = deque()  # drawn, but their prompts are not yet measured
         self._skipped = 0
         self._skipped_in_a_row = 0
-        self._logged = 0
+        self._logged_count = 0
 
     async def next_request(self) -> Group:
         """Wait until the previous problem's prompt is measured, and issue the next problem."""
-        await self._measured.wait()
-        if self._again:
-            self._newest = self._again.popleft()
+        await self._newest_is_measured.wait()
+        if self._requeued:
+            self._newest = self._requeued.popleft()
             self._untrained[self._newest.index] = self._newest
             return self._newest
-        return self._draw()
+        return self._issue_new()
 
     async def wait_for_newest(self) -> Group:
         """Wait until the newest group's prompt is measured, and return the group.
 
         If the group's problem was skipped, the group contains its replacement.
         """
-        await self._measured.wait()
+        await self._newest_is_measured.wait()
         assert self._newest is not None
         return self._newest
 
@@ -112,47 +112,47 @@ class WorkQueue:
         SettingsError if too many consecutive prompts are too long.
         """
         newest = self._newest
-        if self._measured.is_set() or newest is None:
+        if self._newest_is_measured.is_set() or newest is None:
             return
         # Compare both: the replacement of a skipped problem has the same index, and a problem may repeat.
         if group.index != newest.index or group.problem is not newest.problem:
             return
         if tokens is not None and tokens > self._settings.max_prompt_tokens:
-            self._skip(group, tokens)
-            raise SkippedProblemError(self._draw())
+            self._replace_problem(group, tokens)
+            raise SkippedProblemError(self._issue_new())
         self._skipped_in_a_row = 0
-        self._planned.popleft()
+        self._drawn.popleft()
         self._next_index += 1
         self._untrained[group.index] = group
-        self._measured.set()
+        self._newest_is_measured.set()
 
     def requeue_untrained(self) -> None:
         """Issue untrained problems again, before new ones."""
-        self._again = deque(self._all_untrained())
+        self._requeued = deque(self._untrained_in_order())
         self._untrained = {}
-        self._measured.set()  # a drawn problem without a measured prompt follows these problems
+        self._newest_is_measured.set()  # a drawn problem without a measured prompt follows these problems
 
     def upcoming(self, count: int) -> list[Group]:
         """Return the next ``count`` groups. Skipped problems may be replaced."""
-        while len(self._again) + len(self._planned) < count:
-            self._plan()
-        return list(islice(chain(self._again, self._planned), count))
+        while len(self._requeued) + len(self._drawn) < count:
+            self._draw_block()
+        return list(islice(chain(self._requeued, self._drawn), count))
 
     def remove_trained(self, groups: Sequence[Group]) -> None:
         """Remove trained groups, and update the posteriors of their problems and the statistics of forks."""
         for group in groups:
             del self._untrained[group.index]
-        if self._learns:
+        if self._updates_posteriors:
             self._sampler.posteriors.update(
                 (group.key, list(map(success_fraction, rollouts)), self._energies(rollouts))
-                for group, rollouts in zip(groups, map(_included, groups), strict=True)
+                for group, rollouts in zip(groups, map(_included_rollouts, groups), strict=True)
             )
         if self._measures_forks:
-            self._forks.learn(map(_included, groups))
+            self._forks.learn(map(_included_rollouts, groups))
 
     def budget_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of the budget, and of the posteriors of the problems of played groups."""
-        if not self._learns:
+        if not self._updates_posteriors:
             return {}
         posteriors = self._sampler.posteriors
         sizes = [group.size for group in groups]
@@ -168,7 +168,7 @@ class WorkQueue:
         errors = [
             abs(posteriors.expected_success(group.key) - fmean(map(success_fraction, rollouts)))
             for group in groups
-            if (rollouts := _included(group))
+            if (rollouts := _included_rollouts(group))
         ]
         return metrics | ({"posterior/success_error": fmean(errors)} if errors else {})
 
@@ -182,35 +182,35 @@ class WorkQueue:
         return {
             "sampler": self._sampler.state_dict(),
             "next_index": self._next_index,
-            "planned": list(map(_row, self._planned)),
-            "queue": list(map(_row, self._all_untrained())),
+            "planned": list(map(_group_to_record, self._drawn)),
+            "queue": list(map(_group_to_record, self._untrained_in_order())),
             "forks": self._forks.state_dict(),
         }
 
     def load_state_dict(self, state: QueueState) -> None:
         self._sampler.load_state_dict(state["sampler"])
         self._next_index = state["next_index"]
-        self._planned = deque(map(_group, state["planned"]))
+        self._drawn = deque(map(_group_from_record, state["planned"]))
         self._untrained = {}
-        self._again = deque(map(_group, state["queue"]))
+        self._requeued = deque(map(_group_from_record, state["queue"]))
         self._forks.load_state_dict(state["forks"])
 
     def _energies(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
         """Return the expected energies of rollouts, or [] if the budget does not need them."""
         return list(map(expected_energy, rollouts)) if self._settings.budget == "neyman" else []
 
-    def _all_untrained(self) -> list[Group]:
-        return sorted([*self._untrained.values(), *self._again], key=lambda group: group.index)
+    def _untrained_in_order(self) -> list[Group]:
+        return sorted([*self._untrained.values(), *self._requeued], key=lambda group: group.index)
 
-    def _draw(self) -> Group:
-        """Create a group for the next problem, whose prompt is not yet measured."""
-        if not self._planned:
-            self._plan()
-        self._newest = replace(self._planned[0], index=self._next_index)
-        self._measured.clear()
+    def _issue_new(self) -> Group:
+        """Issue a group for the next new problem, whose prompt is not yet measured."""
+        if not self._drawn:
+            self._draw_block()
+        self._newest = replace(self._drawn[0], index=self._next_index)
+        self._newest_is_measured.clear()
         return self._newest
 
-    def _plan(self) -> None:
+    def _draw_block(self) -> None:
         """Draw the next block of problems and distribute its rollouts."""
         settings = self._settings
         draws = self._sampler.draw(settings.groups_per_round)
@@ -227,44 +227,44 @@ class WorkQueue:
                 key=draw.key,
                 widths=self._forks.widths(settings.branching.width),
             )
-            self._planned.append(group)
+            self._drawn.append(group)
 
-    def _skip(self, group: Group, tokens: int) -> None:
+    def _replace_problem(self, group: Group, tokens: int) -> None:
         problem = group.problem
         self._sampler.leave_out(Draw(problem=problem, key=group.key))
         (other,) = self._sampler.draw(1)
-        self._planned[0] = replace(self._planned[0], problem=other.problem, key=other.key)
+        self._drawn[0] = replace(self._drawn[0], problem=other.problem, key=other.key)
         self._skipped += 1
         self._skipped_in_a_row += 1
         self._log_skipped(problem, tokens)
-        if self._skipped_in_a_row == _MOST_SKIPPED:
+        if self._skipped_in_a_row == _MAX_SKIPPED_IN_A_ROW:
             raise SettingsError(
-                f"{_MOST_SKIPPED} consecutive problems have prompts longer than "
+                f"{_MAX_SKIPPED_IN_A_ROW} consecutive problems have prompts longer than "
                 f"rollout.max_prompt_tokens={self._settings.max_prompt_tokens}: raise the limit or shorten the prompts "
                 f"(the last problem, {problem.id}, has {tokens} tokens)"
             )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:
         """Log the first skipped problems. All are counted in ``groups/skipped_long_prompt``."""
-        self._logged += 1
-        if self._logged > _MOST_LOGGED:
+        self._logged_count += 1
+        if self._logged_count > _MAX_LOGGED:
             return
         logger.warning(
             "problem %s is skipped: its prompt has %d tokens, more than rollout.max_prompt_tokens=%d%s",
             problem.id, tokens, self._settings.max_prompt_tokens,
-            "; further ones are only counted (groups/skipped_long_prompt)" if self._logged == _MOST_LOGGED else "",
+            "; further ones are only counted (groups/skipped_long_prompt)" if self._logged_count == _MAX_LOGGED else "",
         )  # fmt: skip
 
 
-def _included(group: Group) -> list[list[Trajectory]]:
+def _included_rollouts(group: Group) -> list[list[Trajectory]]:
     """Return the branches of each rollout that was not excluded. A forked rollout is one rollout."""
     data = [item for item in group.trajectories if not item.is_excluded and item.path_fraction > 0]
     return [list(branches) for _, branches in groupby(data, key=lambda item: item.sample)]
 
 
-def _row(group: Group) -> dict[str, Any]:
-    return {name: getattr(group, name) for name in _FIELDS} | {"problem": asdict(group.problem)}
+def _group_to_record(group: Group) -> dict[str, Any]:
+    return {name: getattr(group, name) for name in _SAVED_FIELDS} | {"problem": asdict(group.problem)}
 
 
-def _group(row: dict[str, Any]) -> Group:
+def _group_from_record(row: dict[str, Any]) -> Group:
     return Group(**{**row, "problem": Problem(**row["problem"]), "widths": tuple(row["widths"])})

@@ -29,7 +29,8 @@ class RolloutWorker:
     """Collects groups, filters them and tracks their age.
 
     ``greedy``: play every problem once more at temperature 0, for a baseline. ``last_step``: the run's last step;
-    no rollouts are played for later steps. ``learns``: update the sampler's posteriors, for a budget or a curriculum.
+    no rollouts are played for later steps. ``updates_posteriors``: trained rollouts update the sampler's posteriors, for
+    a budget or a curriculum.
 
     After :meth:`next_batch`, ``version`` is the policy to be trained, ``sampled_groups`` are all groups that were
     played for ``step``, and ``metrics`` describe them.
@@ -41,14 +42,14 @@ class RolloutWorker:
     rules: FilterRules
     greedy: bool = False
     last_step: int | None = None
-    learns: bool = False
+    updates_posteriors: bool = False
     step: int = field(default=0, init=False)
     version: int = field(default=0, init=False)
     sampled_groups: tuple[Group, ...] = field(default=(), init=False)
     metrics: dict[str, float] = field(default_factory=dict, init=False)
 
     def __post_init__(self, sampler: ProblemSampler) -> None:
-        self._queue = WorkQueue(sampler, self.settings, learns=self.learns)
+        self._queue = WorkQueue(sampler, self.settings, updates_posteriors=self.updates_posteriors)
         self._clock = VersionClock()
         self._source: RolloutSource | None = None
         self._failed_steps = 0
@@ -64,17 +65,17 @@ class RolloutWorker:
         deadline = began + self.settings.step_deadline
         self.step = step
         if self._source is None:
-            self._source = self._open(step)
-        needed, first = self.settings.problems_per_step, self.settings.groups_per_round
-        played = await self._source.take(first, step=step, deadline=deadline)
+            self._source = self._open_source(step)
+        needed, in_first_round = self.settings.problems_per_step, self.settings.groups_per_round
+        played = await self._source.take_groups(in_first_round, step=step, deadline=deadline)
         self._check_failures(played, step)
         kept, counts = filter_groups(played, self.rules)
-        rounds = 0
-        while len(kept) < needed and rounds < self.settings.max_extra_rounds:
-            more = problems_for_next_round(first, needed, collected=len(played), kept=len(kept))
-            played += await self._source.take(more, step=step, deadline=deadline, refill=True)
+        extra_rounds = 0
+        while len(kept) < needed and extra_rounds < self.settings.max_extra_rounds:
+            more = problems_for_next_round(in_first_round, needed, collected=len(played), kept=len(kept))
+            played += await self._source.take_groups(more, step=step, deadline=deadline, refill=True)
             kept, counts = filter_groups(played, self.rules)
-            rounds += 1
+            extra_rounds += 1
         groups = kept[:needed]
         if self.settings.schedule != "synchronous":
             groups = subsample_groups(kept, needed, step=step)
@@ -84,7 +85,7 @@ class RolloutWorker:
         metrics |= {
             "groups/trained": len(groups),
             "groups/surplus": len(kept) - len(groups),
-            "groups/extra_rounds": rounds,
+            "groups/extra_rounds": extra_rounds,
             "groups/skipped_long_prompt": self._queue.take_skipped_count(),
             "time/rollout_s": loop.time() - began,
         }
@@ -124,14 +125,14 @@ class RolloutWorker:
     def load_state_dict(self, state: QueueState) -> None:
         self._queue.load_state_dict(state)
 
-    def _open(self, step: int) -> RolloutSource:
+    def _open_source(self, step: int) -> RolloutSource:
         settings, queue = self.settings, self._queue
         if settings.schedule == "synchronous":
             return OnDemandSource(self.driver, queue, settings, greedy=self.greedy)
         schedule = Schedule(
             groups=settings.groups_per_round,
             max_staleness=self.settings.staleness_bound,
-            in_flight=settings.schedule == "asynchronous",
+            starts_early=settings.schedule == "asynchronous",
             batches=None if self.last_step is None else self.last_step - step + 1,
         )
         return BackgroundSource(self.driver, queue, settings, schedule, step=step, greedy=self.greedy)
@@ -172,7 +173,7 @@ def subsample_groups(groups: tuple[Group, ...], count: int, *, step: int) -> tup
     return tuple(groups[number] for number in sorted(chosen))
 
 
-def problems_for_next_round(first: int, needed: int, *, collected: int, kept: int) -> int:
+def problems_for_next_round(in_first_round: int, needed: int, *, collected: int, kept: int) -> int:
     """Return the number of problems for another round: enough to fill the batch at the fraction kept so far.
 
     The number never exceeds that of the first round, which is also used if no group was kept.
@@ -182,4 +183,4 @@ def problems_for_next_round(first: int, needed: int, *, collected: int, kept: in
     >>> problems_for_next_round(8, 8, collected=16, kept=6)
     6
     """
-    return first if kept == 0 else min(first, math.ceil((needed - kept) * collected / kept))
+    return in_first_round if kept == 0 else min(in_first_round, math.ceil((needed - kept) * collected / kept))

@@ -25,7 +25,7 @@ from agentrl.rollout.engines.processes import NodeServer
 from agentrl.rollout.engines.replica import ServerRequirements
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
-from agentrl.rollout.engines.vllm.plan import plan_servers
+from agentrl.rollout.engines.vllm.plan import VLLMPlan, place_servers
 from agentrl.rollout.settings import RolloutSettings
 
 STAND_IN = """
@@ -140,16 +140,9 @@ async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[Ser
     )
     bundles = server_bundles(engine_facts(settings), nodes.nodes(), 1.0)
     gpus = [str(number) for number in range(2 * replicas)]
-    plans = plan_servers(
-        settings,
-        max_tokens=200,
-        model="m",
-        tokenizer="m",
-        dtype="float32",
-        training_gpus=0,
-        gpus=gpus,
-        backend="file",
-    )
+    served = {"model": "m", "tokenizer": "m", "dtype": "float32", "max_tokens": 200}
+    plan = VLLMPlan(rollout=settings, host="127.0.0.1", port=0, **served)  # type: ignore[arg-type]
+    plans = place_servers(plan, gpus=gpus, training_gpus=0)
     servers = [
         NodeServer(plan, folder, number, cluster=nodes, bundle=bundle)
         for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))

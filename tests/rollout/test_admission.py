@@ -183,7 +183,7 @@ def test_turns_in_rounds_wait_for_nobody_outside() -> None:
 
 
 def gate(look: Callable[[], Awaitable[CacheUse | None]], ceiling: int = 100) -> Admission:
-    return Admission(look, ceiling=ceiling, longest=100, kv_high_watermark=0.9)
+    return Admission(look, max_trajectories=ceiling, max_tokens=100, kv_high_watermark=0.9)
 
 
 async def full() -> CacheUse:

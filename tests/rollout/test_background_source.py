@@ -189,11 +189,11 @@ async def test_dynamic_sampling_takes_more_of_what_is_there() -> None:
         # Two batches of four, as if the filters had refused the first two groups.
         play = worker._open(1)
         deadline = asyncio.get_running_loop().time() + 60
-        first = await play.take(2, step=1, deadline=deadline)
-        more = await play.take(2, step=1, deadline=deadline, refill=True)
+        first = await play.take_groups(2, step=1, deadline=deadline)
+        more = await play.take_groups(2, step=1, deadline=deadline, refill=True)
         assert [group.index for group in first + more] == [0, 1, 2, 3]
         play.record_trained()
-        second = await play.take(2, step=2, deadline=deadline)
+        second = await play.take_groups(2, step=2, deadline=deadline)
         assert [group.index for group in second] == [4, 5]
         await play.close()
 

@@ -165,7 +165,7 @@ def worker(budget: str = "neyman", *, problems: int = 3, **changes: object) -> R
         sampler=ProblemSampler(FiniteSource("toy", listed), seed=2, decay=0.9),
         settings=settings,
         rules=FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=False),
-        learns=True,
+        updates_posteriors=True,
     )
 
 

@@ -52,11 +52,11 @@ async def test_who_is_cancelled_at_the_gate_does_not_count_as_waiting() -> None:
 
 
 async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
-    fair_yield, passed, iterations = LoopThrottle(), [], []
+    throttle, passed, iterations = LoopThrottle(), [], []
     iteration = 0
 
     async def player(number: int) -> None:
-        await fair_yield.wait()
+        await throttle.wait()
         passed.append(number)
         iterations.append(iteration)
 
@@ -69,14 +69,14 @@ async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
 
 
 async def test_a_free_gate_does_not_suspend() -> None:
-    fair_yield = LoopThrottle()
+    throttle = LoopThrottle()
     with pytest.raises(StopIteration):
-        fair_yield.wait().send(None)
+        throttle.wait().send(None)
 
 
 async def test_who_is_cancelled_at_the_gate_holds_nobody_up() -> None:
-    fair_yield = LoopThrottle()
-    tasks = [asyncio.create_task(fair_yield.wait()) for _ in range(60)]
+    throttle = LoopThrottle()
+    tasks = [asyncio.create_task(throttle.wait()) for _ in range(60)]
     await asyncio.sleep(0)
     for task in tasks[16:40]:
         task.cancel()

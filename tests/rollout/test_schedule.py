@@ -104,7 +104,7 @@ def test_an_overtaker_waits_if_those_behind_would_not_all_fit() -> None:
 
 
 def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
-    schedule = Schedule(groups=2, max_staleness=1, in_flight=False, batches=2)
+    schedule = Schedule(groups=2, max_staleness=1, starts_early=False, batches=2)
     assert start(schedule, 0) == 2
     schedule.finish(0)
     schedule.finish(1)

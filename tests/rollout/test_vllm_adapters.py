@@ -17,6 +17,7 @@ from agentrl.rollout.engines.replica import Replica
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.vllm.engine import vllm_engine
 from agentrl.rollout.engines.vllm.plan import VLLMPlan
+from agentrl.rollout.settings import RolloutSettings
 
 
 async def passes(replica: Replica) -> str | None:
@@ -121,10 +122,11 @@ async def test_a_server_without_room_for_the_adapters_is_refused(there: dict[str
 
 def test_a_started_server_has_room_for_the_adapters() -> None:
     shape: dict[str, Any] = {"model": "m", "tokenizer": "m", "host": "h", "port": 1, "dtype": "float32"}
+    shape["rollout"] = RolloutSettings(schedule="overlapped")  # one step stale: three adapters at a time
     plain = VLLMPlan(**shape, max_tokens=9)
     assert "--enable-lora" not in plain.command()
     assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.environment()
-    plan = VLLMPlan(**shape, max_tokens=9, adapter_rank=9, adapters=3)
+    plan = VLLMPlan(**shape, max_tokens=9, adapter_rank=9)
     command = plan.command()
     assert [command[command.index(name) + 1] for name in ("--max-lora-rank", "--max-loras")] == ["16", "3"]
     assert plan.environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

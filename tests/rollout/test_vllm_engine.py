@@ -186,9 +186,9 @@ async def test_another_release_of_vllm_is_said(caplog: pytest.LogCaptureFixture)
 # -- garbage --------------------------------------------------------------------------------------------------------
 
 GARBAGE: dict[str, tuple[Any, str]] = {
-    "text": (b"<html>busy</html>", "a completion with one choice .*<html>busy"),
-    "no choices": ({"choices": []}, "a completion with one choice .*length >= 1"),
-    "a list": ([1], "a completion with one choice .*Expected `object`"),
+    "text": (b"<html>busy</html>", "JSON is malformed.*<html>busy"),
+    "no choices": ({"choices": []}, "Expected `array` of length >= 1"),
+    "a list": ([1], "Expected `object`, got `array`"),
     "no tokens": ({"choices": [sampled([])]}, "expected 1 to 4 token ids"),
     "too many tokens": ({"choices": [sampled([1] * 5)]}, "expected 1 to 4 token ids"),
     "text for tokens": ({"choices": [sampled(["1"])]}, r"Expected `int`, got `str` .*token_ids"),  # type: ignore[list-item]

@@ -21,7 +21,7 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.member import Balancer
 from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.vllm.plan import VLLMPlan, plan_servers
+from agentrl.rollout.engines.vllm.plan import VLLMPlan, colocated_memory_fraction, place_servers
 from agentrl.rollout.settings import RolloutSettings
 
 
@@ -30,24 +30,22 @@ def plans(
     gpus: int = 0,
     ranks: int = 1,
     backend: str = "file",
-    memory: tuple[int, int] | None = None,
-    largest: int = 0,
+    memory_fraction: float = 0.85,
     **vllm: Any,
 ) -> list[VLLMPlan]:
-    settings = RolloutSettings(engine="vllm", max_prompt_tokens=100, max_response_tokens=200, vllm=vllm)
-    return plan_servers(
-        settings,
+    plan = VLLMPlan(
+        rollout=RolloutSettings(engine="vllm", max_prompt_tokens=100, max_response_tokens=200, vllm=vllm),
         max_tokens=300,
         model="served",
         tokenizer="policy",
         dtype="bfloat16",
-        training_gpus=ranks,
-        gpus=[str(number) for number in range(gpus)],
+        host="127.0.0.1",
+        port=0,
         backend=backend,
-        memory=memory,
-        largest=largest,
+        memory_fraction=memory_fraction,
         sleep_options=("--sleep-mode-offload-cudagraph",),
     )
+    return place_servers(plan, gpus=[str(number) for number in range(gpus)], training_gpus=ranks)
 
 
 def option(command: list[str], name: str) -> str:
@@ -78,29 +76,23 @@ def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize(
-    ("free", "largest", "explicit", "expected"),
+    ("free", "largest", "expected"),
     [
-        (None, 0, None, "0.85"),
-        (None, 0, 0.3, "0.3"),
-        (64.5, 0, None, "0.78"),  # of 80 GiB beside 15 GB of parameters, with 2 GiB of margin
-        (64.5, 2, None, "0.73"),  # with 2 + 2 x 2 GiB of margin
-        (64.5, 2, 0.9, "0.9"),
-        (79.5, 0, None, "0.85"),
-        (6.0, 0, None, "0.05"),
+        (64.5, 0, "0.78"),  # of 80 GiB beside 15 GB of parameters, with 2 GiB of margin
+        (64.5, 2, "0.73"),  # with 2 + 2 x 2 GiB of margin
+        (79.5, 0, "0.85"),
+        (6.0, 0, "0.05"),
     ],
 )
-def test_a_colocated_server_takes_what_training_leaves(
-    free: float | None, largest: int, explicit: float | None, expected: str
-) -> None:
-    memory = None if free is None else (int(free * 2**30), 80 * 2**30)
-    shares = {"gpu_memory_utilization": explicit, "memory": memory, "largest": largest * 2**30}
-    (plan,) = plans(gpus=1, placement="colocated", **shares)
+def test_a_colocated_server_takes_what_training_leaves(free: float, largest: int, expected: str) -> None:
+    fraction = colocated_memory_fraction(int(free * 2**30), 80 * 2**30, largest=largest * 2**30)
+    (plan,) = plans(gpus=1, placement="colocated", memory_fraction=fraction)
     assert option(plan.command(), "--gpu-memory-utilization") == expected
 
 
 def test_too_little_memory_beside_training_is_said_before_a_server_starts() -> None:
     with pytest.raises(SettingsError, match=r"training leaves 5\.0 of 80\.0 GiB .*placement=dedicated"):
-        plans(gpus=1, placement="colocated", memory=(5 * 2**30, 80 * 2**30))
+        colocated_memory_fraction(5 * 2**30, 80 * 2**30)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +245,8 @@ def test_the_last_words_of_a_server_are_those_that_tell(tmp_path: Path) -> None:
             lines = "print('INFO starting'); print('ValueError: no such model'); print('INFO bye'); raise SystemExit(1)"
             return ["-c", lines]
 
-    plan = Failing(model="m", tokenizer="m", host="127.0.0.1", port=1, dtype="float32", max_tokens=10)
+    served = {"model": "m", "tokenizer": "m", "dtype": "float32", "max_tokens": 10}
+    plan = Failing(rollout=RolloutSettings(), host="127.0.0.1", port=1, **served)  # type: ignore[arg-type]
     server = ServerProcess(plan, tmp_path)
     assert server.log_excerpt() == "(the log is empty)"
     server.launch()

@@ -99,7 +99,7 @@ def tree(sample: int, *rewards: float, verdict: Verdict | None = None) -> tuple[
 async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:
     sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
     settings = RolloutSettings(problems_per_step=1, group_size=3, budget="neyman")
-    one = WorkQueue(sampler, settings, learns=True)
+    one = WorkQueue(sampler, settings, updates_posteriors=True)
     request = await one.next_request()
     one.record_prompt_length(request, 1)
     # One success of two leaves, a plain success, and a tree whose leaves were all excluded.

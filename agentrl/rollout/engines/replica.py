@@ -18,7 +18,7 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import httpx
 import msgspec
@@ -73,39 +73,33 @@ class JSONClient:
             trust_env=False,
         )
 
-    async def get(self, path: str, *, seconds: float) -> object:
-        """Return the JSON at ``path``, or None for an empty response."""
-        return await self._call("GET", path, None, seconds)
+    async def get(self, path: str, expected: Any = Any, *, seconds: float) -> Any:
+        """Return the JSON at ``path`` as the type ``expected``. Raises InvalidResponseError for any other content."""
+        return self._decode(path, await self._request("GET", path, None, seconds), expected)
 
     async def get_text(self, path: str, *, seconds: float) -> str:
-        return (await self._content("GET", path, None, seconds)).decode(errors="replace")
+        """Return the text at ``path``."""
+        return (await self._request("GET", path, None, seconds)).decode(errors="replace")
 
-    async def post(self, path: str, body: object = None, *, seconds: float | None) -> object:
-        """Post ``body`` and return the JSON of the response, or None for an empty response.
+    async def post(self, path: str, body: object = None, expected: Any = None, *, seconds: float | None) -> Any:
+        """Post ``body`` and return the JSON of the response as the type ``expected``; None: ignore the response.
 
-        ``seconds``: the deadline; None: wait while the connection is open.
+        ``seconds``: the deadline; None: wait while the connection is open. Raises InvalidResponseError for any other
+        content.
         """
-        return await self._call("POST", path, body, seconds)
-
-    async def post_command(self, path: str, body: object, *, seconds: float | None) -> None:
-        """Post a command and ignore the content of the response."""
-        await self._content("POST", path, body, seconds)
-
-    async def post_bytes(self, path: str, body: object, *, seconds: float | None) -> bytes:
-        """Post ``body`` as :meth:`post` does, and return the undecoded response."""
-        return await self._content("POST", path, body, seconds)
+        content = await self._request("POST", path, body, seconds)
+        return None if expected is None else self._decode(path, content, expected)
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _call(self, method: str, path: str, body: object, seconds: float | None) -> object:
-        content = await self._content(method, path, body, seconds)
+    def _decode(self, path: str, content: bytes, expected: Any) -> Any:
         try:
-            return json.loads(content) if content else None
-        except ValueError:
-            raise InvalidResponseError(f"{self.address}{path} returned invalid JSON: {_quoted(content)}") from None
+            return msgspec.json.decode(content, type=expected)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise InvalidResponseError(f"{self.address}{path}: {error}; the response is {_quoted(content)}") from None
 
-    async def _content(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
+    async def _request(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
         # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
         sent = None if body is None else msgspec.json.encode(body)
         try:
@@ -286,7 +280,7 @@ class Replica(ABC):
 
     async def healthy(self) -> None:
         """Check that the server responds."""
-        await self.http.get("/health", seconds=QUICK_TIMEOUT)
+        await self.http.get_text("/health", seconds=QUICK_TIMEOUT)
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
         """Return each worker's checksums (:func:`agentrl.weights.verify.checksums`) of its shard of each parameter.

@@ -171,7 +171,7 @@ class AgentEnvironment(Environment):
         Raises UnavailableError if the rollout is excluded and SkippedProblemError if the prompt is too long.
         """
         assert self._renderer is not None, "an environment without a renderer only returns prompts"
-        policy.measure(len(policy.codec.encode_prompt(self._prompt(problem))))
+        policy.record_prompt_length(len(policy.codec.encode_prompt(self._prompt(problem))))
         rollout = AgentRollout(policy=policy, settings=policy.settings, gateway=self._settings, renderer=self._renderer)
         failure = await self._run(rollout)
         rows = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
@@ -293,7 +293,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
     def __init__(self, tokens: TokenPolicy, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
         settings = tokens.settings
-        super().__init__(problem=tokens.problem, settings=settings, fair_yield=tokens.fair_yield, calls=tokens.calls)
+        super().__init__(problem=tokens.problem, settings=settings, throttle=tokens.throttle, calls=tokens.calls)
         context = settings.max_prompt_tokens + settings.max_response_tokens
         self.requests = AgentRollout(
             policy=tokens,
@@ -313,7 +313,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         return self._used
 
     def begin(self, prompt: str) -> None:
-        self._tokens.measure(len(self._tokens.codec.encode_prompt(prompt)))
+        self._tokens.record_prompt_length(len(self._tokens.codec.encode_prompt(prompt)))
         self._messages = _messages(prompt)
 
     async def _sample(self, episode: Episode, limit: int) -> str | None:

@@ -194,7 +194,7 @@ class AgentRollout:
         try:
             completion = await self.policy.generate(
                 context,
-                line=line,
+                cache_line=line,
                 limit=limit,
                 stop=request.stop,
                 turn=number,

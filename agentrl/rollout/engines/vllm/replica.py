@@ -14,7 +14,7 @@ import shlex
 from array import array
 from collections.abc import Mapping, Sequence
 from itertools import chain
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -36,12 +36,13 @@ from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, li
 logger = logging.getLogger(__name__)
 
 GENERATE_PATH = "/inference/v1/generate"
-_MASS_ERROR = 1e-3  # rounding error of a sum of float32 probabilities
-_SEEDS = 1 << 63
-# vLLM encodes minus infinity and NaN as this number.
-_FLOOR = -9999.0
-_METRIC = re.compile(r"^vllm:(kv_cache_usage_perc|num_preemptions_total|cache_config_info)\{(.*)\} (\S+)", re.MULTILINE)
-_TOKENS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
+_PROBABILITY_SUM_TOLERANCE = 1e-3  # for the rounding of float32 probabilities
+_SEED_LIMIT = 1 << 63
+_MINUS_INFINITY = -9999.0  # vLLM's encoding of minus infinity and NaN
+_CACHE_METRICS = re.compile(
+    r"^vllm:(kv_cache_usage_perc|num_preemptions_total|cache_config_info)\{(.*)\} (\S+)", re.MULTILINE
+)
+_TOKEN_METRICS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{.*\})? (\S+)", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
@@ -66,7 +67,7 @@ def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
     if sampling.routes_from is not None:
         parameters["routed_experts_prompt_start"] = sampling.routes_from
     if seeded:
-        parameters["seed"] = request.seed % _SEEDS
+        parameters["seed"] = request.seed % _SEED_LIMIT
     body: dict[str, object] = {
         "request_id": request.request_id,
         "token_ids": list(request.token_ids),
@@ -76,21 +77,21 @@ def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
     return body if request.adapter is None else {**body, "model": request.adapter}
 
 
-class _Listed(msgspec.Struct, gc=False):
+class _ListedToken(msgspec.Struct, gc=False):
     token_id: int
     logprob: float
 
 
 class _Token(msgspec.Struct, gc=False):
-    logprob: Annotated[float, msgspec.Meta(gt=_FLOOR, le=1e-6)]
-    top_logprobs: list[_Listed] = []
+    logprob: Annotated[float, msgspec.Meta(gt=_MINUS_INFINITY, le=1e-6)]
+    top_logprobs: list[_ListedToken] = []
 
 
 class _Tokens(msgspec.Struct):
     content: list[_Token]
 
 
-class _Span(msgspec.Struct):
+class _VersionSpan(msgspec.Struct):
     """The half-open interval of tokens that one version sampled."""
 
     start: int
@@ -102,12 +103,12 @@ class _Choice(msgspec.Struct):
     finish_reason: str
     token_ids: tuple[Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)], ...]
     logprobs: _Tokens
-    weight_versions: list[_Span] | None
+    weight_versions: list[_VersionSpan] | None
     routed_experts: str | None = None
 
 
-class _Answer(msgspec.Struct):
-    """The fields of a response that are decoded.
+class GenerateResponse(msgspec.Struct):
+    """The fields of the response to :func:`generate_body` that are decoded.
 
     vLLM 0.32 sends each token id three times and each log-probability twice, with ranks: 140 bytes per token. Decoding
     takes most of the worker's time per token. No objects are created for skipped fields, so the ids are read only from
@@ -117,16 +118,54 @@ class _Answer(msgspec.Struct):
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
 
 
-RESPONSE = msgspec.json.Decoder(_Answer)
+class _ScoreResponse(msgspec.Struct):
+    prompt_logprobs: list[dict[str, _Token] | None]
 
 
-def read_completion(content: bytes, request: TurnRequest) -> Completion:
-    """Parse and check the response to :func:`generate_body`. Raises InvalidResponseError if it is invalid."""
-    sampling, eos_ids = request.sampling, request.eos_ids
-    try:
-        (choice,) = RESPONSE.decode(content).choices
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidResponseError(f"expected a completion with one choice ({error}); got {_short(content)}") from None
+class _WeightInfo(msgspec.Struct):
+    weight_version: str
+
+
+class _WorldSize(msgspec.Struct):
+    world_size: int
+
+
+class _Release(msgspec.Struct):
+    version: str
+
+
+class _Tokenized(msgspec.Struct):
+    tokens: tuple[int, ...]
+
+
+class _Model(msgspec.Struct):
+    id: str
+
+
+class _Models(msgspec.Struct):
+    data: list[_Model]
+
+
+class _Checksums(msgspec.Struct):
+    results: Annotated[list[dict[str, tuple[int, int]]], msgspec.Meta(min_length=1)]
+
+
+class _Config(msgspec.Struct):
+    model_config: dict[str, Any]
+    cache_config: dict[str, Any] = {}
+    scheduler_config: dict[str, Any] = {}
+    device_config: dict[str, Any] = {}
+    parallel_config: dict[str, Any] = {}
+    lora_config: dict[str, Any] | None = None
+
+
+class _ServerInfo(msgspec.Struct):
+    vllm_config: _Config
+
+
+def read_completion(response: GenerateResponse, request: TurnRequest) -> Completion:
+    """Check the response to :func:`generate_body`. Raises InvalidResponseError if it is invalid."""
+    sampling, (choice,) = request.sampling, response.choices
     token_ids = choice.token_ids
     log_probs = tuple([token.logprob for token in choice.logprobs.content])
     if not 1 <= len(token_ids) <= sampling.max_tokens:
@@ -135,7 +174,7 @@ def read_completion(content: bytes, request: TurnRequest) -> Completion:
         raise InvalidResponseError(
             f"expected one log-probability per token; got {len(log_probs)} for {len(token_ids)} tokens"
         )
-    reason = _reason(choice.finish_reason, token_ids, eos_ids)
+    reason = _finish_reason(choice.finish_reason, token_ids, request.eos_ids)
     if reason == "length" and len(token_ids) < sampling.max_tokens:
         raise InvalidResponseError(
             f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its token limit "
@@ -147,7 +186,7 @@ def read_completion(content: bytes, request: TurnRequest) -> Completion:
         token_ids=token_ids,
         log_probs=(0.0,) * len(token_ids) if greedy else log_probs,
         finish_reason=reason,
-        version_spans=_spans(choice.weight_versions or [], len(token_ids)),
+        version_spans=_version_spans(choice.weight_versions or [], len(token_ids)),
         support_ids=array("i", chain.from_iterable(supports)) if supports else (),
         support_sizes=array("i", map(len, supports)) if supports else (),
         routes=b""
@@ -171,9 +210,9 @@ def _routes(encoded: str | None, tokens: int) -> bytes:
 
 def _support(token: _Token) -> list[int]:
     """Return the listed tokens with a probability above 0. Raises InvalidResponseError if the list is incomplete."""
-    kept = [item for item in token.top_logprobs if item.logprob > _FLOOR]
+    kept = [item for item in token.top_logprobs if item.logprob > _MINUS_INFINITY]
     total = math.fsum(math.exp(item.logprob) for item in kept)
-    if abs(total - 1) > _MASS_ERROR:
+    if abs(total - 1) > _PROBABILITY_SUM_TOLERANCE:
         raise InvalidResponseError(
             f"the {len(kept)} tokens that the server listed have a total probability of {total:.4f}, so the server "
             "samples from other tokens too: more than rollout.top_k tokens are equally likely, or it ignores top_k"
@@ -186,18 +225,6 @@ def score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None = Non
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     body: dict[str, object] = {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
     return body if adapter is None else {**body, "model": adapter}
-
-
-def read_scores(answer: object, token_ids: Sequence[int]) -> tuple[float, ...]:
-    """Return the log-probabilities of ``token_ids[1:]`` from the response to :func:`score_body`."""
-    entries = answer.get("prompt_logprobs") if isinstance(answer, Mapping) else None
-    if not isinstance(entries, list) or len(entries) != len(token_ids):
-        raise InvalidResponseError(f"expected prompt_logprobs of {len(token_ids)} tokens; got {_short(entries)}")
-    scores = []
-    for token, entry in zip(token_ids[1:], entries[1:], strict=True):
-        value = entry.get(str(token)) if isinstance(entry, Mapping) else None
-        scores.append(_finite(value.get("logprob") if isinstance(value, Mapping) else None))
-    return tuple(scores)
 
 
 def read_cache_use(metrics: str) -> CacheUse:
@@ -214,7 +241,7 @@ def read_cache_use(metrics: str) -> CacheUse:
     CacheUse(tokens=3200, used=0.75, preemptions=3)
     """
     found: dict[str, list[tuple[str, str]]] = {}
-    for name, labels, value in _METRIC.findall(metrics):
+    for name, labels, value in _CACHE_METRICS.findall(metrics):
         found.setdefault(name, []).append((labels, value))
     try:
         sizes = [dict(_LABEL.findall(labels)) for labels, _ in found["cache_config_info"]]
@@ -238,7 +265,7 @@ def read_computed_tokens(metrics: str) -> int | None:
     True
     """
     try:
-        counts = [float(value) for value in _TOKENS.findall(metrics)]
+        counts = [float(value) for value in _TOKEN_METRICS.findall(metrics)]
     except ValueError as error:
         raise InvalidResponseError(
             f"the server's metrics contain no valid number of computed tokens: {error}"
@@ -246,34 +273,9 @@ def read_computed_tokens(metrics: str) -> int | None:
     return int(sum(counts)) if counts else None
 
 
-def read_model_names(answer: object) -> frozenset[str]:
-    """Return the names of the model and its adapters.
-
-    >>> sorted(read_model_names({"data": [{"id": "policy"}, {"id": "policy-1"}]}))
-    ['policy', 'policy-1']
-    """
-    found = answer.get("data") if isinstance(answer, Mapping) else None
-    if not isinstance(found, list) or not all(isinstance(item, Mapping) and "id" in item for item in found):
-        raise InvalidResponseError(f"expected a list of models; got {_short(answer)}")
-    return frozenset(str(item["id"]) for item in found)
-
-
-def read_checksums(answer: object) -> list[dict[str, tuple[int, int]]]:
-    """Parse each worker's checksums: for each parameter, the number of values and their total.
-
-    >>> read_checksums({"results": [{"a": [2, 9]}, {"a": [1, 5]}]})
-    [{'a': (2, 9)}, {'a': (1, 5)}]
-    """
-    workers = answer.get("results") if isinstance(answer, Mapping) else None
-    if not isinstance(workers, list) or not workers:
-        raise InvalidResponseError(f"no checksums: {_short(answer)}")
-    try:
-        return [{name: (int(values), int(total)) for name, (values, total) in worker.items()} for worker in workers]
-    except (AttributeError, TypeError, ValueError) as error:
-        raise InvalidResponseError(f"no checksums: {_short(answer)}") from error
-
-
-def _reason(reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]) -> Literal["eos", "stop", "length"]:
+def _finish_reason(
+    reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]
+) -> Literal["eos", "stop", "length"]:
     match reason:
         case "length":
             return "length"
@@ -282,7 +284,7 @@ def _reason(reason: str, token_ids: tuple[int, ...], eos_ids: frozenset[int]) ->
     raise InvalidResponseError(f"the server ended a turn with the unexpected finish_reason {reason!r}")
 
 
-def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
+def _version_spans(spans: list[_VersionSpan], count: int) -> tuple[tuple[int, int], ...]:
     """Convert vLLM's intervals to versions and lengths. The intervals must cover all tokens in order."""
     found: list[tuple[int, int]] = []
     covered = 0
@@ -299,25 +301,16 @@ def _spans(spans: list[_Span], count: int) -> tuple[tuple[int, int], ...]:
     return tuple(found)
 
 
-def _finite(value: object) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not _FLOOR < value <= 1e-6:
-        raise InvalidResponseError(f"{value!r} is not a log-probability")
-    return float(value)
-
-
 def _short(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
 
 
 # Text whose tokens distinguish tokenizers: digits, blanks, code, accents, other scripts.
-_TEXT = "The sum 12 + 345 = 357.\n```python\nprint(  7*8)\t# naïve, 你好, Ω\n```\n"
+_TOKENIZER_TEST = "The sum 12 + 345 = 357.\n```python\nprint(  7*8)\t# naïve, 你好, Ω\n```\n"
 
-RELEASE = "0.32"
+SUPPORTED_RELEASE = "0.32"
 """The supported vLLM release."""
-_Value = TypeVar("_Value", str, int)
-
-_CONTROLS = "its control endpoints are disabled: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
 
 
 class VLLMReplica(Replica):
@@ -348,17 +341,23 @@ class VLLMReplica(Replica):
 
     async def generate(self, request: TurnRequest) -> Completion:
         body = generate_body(request, seeded=self._seeded)
-        content = await self.http.post_bytes(GENERATE_PATH, body, seconds=None)
-        return read_completion(content, request)
+        return read_completion(await self.http.post(GENERATE_PATH, body, GenerateResponse, seconds=None), request)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]:
         body = score_body(token_ids, salt=salt, adapter=self.adapter)
-        return read_scores(await self.http.post(GENERATE_PATH, body, seconds=LONG_TIMEOUT), token_ids)
+        entries = (await self.http.post(GENERATE_PATH, body, _ScoreResponse, seconds=LONG_TIMEOUT)).prompt_logprobs
+        try:
+            listed = zip(token_ids[1:], entries[1:], strict=True)
+            return tuple(entry[str(token)].logprob for token, entry in listed)
+        except (KeyError, TypeError, ValueError):
+            raise InvalidResponseError(
+                f"expected a log-probability of each of {len(token_ids)} tokens; got {_short(entries)}"
+            ) from None
 
     # -- control --------------------------------------------------------------------------------------------------
 
     async def version(self) -> str | None:
-        label = await self._value("/weight_info", "weight_version", str)
+        label = (await self.http.get("/weight_info", _WeightInfo, seconds=QUICK_TIMEOUT)).weight_version
         return None if label == "default" else label
 
     async def cache_use(self) -> CacheUse:
@@ -387,14 +386,15 @@ class VLLMReplica(Replica):
         await self.http.post("/collective_rpc", body, seconds=LONG_TIMEOUT)
 
     async def adapters(self) -> frozenset[str]:
-        return read_model_names(await self.http.get("/v1/models", seconds=QUICK_TIMEOUT))
+        models = await self.http.get("/v1/models", _Models, seconds=QUICK_TIMEOUT)
+        return frozenset(model.id for model in models.data)
 
     async def load_adapter(self, name: str, directory: str) -> None:
         body = {"lora_name": name, "lora_path": directory}
-        await self.http.post_command("/v1/load_lora_adapter", body, seconds=LONG_TIMEOUT)
+        await self.http.post("/v1/load_lora_adapter", body, seconds=LONG_TIMEOUT)
 
     async def unload_adapter(self, name: str) -> None:
-        await self.http.post_command("/v1/unload_lora_adapter", {"lora_name": name}, seconds=LONG_TIMEOUT)
+        await self.http.post("/v1/unload_lora_adapter", {"lora_name": name}, seconds=LONG_TIMEOUT)
 
     async def set_version_label(self, version: int) -> None:
         await self.http.post("/update_weight_version", {"new_version": str(version)}, seconds=QUICK_TIMEOUT)
@@ -405,8 +405,8 @@ class VLLMReplica(Replica):
         )
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
-        answer = await self.http.post("/collective_rpc", {"method": "agentrl_checksums"}, seconds=LONG_TIMEOUT)
-        return read_checksums(answer)
+        body = {"method": "agentrl_checksums"}
+        return (await self.http.post("/collective_rpc", body, _Checksums, seconds=LONG_TIMEOUT)).results
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Release GPU memory. The weights are moved to host memory or, without ``keep_weights``, dropped."""
@@ -426,54 +426,43 @@ class VLLMReplica(Replica):
         await self.healthy()
         try:
             version = await self.version()
-            config = await self._config()
-            workers = await self._value("/get_world_size", "world_size", int)
+            info = await self.http.get("/server_info?config_format=json", _ServerInfo, seconds=4 * QUICK_TIMEOUT)
+            workers = (await self.http.get("/get_world_size", _WorldSize, seconds=QUICK_TIMEOUT)).world_size
         except StatusError as error:
-            raise self.unusable_error(_CONTROLS) from error
+            raise self.unusable_error(
+                "its control endpoints are disabled: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
+            ) from error
+        config = info.vllm_config
         self._check_config(config, needs)
         self._check_adapters(config, self._adapter_rank)
-        self.has_checksums = config.get("parallel_config", {}).get("worker_extension_cls") == WORKER_EXTENSION
+        self.has_checksums = config.parallel_config.get("worker_extension_cls") == WORKER_EXTENSION
         await self._check_generate()
         await self._check_tokenizer(needs.codec)
         await self._check_vocabulary(needs.vocabulary)
-        vllm = await self._value("/version", "version", str)
-        if not vllm.startswith(RELEASE):
-            logger.warning("the server %s runs vLLM %s; agentrl supports vLLM %s", self.address, vllm, RELEASE)
-        note = f"logits in {_head_dtype(config['model_config'], needs.head_dtype)}"
-        return ServerIdentity(release=vllm, version=version, workers=workers, note=note)
+        release = (await self.http.get("/version", _Release, seconds=QUICK_TIMEOUT)).version
+        if not release.startswith(SUPPORTED_RELEASE):
+            logger.warning(
+                "the server %s runs vLLM %s; agentrl supports vLLM %s", self.address, release, SUPPORTED_RELEASE
+            )
+        note = f"logits in {_head_dtype(config.model_config, needs.head_dtype)}"
+        return ServerIdentity(release=release, version=version, workers=workers, note=note)
 
-    async def _config(self) -> Mapping[str, Any]:
-        info = await self.http.get("/server_info?config_format=json", seconds=4 * QUICK_TIMEOUT)
-        config = info.get("vllm_config") if isinstance(info, Mapping) else None
-        if not isinstance(config, Mapping) or not isinstance(config.get("model_config"), Mapping):
-            raise InvalidResponseError(f"{self.address}/server_info returned no vLLM configuration")
-        return config
-
-    async def _value(self, path: str, name: str, kind: type[_Value]) -> _Value:
-        """Return the value of ``name`` in the response at ``path``, a ``kind``. Raises InvalidResponseError."""
-        answer = await self.http.get(path, seconds=QUICK_TIMEOUT)
-        value = answer.get(name) if isinstance(answer, Mapping) else None
-        if not isinstance(value, kind):
-            raise InvalidResponseError(f"{self.address}{path} returned no {name}: {answer!r:.100}")
-        return value
-
-    def _check_config(self, config: Mapping[str, Any], needs: ServerRequirements) -> None:
-        model = config["model_config"]
+    def _check_config(self, config: _Config, needs: ServerRequirements) -> None:
+        model, device = config.model_config, config.device_config.get("device")
         if model.get("logprobs_mode") != "processed_logprobs":
             raise self.unusable_error(
                 f"its log-probabilities are {model.get('logprobs_mode')}, which ignore the temperature: start it with "
                 "--logprobs-mode processed_logprobs"
             )
-        if not config.get("cache_config", {}).get("enable_prefix_caching"):
+        if not config.cache_config.get("enable_prefix_caching"):
             raise self.unusable_error("prefix caching is disabled: start it with --enable-prefix-caching")
-        chunked = config.get("scheduler_config", {}).get("enable_chunked_prefill")
-        if self._seeded and chunked and config.get("device_config", {}).get("device") == "cpu":
+        if self._seeded and device == "cpu" and config.scheduler_config.get("enable_chunked_prefill"):
             raise self.unusable_error(
                 "on a CPU, vLLM crashes if a request with a seed is prefilled in chunks: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
             )
         head = _head_dtype(model, needs.head_dtype)
-        if head != "float32" and config.get("device_config", {}).get("device") == "cuda":
+        if head != "float32" and device == "cuda":
             raise self.unusable_error(
                 f"it rounds its logits to {head}, but training computes them in float32: start it with "
                 f"{shlex.join(FLOAT32_HEAD)}"
@@ -496,11 +485,10 @@ class VLLMReplica(Replica):
                 "or lower these settings"
             )
 
-    def _check_adapters(self, config: Mapping[str, object], rank: int) -> None:
-        lora = config.get("lora_config")
-        most = int(lora.get("max_lora_rank", 0)) if isinstance(lora, Mapping) else 0
-        if most < rank:
-            limit = f"adapters up to rank {most}" if most else "no adapters"
+    def _check_adapters(self, config: _Config, rank: int) -> None:
+        largest = int((config.lora_config or {}).get("max_lora_rank", 0))
+        if largest < rank:
+            limit = f"adapters up to rank {largest}" if largest else "no adapters"
             raise self.unusable_error(
                 f"it accepts {limit}, but model.lora.rank={rank}: start it with the environment variable "
                 f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {supported_lora_rank(rank)}, "
@@ -519,17 +507,13 @@ class VLLMReplica(Replica):
 
     async def _check_tokenizer(self, codec: TextCodec) -> None:
         try:
-            answer = await self.http.post(
-                "/tokenize", {"prompt": _TEXT, "add_special_tokens": False}, seconds=QUICK_TIMEOUT
-            )
+            body = {"prompt": _TOKENIZER_TEST, "add_special_tokens": False}
+            theirs = (await self.http.post("/tokenize", body, _Tokenized, seconds=QUICK_TIMEOUT)).tokens
         except StatusError as error:
             raise self.unusable_error(
                 f"it has no tokenizer (/tokenize: {error}): start it without --tokens-only"
             ) from error
-        tokens = answer.get("tokens") if isinstance(answer, Mapping) else None
-        if not isinstance(tokens, list):
-            raise InvalidResponseError(f"{self.address}/tokenize returned no tokens: {answer!r:.100}")
-        theirs, ours = tuple(tokens), codec.encode(_TEXT)
+        ours = codec.encode(_TOKENIZER_TEST)
         if theirs != ours:
             raise self.unusable_error(
                 f"its tokenizer differs from the policy's: a test sentence has {len(theirs)} tokens on the server and "
