@@ -324,7 +324,7 @@ class _EndpointPolicy(TurnPolicy[Transcript]):
     def begin(self, prompt: str) -> None:
         self.conversation.append(prompt)
 
-    async def _sample(self, episode: Episode, limit: int) -> str | None:
+    async def _sample_turn(self, episode: Episode, limit: int) -> str | None:
         turn = sum(item.origin == "model" for item in self.turns)
         sampling = TextSampling(
             max_tokens=limit,
@@ -347,13 +347,13 @@ class _EndpointPolicy(TurnPolicy[Transcript]):
         )
         if not turn:
             self.prompt_tokens = completion.prompt_tokens or 0
-        self.turn_cut = self.context_full = completion.finish_reason == "length"
+        self.turn_truncated = self.context_full = completion.finish_reason == "length"
         return completion.text
 
-    def _credit(self, reward: float) -> None:
+    def _record_reward(self, reward: float) -> None:
         self.reward += reward
 
-    def _append(self, observation: str, most: int) -> bool:
+    def _append_observation(self, observation: str) -> bool:
         """Append an observation of any length, with its tokens estimated as characters / 4."""
         self.conversation.append(observation)
         if observation:

@@ -124,9 +124,9 @@ class TurnBarrier:
 class TurnPolicy(ABC, Generic[RolloutResult]):
     """Base class of policies that sample a rollout in turns, recorded as tokens or as text.
 
-    ``calls``, ``verdict`` and ``answer`` are set by the episode. ``failure``: the reason for a failure of the engine or
-    the environment. ``turn_cut``: the newest turn ended at a token limit. ``context_full``: the newest turn reached the
-    limit of the whole response without an end-of-sequence token.
+    ``calls``, ``verdict`` and ``answer`` come from the episode. ``failure``: the reason for a failure of the engine or
+    the environment. ``turn_truncated``: the newest turn ended at a token limit. ``context_full``: the newest turn
+    reached the limit of the whole response without an end-of-sequence token.
     """
 
     problem: Problem
@@ -136,10 +136,10 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
     verdict: Verdict | None = None
     answer: str | None = None
     failure: str | None = None
-    turn_cut: bool = False
+    turn_truncated: bool = False
     context_full: bool = False
     earlier_seconds: float = 0.0
-    """Seconds of the programs before the fork from which this branch starts."""
+    """Seconds that programs ran before the fork at which this branch starts."""
 
     async def roll_out(self, environment: Environment) -> RolloutResult:
         """Play a rollout. Returns an excluded rollout if the engine fails or the environment is unavailable."""
@@ -158,6 +158,10 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
 
     @asynccontextmanager
     async def waiting(self, episode: Episode, name: str) -> AsyncGenerator[dict[str, Any], None]:
+        """Limit a block that waits for ``episode`` to ``rollout.environment_deadline``, and trace it as ``name``.
+
+        Raises UnavailableError after the deadline.
+        """
         seconds = self.settings.environment_deadline
         try:
             with span(name) as facts:
@@ -174,23 +178,22 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         room = self.settings.max_response_tokens - self.response_tokens
         limit = min(self.settings.max_turn_tokens, room)
         with span("turn"):
-            text = await self._sample(episode, limit)
+            text = await self._sample_turn(episode, limit)
         self.context_full = self.context_full and limit == room
         return text
 
     async def observe(self, step: Step) -> Ended | None:
         await self.throttle.wait()
-        most = self.settings.max_response_tokens
         self.calls.extend(step.tool_calls)
         self.verdict, self.answer = step.verdict, step.answer
-        self._credit(0.0 if step.ended is not None and step.ended.is_excluded else step.reward)
-        fits = self._append(step.observation, most)
+        self._record_reward(0.0 if step.ended is not None and step.ended.is_excluded else step.reward)
+        fits = self._append_observation(step.observation)
         if step.ended is not None:
             limited = (self.context_full and step.ended is Ended.VOID_TURN) or (
-                (self.context_full or self.turn_cut) and step.ended is Ended.STOPPED
+                (self.context_full or self.turn_truncated) and step.ended is Ended.STOPPED
             )
             return Ended.TOKEN_LIMIT if limited else step.ended
-        if not fits or self.response_tokens >= most:
+        if not fits or self.response_tokens >= self.settings.max_response_tokens:
             return Ended.TOKEN_LIMIT
         allowed = self.settings.program_seconds
         return Ended.DEADLINE if allowed is not None and self.program_seconds > allowed else None
@@ -217,16 +220,19 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
     def begin(self, prompt: str) -> None: ...
 
     @abstractmethod
-    async def _sample(self, episode: Episode, limit: int) -> str | None:
-        """Sample a turn of at most ``limit`` tokens; set ``turn_cut`` and ``context_full``. Raises EngineError."""
+    async def _sample_turn(self, episode: Episode, limit: int) -> str | None:
+        """Sample a turn of at most ``limit`` tokens, and set ``turn_truncated`` and ``context_full``.
+
+        Raises EngineError.
+        """
 
     @abstractmethod
-    def _credit(self, reward: float) -> None:
+    def _record_reward(self, reward: float) -> None:
         """Record the reward of the newest turn."""
 
     @abstractmethod
-    def _append(self, observation: str, most: int) -> bool:
-        """Append an observation. Returns False, without appending it, if ``response_tokens`` would exceed ``most``."""
+    def _append_observation(self, observation: str) -> bool:
+        """Append an observation, or return False if it exceeds ``rollout.max_response_tokens``."""
 
     @abstractmethod
     def end(self, ended: Ended) -> RolloutResult: ...
@@ -270,7 +276,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     prompt_ids: tuple[int, ...] = ()
     segments: list[Segment] = field(default_factory=list)
     context: tuple[int, ...] = ()
-    turn: tuple[Completion, str] | None = None  # sampled and not yet credited
+    turn: tuple[Completion, str] | None = None  # the newest turn and its text
     branching: BranchingSettings = field(default_factory=BranchingSettings)
     measured: tuple[int, ...] = ()
     path: tuple[int, ...] = ()
@@ -293,7 +299,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.prompt_ids = self.context = self.codec.encode_prompt(prompt)
         self.record_prompt_length(len(self.prompt_ids))
 
-    async def _sample(self, episode: Episode, limit: int) -> str:
+    async def _sample_turn(self, episode: Episode, limit: int) -> str:
         """Sample one turn. If a stop string does not complete the turn, sampling continues after its tokens."""
         turn = self.turns
         merged: Completion | None = None
@@ -317,7 +323,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             at_limit = len(merged.token_ids) >= limit
             if piece.finish_reason != "stop" or at_limit or episode.turn_complete(text):
                 self.turn = merged, text
-                self.turn_cut = piece.finish_reason == "length"
+                self.turn_truncated = piece.finish_reason == "length"
                 self.context_full = at_limit and piece.finish_reason != "eos"
                 return text
 
@@ -361,15 +367,15 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         await self.throttle.wait()
         return completion
 
-    def _credit(self, reward: float) -> None:
+    def _record_reward(self, reward: float) -> None:
         assert self.turn is not None
         completion, text = self.turn
         self.segments.append(completion.segment(text, reward=reward))
 
-    def _append(self, observation: str, most: int) -> bool:
+    def _append_observation(self, observation: str) -> bool:
         parts = self.codec.without_sampled_turn_end(observation, self.context) if observation else ()
         token_ids = self.codec.encode_parts(parts)
-        fits = self.response_tokens + len(token_ids) <= most
+        fits = self.response_tokens + len(token_ids) <= self.settings.max_response_tokens
         if token_ids and fits:
             self.segments.append(Segment(origin="observation", token_ids=token_ids, text=str(MarkedText(*parts))))
             self.context += token_ids
@@ -415,8 +421,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ) -> tuple[Trajectory, ...]:
         """Play the branches. Returns the edges of the tree, parents first.
 
-        Branches are played on n parallel tracks, each of which plays every n-th branch. The order of branches on a
-        track therefore does not depend on timing.
+        Branches are played on n parallel tracks. Each track plays every n-th branch, so the order of branches does not
+        depend on timing.
         """
         running = min(self.live, len(self.children))
         if self.turn_barrier is not None:
@@ -472,7 +478,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         )
 
     def trajectory(self, **fields: Any) -> Trajectory:
-        """Build a trajectory of this rollout with the given ``fields``."""
+        """Build a trajectory of this rollout with ``fields``."""
         return Trajectory(problem=self.problem, step=self.step, group=self.group, sample=self.sample_index, **fields)
 
     def close(self) -> None:

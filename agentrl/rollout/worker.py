@@ -29,8 +29,8 @@ class RolloutWorker:
     """Collects groups, filters them and tracks their age.
 
     ``greedy``: play every problem once more at temperature 0, for a baseline. ``last_step``: the run's last step;
-    no rollouts are played for later steps. ``updates_posteriors``: trained rollouts update the sampler's posteriors, for
-    a budget or a curriculum.
+    no rollouts are played for later steps. ``updates_posteriors``: trained rollouts update the sampler's posteriors,
+    for a budget or a curriculum.
 
     After :meth:`next_batch`, ``version`` is the policy to be trained, ``sampled_groups`` are all groups that were
     played for ``step``, and ``metrics`` describe them.

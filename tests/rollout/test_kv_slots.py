@@ -8,7 +8,7 @@ import pytest
 import torch
 from rollout.fakes import tiny_model
 
-from agentrl.rollout.engines.decoding import SlotCache, decode_attention, decoding
+from agentrl.rollout.engines.decoding import SlotCache, decode_attention, use_decode_attention
 
 HEADS, DIM, LAYERS = 3, 4, 2
 
@@ -118,7 +118,7 @@ def test_only_decoding_forwards_take_the_decoding_attention() -> None:
     model = tiny_model()
     ids = torch.tensor([[5, 6, 7, 8]])
     usual = model(input_ids=ids).logits
-    with decoding(model.config):
+    with use_decode_attention(model.config):
         assert model.config._attn_implementation != "sdpa"
         assert torch.equal(model(input_ids=ids).logits, usual)
     assert model.config._attn_implementation == "sdpa"

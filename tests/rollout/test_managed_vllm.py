@@ -127,7 +127,7 @@ async def test_a_server_that_comes_back_proves_its_checksums(policy: Path) -> No
         await servers[0].die()
         await ask(one.engine)
         await servers[0].start()
-        member = one.engine._members[0]
+        member = one.engine._servers[0]
         await eventually(lambda: "after recovery: the vLLM server" in member.failure)
         assert member.failure.endswith("the checksums of 1 of 1 parameters differ from the trainer's: a")
         assert not is_up(one.engine, 0)

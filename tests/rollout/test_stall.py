@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from rollout.simulation import run_virtual
 
-from agentrl.rollout.engines.member import StallDetector
+from agentrl.rollout.engines.pooled_server import StallDetector
 from agentrl.rollout.engines.replica import TooSlowError, UnreachableError
 
 

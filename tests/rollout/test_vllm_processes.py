@@ -19,7 +19,7 @@ from agentrl.cluster.local import THIS_MACHINE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec, visible_gpus
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.member import Balancer
+from agentrl.rollout.engines.pooled_server import Balancer
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.vllm.plan import VLLMPlan, colocated_memory_fraction, place_servers
 from agentrl.rollout.settings import RolloutSettings

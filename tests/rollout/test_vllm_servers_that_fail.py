@@ -92,7 +92,7 @@ async def test_a_server_that_comes_back_with_other_weights_stays_out() -> None:
         await ask(engine)
         await first.start()
         await eventually(lambda: first.calls.count("/collective_rpc") > 1)  # loaded again, in vain
-        await eventually(lambda: engine._members[0].failure == "after recovery: it says (-1.0,)")
+        await eventually(lambda: engine._servers[0].failure == "after recovery: it says (-1.0,)")
         assert not is_up(engine, 0)
 
 
@@ -105,7 +105,7 @@ async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfe
         await ask(engine)
         first.version = "default"
         await first.start()
-        await eventually(lambda: engine._members[0].lacks_weights)
+        await eventually(lambda: engine._servers[0].lacks_weights)
         assert not is_up(engine, 0)
         assert engine.transfer_addresses() == [(first.address, 2, 0), (second.address, 2, 0)]
         await engine.pause()

@@ -17,14 +17,13 @@ from torch import Tensor
 from agentrl.models.model_parts import ModelParts
 from agentrl.models.routes import Routes, routing
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
-from agentrl.rollout.engines.decoding import SlotCache, decoding
+from agentrl.rollout.engines.decoding import SlotCache, use_decode_attention
 from agentrl.rollout.engines.sampling import keyed_uniform, restrict, sample_tokens
 
-# Prefills interrupt decoding and are therefore delayed. A prefill starts when at most this many rows are running for
-# each waiting request.
-_JOIN_SHARE = 8
-# A prefill also starts when a request has waited for this many decoding steps.
-_JOIN_PATIENCE = 6
+# Prefills interrupt decoding and are therefore delayed. A prefill starts when at most this many requests are running
+# for each waiting one, or when a request has waited for this many decoding steps.
+_RUNNING_PER_WAITING = 8
+_MAX_STEPS_WAITED = 6
 
 
 @dataclass(eq=False, slots=True)
@@ -42,7 +41,7 @@ class Request:
     support_ids: array[int] = field(default_factory=lambda: array("i"))
     support_sizes: array[int] = field(default_factory=lambda: array("i"))
     routes: bytes = b""
-    tail: bytes = b""
+    unmatched_text: bytes = b""
     version_spans: list[tuple[int, int]] = field(default_factory=list)
     finish_reason: Literal["eos", "stop", "length"] | None = None
     cancelled: bool = False
@@ -59,8 +58,7 @@ class Request:
             self.version_spans.append((version, count))
 
     def completion(self) -> Completion:
-        if self.finish_reason is None:
-            raise EngineError(f"request {self.request_id} is not finished")
+        assert self.finish_reason is not None
         return Completion(
             token_ids=tuple(self.sampled),
             log_probs=tuple(self.log_probs),
@@ -76,7 +74,7 @@ class Request:
 class _Row:
     """A row of the cache. ``cached``: the tokens whose keys and values are stored. ``routes``: their experts.
 
-    The routes of tokens that are no longer cached are overwritten when their successors are computed.
+    Routes of tokens that are no longer cached remain until later tokens overwrite them.
     """
 
     trajectory_id: str | None = None
@@ -108,19 +106,19 @@ class Batcher:
     ) -> None:
         self._model, self._parts = model, parts
         self._eos_ids = eos_ids
-        self._table = token_bytes
+        self._token_bytes = token_bytes
         self._max_batch_tokens = max_batch_tokens
         self.kv_cache_tokens = kv_cache_tokens
         self._keep_prefixes = keep_prefixes
         self._device = next(model.parameters()).device
-        self._decoding = decoding if self._device.type == "cpu" else nullcontext
+        self._attention = use_decode_attention if self._device.type == "cpu" else nullcontext
         self._cache = SlotCache(model.config.num_hidden_layers)
         self._rows: list[_Row] = []
-        self._owner: dict[str, int] = {}  # trajectory -> row
+        self._row_of: dict[str, int] = {}  # trajectory -> row
         self._waiting: deque[Request] = deque()
-        self._waited = 0
+        self._steps_waited = 0
         self.evictions = 0  # trajectories that lost their prefix to another trajectory
-        self._reach = 0  # the length reserved for every row; the cache itself grows with the rows
+        self._row_length = 0  # tokens reserved for every row; the cache itself grows with the rows
 
     # -- requests -------------------------------------------------------------------------------------------------
 
@@ -129,12 +127,12 @@ class Batcher:
 
     def release(self, trajectory_id: str) -> None:
         """Drop a trajectory's prefix. A late release does not affect a trajectory that was restarted."""
-        index = self._owner.get(trajectory_id)
+        index = self._row_of.get(trajectory_id)
         if index is None:
             return
         row = self._rows[index]
         if row.request is None or row.request.cancelled:
-            del self._owner[trajectory_id]
+            del self._row_of[trajectory_id]
             row.trajectory_id, row.cached = None, []
 
     def change_weights(self, version: int, *, keep_running: bool) -> None:
@@ -148,7 +146,7 @@ class Batcher:
             request.record_version_span(version)
         for row in self._rows:
             if row.request is None and row.trajectory_id is not None:
-                self._owner.pop(row.trajectory_id)
+                self._row_of.pop(row.trajectory_id)
                 row.trajectory_id, row.cached = None, []
             elif not keep_running:
                 row.cached = []
@@ -161,8 +159,8 @@ class Batcher:
         if any(row.request is not None for row in self._rows):
             raise EngineError("the cache cannot be cleared while a request is running")
         self._rows = []
-        self._owner = {}
-        self._reach = 0
+        self._row_of = {}
+        self._row_length = 0
         self._cache.clear()
 
     def drop_all(self) -> None:
@@ -179,12 +177,14 @@ class Batcher:
         Returns the new limits on tokens per forward pass and in the cache.
         """
         self._max_batch_tokens = max(1, self._max_batch_tokens // 2)
-        self.kv_cache_tokens = max(1, self._reach, min(self.kv_cache_tokens, len(self._rows) * self._reach) // 2)
+        self.kv_cache_tokens = max(
+            1, self._row_length, min(self.kv_cache_tokens, len(self._rows) * self._row_length) // 2
+        )
         return self._max_batch_tokens, self.kv_cache_tokens
 
     @property
     def cache_fraction(self) -> float:
-        return len(self._owner) * self._reach / self.kv_cache_tokens
+        return len(self._row_of) * self._row_length / self.kv_cache_tokens
 
     @property
     def busy(self) -> bool:
@@ -197,26 +197,26 @@ class Batcher:
         """Run one forward pass: a prefill, or one token for each running request. Returns the requests that ended."""
         ended = self.drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
-        behind = [index for index in running if self._pending(index) > 1]
-        if behind:  # the weights changed while these requests were running
-            return ended + self._prefill(self._as_many_as_fit(behind))
-        if self._waiting and self._should_join(len(running)):
-            self._waited = 0
-            joined = self._join(len(running))
-            if joined:
-                return ended + self._prefill(joined)
+        outdated = [index for index in running if self._count_uncached(index) > 1]
+        if outdated:  # the weights changed while these requests were running
+            return ended + self._prefill(self._first_that_fit(outdated))
+        if self._waiting and self._should_prefill(len(running)):
+            self._steps_waited = 0
+            assigned = self._assign_rows(len(running))
+            if assigned:
+                return ended + self._prefill(assigned)
         if running:
-            self._waited += bool(self._waiting)
+            self._steps_waited += bool(self._waiting)
             return ended + self._decode(running)
         if self._waiting:
-            # No request runs, but the first waiting request fits into no row: drop the prefixes of other trajectories.
-            self.evictions += len(self._owner)
+            # No request is running, so only prefixes of other trajectories can occupy the cache: drop them.
+            self.evictions += len(self._row_of)
             self.drop_prefixes()
-            joined = self._join(0)
-            return ended + (self._prefill(joined) if joined else [self._refuse()])
+            assigned = self._assign_rows(0)
+            return ended + (self._prefill(assigned) if assigned else [self._fail_first_waiting()])
         return ended
 
-    def _refuse(self) -> Request:
+    def _fail_first_waiting(self) -> Request:
         """Fail the first waiting request, which is longer than the whole cache."""
         request = self._waiting.popleft()
         request.failure = (
@@ -225,24 +225,24 @@ class Batcher:
         )
         return request
 
-    def _should_join(self, running: int) -> bool:
-        return running <= len(self._waiting) * _JOIN_SHARE or self._waited >= _JOIN_PATIENCE
+    def _should_prefill(self, running: int) -> bool:
+        return running <= len(self._waiting) * _RUNNING_PER_WAITING or self._steps_waited >= _MAX_STEPS_WAITED
 
     def drop_cancelled(self) -> list[Request]:
-        gone = [request for request in self._waiting if request.cancelled]
-        for request in gone:
+        cancelled_requests = [request for request in self._waiting if request.cancelled]
+        for request in cancelled_requests:
             self._waiting.remove(request)
         for row in self._rows:
             if row.request is not None and row.request.cancelled:
-                gone.append(row.request)
+                cancelled_requests.append(row.request)
                 row.request = None
-        return gone
+        return cancelled_requests
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
-    def _join(self, running: int) -> list[int]:
+    def _assign_rows(self, running: int) -> list[int]:
         """Assign rows to waiting requests, as far as the cache and the batch allow."""
-        joined: list[int] = []
+        assigned: list[int] = []
         longest = 0
         while self._waiting:
             request = self._waiting[0]
@@ -251,21 +251,21 @@ class Batcher:
             if row is None:
                 break
             longest = max(longest, len(request.token_ids) - len(self._rows[row].cached))
-            if joined and longest * (len(joined) + 1) > self._max_batch_tokens:
+            if assigned and longest * (len(assigned) + 1) > self._max_batch_tokens:
                 break
             self._waiting.popleft()
             self._rows[row].request = request
-            joined.append(row)
-        return joined
+            assigned.append(row)
+        return assigned
 
     def _row_for(self, request: Request, length: int) -> int | None:
         """Return the row that holds the trajectory's prefix, a free row or a new row; None if no row is available."""
-        index = self._owner.get(request.trajectory_id)
+        index = self._row_of.get(request.trajectory_id)
         if index is not None and self._rows[index].request is not None:
             return None  # wait for the trajectory's running request
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.trajectory_id is None), None)
-        length = max(length, self._reach)
+        length = max(length, self._row_length)
         if index is None and (len(self._rows) + 1) * length <= self.kv_cache_tokens:
             index = len(self._rows)
             self._rows.append(_Row())
@@ -277,100 +277,105 @@ class Batcher:
         if row.trajectory_id != request.trajectory_id or not self._keep_prefixes:
             if row.trajectory_id is not None:
                 self.evictions += row.trajectory_id != request.trajectory_id
-                self._owner.pop(row.trajectory_id, None)
+                self._row_of.pop(row.trajectory_id, None)
             row.trajectory_id, row.cached = request.trajectory_id, []
-            self._owner[request.trajectory_id] = index
+            self._row_of[request.trajectory_id] = index
         row.cached = row.cached[: _common_prefix(row.cached, request.token_ids[:-1])]
-        self._reach = length
+        self._row_length = length
         # Reserve room for waiting requests too, because growing the cache copies it.
         room = min(len(self._rows) + len(self._waiting) - 1, self.kv_cache_tokens // length)
         self._cache.reserve(max(len(self._rows), room))
         return index
 
-    def _compact(self, running: list[int]) -> list[int]:
-        """Move running rows to the front if fewer than half of the rows up to the last running one are running."""
+    def _move_running_to_front(self, running: list[int]) -> list[int]:
+        """Move running rows to the front if fewer than half of the rows before the last running one are running.
+
+        Returns the new indices of the running rows.
+        """
         count = len(running)
         if running[-1] + 1 <= 2 * count:
             return running
-        holes = [index for index in range(count) if self._rows[index].request is None]
-        movers = [index for index in running if index >= count]
-        longest = max(len(self._rows[index].cached) for index in (*holes, *movers))
+        free = [index for index in range(count) if self._rows[index].request is None]
+        moved = [index for index in running if index >= count]
+        longest = max(len(self._rows[index].cached) for index in (*free, *moved))
         self._cache.swap_rows(
-            torch.tensor(holes, device=self._device), torch.tensor(movers, device=self._device), longest
+            torch.tensor(free, device=self._device), torch.tensor(moved, device=self._device), longest
         )
-        for hole, mover in zip(holes, movers, strict=True):
-            self._rows[hole], self._rows[mover] = self._rows[mover], self._rows[hole]
-            for index in (hole, mover):
+        for free_index, moved_index in zip(free, moved, strict=True):
+            self._rows[free_index], self._rows[moved_index] = self._rows[moved_index], self._rows[free_index]
+            for index in (free_index, moved_index):
                 owner = self._rows[index].trajectory_id
                 if owner is not None:
-                    self._owner[owner] = index
+                    self._row_of[owner] = index
         return list(range(count))
 
-    def _pending(self, index: int) -> int:
-        """Return the number of a running row's tokens that are not cached. It is 1 while the row decodes."""
+    def _count_uncached(self, index: int) -> int:
+        """Return the number of tokens of a running row that are not cached: 1 while the row decodes."""
         row = self._rows[index]
-        return len(_running(row).token_ids) + len(_running(row).sampled) - len(row.cached)
+        return len(_request_of(row).token_ids) + len(_request_of(row).sampled) - len(row.cached)
 
-    def _as_many_as_fit(self, indices: list[int]) -> list[int]:
-        """Return the first rows (at least one) whose pending tokens fit into one forward pass."""
+    def _first_that_fit(self, indices: list[int]) -> list[int]:
+        """Return the first rows (at least one) whose uncached tokens fit into one forward pass."""
         longest = 0
         for count, index in enumerate(indices):
-            longest = max(longest, self._pending(index))
+            longest = max(longest, self._count_uncached(index))
             if count and longest * (count + 1) > self._max_batch_tokens:
                 return indices[:count]
         return indices
 
     # -- forwards -------------------------------------------------------------------------------------------------
 
-    def _prefill(self, joined: list[int]) -> list[Request]:
-        """Run one forward pass over the rows' pending tokens. Equal new prompts are computed once."""
+    def _prefill(self, assigned: list[int]) -> list[Request]:
+        """Run one forward pass over the rows' uncached tokens. Equal new prompts are computed once."""
         first: dict[tuple[int, ...], int] = {}
         leader_of = {
-            index: index if self._rows[index].cached else first.setdefault(_running(self._rows[index]).context, index)
-            for index in joined
+            index: index
+            if self._rows[index].cached
+            else first.setdefault(_request_of(self._rows[index]).context, index)
+            for index in assigned
         }
-        computed = [index for index in joined if leader_of[index] == index]
-        followers = [index for index in joined if leader_of[index] != index]
-        hidden = self._forward_pending(computed)
+        computed = [index for index in assigned if leader_of[index] == index]
+        followers = [index for index in assigned if leader_of[index] != index]
+        hidden = self._forward_uncached(computed)
         if followers:
             source = torch.tensor([leader_of[index] for index in followers], device=self._device)
-            contexts = [_running(self._rows[index]).context for index in followers]
+            contexts = [_request_of(self._rows[index]).context for index in followers]
             self._cache.copy_rows(source, torch.tensor(followers, device=self._device), max(map(len, contexts)))
             for index, context in zip(followers, contexts, strict=True):
                 row, leader = self._rows[index], self._rows[leader_of[index]]
                 row.cached, row.routes = list(context), leader.routes[:]
         order = {index: position for position, index in enumerate(computed)}
-        leaders = [order[leader_of[index]] for index in joined]
-        return self._sample(joined, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)])
+        leaders = [order[leader_of[index]] for index in assigned]
+        return self._sample(assigned, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)])
 
-    def _forward_pending(self, indices: list[int]) -> Tensor:
-        """Return the hidden states [m, D] at the last pending token of each row."""
-        pending = [_running(self._rows[i]).context[len(self._rows[i].cached) :] for i in indices]
-        longest = max(len(tokens) for tokens in pending)
+    def _forward_uncached(self, indices: list[int]) -> Tensor:
+        """Return the hidden states [m, D] at the last uncached token of each row."""
+        uncached = [_request_of(self._rows[i]).context[len(self._rows[i].cached) :] for i in indices]
+        longest = max(len(tokens) for tokens in uncached)
         ids = torch.zeros(len(indices), longest, dtype=torch.int64)
         positions = torch.full((len(indices), longest), -1, dtype=torch.int64)
-        for line, (index, tokens) in enumerate(zip(indices, pending, strict=True)):
+        for line, (index, tokens) in enumerate(zip(indices, uncached, strict=True)):
             start = len(self._rows[index].cached)
             ids[line, : len(tokens)] = torch.tensor(tokens)
             positions[line, : len(tokens)] = torch.arange(start, start + len(tokens))
-        width = max(len(self._rows[i].cached) + len(tokens) for i, tokens in zip(indices, pending, strict=True))
+        width = max(len(self._rows[i].cached) + len(tokens) for i, tokens in zip(indices, uncached, strict=True))
         rows = torch.tensor(indices, device=self._device)
         hidden, routes = self._forward(ids.to(self._device), positions.to(self._device), rows, width)
-        for line, (index, tokens) in enumerate(zip(indices, pending, strict=True)):
+        for line, (index, tokens) in enumerate(zip(indices, uncached, strict=True)):
             self._rows[index].extend(tokens, None if routes is None else routes[line, : len(tokens)])
-        last = torch.tensor([len(tokens) - 1 for tokens in pending], device=self._device)
+        last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=self._device)
         return hidden[torch.arange(len(indices), device=self._device), last]
 
     def _decode(self, running: list[int]) -> list[Request]:
-        running = self._compact(running)
+        running = self._move_running_to_front(running)
         count = running[-1] + 1
         ids, positions = [0] * count, [-1] * count
         for index in running:
             row = self._rows[index]
-            token = _running(row).sampled[-1]
+            token = _request_of(row).sampled[-1]
             ids[index], positions[index] = token, len(row.cached)
         width = max(positions) + 1
-        with self._decoding(self._model.config):
+        with self._attention(self._model.config):
             hidden, routes = self._forward(
                 torch.tensor(ids, device=self._device)[:, None],
                 torch.tensor(positions, device=self._device)[:, None],
@@ -403,7 +408,7 @@ class Batcher:
 
     def _sample(self, indices: list[int], logits: Tensor) -> list[Request]:
         """Sample one token for each row's request. Returns the requests that ended."""
-        requests = [_running(self._rows[index]) for index in indices]
+        requests = [_request_of(self._rows[index]) for index in indices]
         keys = np.array([request.seed for request in requests], dtype=np.uint64)
         counts = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
         temperatures = torch.tensor([request.sampling.temperature for request in requests], device=self._device)
@@ -415,8 +420,8 @@ class Batcher:
             "top_ps": torch.tensor([one.top_p for one in wanted], device=self._device),
         }
         limited = any(one.min_p > 0 or one.top_k > 0 or one.top_p < 1 for one in wanted)
-        narrowed = partial(restrict, **limits) if limited else None
-        tokens, log_probs, distribution = sample_tokens(logits, temperatures, uniforms, narrowed)
+        restriction = partial(restrict, **limits) if limited else None
+        tokens, log_probs, distribution = sample_tokens(logits, temperatures, uniforms, restriction)
         for line, request in enumerate(requests):
             if request.sampling.returns_support:
                 support = (distribution[line] > -torch.inf).nonzero()[:, 0].tolist()
@@ -426,7 +431,7 @@ class Batcher:
         for index, request, token, log_prob in zip(indices, requests, tokens.tolist(), log_probs.tolist(), strict=True):
             request.sampled.append(token)
             request.log_probs.append(log_prob)
-            if self._finished(request, token):
+            if self._has_ended(request, token):
                 row = self._rows[index]
                 row.request = None
                 if request.sampling.routes_from is not None:
@@ -435,27 +440,26 @@ class Batcher:
                 ended.append(request)
         return ended
 
-    def _finished(self, request: Request, token: int) -> bool:
+    def _has_ended(self, request: Request, token: int) -> bool:
         if token in self._eos_ids:
             request.finish_reason = "eos"
             return True
-        if request.stop and self._stopped(request, token):
+        if request.stop and self._reaches_stop_string(request, token):
             request.finish_reason = "stop"
         elif len(request.sampled) >= request.sampling.max_tokens:
             request.finish_reason = "length"
         return request.finish_reason is not None
 
-    def _stopped(self, request: Request, token: int) -> bool:
-        """Return True if a stop string ends in the token's bytes. Keeps the text that a later stop string may need."""
+    def _reaches_stop_string(self, request: Request, token: int) -> bool:
+        """Return True if a stop string ends in the token's bytes. Keeps text in which a stop string may have begun."""
         longest = max(map(len, request.stop))
-        text = request.tail + (self._table[token] if token < len(self._table) else b"")
-        request.tail = text[-longest + 1 :] if longest > 1 else b""
+        text = request.unmatched_text + (self._token_bytes[token] if token < len(self._token_bytes) else b"")
+        request.unmatched_text = text[-longest + 1 :] if longest > 1 else b""
         return any(stop in text for stop in request.stop)
 
 
-def _running(row: _Row) -> Request:
-    if row.request is None:
-        raise EngineError("a forward pass includes a row without a request")
+def _request_of(row: _Row) -> Request:
+    assert row.request is not None
     return row.request
 
 

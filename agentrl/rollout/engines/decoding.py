@@ -15,7 +15,7 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from agentrl.kernels.attention import current_attention_pass
 from agentrl.models.attention import attention
 
-_ROUND = 16
+_LENGTH_STEP = 16
 
 
 class SlotCache(Cache):
@@ -26,31 +26,31 @@ class SlotCache(Cache):
     padding and is always masked. Stale entries past a row's length need no clearing: the mask hides them
     until they are overwritten.
 
-    A decoding step reads every column of every layer, so unused columns cost time. The length therefore follows the
-    longest row in steps of an eighth. To save memory, a layer that grows moves into the memory that the previous layer
-    has left.
+    A decoding step reads every column of every layer, so unused columns cost time. The length therefore grows with the
+    longest row, by at least an eighth. To save memory, each layer that grows moves to the memory that the previous
+    layer has freed.
     """
 
     def __init__(self, layers: int) -> None:
         super().__init__(layers=[])
         # Keys of all layers, then values of all layers.
-        self._stores: list[Tensor | None] = [None] * (2 * layers)
-        self._memory: list[Tensor | None] = [None] * (2 * layers)  # flat; a store occupies the beginning of its memory
-        self._spare: Tensor | None = None
+        self._tensors: list[Tensor | None] = [None] * (2 * layers)
+        self._memory: list[Tensor | None] = [None] * (2 * layers)  # flat; a tensor occupies the beginning of its memory
+        self._spare_memory: Tensor | None = None
         self._layers = layers
-        self._wanted_rows = 0
-        self._live = False
+        self._reserved_rows = 0
+        self._has_entries = False
         self.rows = 0
         self.length = 0
 
     def reserve(self, rows: int) -> None:
         """Reserve ``rows`` rows, so that the cache grows only once for all of them."""
-        self._wanted_rows = max(rows, self._wanted_rows)
+        self._reserved_rows = max(rows, self._reserved_rows)
 
     def clear(self) -> None:
         """Drop all rows, but keep their memory for later rows."""
-        self.rows = self.length = self._wanted_rows = 0
-        self._live = False
+        self.rows = self.length = self._reserved_rows = 0
+        self._has_entries = False
 
     def select(self, rows: Tensor | int, positions: Tensor, width: int) -> Tensor:
         """Select rows (an index tensor [m], or the first ``rows``) and token positions [m, q]; -1 is padding.
@@ -73,58 +73,58 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values [m, heads, q, head_dim]. Returns all keys and values of the selected rows."""
-        return self._write(layer_idx, key_states), self._write(self._layers + layer_idx, value_states)
+        return self._store(layer_idx, key_states), self._store(self._layers + layer_idx, value_states)
 
     def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` entries of rows ``source`` onto rows ``target``, making room for them."""
         self._grow(int(target.max()) + 1, length)
-        for store in self._stores:
-            if store is not None:
-                store[target, :, :length] = store[source, :, :length]
+        for tensor in self._tensors:
+            if tensor is not None:
+                tensor[target, :, :length] = tensor[source, :, :length]
 
     def swap_rows(self, first: Tensor, second: Tensor, length: int) -> None:
         """Exchange the first ``length`` entries of rows pairwise."""
         both, other = torch.cat([first, second]), torch.cat([second, first])
-        for store in self._stores:
-            if store is not None:
-                store[both, :, :length] = store[other, :, :length]
+        for tensor in self._tensors:
+            if tensor is not None:
+                tensor[both, :, :length] = tensor[other, :, :length]
 
-    def _write(self, index: int, new: Tensor) -> Tensor:
+    def _store(self, index: int, new: Tensor) -> Tensor:
         _, heads, _, dim = new.shape
-        store = self._stores[index]
-        if store is None:
-            self._stores[index] = store = self._reserve(index, heads, dim, new)
-        self._live = True
+        tensor = self._tensors[index]
+        if tensor is None:
+            self._tensors[index] = tensor = self._allocate(index, heads, dim, new)
+        self._has_entries = True
         if heads not in self._flat_positions:
             head = torch.arange(heads, device=new.device)[None, :, None]
             rows = self._index[:, None, None] * heads + head  # [m, heads, 1]
             self._flat_positions[heads] = (rows * (self.length + 1) + self._positions[:, None]).flatten()
-        store.view(-1, dim).index_copy_(0, self._flat_positions[heads], new.reshape(-1, dim))
+        tensor.view(-1, dim).index_copy_(0, self._flat_positions[heads], new.reshape(-1, dim))
         if isinstance(self._selected, int):
-            return store[: self._selected]
-        return store[self._selected, :, : self._width]
+            return tensor[: self._selected]
+        return tensor[self._selected, :, : self._width]
 
     def _grow(self, rows: int, length: int) -> None:
         if rows <= self.rows and length <= self.length:
             return
         if length > self.length:
-            length = -(-max(length, self.length * 9 // 8) // _ROUND) * _ROUND
-        self.rows, self.length = max(rows, self.rows, self._wanted_rows), max(length, self.length)
-        for index, old in enumerate(self._stores):
+            length = -(-max(length, self.length * 9 // 8) // _LENGTH_STEP) * _LENGTH_STEP
+        self.rows, self.length = max(rows, self.rows, self._reserved_rows), max(length, self.length)
+        for index, old in enumerate(self._tensors):
             if old is None:
                 continue
             memory = self._memory[index]
-            new = self._reserve(index, old.shape[1], old.shape[3], old)
-            if self._live:
+            new = self._allocate(index, old.shape[1], old.shape[3], old)
+            if self._has_entries:
                 new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]
-                self._spare = memory
-            self._stores[index] = new
+                self._spare_memory = memory
+            self._tensors[index] = new
 
-    def _reserve(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
+    def _allocate(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
         """Return a tensor of the current size, in the layer's memory or, to preserve live rows, in spare memory."""
         shape = (self.rows, heads, self.length + 1, dim)
         size = math.prod(shape)
-        memory = self._spare if self._live and self._memory[index] is not None else self._memory[index]
+        memory = self._spare_memory if self._has_entries and self._memory[index] is not None else self._memory[index]
         if memory is None or memory.numel() < size:
             # Zeros, because a masked entry is still multiplied and must therefore be finite.
             memory = like.new_zeros(size * 5 // 4)
@@ -132,7 +132,7 @@ class SlotCache(Cache):
         return memory[:size].view(shape)
 
 
-_NAME = "agentrl_decode"
+_ATTENTION_NAME = "agentrl_decode"
 
 
 def decode_attention(
@@ -167,16 +167,16 @@ def _needs_full_attention(options: dict[str, Any]) -> bool:
     return current_attention_pass() is not None or any(options.get(name) is not None for name in names)
 
 
-AttentionInterface.register(_NAME, decode_attention)
-AttentionMaskInterface.register(_NAME, sdpa_mask)
+AttentionInterface.register(_ATTENTION_NAME, decode_attention)
+AttentionMaskInterface.register(_ATTENTION_NAME, sdpa_mask)
 
 
 @contextmanager
-def decoding(config: Any) -> Iterator[None]:
+def use_decode_attention(config: Any) -> Iterator[None]:
     """Make the model of ``config`` compute attention with :func:`decode_attention` inside this block."""
-    usual = config._attn_implementation
-    config._attn_implementation = _NAME
+    previous = config._attn_implementation
+    config._attn_implementation = _ATTENTION_NAME
     try:
         yield
     finally:
-        config._attn_implementation = usual
+        config._attn_implementation = previous

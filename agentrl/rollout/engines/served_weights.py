@@ -1,4 +1,4 @@
-"""The weights that every server must hold: their installation, and the verification of recovered servers."""
+"""The weights that every server must have: their installation, and the verification of recovered servers."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ Check = Callable[[Replica], Awaitable[str | None]]
 
 
 class ServedWeights:
-    """The weights that every server must hold.
+    """The weights that every server must have.
 
-    ``directory``: the files of this ``version``, if weights are transferred as files. ``untouched``: the servers hold
-    their initial weights. ``check``: the check that a recovered server must pass; without a check, the server only has
-    to respond to a request.
+    ``directory``: the files of this ``version``, if weights are transferred as files. ``has_initial_weights``: the
+    servers have the weights with which they started. ``check``: the check that a recovered server must pass; without a
+    check, the server only has to respond to a request.
     """
 
-    replaced = True
-    """Whether a new version replaces the weights of running requests."""
+    updates_in_place = True
+    """True if a new version replaces the old one in place, also for running requests."""
 
     def __init__(self, version: int, *, recompute: bool) -> None:
         """Set the initial version.
@@ -38,7 +38,7 @@ class ServedWeights:
         self.has_initial_weights = True
         self.check: Check | None = None
         self._recompute = recompute
-        self._nonce = secrets.token_hex(4)
+        self._run_id = secrets.token_hex(4)
 
     @asynccontextmanager
     async def adapter_in_use(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
@@ -54,7 +54,7 @@ class ServedWeights:
 
     def cache_salt(self, version: int) -> str:
         """Return the salt that separates a version's cached prefixes from all others."""
-        return f"{self._nonce}-{version}"
+        return f"{self._run_id}-{version}"
 
     def set_version(self, directory: Path | None, version: int) -> None:
         """Set the current version. Servers load it from ``directory``; None: they have received its weights."""
@@ -80,9 +80,9 @@ class ServedWeights:
         return True
 
     async def verify(self, replica: Replica) -> None:
-        """Check a recovered server. Raises InvalidResponseError if it does not hold the current version."""
+        """Check a recovered server. Raises InvalidResponseError if it does not have the current version."""
         if self.check is None:
-            await replica.score((0, 1), salt=f"{self._nonce}-probe-{secrets.token_hex(4)}")
+            await replica.score((0, 1), salt=f"{self._run_id}-probe-{secrets.token_hex(4)}")
             return
         problem = await self.check(replica)
         if problem is not None:
@@ -92,18 +92,18 @@ class ServedWeights:
 
 
 class ServedAdapters(ServedWeights):
-    """Versions as adapters with unique names, on a frozen base model.
+    """The weights of each version as an adapter with a unique name, on a frozen base model.
 
-    A request uses the same adapter from start to end. An adapter is unloaded when it is neither the newest nor used by
-    a running request. The first version is the base model itself, because its adapters are zero.
+    A request uses the same adapter from start to end. An adapter is unloaded when it is neither the newest one nor used
+    by a running request. The first version is the base model itself, because its adapters are zero.
     """
 
-    replaced = False
+    updates_in_place = False
 
     def __init__(self, version: int, *, recompute: bool) -> None:
         super().__init__(version, recompute=recompute)
-        self._running: Counter[tuple[str, str]] = Counter()
-        self._names: dict[int, str] = {}
+        self._running: Counter[tuple[str, str]] = Counter()  # requests by server address and adapter
+        self._names: dict[int, str] = {}  # adapters by version
         self._numbers = itertools.count(1)
 
     @asynccontextmanager
@@ -148,4 +148,4 @@ class ServedAdapters(ServedWeights):
 
     @property
     def _prefix(self) -> str:
-        return f"policy-{self._nonce}-"
+        return f"policy-{self._run_id}-"

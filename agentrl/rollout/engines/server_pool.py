@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from agentrl.errors import WorldError, mentions_out_of_memory
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling, ServerSettings
-from agentrl.rollout.engines.member import LONGEST_PAUSE, Balancer, PooledServer
+from agentrl.rollout.engines.pooled_server import LONGEST_PAUSE, Balancer, PooledServer
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import (
     InvalidResponseError,
@@ -53,9 +53,8 @@ class ServerEngine:
     ) -> None:
         """Configure the engine without starting servers.
 
-        ``servers``: processes to start, or addresses. ``connect``: creates the client for an address.
-
-        ``label``: whether to label the weights of servers that have no version.
+        ``servers``: processes to start, or addresses. ``connect``: creates the client for an address. ``label``: label
+        the weights of servers that have no version.
         """
         self._needs = needs
         self._settings = settings
@@ -63,31 +62,31 @@ class ServerEngine:
         self._label = label
         self._balancer = Balancer(len(servers))
         self._gate = asyncio.Event()  # closed while weights change
-        self._revival = asyncio.Event()  # likewise, but open if no server is left to receive them
-        self._members = [
+        self._may_recover = asyncio.Event()  # closed while weights change, unless no server is up to receive them
+        self._servers = [
             PooledServer(served, index, load, self._gate, connect, settings)
             for index, (served, load) in enumerate(zip(servers, self._balancer.loads, strict=True))
         ]
-        self._asleep = False
+        self._is_asleep = False
         self._outage_since: float | None = None
 
     # -- start and end --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
         """Start the run's servers, and check all servers. Raises SettingsError or WorldError."""
-        await asyncio.gather(*(member.start() for member in self._members))
-        await asyncio.gather(*(self._open(member) for member in self._members))
+        await asyncio.gather(*(server.start() for server in self._servers))
+        await asyncio.gather(*(self._open(server) for server in self._servers))
         self._open_gate()
 
     async def close(self) -> None:
-        await asyncio.gather(*(member.close() for member in self._members))
+        await asyncio.gather(*(server.close() for server in self._servers))
 
-    async def _open(self, member: PooledServer) -> None:
-        identity = await member.open(self._needs)
+    async def _open(self, server: PooledServer) -> None:
+        identity = await server.open(self._needs)
         if identity.version is not None:
             self._weights.has_initial_weights = False
         elif self._label:
-            await member.replica.set_version_label(self.version)
+            await server.replica.set_version_label(self.version)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
@@ -101,25 +100,25 @@ class ServerEngine:
         seed: int,
     ) -> Completion:
         """Sample one turn after ``token_ids``; see :class:`~agentrl.rollout.engines.base.Engine`."""
-        avoid: set[int] = set()
+        failed_servers: set[int] = set()
         failures: list[str] = []
         while True:
-            member = await self._member_for(trajectory_id, len(token_ids), frozenset(avoid))
-            limit = member.load.limit
+            server = await self._choose_server(trajectory_id, len(token_ids), frozenset(failed_servers))
+            limit = server.load.limit
             try:
-                return await self._ask(member, token_ids, sampling, trajectory_id, request_id, seed)
+                return await self._generate_on(server, token_ids, sampling, trajectory_id, request_id, seed)
             except ServerCallError as error:
-                failures.append(f"{member.address}: {error}")
-                if mentions_out_of_memory(str(error)) and member.load.limit == limit:
-                    member.halve_request_limit()  # once for all requests that failed because of the same shortage
-                if not self._note_failure(member, error) or len(failures) > self._settings.request_retries:
+                failures.append(f"{server.address}: {error}")
+                if mentions_out_of_memory(str(error)) and server.load.limit == limit:
+                    server.halve_request_limit()  # once for all requests that failed because of the same shortage
+                if not self._record_failure(server, error) or len(failures) > self._settings.request_retries:
                     raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
-                avoid.add(member.index)
+                failed_servers.add(server.index)
             await asyncio.sleep(random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, _FIRST_BACKOFF * 2 ** len(failures)))
 
-    async def _ask(
+    async def _generate_on(
         self,
-        member: PooledServer,
+        server: PooledServer,
         token_ids: tuple[int, ...],
         sampling: Sampling,
         trajectory_id: str,
@@ -128,11 +127,11 @@ class ServerEngine:
     ) -> Completion:
         version = self.version
         size = {"context": len(token_ids), "reserved": sampling.max_tokens}
-        self._balancer.add_request(member.index, trajectory_id, **size)
+        self._balancer.add_request(server.index, trajectory_id, **size)
         try:
-            async with self._weights.adapter_in_use(member.replica, version) as adapter, member.stalls.watch_request():
-                with traced_service_call(f"server {member.index}", "request", context=len(token_ids)):
-                    completion = await member.replica.generate(
+            async with self._weights.adapter_in_use(server.replica, version) as adapter, server.stalls.watch_request():
+                with traced_service_call(f"server {server.index}", "request", context=len(token_ids)):
+                    completion = await server.replica.generate(
                         TurnRequest(
                             token_ids=token_ids,
                             sampling=sampling,
@@ -145,7 +144,7 @@ class ServerEngine:
                         )
                     )
         finally:
-            self._balancer.remove_request(member.index, trajectory_id, **size)
+            self._balancer.remove_request(server.index, trajectory_id, **size)
         completion = self._weights.label_versions(completion, version)
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
@@ -154,36 +153,36 @@ class ServerEngine:
             )
         return completion
 
-    async def _member_for(self, trajectory_id: str, context: int, failed_servers: frozenset[int]) -> PooledServer:
+    async def _choose_server(self, trajectory_id: str, context: int, failed_servers: frozenset[int]) -> PooledServer:
         """Choose a server for a request. Waits while weights change and while all servers are full or down."""
         while True:
             await self._gate.wait()
             index = self._balancer.choose_server(trajectory_id, context=context, failed_servers=failed_servers)
             if index is not None:
                 self._outage_since = None
-                return self._members[index]
-            if self._up:
+                return self._servers[index]
+            if self._servers_up:
                 await self._balancer.wait_for_change()
             else:
                 await self._wait_in_outage()
 
     async def _wait_in_outage(self) -> None:
-        """Wait for a change while no server is available.
+        """Wait for a change while no server is up.
 
         Raises WorldError ``outage_deadline`` seconds after the outage began, or at once if no server can recover.
         """
         loop = asyncio.get_running_loop()
         if self._outage_since is None:
             self._outage_since = loop.time()
-        left = self._outage_since + self._settings.outage_deadline - loop.time()
-        hopeless = all(member.reviving is None or member.reviving.done() for member in self._members)
-        if left <= 0 or hopeless:
+        seconds_left = self._outage_since + self._settings.outage_deadline - loop.time()
+        none_recovers = all(server.reviving is None or server.reviving.done() for server in self._servers)
+        if seconds_left <= 0 or none_recovers:
             raise WorldError(
                 f"no {self._title} server is available (waited {loop.time() - self._outage_since:.0f} s of "
-                f"{self._settings.prefix}.outage_deadline={self._settings.outage_deadline:g}): {self._lost}"
+                f"{self._settings.prefix}.outage_deadline={self._settings.outage_deadline:g}): {self._failure_messages}"
             )
         with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(left):
+            async with asyncio.timeout(seconds_left):
                 await self._balancer.wait_for_change()
 
     def release(self, trajectory_id: str) -> None:
@@ -191,51 +190,51 @@ class ServerEngine:
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return the log-probabilities at temperature 1 of ``token_ids[1:]`` from the first server that is up."""
-        for member in self._up:
+        for server in self._servers_up:
             try:
-                return await member.replica.score(token_ids, salt=self._weights.cache_salt(self.version))
+                return await server.replica.score(token_ids, salt=self._weights.cache_salt(self.version))
             except ServerCallError as error:
-                self._note_failure(member, error)
-        raise EngineError(f"no {self._title} server is available: {self._lost}")
+                self._record_failure(server, error)
+        raise EngineError(f"no {self._title} server is available: {self._failure_messages}")
 
     async def cache_use(self) -> CacheUse | None:
-        """Return the total cache of the servers that are up and the usage of the fullest. None if unreported."""
-        known: list[CacheUse] = []
-        calls = (member.replica.cache_use() for member in self._up)
+        """Return the total capacity of the servers that are up, and the usage of the fullest one; None if unknown."""
+        uses: list[CacheUse] = []
+        calls = (server.replica.cache_use() for server in self._servers_up)
         for answer in await asyncio.gather(*calls, return_exceptions=True):
             if isinstance(answer, CacheUse):
-                known.append(answer)
+                uses.append(answer)
             elif isinstance(answer, BaseException) and not isinstance(answer, ServerCallError):
                 raise answer
-        if not known:
+        if not uses:
             return None
         return CacheUse(
-            tokens=sum(item.tokens for item in known),
-            used=max(item.used for item in known),
-            preemptions=sum(item.preemptions for item in known),
+            tokens=sum(item.tokens for item in uses),
+            used=max(item.used for item in uses),
+            preemptions=sum(item.preemptions for item in uses),
         )
 
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _note_failure(self, member: PooledServer, error: ServerCallError) -> bool:
-        """Record a server's failure, and mark the server as down if necessary. Returns True to retry the request."""
-        member.failure = str(error)
+    def _record_failure(self, server: PooledServer, error: ServerCallError) -> bool:
+        """Record a server's failure, and mark the server as down if necessary. Returns True if a retry may succeed."""
+        server.failure = str(error)
         if isinstance(error, StatusError):
             if mentions_out_of_memory(error.message):
                 return True
             if error.status < 500:
                 return False
-        if member.load.is_up:
-            logger.warning("%s is removed from rotation: %s", member.name, error)
-            member.load.is_up = False
-            self._balancer.forget_prefixes(member.index)
-        if member.reviving is None or member.reviving.done():
-            work = member.revive(self._weights, self._revival)
-            member.reviving = asyncio.create_task(work, name=f"revive {member.address}")
-            member.reviving.add_done_callback(self._revived)
+        if server.load.is_up:
+            logger.warning("%s is removed from rotation: %s", server.name, error)
+            server.load.is_up = False
+            self._balancer.forget_prefixes(server.index)
+        if server.reviving is None or server.reviving.done():
+            work = server.revive(self._weights, self._may_recover)
+            server.reviving = asyncio.create_task(work, name=f"revive {server.address}")
+            server.reviving.add_done_callback(self._on_revive_end)
         return True
 
-    def _revived(self, task: asyncio.Task[None]) -> None:
+    def _on_revive_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             logger.error("giving up on a server: %s", task.exception())
         self._balancer.notify()
@@ -248,31 +247,31 @@ class ServerEngine:
 
     @property
     def has_initial_weights(self) -> bool:
-        """Whether the servers hold their initial weights."""
+        """True if the servers hold their initial weights."""
         return self._weights.has_initial_weights
 
     def transfer_addresses(self) -> list[tuple[str, int, int]]:
         """Return the address, the number of GPU workers and the number of starts of every responding server."""
         return [
             (
-                member.address,
-                member.identity.workers if member.identity is not None else 1,
-                member.server.launch_count if member.server is not None else 0,
+                server.address,
+                server.identity.workers if server.identity is not None else 1,
+                server.process.launch_count if server.process is not None else 0,
             )
-            for member in self._members
-            if member.responds
+            for server in self._servers
+            if server.responds
         ]
 
     async def pause(self) -> None:
-        """Pause all running and new requests, so that weights can change. Sleeping servers allocate memory for weights.
+        """Pause all running and new requests, so that weights can change. Sleeping servers allocate their weights.
 
         If servers load adapters, running requests continue, because each request keeps its adapter.
         """
         self._close_gate()
-        if self._asleep:
-            await self._on_all(lambda replica: replica.wake("weights"))
-        elif self._weights.replaced:
-            await self._on_all(lambda replica: replica.pause())
+        if self._is_asleep:
+            await self._call_all(lambda replica: replica.wake("weights"))
+        elif self._weights.updates_in_place:
+            await self._call_all(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
         """Install the weights of ``version`` from ``directory``; None: they have been transferred to the servers.
@@ -280,84 +279,87 @@ class ServerEngine:
         Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
         """
         self._weights.set_version(directory, version)
-        asleep, self._asleep = self._asleep, False
+        asleep, self._is_asleep = self._is_asleep, False
 
-        async def take(replica: Replica) -> None:
+        async def install_on(replica: Replica) -> None:
             if asleep:
                 await replica.wake("kv_cache")
             await self._weights.install(replica)
-            if self._weights.replaced:
+            if self._weights.updates_in_place:
                 await replica.resume()
 
-        await self._on_all(take)
+        await self._call_all(install_on)
         self._balancer.forget_prefixes()
 
     async def find_problems(self, check: Check) -> list[str]:
-        """Return the problems that ``check`` finds with the responding servers."""
-        return [problem for problem in await self._on_all(check) if problem is not None]
+        """Return the problems that ``check`` reports for the responding servers."""
+        return [problem for problem in await self._call_all(check) if problem is not None]
 
     def resume(self, check: Check | None = None) -> None:
         """Allow new requests. A recovered server must pass ``check``."""
         self._weights.check = check
-        for member in self._members:
-            if member.lacks_weights:
-                member.lacks_weights, member.load.is_up = False, True
+        for server in self._servers:
+            if server.lacks_weights:
+                server.lacks_weights, server.load.is_up = False, True
         self._open_gate()
         self._balancer.notify()
 
     async def label_weights_as_initial(self) -> None:
         """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
-        await self._on_all(lambda replica: replica.set_version_label(self.version))
+        await self._call_all(lambda replica: replica.set_version_label(self.version))
         self._weights.has_initial_weights = True
 
     async def sleep(self) -> None:
-        """Release the GPUs to the trainer until the next :meth:`install`. Drop weights that the install replaces."""
+        """Release the GPUs to the trainer until the next :meth:`install`. Weights that it replaces are dropped."""
         self._close_gate()
-        self._asleep = True
+        self._is_asleep = True
         self._balancer.forget_prefixes()
-        await self._on_all(lambda replica: replica.sleep(keep_weights=not self._weights.replaced))
+        await self._call_all(lambda replica: replica.sleep(keep_weights=not self._weights.updates_in_place))
 
     def _open_gate(self) -> None:
         self._gate.set()
-        self._revival.set()
+        self._may_recover.set()
 
     def _close_gate(self) -> None:
         self._gate.clear()
-        self._revival.clear()
+        self._may_recover.clear()
 
-    async def _on_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        """Call every responding server, and mark the others as down.
+    async def _call_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
+        """Call every responding server. Servers that fail are marked as down.
 
-        If no server is left, wait for one to recover and call it. Raises WorldError if none recovers in time.
+        If no server responds, wait until one recovers, and call it. Raises WorldError if none recovers in time.
         """
-        while not (results := await self._on_answering(call)):
-            await self._await_return()
+        while not (results := await self._call_responding(call)):
+            await self._wait_for_recovery()
         return results
 
-    async def _await_return(self) -> None:
-        """Wait until a server responds, even while weights change. Raises WorldError after ``outage_deadline``."""
+    async def _wait_for_recovery(self) -> None:
+        """Wait until a server responds. Servers may recover while weights change.
+
+        Raises WorldError after ``outage_deadline``.
+        """
         logger.warning(
             "no %s server is available to receive the weights: waiting for one, at most %g s (%s.outage_deadline)",
             self._title, self._settings.outage_deadline, self._settings.prefix,
         )  # fmt: skip
-        self._revival.set()
+        self._may_recover.set()
         try:
-            while not any(member.responds for member in self._members):
+            while not any(server.responds for server in self._servers):
                 await self._wait_in_outage()
         finally:
             if not self._gate.is_set():
-                self._revival.clear()
+                self._may_recover.clear()
         self._outage_since = None
 
-    async def _on_answering(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
-        asked = [member for member in self._members if member.responds]
-        outcomes = await asyncio.gather(*(call(member.replica) for member in asked), return_exceptions=True)
+    async def _call_responding(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
+        responding = [server for server in self._servers if server.responds]
+        outcomes = await asyncio.gather(*(call(server.replica) for server in responding), return_exceptions=True)
         results: list[_Result] = []
-        for member, outcome in zip(asked, outcomes, strict=True):
+        for server, outcome in zip(responding, outcomes, strict=True):
             if isinstance(outcome, ServerCallError):
-                member.lacks_weights = False
-                self._note_failure(member, outcome)
-                member.load.is_up = False
+                server.lacks_weights = False
+                self._record_failure(server, outcome)
+                server.load.is_up = False
             elif isinstance(outcome, BaseException):
                 raise outcome
             else:
@@ -367,32 +369,32 @@ class ServerEngine:
     # -- status ---------------------------------------------------------------------------------------------------
 
     @property
-    def _up(self) -> list[PooledServer]:
-        return [member for member in self._members if member.load.is_up]
+    def _servers_up(self) -> list[PooledServer]:
+        return [server for server in self._servers if server.load.is_up]
 
     @property
     def _title(self) -> str:
-        return self._members[0].replica.title
+        return self._servers[0].replica.title
 
     @property
-    def _lost(self) -> str:
-        return "; ".join(member.loss_message for member in self._members)
+    def _failure_messages(self) -> str:
+        return "; ".join(f"{server.address} ({server.failure or 'no error yet'})" for server in self._servers)
 
     def releases(self) -> list[str]:
-        return sorted({member.identity.release for member in self._members if member.identity is not None})
+        return sorted({server.identity.release for server in self._servers if server.identity is not None})
 
     def fingerprint(self) -> str:
-        """Return a digest of tokenizer, vocabulary and version. Equal digests do not prove equal weights; probes do."""
+        """Return a digest of the tokenizer, vocabulary and version. Equal digests do not imply equal weights."""
         text = f"{self._needs.codec.encode('0 1 2 print()')} {self._needs.vocabulary} {self.version}"
         return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     async def health(self) -> str:
-        up = self._up
+        up = self._servers_up
         if not up:
-            raise EngineError(f"no {self._title} server is available: {self._lost}")
-        identities = [member.identity for member in up if member.identity is not None]
+            raise EngineError(f"no {self._title} server is available: {self._failure_messages}")
+        identities = [server.identity for server in up if server.identity is not None]
         about = " ".join([self._title, *sorted({one.release for one in identities})])
         notes = "".join(f"; {note}" for note in sorted({one.note for one in identities if one.note}))
-        down = f", {len(self._members) - len(up)} down" if len(up) < len(self._members) else ""
-        addresses = ", ".join(member.address for member in up)
+        down = f", {len(self._servers) - len(up)} down" if len(up) < len(self._servers) else ""
+        addresses = ", ".join(server.address for server in up)
         return f"{about}, {len(up)} servers{down}: {addresses}{notes}; version {self.version}"

@@ -1,4 +1,4 @@
-"""The base class of server engines: vLLM's derives from it, and so does an engine of your own.
+"""The base class of server engines, for vLLM and for plug-ins.
 
 Servers are started by the run, or external. `ManagedServers` covers their lifecycle and weights, and
 :mod:`.server_pool` the requests. See docs/how-to/engines.md for a complete example.
@@ -133,7 +133,7 @@ class ManagedServers(ABC):
         if self._cluster is None or self.request.cluster is None:
             return [ServerProcess(plan, folder, number) for number, plan in enumerate(self.plans(None))]
         bundles = server_bundles(self.facts, self._cluster.nodes(), self.request.cluster.server_cpus)
-        # Placeholders, because the GPUs depend on the node that the cluster chooses.
+        # The GPU numbers are placeholders, because the cluster chooses each server's node and GPUs.
         plans = self.plans([str(number) for number in range(sum(one.gpus for one in bundles))])
         return [
             NodeServer(plan, folder, number, cluster=self._cluster, bundle=bundle)
@@ -141,7 +141,7 @@ class ManagedServers(ABC):
         ]
 
     async def _compare(self, probe: Probe) -> str | None:
-        """Compare every server's checksums and scores with the probe. Requests resume if all are correct."""
+        """Compare every server's checksums and scores with the probe. Requests resume if all of them match."""
 
         def check(replica: Replica) -> Coroutine[object, object, str | None]:
             return self.verifier.check(replica, probe)

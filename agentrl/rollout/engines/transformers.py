@@ -30,10 +30,10 @@ from agentrl.weights.verify import Probe, Verifier, add_tied_head, checksums
 logger = logging.getLogger(__name__)
 
 # Consecutive forward passes on the engine's thread before control returns to the event loop.
-_FORWARDS = 64
+_MAX_FORWARD_PASSES = 64
 
 
-_LARGE = 1_000_000_000  # parameters
+_LARGE_MODEL = 1_000_000_000  # parameters
 TOO_LARGE_MESSAGE = (
     "rollout.engine=transformers is intended for small models: for more than 1B parameters on a GPU, set "
     "rollout.engine=vllm (docs/how-to/rollout.md)"
@@ -46,7 +46,7 @@ def needs_vllm(parameters: int, device: str) -> bool:
     >>> needs_vllm(7_000_000_000, "cuda"), needs_vllm(7_000_000_000, "cpu"), needs_vllm(1_000_000_000, "cuda")
     (True, False, False)
     """
-    return device == "cuda" and parameters > _LARGE
+    return device == "cuda" and parameters > _LARGE_MODEL
 
 
 class TransformersEngine:
@@ -82,8 +82,8 @@ class TransformersEngine:
         self._version = version
         self._deterministic = deterministic
         self._keep_running = settings.kv_on_update == "kept"
-        self._open = asyncio.Event()
-        self._open.set()
+        self._gate = asyncio.Event()
+        self._gate.set()
         self._batcher = Batcher(
             model,
             self._parts,
@@ -97,7 +97,7 @@ class TransformersEngine:
         self._arrived: deque[Request] = deque()
         self._released: deque[str] = deque()
         self._wake: asyncio.Event | None = None
-        self._server: asyncio.Task[None] | None = None
+        self._serving: asyncio.Task[None] | None = None
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="engine")
         self._lock = threading.Lock()
 
@@ -123,7 +123,7 @@ class TransformersEngine:
         future: asyncio.Future[Completion] = loop.create_future()
         self._futures[request] = future
         self._arrived.append(request)
-        self._ensure_server().set()
+        self._start_serving().set()
         try:
             return await future
         finally:
@@ -140,19 +140,19 @@ class TransformersEngine:
 
     def pause(self) -> None:
         """Pause all requests until :meth:`resume`. The model's next operation waits for a running forward pass."""
-        self._open.clear()
+        self._gate.clear()
 
     def resume(self) -> None:
-        self._open.set()
+        self._gate.set()
 
     async def wait_until_idle(self) -> None:
         """Wait until no forward pass runs. A pass for cancelled requests may outlast all other requests.
 
         Raises EngineError if a request is still running.
         """
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._finish_cancelled)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._drop_cancelled)
 
-    def _finish_cancelled(self) -> None:
+    def _drop_cancelled(self) -> None:
         with self._lock:
             self._take_arrivals()
             self._batcher.drop_cancelled()
@@ -199,19 +199,19 @@ class TransformersEngine:
         for request, future in self._futures.items():
             request.cancelled = True
             future.cancel()
-        if self._server is not None:
-            self._server.cancel()
-            await asyncio.gather(self._server, return_exceptions=True)
-            self._server = None
+        if self._serving is not None:
+            self._serving.cancel()
+            await asyncio.gather(self._serving, return_exceptions=True)
+            self._serving = None
         self._thread.shutdown(wait=True)
 
     # -- serving --------------------------------------------------------------------------------------------------
 
-    def _ensure_server(self) -> asyncio.Event:
-        if self._server is None or self._server.done() or self._wake is None:
+    def _start_serving(self) -> asyncio.Event:
+        if self._serving is None or self._serving.done() or self._wake is None:
             self._wake = asyncio.Event()
-            self._server = asyncio.create_task(self._serve(self._wake), name="transformers-engine")
-            self._server.add_done_callback(self._served)
+            self._serving = asyncio.create_task(self._serve(self._wake), name="transformers-engine")
+            self._serving.add_done_callback(self._on_serving_end)
         return self._wake
 
     async def _serve(self, wake: asyncio.Event) -> None:
@@ -220,8 +220,8 @@ class TransformersEngine:
             await wake.wait()
             wake.clear()
             while self._arrived or self._batcher.busy:
-                await self._open.wait()
-                for request in await loop.run_in_executor(self._thread, self._advance):
+                await self._gate.wait()
+                for request in await loop.run_in_executor(self._thread, self._run_until_request_ends):
                     self._deliver(request)
                 # Let trajectories with a finished turn run their programs before the next forward pass.
                 await asyncio.sleep(0)
@@ -235,7 +235,7 @@ class TransformersEngine:
         else:
             future.set_result(request.completion())
 
-    def _served(self, server: asyncio.Task[None]) -> None:
+    def _on_serving_end(self, server: asyncio.Task[None]) -> None:
         """Handle a failed forward pass. Running out of memory becomes an EngineError; other errors are bugs.
 
         In both cases, all running requests raise the error, and the engine is emptied. After running out of memory, the
@@ -257,10 +257,10 @@ class TransformersEngine:
         self._arrived.clear()
         self._batcher.drop_all()
 
-    def _advance(self) -> list[Request]:
-        """Run forward passes on the engine's thread until a request ends, up to ``_FORWARDS``."""
+    def _run_until_request_ends(self) -> list[Request]:
+        """Run forward passes on the engine's thread until a request ends, up to ``_MAX_FORWARD_PASSES``."""
         with self._lock:
-            for _ in range(_FORWARDS):
+            for _ in range(_MAX_FORWARD_PASSES):
                 self._take_arrivals()
                 ended = self._batcher.run_forward_pass()
                 for request in ended:
@@ -318,14 +318,14 @@ class ManagedTransformers:
         return None if self._shared else TransferTarget()
 
     async def verify(self, version: int, probe: Probe) -> str | None:
-        return await self._compare(probe)
+        return await self._compare_with_probe(probe)
 
     async def pause(self) -> None:
         self.engine.pause()
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         await self.engine.update_weights(() if directory is None else read_export(Path(directory)), version)
-        problem = None if probe is None else await self._compare(probe)
+        problem = None if probe is None else await self._compare_with_probe(probe)
         if problem is None:
             self.engine.resume()
         return problem
@@ -336,7 +336,7 @@ class ManagedTransformers:
     async def close(self) -> None:
         await self.engine.close()
 
-    async def _compare(self, probe: Probe) -> str | None:
+    async def _compare_with_probe(self, probe: Probe) -> str | None:
         self._model.eval()
         own = (
             add_tied_head(await asyncio.to_thread(checksums, self._model.named_parameters())) if probe.checksums else {}

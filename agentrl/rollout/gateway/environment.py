@@ -316,7 +316,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self._tokens.record_prompt_length(len(self._tokens.codec.encode_prompt(prompt)))
         self._messages = _messages(prompt)
 
-    async def _sample(self, episode: Episode, limit: int) -> str | None:
+    async def _sample_turn(self, episode: Episode, limit: int) -> str | None:
         request = AgentRequest(
             messages=self._messages,
             tools=self._tools,
@@ -335,19 +335,19 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self._used += tokens
         self._context = generation.context
         self._messages = (*self._messages, generation.reply)
-        self.turn_cut = generation.completion.finish_reason == "length"
-        self.context_full = self.turn_cut and tokens >= limit
+        self.turn_truncated = generation.completion.finish_reason == "length"
+        self.context_full = self.turn_truncated and tokens >= limit
         return generation.text
 
-    def _credit(self, reward: float) -> None:
+    def _record_reward(self, reward: float) -> None:
         self.requests.reward = (self.requests.reward or 0.0) + reward
 
-    def _append(self, observation: str, most: int) -> bool:
+    def _append_observation(self, observation: str) -> bool:
         codec = self._tokens.codec
         tokens = len(
             codec.encode_parts(codec.without_sampled_turn_end(observation, self._context) if observation else ())
         )
-        fits = self._used + tokens <= most
+        fits = self._used + tokens <= self.settings.max_response_tokens
         if tokens and fits:
             self._used += tokens
             self._messages += _messages(observation)

@@ -1,4 +1,4 @@
-"""One server of an engine: its client, load and process (if started here), and the detection of stalls.
+"""One server of an engine: its client, its load, its process (if started here) and the detection of stalls.
 
 A request is sent to the server with the least work, including the prefix that the server would have to recompute.
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class ServerLoad:
-    """The load of one server. ``limit``: maximum requests in flight. A server that is not ``is_up`` receives none."""
+    """The load of one server. ``limit``: maximum requests in flight. Without ``is_up``, the server gets no requests."""
 
     is_up: bool = True
     tokens: int = 0
@@ -48,7 +48,7 @@ class Balancer:
     """Sends each request to the server with the smallest sum of tokens in flight and tokens to prefill.
 
     A trajectory therefore stays on the server that holds its prefix, until the load of another server is lower by more
-    than the cost of the prefix. The branches of a forked rollout go to the server of their parent alike.
+    than the cost of the prefix. In the same way, the branches of a forked rollout stay on the server of their parent.
 
     >>> balancer = Balancer(2)
     >>> balancer.add_request(0, "t", context=100, reserved=50)
@@ -66,7 +66,10 @@ class Balancer:
     def choose_server(
         self, trajectory_id: str, *, context: int, failed_servers: frozenset[int] = frozenset()
     ) -> int | None:
-        """Return the server for a request, or None while all are full. ``failed_servers`` are a last resort."""
+        """Return the server for a request, or None while all servers are full.
+
+        ``failed_servers`` are chosen only if no other server is up.
+        """
         up = [index for index, load in enumerate(self.loads) if load.is_up]
         usable = [index for index in up if index not in failed_servers] or up
         free = [index for index in usable if not self.loads[index].is_full]
@@ -106,7 +109,7 @@ class Balancer:
 
     def _cost(self, index: int, trajectory_id: str, context: int) -> tuple[int, int]:
         load = self.loads[index]
-        parent = trajectory_id.rpartition(".")[0]  # of a branch, whose id is its parent's, a dot and a number
+        parent = trajectory_id.rpartition(".")[0]  # the id of a branch is its parent's id, a dot and a number
         cached = load.cached.get(trajectory_id, load.cached.get(parent, 0))
         return load.tokens + context - min(context, cached), index
 
@@ -115,125 +118,127 @@ class Balancer:
 FIRST_PAUSE = 0.5
 LONGEST_PAUSE = 5.0
 # Seconds between polls of a server with requests.
-_POLL = 15.0
-_NEVER = -1
+_POLL_SECONDS = 15.0
+_NO_COUNT_YET = -1
 
 
 class StallDetector:
     """Polls a server while it has requests. ``tokens`` returns the number of computed tokens, or None if unknown.
 
     A server that does not report tokens never counts as stalled. If it dies, its connections break, and a separate
-    deadline limits the rollouts of a step. While ``gate`` is closed, the server computes no tokens and does not count
-    as stalled.
+    deadline limits the rollouts of a step. The server does not count as stalled while ``gate`` is closed, because it
+    then computes no tokens.
     """
 
     def __init__(
         self, address: str, tokens: Callable[[], Awaitable[int | None]], gate: asyncio.Event, *, stall_deadline: float
     ) -> None:
         self._address = address
-        self._tokens = tokens
+        self._count_tokens = tokens
         self._gate = gate
         self._stall_deadline = stall_deadline
-        self._why = f"computed no token for {stall_deadline:g} s"
-        self._limits: set[asyncio.Timeout] = set()
-        self._task: asyncio.Task[None] | None = None
+        self._stall_message = f"computed no token for {stall_deadline:g} s"
+        self._request_timeouts: set[asyncio.Timeout] = set()
+        self._polling: asyncio.Task[None] | None = None
 
     @asynccontextmanager
     async def watch_request(self) -> AsyncIterator[None]:
         """Watch the server during a request. Raises TooSlowError if the server stalls."""
         try:
             async with asyncio.timeout(None) as limit:
-                self._limits.add(limit)
-                if self._task is None:
-                    self._task = asyncio.create_task(self._poll(), name=f"watch {self._address}")
+                self._request_timeouts.add(limit)
+                if self._polling is None:
+                    self._polling = asyncio.create_task(self._poll_until_stalled(), name=f"watch {self._address}")
                 yield
         except TimeoutError:
             if not limit.expired():
                 raise
-            if self._task is not None and self._task.done():
-                self._task.result()  # raises if polling failed because of a bug
-            raise TooSlowError(f"{self._address} {self._why}") from None
+            if self._polling is not None and self._polling.done():
+                self._polling.result()  # raises if polling failed because of a bug
+            raise TooSlowError(f"{self._address} {self._stall_message}") from None
         finally:
-            self._limits.discard(limit)
-            if not self._limits and self._task is not None:
-                self._task.cancel()
-                self._task = None
+            self._request_timeouts.discard(limit)
+            if not self._request_timeouts and self._polling is not None:
+                self._polling.cancel()
+                self._polling = None
 
-    async def _poll(self) -> None:
+    async def _poll_until_stalled(self) -> None:
         try:
             while True:
-                await self._stalled()
-                self._end_all()
+                await self._wait_until_stalled()
+                self._end_requests()
         except Exception:  # a bug: end every watched request, which then raises it
-            self._end_all()
+            self._end_requests()
             raise
 
-    async def _stalled(self) -> None:
+    async def _wait_until_stalled(self) -> None:
         """Wait until the gate has been open for ``stall_deadline`` seconds without a computed token."""
         loop = asyncio.get_running_loop()
-        seen: int | None = _NEVER
-        since = loop.time()
-        while seen is None or loop.time() - since < self._stall_deadline:
-            await asyncio.sleep(min(_POLL, self._stall_deadline / 4))
-            held = not self._gate.is_set()
+        last_count: int | None = _NO_COUNT_YET
+        changed_at = loop.time()
+        while last_count is None or loop.time() - changed_at < self._stall_deadline:
+            await asyncio.sleep(min(_POLL_SECONDS, self._stall_deadline / 4))
+            was_closed = not self._gate.is_set()
             await self._gate.wait()
             try:
-                tokens = await self._tokens()
-            except ServerCallError:  # no sign of progress
-                tokens = _NEVER if seen is None else seen
-            if tokens is None or tokens != seen or held:
-                seen, since = tokens, loop.time()
+                tokens = await self._count_tokens()
+            except ServerCallError:  # counts as no progress
+                tokens = _NO_COUNT_YET if last_count is None else last_count
+            if tokens is None or tokens != last_count or was_closed:
+                last_count, changed_at = tokens, loop.time()
 
     async def close(self) -> None:
         """Stop polling without ending running requests."""
-        if self._task is not None:
-            task, self._task = self._task, None
+        if self._polling is not None:
+            task, self._polling = self._polling, None
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     def fail_requests(self) -> None:
         """End running requests at once, because the server's process has exited or its machine is lost."""
-        self._why = "has exited"
-        self._end_all()
+        self._stall_message = "has exited"
+        self._end_requests()
 
-    def _end_all(self) -> None:
-        for limit in self._limits:
+    def _end_requests(self) -> None:
+        for limit in self._request_timeouts:
             if not limit.expired():
                 limit.reschedule(0.0)
 
 
 class PooledServer:
-    """A server of an engine. ``lacks_weights``: it responds, but waits for weights that only a transfer can supply."""
+    """A server of an engine.
+
+    ``lacks_weights``: the server responds, but needs weights that only a transfer can supply.
+    """
 
     def __init__(
         self,
-        served: ServerProcess | str,
+        process_or_address: ServerProcess | str,
         index: int,
         load: ServerLoad,
         gate: asyncio.Event,
         connect: Callable[[str], Replica],
         settings: ServerSettings,
     ) -> None:
-        """Create a stopped member.
+        """Configure the server without starting it.
 
-        ``served``: a process to start, or an address. ``connect``: creates the client for an address.
-
-        ``gate``: closed while weights change.
+        ``process_or_address``: a process to start, or the address of an external server. ``connect``: creates the
+        client for an address. ``gate``: closed while weights change.
         """
         self.index = index
         self.load = load
-        self.server = None if isinstance(served, str) else served
+        self.process = None if isinstance(process_or_address, str) else process_or_address
         self.identity: ServerIdentity | None = None
         self.lacks_weights = False
         self.failure = ""
         self.reviving: asyncio.Task[None] | None = None
         self._gate = gate
-        self._make_replica = connect
+        self._create_client = connect
         self._settings = settings
-        self._connect(served if isinstance(served, str) else served.plan.address)
+        self._connect(process_or_address if isinstance(process_or_address, str) else process_or_address.plan.address)
 
     def _connect(self, address: str) -> None:
-        self.replica = self._make_replica(address)
+        self.replica = self._create_client(address)
         self.address = self.replica.address
         self.name = f"the {self.replica.title} server {self.address}"
         self.stalls = StallDetector(
@@ -242,29 +247,25 @@ class PooledServer:
 
     async def start(self) -> None:
         """Start the server's process, if any. The address may change. Raises WorldError if the start fails."""
-        if self.server is None:
+        if self.process is None:
             return
         loop = asyncio.get_running_loop()
-        self.server.on_exit = lambda: loop.call_soon_threadsafe(self.stalls.fail_requests)
-        await asyncio.to_thread(self.server.launch)
-        if self.server.plan.address != self.address:
+        self.process.on_exit = lambda: loop.call_soon_threadsafe(self.stalls.fail_requests)
+        await asyncio.to_thread(self.process.launch)
+        if self.process.plan.address != self.address:
             has_checksums = self.replica.has_checksums
             await self.stalls.close()
             await self.replica.close()
-            self._connect(self.server.plan.address)
+            self._connect(self.process.plan.address)
             self.replica.has_checksums = has_checksums
 
     @property
     def responds(self) -> bool:
         return self.load.is_up or self.lacks_weights
 
-    @property
-    def loss_message(self) -> str:
-        return f"{self.address} ({self.failure or 'no error yet'})"
-
     async def open(self, needs: ServerRequirements) -> ServerIdentity:
         """Wait until the server responds, and check that it can serve the run. Raises SettingsError or WorldError."""
-        await self._await_start()
+        await self._wait_until_healthy()
         try:
             self.identity = await self.replica.identify(needs)
         except ServerCallError as error:
@@ -278,10 +279,10 @@ class PooledServer:
             await asyncio.gather(self.reviving, return_exceptions=True)
         await self.stalls.close()
         await self.replica.close()
-        if self.server is not None:
-            await asyncio.to_thread(self.server.stop)
+        if self.process is not None:
+            await asyncio.to_thread(self.process.stop)
 
-    async def _await_start(self) -> None:
+    async def _wait_until_healthy(self) -> None:
         """Wait until the server responds. Raises WorldError after ``start_deadline`` or if its process exits."""
         loop = asyncio.get_running_loop()
         seconds = self._settings.start_deadline
@@ -293,13 +294,13 @@ class PooledServer:
                 return
             except ServerCallError as error:
                 problem = str(error)
-            if self.server is not None and self.server.has_exited:
+            if self.process is not None and self.process.has_exited:
                 raise WorldError(
-                    f"{self.name} exited during startup (log: {self.server.log}). "
-                    f"End of the log:\n{self.server.log_excerpt()}"
+                    f"{self.name} exited during startup (log: {self.process.log}). "
+                    f"End of the log:\n{self.process.log_excerpt()}"
                 )
             if loop.time() >= deadline:
-                hint = "" if self.server is None else f"; end of its log:\n{self.server.log_excerpt()}"
+                hint = "" if self.process is None else f"; end of its log:\n{self.process.log_excerpt()}"
                 raise WorldError(
                     f"no response within {self._settings.prefix}.start_deadline={seconds:g} s from {self.name}: "
                     f"{problem}{hint}"
@@ -307,25 +308,25 @@ class PooledServer:
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
 
-    async def revive(self, weights: ServedWeights, allowed: asyncio.Event) -> None:
+    async def revive(self, weights: ServedWeights, may_recover: asyncio.Event) -> None:
         """Recover the server: restart it if it was started here, and verify that it holds the current weights.
 
-        ``allowed``: closed while other servers receive new weights. If only a transfer can supply the current weights,
-        the server becomes stale. Raises WorldError after too many restarts.
+        ``may_recover``: closed while other servers receive new weights. If only a transfer can supply the current
+        weights, sets ``lacks_weights``. Raises WorldError after too many restarts.
         """
         pause = FIRST_PAUSE
         while True:
-            await allowed.wait()
+            await may_recover.wait()
             version = weights.version
             try:
-                if self.server is not None and self.server.has_exited:
-                    await self._restart(self.server)
+                if self.process is not None and self.process.has_exited:
+                    await self._restart(self.process)
                 await self.replica.healthy()
                 if not await weights.ensure_installed(self.replica):
                     self.lacks_weights = True
                     return
                 await self._verify(weights)
-                if allowed.is_set() and version == weights.version:
+                if may_recover.is_set() and version == weights.version:
                     break
             except ServerCallError as error:
                 self.failure = str(error)
@@ -348,18 +349,18 @@ class PooledServer:
         except TimeoutError:
             raise TooSlowError(f"its weights could not be verified within {seconds:g} s") from None
 
-    async def _restart(self, server: ServerProcess) -> None:
-        log = server.log_excerpt()
-        if mentions_out_of_memory(log) and server.launch_count:
+    async def _restart(self, process: ServerProcess) -> None:
+        log = process.log_excerpt()
+        if mentions_out_of_memory(log) and process.launch_count:
             self.halve_request_limit()
-        if server.launch_count > self._settings.restarts:
+        if process.launch_count > self._settings.restarts:
             raise WorldError(
-                f"{self.name} exited {server.launch_count} times "
+                f"{self.name} exited {process.launch_count} times "
                 f"({self._settings.prefix}.restarts={self._settings.restarts}); end of its log:\n{log}"
             )
-        ended = self.name
+        old_name = self.name  # the address may change
         try:
             await self.start()
         except WorldError as error:  # no node currently has room for the server
             raise ServerCallError(f"its process exited and cannot be restarted: {error}") from error
-        logger.warning("%s exited; restarting it", ended)
+        logger.warning("%s exited; restarting it", old_name)
