@@ -91,7 +91,9 @@ class Completion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class CacheUse:
-    """An engine's KV cache: the capacity in ``tokens``, and the fraction ``used`` (0 to 1) of the fullest part.
+    """Usage of an engine's KV cache: its capacity in ``tokens``, and the fraction ``used`` (0 to 1).
+
+    An engine with several caches reports the fraction of the fullest one.
 
     ``preemptions``: number of times since the start that a trajectory lost its keys and values for lack of room.
     """
@@ -139,7 +141,7 @@ class Engine(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EngineRequest:
-    """The engine to open and the policy that it samples from.
+    """An engine to build, and the policy that it samples from.
 
     ``policy_path``: a directory or a Hugging Face id. ``longest``: tokens of the longest sequence that will be
     requested. ``folder``: the directory for servers' logs and their initial weights. ``model``: the loaded policy, for
@@ -251,7 +253,7 @@ _Plugin = TypeVar("_Plugin", bound="type[EnginePlugin]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class EngineFacts:
-    """Properties of an engine as configured by the settings.
+    """Properties of an engine under the run's settings.
 
     >>> EngineFacts(about="two servers of example", servers=2).in_process
     False
@@ -262,7 +264,7 @@ class EngineFacts:
     in_process: bool = False
     """Whether the engine runs in the rollout worker, with a model loaded there."""
     reproducible: bool = False
-    """Whether equal requests return bitwise equal results, regardless of when they arrive."""
+    """Whether equal requests return bitwise equal results, regardless of their time of arrival."""
     kv_slots: int | None = None
     """Capacity of the KV cache in tokens, if fixed by a setting."""
     largest_support: int | None = 0
@@ -288,7 +290,7 @@ class EngineFacts:
 
 
 class EnginePlugin(ABC):
-    """An engine that ``rollout.engine`` can select."""
+    """Base class of the engines that ``rollout.engine`` selects."""
 
     options_model: ClassVar[type[BaseModel]] = NoOptions
     """The pydantic model of ``rollout.options``."""
@@ -309,7 +311,7 @@ class EnginePlugin(ABC):
 
     @abstractmethod
     def facts(self, rollout: RolloutSettings) -> EngineFacts:
-        """Return the engine's properties. Called often, also before a model is loaded."""
+        """Return the engine's properties. Must be cheap: it is called often, also before a model is loaded."""
 
     @abstractmethod
     def managed(self, request: EngineRequest) -> ManagedEngine:
@@ -372,7 +374,7 @@ def engine_facts(rollout: RolloutSettings) -> EngineFacts:
     return engine_plugin(rollout).facts(rollout)
 
 
-def servers_on_nodes(rollout: RolloutSettings, cluster: str) -> bool:
+def runs_servers_on_nodes(rollout: RolloutSettings, cluster: str) -> bool:
     """Return True if a cluster of this kind (``cluster.kind``) places the engine's servers on its nodes."""
     facts = engine_facts(rollout)
     return has_many_nodes(cluster) and facts.servers > 0 and not facts.shares_gpus

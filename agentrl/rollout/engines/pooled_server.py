@@ -290,7 +290,7 @@ class PooledServer:
         pause = FIRST_PAUSE
         while True:
             try:
-                await self.replica.healthy()
+                await self.replica.check_health()
                 return
             except ServerCallError as error:
                 problem = str(error)
@@ -321,7 +321,7 @@ class PooledServer:
             try:
                 if self.process is not None and self.process.has_exited:
                     await self._restart(self.process)
-                await self.replica.healthy()
+                await self.replica.check_health()
                 if not await weights.ensure_installed(self.replica):
                     self.lacks_weights = True
                     return

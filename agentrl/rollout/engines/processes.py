@@ -33,9 +33,9 @@ _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.
 
 @dataclass(frozen=True, kw_only=True)
 class ServerPlan(ABC):
-    """A server to start. ``gpus``: GPU numbers, empty for the CPU.
+    """Plan of a server to start. ``gpus``: GPU numbers, empty for the CPU.
 
-    A cluster replaces host, port and GPUs with the values for the node that it chooses.
+    A cluster replaces the host, port and GPUs by those of the node that it chooses.
     """
 
     host: str
@@ -56,7 +56,7 @@ class ServerPlan(ABC):
         return [sys.executable, *self.arguments()]
 
     def environment_changes(self) -> dict[str, str | None]:
-        """Return the changes to the environment of this process; None unsets a variable."""
+        """Return the server's changes to this process's environment variables; None unsets a variable."""
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**dict.fromkeys(LAUNCHER_VARIABLES), **gpus}
 
@@ -67,7 +67,7 @@ class ServerPlan(ABC):
 
 
 class ServerProcess:
-    """A server process and its log. The server is killed when this process ends, for whatever reason."""
+    """A server process and its log. The server is killed when this process ends for any reason."""
 
     def __init__(self, plan: ServerPlan, folder: Path, number: int = 0) -> None:
         """Configure the process without starting it. ``folder``: the directory of the run or evaluation."""

@@ -57,7 +57,7 @@ Response = httpx.Response
 Transport = httpx.AsyncBaseTransport
 
 # Maximum number of characters of a response that are quoted in an error.
-_QUOTED = 300
+_MAX_QUOTED = 300
 _JSON = {"content-type": "application/json"}
 
 
@@ -97,14 +97,14 @@ class JSONClient:
         try:
             return msgspec.json.decode(content, type=expected)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidResponseError(f"{self.address}{path}: {error}; the response is {_quoted(content)}") from None
+            raise InvalidResponseError(f"{self.address}{path}: {error}; the response is {_quote(content)}") from None
 
     async def _request(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
         # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
         sent = None if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(seconds):
-                answer = await self._client.request(method, path, content=sent, headers=_JSON if sent else None)
+                response = await self._client.request(method, path, content=sent, headers=_JSON if sent else None)
         except TimeoutError:
             raise TooSlowError(f"{self.address}{path} did not respond within {seconds:g} s") from None
         except (httpx.TransportError, OSError) as error:
@@ -112,9 +112,9 @@ class JSONClient:
             raise UnreachableError(f"{self.address}{path} cannot be reached: {reason}") from error
         except httpx.HTTPError as error:
             raise InvalidResponseError(f"{self.address}{path} returned invalid HTTP: {error}") from error
-        if answer.status_code >= 400:
-            raise StatusError(answer.status_code, _message(answer.content))
-        return answer.content
+        if response.status_code >= 400:
+            raise StatusError(response.status_code, _error_message(response.content))
+        return response.content
 
 
 class StreamClient:
@@ -137,37 +137,37 @@ class StreamClient:
 
     async def get(self, path: str) -> Response:
         """Return the complete response. Raises UnreachableError."""
-        async with self._reached():
+        async with self._connection_errors():
             return await self._client.get(path)
 
     @asynccontextmanager
     async def post(self, path: str, body: object) -> AsyncIterator[Response]:
         """Yield the unread response; the connection closes on exit. Raises UnreachableError, also while reading."""
-        async with self._reached(), self._client.stream("POST", path, json=body) as response:
+        async with self._connection_errors(), self._client.stream("POST", path, json=body) as response:
             yield response
 
     async def close(self) -> None:
         await self._client.aclose()
 
     @asynccontextmanager
-    async def _reached(self) -> AsyncIterator[None]:
+    async def _connection_errors(self) -> AsyncIterator[None]:
         try:
             yield
         except httpx.TransportError as error:
             raise UnreachableError(str(error) or type(error).__name__) from error
 
 
-def _message(content: bytes) -> str:
+def _error_message(content: bytes) -> str:
     """Return the message of an error response, in vLLM's format or as plain text."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return _quoted(content)
+        return _quote(content)
 
 
-def _quoted(content: bytes) -> str:
-    text = content[: _QUOTED + 1].decode(errors="replace").strip()
-    return repr(text[:_QUOTED] + "..." if len(text) > _QUOTED else text)
+def _quote(content: bytes) -> str:
+    text = content[: _MAX_QUOTED + 1].decode(errors="replace").strip()
+    return repr(text[:_MAX_QUOTED] + "..." if len(text) > _MAX_QUOTED else text)
 
 
 # Deadline in seconds for cheap calls.
@@ -178,7 +178,7 @@ LONG_TIMEOUT = 1800.0
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TurnRequest:
-    """A turn to sample.
+    """Request for one turn.
 
     ``eos_ids``: the only tokens that may end the turn. ``salt``: only requests with equal salts may share cached keys
     and values. ``adapter``: the name of the adapter to sample from; None for the base model.
@@ -195,7 +195,7 @@ class TurnRequest:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ServerRequirements:
-    """A run's requirements for servers: tokenizer, vocabulary size and longest sequence in tokens.
+    """Requirements of a run for its servers: tokenizer, vocabulary size and longest sequence in tokens.
 
     ``head_dtype``: the dtype of logits according to the policy's config.json; "model" for the dtype of the weights.
     """
@@ -223,8 +223,8 @@ class ServerRequirements:
 class ServerIdentity:
     """Properties reported by a server.
 
-    ``release``: the server software's release. ``version``: the result of :meth:`Replica.version`. ``workers``: the
-    number of its GPU processes. ``note``: an addition for the console, such as the dtype of its logits.
+    ``release``: the release of the server's software. ``version``: the result of :meth:`Replica.version`.
+    ``workers``: the number of its GPU processes. ``note``: a text for the console, such as the dtype of its logits.
     """
 
     release: str
@@ -278,7 +278,7 @@ class Replica(ABC):
 
     # -- optional -------------------------------------------------------------------------------------------------
 
-    async def healthy(self) -> None:
+    async def check_health(self) -> None:
         """Check that the server responds."""
         await self.http.get_text("/health", seconds=QUICK_TIMEOUT)
 
@@ -290,7 +290,7 @@ class Replica(ABC):
         raise NotImplementedError
 
     async def tokens_so_far(self) -> int | None:
-        """Return the number of tokens computed since the start. None, if not reported, disables stall detection."""
+        """Return the number of tokens computed since the start; None, which disables stall detection, if unknown."""
         return None
 
     async def cache_use(self) -> CacheUse | None:
@@ -325,6 +325,6 @@ class Replica(ABC):
         """Unload an adapter that no running request uses."""
         raise NotImplementedError
 
-    def unusable_error(self, what: str) -> SettingsError:
+    def unusable_error(self, problem: str) -> SettingsError:
         """Return the error for a server that cannot serve the run."""
-        return SettingsError(f"the {self.title} server {self.address} cannot be used: {what}")
+        return SettingsError(f"the {self.title} server {self.address} cannot be used: {problem}")

@@ -30,7 +30,7 @@ from agentrl.cluster.processes import (
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
 from agentrl.evaluation.settings import quoted_override
-from agentrl.rollout.engines.base import engine_facts, server_bundles, servers_on_nodes
+from agentrl.rollout.engines.base import engine_facts, runs_servers_on_nodes, server_bundles
 from agentrl.telemetry.console import Console
 from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals
 from agentrl.training.worker.service import EXIT_PEER_LOST, EXIT_STUCK
@@ -213,7 +213,7 @@ def rank_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundl
 
 def server_bundles_on_nodes(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
     """Return the resources of the servers that the worker starts on the nodes of the cluster, one bundle per server."""
-    if not servers_on_nodes(settings.rollout, settings.cluster.kind):
+    if not runs_servers_on_nodes(settings.rollout, settings.cluster.kind):
         return []
     return server_bundles(engine_facts(settings.rollout), nodes, settings.cluster.server_cpus)
 

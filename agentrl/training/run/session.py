@@ -16,7 +16,7 @@ from agentrl.cluster.launchers import address_of_rank_zero
 from agentrl.models.exactness import check_packed_forward
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.rollout.engines.base import engine_facts, servers_on_nodes
+from agentrl.rollout.engines.base import engine_facts, runs_servers_on_nodes
 from agentrl.telemetry.alerts import alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_resources
@@ -188,7 +188,7 @@ class Session:
 
     def _open_sender(self) -> WeightSender:
         rollout, cluster = self._settings.rollout, self._settings.cluster
-        elsewhere = engine_facts(rollout).remote or servers_on_nodes(rollout, cluster.kind)
+        elsewhere = engine_facts(rollout).remote or runs_servers_on_nodes(rollout, cluster.kind)
         return WeightSender(
             self._service,
             self._engine,

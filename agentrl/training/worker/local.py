@@ -25,7 +25,13 @@ from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
-from agentrl.rollout.engines.base import EngineRequest, ManagedEngine, engine_facts, engine_plugin, servers_on_nodes
+from agentrl.rollout.engines.base import (
+    EngineRequest,
+    ManagedEngine,
+    engine_facts,
+    engine_plugin,
+    runs_servers_on_nodes,
+)
 from agentrl.rollout.environment import build_rewards, check_forks, compares_with_references, environment_and_codec
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
@@ -217,7 +223,7 @@ class LocalService:
             routes=settings.correction.route_replay == "rollout",
             training_gpus=count_local_ranks(settings.training.num_processes),
             deterministic=settings.training.deterministic,
-            cluster=settings.cluster if servers_on_nodes(settings.rollout, settings.cluster.kind) else None,
+            cluster=settings.cluster if runs_servers_on_nodes(settings.rollout, settings.cluster.kind) else None,
         )
 
     @staticmethod

@@ -25,8 +25,8 @@ from agentrl.rollout.engines.servers import ManagedServers
 from agentrl.rollout.engines.vllm.plan import (
     VLLMPlan,
     adapter_rank,
-    adapters_in_use,
-    listed_tokens,
+    logprobs_to_request,
+    max_adapters_in_use,
     plan_policy_servers,
     policy_with_untied_head,
 )
@@ -52,10 +52,10 @@ def vllm_engine(
     """
     return ServerEngine(
         servers,
-        _client(rollout, adapter_rank),
+        _client_factory(rollout, adapter_rank),
         needs,
         rollout.vllm,
-        weights=_weights(rollout, adapter_rank),
+        weights=_served_weights(rollout, adapter_rank),
         label=label,
     )
 
@@ -75,9 +75,9 @@ class ManagedVLLM(ManagedServers):
                 request = replace(request, rollout=request.rollout.model_copy(update={"vllm": awake}))
             request = replace(request, policy=request.policy.model_copy(update={"lora": LoRASettings()}))
         vllm = request.rollout.vllm
-        self._rank = adapter_rank(request.rollout, request.policy)
-        self._form: Literal["full", "merged", "adapter"] = "full" if request.policy.lora.rank == 0 else vllm.lora
-        self._backend = transfer_backend(vllm) if request.trained and not self._rank else "file"
+        self._adapter_rank = adapter_rank(request.rollout, request.policy)
+        self._weight_form: Literal["full", "merged", "adapter"] = "full" if request.policy.lora.rank == 0 else vllm.lora
+        self._backend = transfer_backend(vllm) if request.trained and not self._adapter_rank else "file"
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(
                 f"rollout.vllm.transfer={vllm.transfer} needs a GPU on this machine: set rollout.vllm.transfer=file"
@@ -85,16 +85,16 @@ class ManagedVLLM(ManagedServers):
         super().__init__(request, vllm)
 
     def connect(self, address: str) -> Replica:
-        return _client(self.request.rollout, self._rank)(address)
+        return _client_factory(self.request.rollout, self._adapter_rank)(address)
 
     def weights(self) -> ServedWeights:
-        return _weights(self.request.rollout, self._rank)
+        return _served_weights(self.request.rollout, self._adapter_rank)
 
     def plans(self, gpus: Sequence[str] | None) -> list[VLLMPlan]:
         request = self.request
         start = request.folder / ".weights" / "start"
         # Weights that never change can stay tied, even on a CPU.
-        copied = request.trained and not self._rank
+        copied = request.trained and not self._adapter_rank
         return plan_policy_servers(
             request.rollout,
             request.policy,
@@ -111,8 +111,8 @@ class ManagedVLLM(ManagedServers):
         return TransferTarget(
             opener="" if self._backend == "file" else "agentrl.weights.native:open_native_transfer",
             backend=self._backend,
-            form=self._form,
-            older_versions=max(1, adapters_in_use(self.request.rollout) if self._rank else 0),
+            form=self._weight_form,
+            older_versions=max(1, max_adapters_in_use(self.request.rollout) if self._adapter_rank else 0),
             deadline=self.settings.stall_deadline,
         )
 
@@ -122,19 +122,19 @@ def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
     return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
 
 
-def _client(rollout: RolloutSettings, rank: int) -> Callable[[str], Replica]:
-    logprobs = listed_tokens(rollout.top_k) if rollout.restricts_sampling else 0
+def _client_factory(rollout: RolloutSettings, adapter_rank: int) -> Callable[[str], Replica]:
+    logprobs = logprobs_to_request(rollout.top_k) if rollout.restricts_sampling else 0
     return partial(
         VLLMReplica,
         seeded=rollout.vllm.seeded,
-        adapter_rank=rank,
+        adapter_rank=adapter_rank,
         logprobs=logprobs,
         quantization=rollout.vllm.quantization,
     )
 
 
-def _weights(rollout: RolloutSettings, rank: int) -> ServedWeights:
-    return (ServedAdapters if rank else ServedWeights)(0, recompute=rollout.kv_on_update == "recomputed")
+def _served_weights(rollout: RolloutSettings, adapter_rank: int) -> ServedWeights:
+    return (ServedAdapters if adapter_rank else ServedWeights)(0, recompute=rollout.kv_on_update == "recomputed")
 
 
 def serve_policy(

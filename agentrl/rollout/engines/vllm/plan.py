@@ -1,4 +1,4 @@
-"""Plans of vLLM servers: their command lines, their GPUs, and the capabilities of the installed vLLM."""
+"""Plans of vLLM servers: their command lines and GPUs, and what the installed vLLM supports."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def supported_lora_rank(rank: int) -> int:
     return next(size for size in _LORA_RANKS if size >= rank)
 
 
-def listed_tokens(top_k: int) -> int:
+def logprobs_to_request(top_k: int) -> int:
     """Return the number of log-probabilities to request so that they contain every token that ``top_k`` keeps.
 
     vLLM also keeps the tokens that are as likely as the last of the ``top_k``.
@@ -64,7 +64,7 @@ def listed_tokens(top_k: int) -> int:
     return 2 * top_k
 
 
-def adapters_in_use(settings: RolloutSettings) -> int:
+def max_adapters_in_use(settings: RolloutSettings) -> int:
     """Return the maximum number of adapter versions in use: the newest, and the versions of running requests."""
     return settings.staleness_bound + 2
 
@@ -111,14 +111,14 @@ class VLLMPlan(ServerPlan):
             command += ["--weight-transfer-config", f'{{"backend": "{self.backend}"}}']
         if self.adapter_rank:
             command += ["--enable-lora", "--max-lora-rank", str(supported_lora_rank(self.adapter_rank))]
-            adapters = str(adapters_in_use(self.rollout))
+            adapters = str(max_adapters_in_use(self.rollout))
             command += ["--max-loras", adapters, "--max-cpu-loras", adapters]
         if vllm.quantization is not None:
             command += ["--quantization", vllm.quantization]
         if self.routes:
             command += ["--enable-return-routed-experts"]
         if self.rollout.restricts_sampling:
-            command += ["--max-logprobs", str(listed_tokens(self.rollout.top_k))]
+            command += ["--max-logprobs", str(logprobs_to_request(self.rollout.top_k))]
         if vllm.placement == "colocated":
             command += ["--enable-sleep-mode", *self.sleep_options]
         return [*command, *vllm.extra_args]
@@ -158,6 +158,9 @@ def plan_policy_servers(
     routes: bool = False,
 ) -> list[VLLMPlan]:
     """Plan a policy's servers according to ``rollout.vllm``, on ``gpus`` (None: this machine's GPUs) or a CPU.
+
+    ``policy_path``: the policy's tokenizer. ``served``: the weights to load. ``longest``: tokens of the longest
+    sequence. ``backend``: the transport of weights. ``port``: None: any free port.
 
     Raises SettingsError if the servers cannot be placed, vLLM is not installed or the model is not supported on a CPU.
     """
@@ -203,7 +206,7 @@ def plan_policy_servers(
 
 @cache
 def _sleep_options() -> tuple[str, ...]:
-    """Return the installed vLLM's options that release more memory during sleep: CUDA graphs, NCCL buffers.
+    """Return the options of the installed vLLM that release additional memory during sleep.
 
     The options are read from vLLM's argument parser in a separate process, because importing vLLM reconfigures logging
     and may initialize CUDA. If vLLM cannot be imported, the error is reported when a server starts.

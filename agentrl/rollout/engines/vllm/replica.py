@@ -31,7 +31,7 @@ from agentrl.rollout.engines.replica import (
     StatusError,
     TurnRequest,
 )
-from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, listed_tokens, supported_lora_rank
+from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, logprobs_to_request, supported_lora_rank
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +52,7 @@ def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
     parameters: dict[str, object] = {
         "max_tokens": sampling.max_tokens,
         "temperature": sampling.temperature,
-        "logprobs": listed_tokens(sampling.top_k) if sampling.returns_support else 0,
+        "logprobs": logprobs_to_request(sampling.top_k) if sampling.returns_support else 0,
         "ignore_eos": True,
         "stop_token_ids": sorted(request.eos_ids),
     }
@@ -169,7 +169,7 @@ def read_completion(response: GenerateResponse, request: TurnRequest) -> Complet
     token_ids = choice.token_ids
     log_probs = tuple([token.logprob for token in choice.logprobs.content])
     if not 1 <= len(token_ids) <= sampling.max_tokens:
-        raise InvalidResponseError(f"expected 1 to {sampling.max_tokens} token ids; got {_short(token_ids)}")
+        raise InvalidResponseError(f"expected 1 to {sampling.max_tokens} token ids; got {_shorten(token_ids)}")
     if len(log_probs) != len(token_ids):
         raise InvalidResponseError(
             f"expected one log-probability per token; got {len(log_probs)} for {len(token_ids)} tokens"
@@ -180,7 +180,7 @@ def read_completion(response: GenerateResponse, request: TurnRequest) -> Complet
             f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its token limit "
             "(--max-model-len) is lower than the run's"
         )
-    supports = [_support(token) for token in choice.logprobs.content] if sampling.returns_support else []
+    supports = [_read_support(token) for token in choice.logprobs.content] if sampling.returns_support else []
     greedy = sampling.temperature == 0
     return Completion(
         token_ids=token_ids,
@@ -191,11 +191,11 @@ def read_completion(response: GenerateResponse, request: TurnRequest) -> Complet
         support_sizes=array("i", map(len, supports)) if supports else (),
         routes=b""
         if sampling.routes_from is None
-        else _routes(choice.routed_experts, len(request.token_ids) + len(token_ids) - 1 - sampling.routes_from),
+        else _decode_routes(choice.routed_experts, len(request.token_ids) + len(token_ids) - 1 - sampling.routes_from),
     )
 
 
-def _routes(encoded: str | None, tokens: int) -> bytes:
+def _decode_routes(encoded: str | None, tokens: int) -> bytes:
     """Decode the experts [tokens, layers, k] of a response, an array in the format of NumPy files."""
     try:
         experts = np.load(io.BytesIO(base64.b64decode(encoded or "", validate=True)), allow_pickle=False)
@@ -208,7 +208,7 @@ def _routes(encoded: str | None, tokens: int) -> bytes:
     return bytes(experts.astype(np.int16).tobytes())
 
 
-def _support(token: _Token) -> list[int]:
+def _read_support(token: _Token) -> list[int]:
     """Return the listed tokens with a probability above 0. Raises InvalidResponseError if the list is incomplete."""
     kept = [item for item in token.top_logprobs if item.logprob > _MINUS_INFINITY]
     total = math.fsum(math.exp(item.logprob) for item in kept)
@@ -297,11 +297,11 @@ def _version_spans(spans: list[_VersionSpan], count: int) -> tuple[tuple[int, in
             found.append((int(span.version), span.end - covered))
         covered = span.end
     if covered != count:
-        raise InvalidResponseError(f"weight_versions do not cover {count} tokens: {_short(spans)}")
+        raise InvalidResponseError(f"weight_versions do not cover {count} tokens: {_shorten(spans)}")
     return tuple(found)
 
 
-def _short(value: object) -> str:
+def _shorten(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
 
@@ -351,7 +351,7 @@ class VLLMReplica(Replica):
             return tuple(entry[str(token)].logprob for token, entry in listed)
         except (KeyError, TypeError, ValueError):
             raise InvalidResponseError(
-                f"expected a log-probability of each of {len(token_ids)} tokens; got {_short(entries)}"
+                f"expected a log-probability of each of {len(token_ids)} tokens; got {_shorten(entries)}"
             ) from None
 
     # -- control --------------------------------------------------------------------------------------------------
@@ -423,7 +423,7 @@ class VLLMReplica(Replica):
 
         Raises SettingsError with the difference and the fix, and ServerCallError if the server does not respond.
         """
-        await self.healthy()
+        await self.check_health()
         try:
             version = await self.version()
             info = await self.http.get("/server_info?config_format=json", _ServerInfo, seconds=4 * QUICK_TIMEOUT)

@@ -24,7 +24,7 @@ class WorkerExtension:
 
     @torch.inference_mode()
     def agentrl_checksums(self) -> dict[str, list[int]]:
-        """Return the count and the total of values in this worker's shard of every parameter, by checkpoint name."""
+        """Return the checksum (values, total) of this worker's shard of every parameter, by checkpoint name."""
         found = checksums(served_parameters(self.get_model()))
         return {name: [one.values, one.total] for name, one in found.items()}
 
