@@ -22,7 +22,7 @@ from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.quantization import FORMATS, fake_quantize
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.rollout.environment import check_environment, environment_and_codec
+from agentrl.rollout.environment import build_environment_and_codec, check_environment
 from agentrl.telemetry.console import Console
 from agentrl.trajectory import Group
 from agentrl_envs.types import Problem
@@ -126,7 +126,7 @@ class _Bench:
         self._policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
         check_packed_forward(model, self._policy)
         self._playing = playing
-        self._environment, self._codec = environment_and_codec(settings, tokenizer, model)
+        self._environment, self._codec = build_environment_and_codec(settings, tokenizer, model)
 
     def _correction(self, behaviour: str | None) -> dict[str, object] | None:
         """Return the options of `rollout_correction`, with weights per token if the settings specify no weights."""

@@ -1,4 +1,4 @@
-"""The environment selected by a run's settings, and the codec that encodes its conversations as tokens."""
+"""Builders of the environment that a run's settings select, and of the codec that encodes its conversations."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class ChatSetup:
 
 
 def check_environment(settings: EnvironmentSections) -> None:
-    """Import the environment selected by the settings. Raises PluginError if it or one of its tools is invalid."""
+    """Import the environment of ``settings.env``. Raises PluginError if it or one of its tools is invalid."""
     if is_agent(settings.env):
         program_for_environment(settings.env, settings.environment.model_extra or {}, settings.gateway)
     else:
@@ -81,7 +81,7 @@ def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
 
 
 def uses_chat_template(settings: EnvironmentSections) -> bool:
-    """Return True if conversations use the model's chat template, provided that the model has one."""
+    """Return True if conversations use the model's chat template, if the model has one."""
     return is_agent(settings.env) or _template_use(settings) is not None
 
 
@@ -92,38 +92,38 @@ def build_chat_setup(settings: EnvironmentSections, tokenizer: PreTrainedTokeniz
     """
     if is_agent(settings.env):
         return ChatSetup(renderer=build_agent_renderer(tokenizer, name, settings.gateway))
-    use = _template_use(settings)
-    if use is None:
+    template_use = _template_use(settings)
+    if template_use is None:
         return None
-    if use.optional and not tokenizer.chat_template:
-        if use.rerendered:
+    if template_use.optional and not tokenizer.chat_template:
+        if template_use.rerendered:
             raise SettingsError(
                 f"environment.history=template needs a chat template, but {settings.env} uses {name} in plain text"
             )
         return None
-    if not use.lists_tools:
+    if not template_use.lists_tools:
         raise SettingsError(
             f"environment.list_tools=false, but the chat template of {name} lists the tools: set environment.chat=never"
         )
-    written = read_chat_format(
+    chat_format = read_chat_format(
         tokenizer,
         name=name,
-        tools=use.tools,
-        options=use.settings.template_options,
-        system=use.settings.system_prompt,
-        setting=use.setting,
+        tools=template_use.tools,
+        options=template_use.settings.template_options,
+        system=template_use.settings.system_prompt,
+        setting=template_use.setting,
     )
-    if use.speaker and written.user is None:
+    if template_use.speaker and chat_format.user is None:
         raise SettingsError(
             f"the chat template of {name} changes earlier messages when a second user message follows, which "
-            f"{use.speaker} may send: set environment.chat=never or remove environment.system_prompt"
+            f"{template_use.speaker} may send: set environment.chat=never or remove environment.system_prompt"
         )
-    chat = ChatSetup(format=written)
-    if not use.rerendered:
+    chat = ChatSetup(format=chat_format)
+    if not template_use.rerendered:
         return chat
     codec = build_codec(tokenizer, name, chat)
-    renderer = ChatRenderer(tokenizer, codec, options=use.settings.template_options)
-    return replace(chat, renderer=renderer, tools=use.tools)
+    renderer = ChatRenderer(tokenizer, codec, options=template_use.settings.template_options)
+    return replace(chat, renderer=renderer, tools=template_use.tools)
 
 
 async def check_forks(environment: Environment, problem: Problem, settings: RolloutSettings) -> None:
@@ -143,7 +143,7 @@ async def check_forks(environment: Environment, problem: Problem, settings: Roll
 
 
 def build_rewards(settings: RewardedSections) -> Rewards | None:
-    """Build the user's rewards without opening them; None if ``reward.functions`` is empty.
+    """Build the user's rewards without opening them. Returns None if ``reward.functions`` is empty.
 
     Raises PluginError if a name in ``reward.functions`` does not refer to a function.
     """
@@ -154,11 +154,11 @@ def build_rewards(settings: RewardedSections) -> Rewards | None:
 
 
 def compares_with_references(settings: RewardedSections) -> bool:
-    """Return True if rewards compare answers with reference answers."""
+    """Return True if rewards compare answers with reference answers, so that each problem needs one."""
     return compares_answers(settings) and not settings.reward.functions
 
 
-def environment_and_codec(
+def build_environment_and_codec(
     settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> tuple[Environment, TextCodec]:
     """Build the environment, without opening it, and the codec for the model ``name``."""
@@ -170,10 +170,13 @@ def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: ChatSetup |
     """Build the codec for conversations with the model ``name``, with or without a chat template."""
     if chat is not None and chat.renderer is not None:
         return chat.renderer.codec
-    ends = read_generation_ends(name)
+    generation_ends = read_generation_ends(name)
     if chat is None or chat.format is None:
-        return TextCodec(tokenizer, generation_ends=ends)
-    written = chat.format
+        return TextCodec(tokenizer, generation_ends=generation_ends)
+    chat_format = chat.format
     return TextCodec(
-        tokenizer, turn_end=written.turn_end, generation_ends=ends, shown_special_tokens=written.calls.tokens
+        tokenizer,
+        turn_end=chat_format.turn_end,
+        generation_ends=generation_ends,
+        shown_special_tokens=chat_format.calls.tokens,
     )

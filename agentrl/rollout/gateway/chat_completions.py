@@ -9,11 +9,10 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 
 from agentrl.rollout.gateway.wire import (
-    FROZEN,
     AgentMessage,
     AgentRequest,
     Dialect,
-    Earlier,
+    FindConversation,
     GatewayRequestError,
     Json,
     Reply,
@@ -21,9 +20,9 @@ from agentrl.rollout.gateway.wire import (
     server_sent_event,
 )
 
-SAMPLING = ("temperature", "top_p", "seed")
+SAMPLING_FIELDS = ("temperature", "top_p", "seed")
 """Fields that are ignored because the run's settings control sampling."""
-SERVICE = (
+SERVICE_FIELDS = (
     "user",
     "metadata",
     "store",
@@ -44,20 +43,22 @@ class _Tool(WireModel):
     function: _Function
 
 
-_FORCED = ("function", "custom", "allowed_tools")
+_FORCED_CHOICES = ("function", "custom", "allowed_tools")
 
 ToolChoice = Annotated[
     Literal["auto", "none", "required"],
-    BeforeValidator(lambda value: "required" if isinstance(value, dict) and value.get("type") in _FORCED else value),
+    BeforeValidator(
+        lambda value: "required" if isinstance(value, dict) and value.get("type") in _FORCED_CHOICES else value
+    ),
 ]
 """A tool choice, in which a named tool counts as required."""
 
 
-class _Format(WireModel):
+class _ResponseFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"]
 
 
-def _checked_tool(tool: object) -> object:
+def _check_tool(tool: object) -> object:
     _Tool.model_validate(tool)
     return tool
 
@@ -69,14 +70,14 @@ class ChatCompletions(Dialect):
     constraint would change the sampling distribution, and the trainer could not recompute the probabilities.
     """
 
-    unused: ClassVar = frozenset((*SAMPLING, *SERVICE, "reasoning_effort", "verbosity"))
+    unused: ClassVar = frozenset((*SAMPLING_FIELDS, *SERVICE_FIELDS, "reasoning_effort", "verbosity"))
 
     messages: tuple[AgentMessage, ...] = Field(min_length=1)
-    tools: tuple[Annotated[dict[str, object], BeforeValidator(_checked_tool)], ...] = ()
+    tools: tuple[Annotated[dict[str, object], BeforeValidator(_check_tool)], ...] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: StrictBool = True
     n: Literal[1] = 1
-    response_format: _Format | None = None
+    response_format: _ResponseFormat | None = None
     modalities: tuple[Literal["text"]] = ("text",)
     chat_template_kwargs: dict[str, object] = Field({})
     max_tokens: StrictInt | None = Field(None, ge=1)
@@ -89,7 +90,7 @@ class ChatCompletions(Dialect):
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
 
-    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         limit, old_limit = self.max_completion_tokens, self.max_tokens
         if None not in (limit, old_limit) and limit != old_limit:
             both = f"max_tokens={old_limit} and max_completion_tokens={limit}"
@@ -103,7 +104,6 @@ class ChatCompletions(Dialect):
             template_options=self.chat_template_kwargs,
             max_tokens=limit or old_limit,
             stop=self.stop,
-            trainable=not self.model.endswith(FROZEN),
         )
 
     def complete_response(self, reply: Reply) -> Json:
@@ -114,7 +114,7 @@ class ChatCompletions(Dialect):
             "finish_reason": _finish_reason(reply),
             "logprobs": self._logprobs(reply),
         }
-        return {**self._head(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+        return {**self._common_fields(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
 
     def stream_events(self, reply: Reply) -> Iterator[bytes]:
         deltas: list[Json] = [{"role": "assistant", "content": ""}]
@@ -122,7 +122,7 @@ class ChatCompletions(Dialect):
         choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
         choices[-1] = {**choices[-1], "logprobs": self._logprobs(reply)}
         choices.append({"delta": {}, "finish_reason": _finish_reason(reply)})
-        head = self._head(reply, "chat.completion.chunk")
+        head = self._common_fields(reply, "chat.completion.chunk")
         for choice in choices:
             yield server_sent_event("", {**head, "choices": [{"index": 0, **choice}]})
         if self.stream_options.get("include_usage") is True:
@@ -136,7 +136,7 @@ class ChatCompletions(Dialect):
     def _logprobs(self, reply: Reply) -> Json | None:
         return {"content": reply.logprobs(self.top_logprobs)} if self.logprobs else None
 
-    def _head(self, reply: Reply, kind: str) -> dict[str, object]:
+    def _common_fields(self, reply: Reply, kind: str) -> dict[str, object]:
         return {"id": f"chatcmpl-{reply.id}", "object": kind, "created": int(time.time()), "model": self.model}
 
 

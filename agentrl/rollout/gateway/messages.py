@@ -11,12 +11,11 @@ from pydantic import BeforeValidator, Field, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
 from agentrl.rollout.gateway.wire import (
-    FROZEN,
     AgentCall,
     AgentMessage,
     AgentRequest,
     Dialect,
-    Earlier,
+    FindConversation,
     GatewayRequestError,
     Json,
     Reply,
@@ -25,7 +24,7 @@ from agentrl.rollout.gateway.wire import (
     server_sent_event,
 )
 
-_ERRORS = {
+_ERROR_TYPES = {
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
@@ -63,8 +62,8 @@ class _Message(WireModel):
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
     ]
 
-    def common(self) -> Iterator[AgentMessage]:
-        """Yield the message in the common form, in which each tool result is a message."""
+    def to_agent_messages(self) -> Iterator[AgentMessage]:
+        """Yield the message in the common form, in which each tool result is a separate message."""
         for block in self.content:
             if block.type == "tool_result":
                 yield AgentMessage(role="tool", content=block.content, call_id=block.tool_use_id)
@@ -89,7 +88,7 @@ class _Tool(WireModel):
     input_schema: dict[str, object] = Field({})
 
 
-class _Choice(WireModel):
+class _ToolChoice(WireModel):
     type: Literal["auto", "any", "tool", "none"] = "auto"
 
 
@@ -110,19 +109,19 @@ class Messages(Dialect):
     messages: tuple[_Message, ...] = Field(min_length=1)
     system: _Text = ""
     tools: tuple[_Tool, ...] = ()
-    tool_choice: _Choice = _Choice()
+    tool_choice: _ToolChoice = _ToolChoice()
     thinking: _Thinking = _Thinking()
     max_tokens: StrictInt | None = Field(None, ge=1)
     stop_sequences: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
-    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         if self.messages[-1].role == "assistant":
             raise GatewayRequestError(
                 "the last message must not be the assistant's: replies cannot be prefilled", param="messages"
             )
         system = (AgentMessage(role="system", content=self.system),) if self.system else ()
         return AgentRequest(
-            messages=(*system, *(one for message in self.messages for one in message.common())),
+            messages=(*system, *(one for message in self.messages for one in message.to_agent_messages())),
             tools=tuple(
                 {
                     "type": "function",
@@ -133,7 +132,6 @@ class Messages(Dialect):
             parses_calls=self.tool_choice.type != "none",
             max_tokens=self.max_tokens,
             stop=self.stop_sequences,
-            trainable=not self.model.endswith(FROZEN),
         )
 
     def complete_response(self, reply: Reply) -> Json:
@@ -163,7 +161,7 @@ class Messages(Dialect):
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
         for index, block in enumerate(self._blocks(reply.message)):
-            empty, deltas = _opened(block)
+            empty, deltas = _split_block(block)
             yield _event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
@@ -174,7 +172,7 @@ class Messages(Dialect):
 
     @classmethod
     def error(cls, error: GatewayRequestError) -> Json:
-        kind = _ERRORS.get(error.status, "invalid_request_error")
+        kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error), "code": error.code}}
 
     def _blocks(self, message: AgentMessage) -> list[dict[str, object]]:
@@ -191,8 +189,8 @@ class Messages(Dialect):
         return blocks
 
 
-def _opened(block: Json) -> tuple[Json, list[Json]]:
-    """Return a block without its content, and the deltas that add the content."""
+def _split_block(block: Json) -> tuple[Json, list[Json]]:
+    """Split a block into an empty block and the deltas that add its content."""
     if block["type"] == "thinking":
         empty = {**block, "thinking": "", "signature": ""}
         signed = {"type": "signature_delta", "signature": block["signature"]}

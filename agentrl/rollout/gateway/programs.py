@@ -30,7 +30,7 @@ from agentrl_envs.types import Problem, as_reward
 logger = logging.getLogger(__name__)
 
 # Environment variables that agents' processes inherit. Proxy variables are excluded, as they may contain passwords.
-_USUAL = (
+_INHERITED_VARIABLES = (
     "CURL_CA_BUNDLE",
     "HOME",
     "LANG",
@@ -47,22 +47,25 @@ _USUAL = (
     "USER",
     "VIRTUAL_ENV",
 )
-_TAIL = 2000  # characters of a command's output that are quoted in a message
+_QUOTED_CHARACTERS = 2000  # characters of a command's output that are quoted in a message
 
 BLOCKED_LOOP_SECONDS = 1.0
 """Seconds after which an async agent function that blocks the agents' event loop is reported."""
 
 
 class AgentFailureError(Exception):
-    """The agent crashed or returned no reward. Its rollout is excluded, unless the policy reached a limit."""
+    """Raised if the agent crashes or returns no reward.
+
+    The rollout is excluded, unless the policy reached a limit.
+    """
 
 
 class UnscoredRolloutError(AgentFailureError):
-    """The container or the verifier failed. The rollout is excluded, even if the policy reached a limit."""
+    """Raised if the container or the verifier fails. The rollout is excluded, even if the policy reached a limit."""
 
 
 class AgentProgram(ABC):
-    """Plays problems through the gateway. By default, ``open``, ``wait_until_ready`` and ``close`` do nothing."""
+    """Base class of programs that play problems through the gateway."""
 
     trusted = False
     """Whether the program may report rewards and receives the whole problem regardless of the gateway's settings."""
@@ -75,7 +78,7 @@ class AgentProgram(ABC):
 
     @abstractmethod
     async def run(self, problem: Problem, access: Access) -> float | None:
-        """Play one problem. Returns the reward, or None if not computed. Raises AgentFailureError."""
+        """Play one problem. Returns the reward, or None if the program computes none. Raises AgentFailureError."""
 
     @abstractmethod
     def describe(self) -> str:
@@ -85,30 +88,30 @@ class AgentProgram(ABC):
         """Stop processes and threads that outlive a rollout."""
 
 
-def load_agent_program(named: str, settings: AgentGatewaySettings) -> AgentProgram:
+def load_agent_program(target: str, settings: AgentGatewaySettings) -> AgentProgram:
     """Return the agent program for ``module:function`` or a command. Raises PluginError if it is invalid."""
-    if FUNCTION.fullmatch(named):
-        found = import_attribute(named, "agent")
+    if FUNCTION.fullmatch(target):
+        found = import_attribute(target, "agent")
         if not callable(found):
-            raise PluginError(f"agent {named!r} is a {type(found).__name__}, expected a function")
-        _check_signature(named, found)
-        return _FunctionAgent(named, found, settings.threads)
-    words = split_command(named)
-    if not words:
+            raise PluginError(f"agent {target!r} is a {type(found).__name__}, expected a function")
+        _check_signature(target, found)
+        return _FunctionProgram(target, found, settings.threads)
+    command = split_command(target)
+    if not command:
         raise PluginError(f"env={AGENT} names no agent: write agent:module:function or 'agent:COMMAND'")
-    return _Command(words, settings)
+    return _CommandProgram(command, settings)
 
 
-def split_command(named: str) -> list[str]:
+def split_command(target: str) -> list[str]:
     """Split a command into words. Raises PluginError for an unclosed quotation."""
     try:
-        return shlex.split(named)
+        return shlex.split(target)
     except ValueError as error:
-        raise PluginError(f"agent {named!r} is not a valid command: {error}") from error
+        raise PluginError(f"agent {target!r} is not a valid command: {error}") from error
 
 
 async def start_process(
-    words: Sequence[str],
+    command: Sequence[str],
     variables: Mapping[str, str],
     *,
     directory: str,
@@ -119,15 +122,15 @@ async def start_process(
     """Start an agent's process in a new session and an empty directory. Raises AgentFailureError if it cannot start.
 
     The process inherits only common environment variables and ``inherited``, because other variables may contain the
-    trainer's credentials. Because the process starts in a different directory, words that name files are made absolute,
-    and the trainer's working directory is added to ``PYTHONPATH``.
+    trainer's credentials. Because the process starts in a different directory, words of ``command`` that name files are
+    made absolute, and the trainer's working directory is added to ``PYTHONPATH``.
     """
-    names = {*_USUAL, *inherited, *(name for name in os.environ if name.startswith("LC_"))}
+    names = {*_INHERITED_VARIABLES, *inherited, *(name for name in os.environ if name.startswith("LC_"))}
     paths = [os.path.abspath(path) for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]
-    absolute = [os.path.abspath(word) if number or "/" in word else word for number, word in enumerate(words)]
+    absolute = [os.path.abspath(word) if number or "/" in word else word for number, word in enumerate(command)]
     try:
         return await asyncio.create_subprocess_exec(
-            *(path if os.path.isfile(path) else word for word, path in zip(words, absolute, strict=True)),
+            *(path if os.path.isfile(path) else word for word, path in zip(command, absolute, strict=True)),
             env={
                 **{name: os.environ[name] for name in names if name in os.environ},
                 "PYTHONPATH": os.pathsep.join([*paths, os.getcwd()]),
@@ -140,7 +143,7 @@ async def start_process(
             start_new_session=True,
         )
     except OSError as error:
-        raise AgentFailureError(f"{words[0]}: {error.strerror}") from error
+        raise AgentFailureError(f"{command[0]}: {error.strerror}") from error
 
 
 @contextlib.asynccontextmanager
@@ -187,15 +190,15 @@ def _agents_loop() -> LoopThread:
     return LoopThread()
 
 
-class _FunctionAgent(AgentProgram):
-    """A user's function. Coroutines run in a separate event loop, other functions in threads."""
+class _FunctionProgram(AgentProgram):
+    """A user's function. Asynchronous functions run in a separate event loop, and other functions in threads."""
 
     def __init__(self, name: str, function: Callable[..., object], threads: int) -> None:
         self._name = name
         self._function = function
         self._async = inspect.iscoroutinefunction(function)
         self._threads = BlockingCalls(threads, name="agent")
-        self._watch: asyncio.Task[None] | None = None
+        self._block_reporter: asyncio.Task[None] | None = None
 
     async def run(self, problem: Problem, access: Access) -> float | None:
         arguments = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
@@ -203,8 +206,8 @@ class _FunctionAgent(AgentProgram):
         if not self._async:
             return _optional_reward(await self._threads.run(call), self._name)
         loop = _agents_loop()
-        if self._watch is None:
-            self._watch = asyncio.create_task(self._report_blocking(loop))
+        if self._block_reporter is None:
+            self._block_reporter = asyncio.create_task(self._report_blocking(loop))
         made = loop.start(cast("Coroutine[object, object, object]", call()))
         return _optional_reward(await asyncio.wrap_future(made), self._name)
 
@@ -212,13 +215,13 @@ class _FunctionAgent(AgentProgram):
         return f"agent: {self._name}, in {'an event loop' if self._async else 'threads'}"
 
     async def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
-            await asyncio.gather(self._watch, return_exceptions=True)
-            self._watch = None
+        if self._block_reporter is not None:
+            self._block_reporter.cancel()
+            await asyncio.gather(self._block_reporter, return_exceptions=True)
+            self._block_reporter = None
 
     async def _report_blocking(self, loop: LoopThread) -> None:
-        """Warn once about each line that blocks the loop, because it blocks all other rollouts too."""
+        """Warn once about each line that blocks the loop, because it also blocks all other rollouts."""
         reported: set[tuple[str, int | None]] = set()
         while True:
             answer = asyncio.wrap_future(loop.start(asyncio.sleep(0)))
@@ -254,15 +257,15 @@ def agent_variables(problem: Problem, access: Access, settings: AgentGatewaySett
     }
 
 
-class _Command(AgentProgram):
+class _CommandProgram(AgentProgram):
     """A command that runs once per rollout.
 
     The policy's address and the visible part of the problem are passed in environment variables. With
     ``gateway.agent_rewards``, a number in the last line of the output is the reward.
     """
 
-    def __init__(self, words: list[str], settings: AgentGatewaySettings) -> None:
-        self._words = words
+    def __init__(self, command: list[str], settings: AgentGatewaySettings) -> None:
+        self._command = command
         self._settings = settings
 
     async def run(self, problem: Problem, access: Access) -> float | None:
@@ -272,7 +275,7 @@ class _Command(AgentProgram):
         pipe = asyncio.subprocess.PIPE
         async with agent_directory() as directory:
             process = await start_process(
-                self._words,
+                self._command,
                 variables,
                 directory=directory,
                 inherited=self._settings.agent_environment,
@@ -284,14 +287,14 @@ class _Command(AgentProgram):
             finally:
                 kill_process_tree(process)
         if process.returncode:
-            output = err.decode(errors="replace")[-_TAIL:].strip()
-            raise AgentFailureError(f"{self._words[0]} ended with exit code {process.returncode}: {output}")
+            output = err.decode(errors="replace")[-_QUOTED_CHARACTERS:].strip()
+            raise AgentFailureError(f"{self._command[0]} ended with exit code {process.returncode}: {output}")
         if not self._settings.agent_rewards:
             return None
-        return _optional_reward(_last_number(out.decode(errors="replace")), self._words[0])
+        return _optional_reward(_last_number(out.decode(errors="replace")), self._command[0])
 
     def describe(self) -> str:
-        return f"agent: {shlex.join(self._words)}, a process for each rollout"
+        return f"agent: {shlex.join(self._command)}, a process for each rollout"
 
 
 def _last_number(text: str) -> float | None:
@@ -307,45 +310,47 @@ _STDERR = 2
 
 
 class WorkerProgram(AgentProgram):
-    """A worker process for all rollouts, or workers started by the user. Workers post the rewards."""
+    """A worker process that plays all rollouts, or workers started by the user. Workers report rewards over HTTP."""
 
     def __init__(
         self,
-        words: list[str],
+        command: list[str],
         settings: AgentGatewaySettings,
         *,
         name: str = "",
         variables: dict[str, str] | None = None,
         trusted: bool = False,
     ) -> None:
-        self._words = words
+        self._command = command
         self._settings = settings
         self.trusted = trusted
-        self._name = name or shlex.join(words)
+        self._name = name or shlex.join(command)
         self._variables = variables or {}
-        self._server: AgentGateway | None = None
+        self._gateway: AgentGateway | None = None
         self._process: asyncio.subprocess.Process | None = None
-        self._starting = asyncio.Lock()
+        self._start_lock = asyncio.Lock()
         self._directory = contextlib.AsyncExitStack()
-        self._players: dict[str, asyncio.subprocess.Process | None] = {}
+        self._process_by_rollout: dict[str, asyncio.subprocess.Process | None] = {}
 
     async def open(self, server: AgentGateway) -> None:
-        self._server = server
+        self._gateway = server
 
     async def wait_until_ready(self, problem: Problem, access: Access) -> None:
         """Wait until a worker takes the rollout."""
-        process = await self._started() if self._words else None
-        await self._unless_it_ends(process, self._serving().wait_until_taken(access))
-        self._players[access.name] = process
+        process = await self._running_process() if self._command else None
+        await self._wait_unless_exited(process, self._open_gateway().wait_until_taken(access))
+        self._process_by_rollout[access.name] = process
 
     async def run(self, problem: Problem, access: Access) -> float | None:
-        await self._unless_it_ends(self._players.pop(access.name), self._serving().wait_until_finished(access))
+        await self._wait_unless_exited(
+            self._process_by_rollout.pop(access.name), self._open_gateway().wait_until_finished(access)
+        )
         return None
 
     def describe(self) -> str:
-        if self._words:
+        if self._command:
             return f"agent: {self._name}, one process for all rollouts"
-        return f"agents: workers that poll {'' if self._server is None else self._server.url + '/rollouts'}"
+        return f"agents: workers that poll {'' if self._gateway is None else self._gateway.url + '/rollouts'}"
 
     async def close(self) -> None:
         process, self._process = self._process, None
@@ -354,11 +359,11 @@ class WorkerProgram(AgentProgram):
             await process.wait()
         await self._directory.aclose()
 
-    def _serving(self) -> AgentGateway:
-        assert self._server is not None, "the environment is not open"
-        return self._server
+    def _open_gateway(self) -> AgentGateway:
+        assert self._gateway is not None, "the environment is not open"
+        return self._gateway
 
-    async def _unless_it_ends(
+    async def _wait_unless_exited(
         self, process: asyncio.subprocess.Process | None, waiting: Coroutine[object, object, None]
     ) -> None:
         """Await ``waiting``. Raises AgentFailureError if the worker's process exits first."""
@@ -374,15 +379,15 @@ class WorkerProgram(AgentProgram):
                 if one is not None:
                     one.cancel()
 
-    async def _started(self) -> asyncio.subprocess.Process:
+    async def _running_process(self) -> asyncio.subprocess.Process:
         """Return the worker's process, restarted if it has exited. Its output is written to stderr."""
-        async with self._starting:
+        async with self._start_lock:
             if self._process is None or self._process.returncode is not None:
-                server = self._serving()
+                server = self._open_gateway()
                 variables = {"AGENTRL_GATEWAY_URL": server.url, KEY_VARIABLE: server.key, **self._variables}
                 await self._directory.aclose()
                 self._process = await start_process(
-                    self._words,
+                    self._command,
                     variables,
                     directory=await self._directory.enter_async_context(agent_directory()),
                     inherited=self._settings.agent_environment,
@@ -391,16 +396,16 @@ class WorkerProgram(AgentProgram):
             return self._process
 
 
-def load_worker_program(named: str, settings: AgentGatewaySettings) -> WorkerProgram:
+def load_worker_program(target: str, settings: AgentGatewaySettings) -> WorkerProgram:
     """Return the worker for ``worker:COMMAND`` or ``worker:external``. Raises PluginError if it is invalid."""
-    words = split_command(named)
-    if not words:
+    command = split_command(target)
+    if not command:
         raise PluginError(
             "env=worker: the command is missing: write 'worker:COMMAND', or worker:external for workers that you start "
             "yourself"
         )
-    if named != EXTERNAL_WORKER:
-        return WorkerProgram(words, settings)
+    if target != EXTERNAL_WORKER:
+        return WorkerProgram(command, settings)
     if not os.environ.get(KEY_VARIABLE):
         raise PluginError(f"env=worker:external needs {KEY_VARIABLE}, the key that workers use to fetch rollouts")
     return WorkerProgram([], settings)
@@ -417,9 +422,9 @@ def load_verifiers_worker(name: str, options: VerifiersSettings, settings: Agent
         )
     if not Path(options.python).expanduser().is_file():
         raise PluginError(f"environment.python={options.python} is not a file")
-    words = [str(Path(options.python).expanduser()), str(Path(verifiers_worker.__file__)), name]
+    command = [str(Path(options.python).expanduser()), str(Path(verifiers_worker.__file__)), name]
     return WorkerProgram(
-        words,
+        command,
         settings,
         name=f"verifiers {name}",
         variables={"AGENTRL_VERIFIERS": options.model_dump_json(include={"config", "concurrency"})},

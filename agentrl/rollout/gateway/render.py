@@ -18,7 +18,7 @@ from agentrl_envs.tool_call_formats import HERMES, ToolCallFormat, remove_calls
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_SHAPES = 1024
+_MAX_CACHED_LAYOUTS = 1024
 _CALL_ID = "call00000"  # has the length that some templates require
 
 
@@ -45,9 +45,9 @@ class ChatRenderer:
         self.prefix_ids = codec.prefix_ids if self._chat.is_plain else ()
         self.longest_token = max(map(len, codec.token_bytes))  # in bytes
         self._tokenizer = tokenizer
-        self.calls = HERMES if self._chat.is_plain else self._call_form()
-        self._layout = lru_cache(maxsize=_SHAPES)(self._render)
-        self._tools = lru_cache(maxsize=_SHAPES)(
+        self.calls = HERMES if self._chat.is_plain else self._find_call_format()
+        self._layout = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(self._render)
+        self._tools = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(
             lambda text: json.dumps(self._chat.replace_special_tokens(json.loads(text)))
         )
 
@@ -55,8 +55,8 @@ class ChatRenderer:
         self, messages: Sequence[AgentMessage], request: AgentRequest, *, sampled: Collection[int] = ()
     ) -> TemplateLayout:
         """Return the layout of ``messages`` up to the next reply. ``sampled``: positions of sampled replies."""
-        shape = [self._shape(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
-        return self._layout(json.dumps(shape), *self._surroundings(request))
+        shape = [self._template_message(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
+        return self._layout(json.dumps(shape), *self._tools_and_options(request))
 
     def encode(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """Return the tokens of a conversation from its beginning."""
@@ -65,7 +65,7 @@ class ChatRenderer:
     def turn_end(self) -> str:
         """Return the special token with which the template ends a model turn, or "" if there is no such token."""
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
-        shape = [self._shape(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
+        shape = [self._template_message(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
         layout = self._layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
         behind = self.mark_turn_end(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
         return next((part.text for part in behind if isinstance(part, TemplateMark) and part.ends_turn), "")
@@ -80,7 +80,7 @@ class ChatRenderer:
         rest = text[0].text.removeprefix(end)
         return (TemplateMark(end, ends_turn=True), *([TemplateMark(rest)] if rest else []), *text[1:])
 
-    def _call_form(self) -> ToolCallFormat:
+    def _find_call_format(self) -> ToolCallFormat:
         """Return the template's format of tool calls, or Hermes' format if the template has none."""
         name = "look"
         tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
@@ -92,7 +92,7 @@ class ChatRenderer:
     def parse_reply(self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str) -> AgentMessage:
         """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``call_id_prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
-            return self._parsed(text, request, before=before, call_id_prefix=call_id_prefix)
+            return self._parse_with_tokenizer(text, request, before=before, call_id_prefix=call_id_prefix)
         opened = before.rstrip().endswith("<think>")
         thoughts, closed, answer = text.rpartition("</think>")
         if opened and not closed:
@@ -103,7 +103,9 @@ class ChatRenderer:
         content, calls = parse_tool_calls(answer, request, self.calls) if request.calls_allowed else (answer, ())
         return _message(content, thoughts if closed or open_again else None, calls, call_id_prefix)
 
-    def _parsed(self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str) -> AgentMessage:
+    def _parse_with_tokenizer(
+        self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str
+    ) -> AgentMessage:
         """Parse text with the tokenizer's response template. Invalid text becomes the content."""
         try:
             parsed = self._tokenizer.parse_response(
@@ -120,7 +122,7 @@ class ChatRenderer:
             return AgentMessage(role="assistant", content=text)
         return _message(str(parsed.get("content") or ""), thoughts, calls, call_id_prefix)
 
-    def _shape(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
+    def _template_message(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
         """Return a message with a placeholder as content. A sampled reply keeps its calls in the sampled text."""
         shape: dict[str, object] = {
             "role": message.role,
@@ -133,10 +135,10 @@ class ChatRenderer:
         if message.reasoning is not None:
             shape["reasoning_content"] = self._chat.replace_special_tokens(message.reasoning)
         if message.calls:
-            shape["tool_calls"] = [self._call_shape(call) for call in message.calls]
+            shape["tool_calls"] = [self._template_call(call) for call in message.calls]
         return shape
 
-    def _call_shape(self, call: AgentCall) -> dict[str, object]:
+    def _template_call(self, call: AgentCall) -> dict[str, object]:
         arguments = call.parsed_arguments
         function = {
             "name": self._chat.replace_special_tokens(call.name),
@@ -144,7 +146,7 @@ class ChatRenderer:
         }
         return {"type": "function", "id": _CALL_ID, "function": function}
 
-    def _surroundings(self, request: AgentRequest) -> tuple[str, str]:
+    def _tools_and_options(self, request: AgentRequest) -> tuple[str, str]:
         return self._tools(request.tools_json), json.dumps({**self._chat.options, **request.template_options})
 
     def _render(self, shape: str, tools: str, options: str) -> TemplateLayout:
@@ -157,7 +159,7 @@ class ChatRenderer:
 
 
 def parse_tool_calls(
-    text: str, request: AgentRequest, form: ToolCallFormat = HERMES
+    text: str, request: AgentRequest, call_format: ToolCallFormat = HERMES
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
     """Return the text without its calls, and the name and arguments of each call.
 
@@ -171,7 +173,7 @@ def parse_tool_calls(
         found = known.get(name)
         return found if isinstance(found, Mapping) else None
 
-    found = form.find_calls(text, parameters)
+    found = call_format.find_calls(text, parameters)
     if not found or any(one.error or one.name not in known or not isinstance(one.arguments, dict) for one in found):
         return text, ()
     try:

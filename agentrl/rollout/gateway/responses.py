@@ -12,14 +12,13 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Field, StrictBool, StrictInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from agentrl.rollout.gateway.chat_completions import SAMPLING, SERVICE, ToolChoice
+from agentrl.rollout.gateway.chat_completions import SAMPLING_FIELDS, SERVICE_FIELDS, ToolChoice
 from agentrl.rollout.gateway.wire import (
-    FROZEN,
     AgentCall,
     AgentMessage,
     AgentRequest,
     Dialect,
-    Earlier,
+    FindConversation,
     GatewayRequestError,
     Reply,
     WireModel,
@@ -36,8 +35,8 @@ _REQUIRED = {
     "item_reference": "id",
 }
 # Order of the items of one reply. Only calls may follow an item with the same number.
-_PARTS = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
-_FREE_TEXT = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+_POSITIONS_IN_REPLY = {"reasoning": 0, "message": 1, "function_call": 2, "custom_tool_call": 2}
+_FREE_TEXT_PARAMETERS = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 
 _Text = Annotated[str, BeforeValidator(partial(join_text_parts, separator="\n"))]
 
@@ -72,14 +71,14 @@ class _Item(WireModel):
 
     @property
     def part(self) -> int | None:
-        """The item's number in `_PARTS`, or None if the item is not part of a reply."""
-        return None if self.type == "message" and self.role != "assistant" else _PARTS.get(self.type)
+        """The item's number in `_POSITIONS_IN_REPLY`, or None if the item is not part of a reply."""
+        return None if self.type == "message" and self.role != "assistant" else _POSITIONS_IN_REPLY.get(self.type)
 
-    def call(self) -> AgentCall:
-        """Return the item as a call."""
+    def to_call(self) -> AgentCall:
+        """Return the item as a tool call."""
         custom = self.type == "custom_tool_call"
         arguments = json.dumps({"input": self.input}) if custom else self.arguments
-        return AgentCall(name=_shown(self.namespace, self.name), arguments=arguments, id=self.call_id)
+        return AgentCall(name=_model_tool_name(self.namespace, self.name), arguments=arguments, id=self.call_id)
 
 
 class _Tool(WireModel):
@@ -90,7 +89,7 @@ class _Tool(WireModel):
     tools: tuple[_Tool, ...] = ()
 
 
-def _shown(namespace: str, name: str) -> str:
+def _model_tool_name(namespace: str, name: str) -> str:
     """Return the name under which the model sees a tool."""
     return f"{namespace}__{name}" if namespace else name
 
@@ -104,8 +103,8 @@ class Responses(Dialect):
 
     unused: ClassVar = frozenset(
         (
-            *SAMPLING,
-            *SERVICE,
+            *SAMPLING_FIELDS,
+            *SERVICE_FIELDS,
             *("text", "reasoning", "truncation", "max_tool_calls", "stream_options", "client_metadata"),
         )
     )
@@ -128,10 +127,10 @@ class Responses(Dialect):
             return {**value, "input": [{"role": "user", "content": value["input"]}]}
         return value
 
-    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         instructions = (AgentMessage(role="system", content=self.instructions),) if self.instructions else ()
-        history = earlier(self.previous_response_id) if self.previous_response_id else ()
-        messages = (*instructions, *history, *self._messages(earlier))
+        history = find_conversation(self.previous_response_id) if self.previous_response_id else ()
+        messages = (*instructions, *history, *self._messages(find_conversation))
         if not messages:
             raise GatewayRequestError("input=[]: must contain at least one entry", param="input")
         return AgentRequest(
@@ -142,7 +141,7 @@ class Responses(Dialect):
                     "function": {
                         "name": name,
                         "description": tool.description,
-                        "parameters": _FREE_TEXT if tool.type == "custom" else tool.parameters,
+                        "parameters": _FREE_TEXT_PARAMETERS if tool.type == "custom" else tool.parameters,
                     },
                 }
                 for name, (_, tool) in self._functions.items()
@@ -150,7 +149,6 @@ class Responses(Dialect):
             parses_calls=self.tool_choice != "none",
             max_tokens=self.max_output_tokens,
             starts_with_instructions=bool(instructions),
-            trainable=not self.model.endswith(FROZEN),
         )
 
     @cached_property
@@ -159,19 +157,19 @@ class Responses(Dialect):
         found: dict[str, tuple[str, _Tool]] = {}
         for tool in self.tools:
             namespace, members = (tool.name, tool.tools) if tool.type == "namespace" else ("", (tool,))
-            found |= {_shown(namespace, one.name): (namespace, one) for one in members}
+            found |= {_model_tool_name(namespace, one.name): (namespace, one) for one in members}
         return found
 
-    def _messages(self, earlier: Earlier) -> Iterator[AgentMessage]:
+    def _messages(self, find_conversation: FindConversation) -> Iterator[AgentMessage]:
         """Yield the messages of the input. Consecutive items of one reply become one message."""
         reply: list[_Item] = []
-        for given in self.input:
-            item = self._referred(given, earlier) if given.type == "item_reference" else given
+        for listed in self.input:
+            item = self._resolve_reference(listed, find_conversation) if listed.type == "item_reference" else listed
             last = reply[-1].part if reply else None
             if last is not None and (
-                item.part is None or item.part < last or item.part == last < _PARTS["function_call"]
+                item.part is None or item.part < last or item.part == last < _POSITIONS_IN_REPLY["function_call"]
             ):
-                yield _reply(reply)
+                yield _merge_items(reply)
                 reply = []
             if item.part is not None:
                 reply.append(item)
@@ -180,21 +178,21 @@ class Responses(Dialect):
             else:
                 yield AgentMessage(role="tool", content=item.output, call_id=item.call_id)
         if reply:
-            yield _reply(reply)
+            yield _merge_items(reply)
 
-    def _referred(self, item: _Item, earlier: Earlier) -> _Item:
+    def _resolve_reference(self, item: _Item, find_conversation: FindConversation) -> _Item:
         """Return the item of an earlier reply to which ``item`` refers.
 
         Raises GatewayRequestError for an unknown id.
         """
         kind, _, rest = item.id.partition("_")
         reply_id = rest.rpartition("/")[0] if kind == "fc" else rest
-        for one in self._output(reply_id, earlier(item.id)[-1]):
+        for one in self._output_items(reply_id, find_conversation(item.id)[-1]):
             if one["id"] == item.id:
                 return _Item.model_validate(one)
         raise GatewayRequestError(f"the item {item.id!r} does not exist", param="input", status=404)
 
-    def _output(self, reply_id: str, message: AgentMessage) -> list[dict[str, Any]]:
+    def _output_items(self, reply_id: str, message: AgentMessage) -> list[dict[str, Any]]:
         """Return the items of a reply. A reply without text and calls has an empty message."""
         items: list[dict[str, Any]] = []
         done = {"status": "completed"}
@@ -220,7 +218,7 @@ class Responses(Dialect):
         return items
 
     def complete_response(self, reply: Reply) -> dict[str, Any]:
-        items = self._output(reply.id, reply.message)
+        items = self._output_items(reply.id, reply.message)
         if "message.output_text.logprobs" in self.include or self.top_logprobs is not None:
             for part in (part for item in items if item["type"] == "message" for part in item["content"]):
                 part["logprobs"] = reply.logprobs(self.top_logprobs)
@@ -250,35 +248,35 @@ class Responses(Dialect):
     def stream_events(self, reply: Reply) -> Iterator[bytes]:
         numbers = count()
 
-        def made(kind: str, **fields: object) -> bytes:
+        def event(kind: str, **fields: object) -> bytes:
             return server_sent_event(kind, {"type": kind, "sequence_number": next(numbers), **fields})
 
         whole = self.complete_response(reply)
         started = {**whole, "status": "in_progress", "incomplete_details": None, "output": [], "usage": None}
-        yield made("response.created", response=started)
-        yield made("response.in_progress", response=started)
+        yield event("response.created", response=started)
+        yield event("response.in_progress", response=started)
         for index, item in enumerate(whole["output"]):
-            place = {"item_id": item["id"], "output_index": index}
+            position = {"item_id": item["id"], "output_index": index}
             field = {"function_call": "arguments", "custom_tool_call": "input"}.get(item["type"], "content")
             empty = {**item, "status": "in_progress", field: [] if field == "content" else ""}
-            yield made("response.output_item.added", output_index=index, item=empty)
+            yield event("response.output_item.added", output_index=index, item=empty)
             if field == "content":
                 part = item["content"][0]
-                place["content_index"] = 0
+                position["content_index"] = 0
                 logprobs = {"logprobs": part["logprobs"]} if "logprobs" in part else {}
-                yield made("response.content_part.added", **place, part={**part, "text": ""})
-                yield made(f"response.{part['type']}.delta", **place, delta=part["text"], **logprobs)
-                yield made(f"response.{part['type']}.done", **place, text=part["text"], **logprobs)
-                yield made("response.content_part.done", **place, part=part)
+                yield event("response.content_part.added", **position, part={**part, "text": ""})
+                yield event(f"response.{part['type']}.delta", **position, delta=part["text"], **logprobs)
+                yield event(f"response.{part['type']}.done", **position, text=part["text"], **logprobs)
+                yield event("response.content_part.done", **position, part=part)
             else:
                 kind = "function_call_arguments" if field == "arguments" else "custom_tool_call_input"
-                yield made(f"response.{kind}.delta", **place, delta=item[field])
-                yield made(f"response.{kind}.done", **place, **{field: item[field], "name": item["name"]})
-            yield made("response.output_item.done", output_index=index, item=item)
-        yield made(f"response.{whole['status']}", response=whole)
+                yield event(f"response.{kind}.delta", **position, delta=item[field])
+                yield event(f"response.{kind}.done", **position, **{field: item[field], "name": item["name"]})
+            yield event("response.output_item.done", output_index=index, item=item)
+        yield event(f"response.{whole['status']}", response=whole)
 
 
-def _reply(items: list[_Item]) -> AgentMessage:
+def _merge_items(items: list[_Item]) -> AgentMessage:
     """Merge the items of one reply into a message."""
     content = [item.content for item in items if item.type == "message"]
     thoughts = [item.content or item.summary for item in items if item.type == "reasoning"]
@@ -286,5 +284,5 @@ def _reply(items: list[_Item]) -> AgentMessage:
         role="assistant",
         content="".join(content),
         reasoning="".join(thoughts) or None,
-        calls=tuple(item.call() for item in items if item.type in ("function_call", "custom_tool_call")),
+        calls=tuple(item.to_call() for item in items if item.type in ("function_call", "custom_tool_call")),
     )

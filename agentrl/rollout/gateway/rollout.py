@@ -29,13 +29,13 @@ from agentrl_envs.chat import MarkedText
 from agentrl_envs.types import Ended
 
 _NO_ROOM = "leaves no room for a reply (rollout.max_prompt_tokens, rollout.max_response_tokens)"
-# Factor by which a tokenizer may shorten a text before splitting it into tokens.
-_SHORTENED = 4
+# Factor by which a tokenizer's normalization may shorten a text.
+_MAX_SHORTENING = 4
 
 
 @dataclass(kw_only=True, eq=False)
 class AgentRollout:
-    """Answers one agent's requests by sampling from ``policy``, within the limits of ``settings``."""
+    """One rollout of an agent. Samples the replies to its requests from ``policy``, within limits."""
 
     policy: TokenPolicy
     settings: RolloutSettings
@@ -47,25 +47,30 @@ class AgentRollout:
     stopped: Ended | None = None
     stop_reason: str = ""
     failure: str | None = None  # reason for a failure of the engine
-    given_up: str | None = None  # reason for which the agent ended the rollout without a reward
+    abandon_reason: str | None = None  # reason for which the agent ended the rollout without a reward
     reward: float | None = None
     finished_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
         self._began = time.monotonic()
-        self._next = 0
-        self._lines: set[str] = set()
-        self._continued: set[int] = set()
+        self._generation_count = 0
+        self._cache_lines: set[str] = set()
+        self._continued_ids: set[int] = set()
         self._running: set[asyncio.Task[Generation]] = set()
-        self._known: dict[str, asyncio.Task[Generation]] = {}
+        self._tasks_by_request: dict[str, asyncio.Task[Generation]] = {}
 
     @property
     def finished(self) -> bool:
         """True if the rollout accepts no further requests."""
         return self.finished_event.is_set()
 
+    def raise_if_finished(self) -> None:
+        """Raise GatewayRequestError if the rollout accepts no further requests."""
+        if self.finished:
+            raise _finished_error()
+
     def start_clock(self) -> None:
-        """Start the rollout's clock."""
+        """Restart the clock of the rollout's deadline."""
         self._began = time.monotonic()
 
     async def reply(self, request: AgentRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
@@ -75,11 +80,11 @@ class AgentRollout:
         request is rejected.
         """
         digest = key or hashlib.sha256(body).hexdigest()
-        task = self._known.get(digest) if retry or key is not None else None
+        task = self._tasks_by_request.get(digest) if retry or key is not None else None
         if task is None or (task.done() and task.exception() is not None):
             self._check_limits()
             task = asyncio.create_task(self._generate(request))
-            self._known[digest] = task
+            self._tasks_by_request[digest] = task
             self._running.add(task)
             task.add_done_callback(self._running.discard)
         else:
@@ -89,7 +94,7 @@ class AgentRollout:
         except asyncio.CancelledError:
             if not task.cancelled():
                 raise  # the caller was cancelled, not the generation
-            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished") from None
+            raise _finished_error() from None
 
     def reply_to_client(self, generation: Generation, request: AgentRequest) -> Reply:
         """Build the reply to a request's client."""
@@ -102,27 +107,26 @@ class AgentRollout:
             stop_string=min(found)[1] if found else None,
             prompt_tokens=len(generation.context) - len(completion.token_ids),
             completion_tokens=len(completion.token_ids),
-            tokens=partial(self._tokens, completion),
+            tokens=partial(self._token_details, completion),
         )
 
-    def conversation_up_to(self, id: str) -> tuple[AgentMessage, ...]:
+    def conversation_up_to(self, reply_id: str) -> tuple[AgentMessage, ...]:
         """Return the conversation up to a reply, without its instructions.
 
-        ``id`` identifies the reply: the id of the response or of one of its items. Raises GatewayRequestError if this
+        ``reply_id``: the id of the response or of one of its items. Raises GatewayRequestError if this
         rollout has no such reply.
         """
-        number = id.partition(f"_{self.policy.name}-")[2].partition("/")[0]
+        number = reply_id.partition(f"_{self.policy.name}-")[2].partition("/")[0]
         for generation in self.tree.generations:
             if str(generation.id) == number:
                 return generation.conversation[generation.starts_with_instructions :]
         raise GatewayRequestError(
-            f"this rollout contains no response {id!r}", code="previous_response_not_found", status=404
+            f"this rollout contains no response {reply_id!r}", code="previous_response_not_found", status=404
         )
 
     def count_context_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of a request's context. Raises GatewayRequestError if the request is rejected."""
-        if self.finished:
-            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished")
+        self.raise_if_finished()
         if reason := self._too_long(request):
             raise GatewayRequestError(
                 reason, code=Ended.TOKEN_LIMIT.value
@@ -150,8 +154,8 @@ class AgentRollout:
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for line in self._lines:
-            self.policy.engine.release(line)
+        for cache_line in self._cache_lines:
+            self.policy.engine.release(cache_line)
 
     def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
         """Return the sampled tokens as trajectories. ``ended`` applies unless a limit stopped the rollout."""
@@ -160,7 +164,7 @@ class AgentRollout:
             self.tree, self.policy, ended=ended, reward=self.reward or 0.0, seconds=time.monotonic() - self._began
         )
 
-    def _tokens(self, completion: Completion) -> Iterator[tuple[str, bytes, float]]:
+    def _token_details(self, completion: Completion) -> Iterator[tuple[str, bytes, float]]:
         """Yield text, bytes and log-probability of each sampled token."""
         codec = self.renderer.codec
         for token, value in zip(completion.token_ids, completion.log_probs, strict=True):
@@ -169,10 +173,9 @@ class AgentRollout:
     # -- inside -------------------------------------------------------------------------------------------------------
 
     def _check_limits(self) -> None:
-        if self.finished:
-            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished")
+        self.raise_if_finished()
         limits = self.gateway
-        if self._next >= limits.max_generations:
+        if self._generation_count >= limits.max_generations:
             self._stop(Ended.TURN_LIMIT, f"all {limits.max_generations} generations (gateway.max_generations) are used")
         if time.monotonic() - self._began > limits.deadline:
             self._stop(Ended.DEADLINE, f"the deadline of {limits.deadline:g} s (gateway.deadline) has passed")
@@ -184,17 +187,17 @@ class AgentRollout:
     async def _generate(self, request: AgentRequest) -> Generation:
         if reason := self._too_long(request):
             self._stop(Ended.TOKEN_LIMIT, reason)
-        prompt, miss = self._prompt(request, self.tree.match(request))
-        if miss is not None:
-            self.counts[f"miss_{miss}"] += 1
+        prompt, mismatch = self._prompt(request, self.tree.match(request))
+        if mismatch is not None:
+            self.counts[f"miss_{mismatch}"] += 1
         context = prompt.context
-        limit = self._limit(request, prompt.root_tokens, len(context))
-        number, self._next = self._next, self._next + 1
-        line = self._line(prompt.parent, number)
+        limit = self._reply_limit(request, prompt.root_tokens, len(context))
+        number, self._generation_count = self._generation_count, self._generation_count + 1
+        cache_line = self._cache_line(prompt.parent, number)
         try:
             completion = await self.policy.generate(
                 context,
-                cache_line=line,
+                cache_line=cache_line,
                 limit=limit,
                 stop=request.stop,
                 turn=number,
@@ -212,7 +215,7 @@ class AgentRollout:
             completion=completion,
             text=text,
             reply=reply,
-            cache_line=line,
+            cache_line=cache_line,
             trainable=request.trainable,
             starts_with_instructions=request.starts_with_instructions,
         )
@@ -223,10 +226,10 @@ class AgentRollout:
         """Return why a text is too long in any tokenization, or "". Encoding megabytes would block all rollouts."""
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
-        too_long = characters > tokens * self.renderer.longest_token * _SHORTENED
+        too_long = characters > tokens * self.renderer.longest_token * _MAX_SHORTENING
         return f"a context of {characters} characters {_NO_ROOM}" if too_long else ""
 
-    def _limit(self, request: AgentRequest, root: int, context: int) -> int:
+    def _reply_limit(self, request: AgentRequest, root: int, context: int) -> int:
         """Return the maximum number of tokens of a reply.
 
         Raises GatewayRequestError if there is no room for a reply.
@@ -238,25 +241,25 @@ class AgentRollout:
             self._stop(Ended.TOKEN_LIMIT, f"a context of {context} tokens {_NO_ROOM}")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
-    def _line(self, parent: Generation | None, number: int) -> str:
+    def _cache_line(self, parent: Generation | None, number: int) -> str:
         """Return the sequence of a generation: its parent's sequence for the first continuation, else a new one."""
-        if parent is not None and parent.id not in self._continued:
-            self._continued.add(parent.id)
+        if parent is not None and parent.id not in self._continued_ids:
+            self._continued_ids.add(parent.id)
             return parent.cache_line
-        line = self.policy.name if not self._lines else f"{self.policy.name}/{number}"
-        self._lines.add(line)
-        return line
+        cache_line = self.policy.name if not self._cache_lines else f"{self.policy.name}/{number}"
+        self._cache_lines.add(cache_line)
+        return cache_line
 
     def _prompt(self, request: AgentRequest, match: RequestMatch) -> tuple[Prompt, MismatchReason | None]:
         """Return the prompt that continues ``match``, or a new root if the template changes earlier text.
 
         Also returns the reason why the prompt does not continue the last reply, or None if it does.
         """
-        appended = None if match.parent is None else self._appended(request, match, match.parent)
-        miss = "template" if match.parent is not None and appended is None else match.miss
-        return appended or self._root(request), miss
+        appended = None if match.parent is None else self._append_to_parent(request, match, match.parent)
+        mismatch = "template" if match.parent is not None and appended is None else match.mismatch
+        return appended or self._new_root(request), mismatch
 
-    def _root(self, request: AgentRequest) -> Prompt:
+    def _new_root(self, request: AgentRequest) -> Prompt:
         layout = self.renderer.layout(request.messages, request)
         parts = layout.interleave([message.content for message in request.messages])
         return Prompt(
@@ -267,7 +270,7 @@ class AgentRollout:
             leading_texts=layout.plain_texts,
         )
 
-    def _appended(self, request: AgentRequest, match: RequestMatch, parent: Generation) -> Prompt | None:
+    def _append_to_parent(self, request: AgentRequest, match: RequestMatch, parent: Generation) -> Prompt | None:
         """Return the prompt appended to the parent's tokens, or None if the template changes any earlier text."""
         replies = parent.replies
         messages = (*parent.conversation, *match.new)
@@ -282,7 +285,7 @@ class AgentRollout:
             or not parent.prompt.leading_texts[-1].startswith(before[-1])
         ):
             return None
-        if self.gateway.history == "template" and not self._kept(request, layout, messages, replies):
+        if self.gateway.history == "template" and not self._renders_as_sampled(request, layout, messages, replies):
             return None
         behind = self.renderer.mark_turn_end(layout.interleave([one.content for one in messages], len(before)))
         parts = self.renderer.codec.without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
@@ -294,7 +297,7 @@ class AgentRollout:
             leading_texts=layout.plain_texts,
         )
 
-    def _kept(
+    def _renders_as_sampled(
         self,
         request: AgentRequest,
         layout: TemplateLayout,
@@ -310,3 +313,7 @@ class AgentRollout:
             contents[position] = one.prompt.leading_texts[-1].removeprefix(before[-1]) + one.text
         shown = self.renderer.layout(request.messages, request)
         return shown.fill([message.content for message in request.messages]) == layout.fill(contents)
+
+
+def _finished_error() -> GatewayRequestError:
+    return GatewayRequestError("the rollout is finished", status=409, code="rollout_finished")

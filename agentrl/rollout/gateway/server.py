@@ -54,14 +54,14 @@ _DIALECTS: dict[str, type[Dialect]] = {
     "/responses": Responses,
 }
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
-_KEEP_ALIVE = 15.0  # seconds between comments in a stream while the engine samples
-_BODY_SECONDS = 60.0  # for the body of a request, so that slow clients do not hold memory
+_KEEP_ALIVE_SECONDS = 15.0  # seconds between comments in a stream while the engine samples
+_BODY_DEADLINE = 60.0  # for the body of a request, so that slow clients do not hold memory
 _IDLE_SECONDS = 60.0  # for the head of a request, so that silent clients do not hold connections
-_MOST_HEAD = 2**20  # bytes of a request's head; more than asyncio reads at once
-_CHUNKED = 8  # bytes that arrive for a byte of the body, at most: chunks of one byte take six
+_MAX_HEAD_BYTES = 2**20  # bytes of a request's head; more than asyncio reads at once
+_MAX_CHUNK_OVERHEAD = 8  # bytes that arrive for a byte of the body, at most: chunks of one byte take six
 _BACKLOG = 2048
 _EPOCH = "1970-01-01T00:00:00Z"
-_LONGEST_WAIT = 60.0  # seconds for which a worker may wait for a rollout
+_MAX_WAIT_SECONDS = 60.0  # seconds for which a worker may wait for a rollout
 
 
 class _Wait(WireModel):
@@ -91,68 +91,68 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _limited(connections: int, request_bytes: int) -> type[asyncio.Protocol]:
+def _limit_connections(connections: int, request_bytes: int) -> type[asyncio.Protocol]:
     """Return uvicorn's HTTP protocol with limits that uvicorn does not have.
 
     At most ``connections`` are open: uvicorn refuses requests, but keeps their connections. A connection ends if no
     request arrives, or if the client does not read. With httptools, the size of a head and of trailers is unlimited.
     """
     base: Any = AutoHTTPProtocol
-    whole = _MOST_HEAD + _CHUNKED * request_bytes
+    max_bytes = _MAX_HEAD_BYTES + _MAX_CHUNK_OVERHEAD * request_bytes
 
     class Limited(base):  # type: ignore[misc]
         _size = 0  # bytes of the request that is arriving
-        _most: int | None = None  # their maximum; None between requests, and with h11, which has limits
-        _stall: asyncio.TimerHandle | None = None
+        _max_size: int | None = None  # their maximum; None between requests, and with h11, which has limits
+        _write_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:
             super().connection_made(transport)
-            self._check = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
+            self._idle_timer = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
             if len(self.connections) > connections:
                 transport.abort()
 
         def connection_lost(self, error: Exception | None) -> None:
-            self._check.cancel()
-            self._end_stall()
+            self._idle_timer.cancel()
+            self._cancel_write_timer()
             super().connection_lost(error)
 
         def data_received(self, data: bytes) -> None:
             super().data_received(data)
             self._size += len(data)
-            if self._most is not None and self._size > self._most:
+            if self._max_size is not None and self._size > self._max_size:
                 self.transport.abort()
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self._size, self._most = 0, _MOST_HEAD
+            self._size, self._max_size = 0, _MAX_HEAD_BYTES
 
         def on_headers_complete(self) -> None:
             super().on_headers_complete()
-            self._most = whole
+            self._max_size = max_bytes
 
         def on_message_complete(self) -> None:
             super().on_message_complete()
-            self._most = None
+            self._max_size = None
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            self._watch()
+            self._restart_idle_timer()
 
         def pause_writing(self) -> None:
             super().pause_writing()
-            self._stall = self.loop.call_later(_IDLE_SECONDS, self.transport.abort)
+            self._write_timer = self.loop.call_later(_IDLE_SECONDS, self.transport.abort)
 
         def resume_writing(self) -> None:
             super().resume_writing()
-            self._end_stall()
+            self._cancel_write_timer()
 
-        def _end_stall(self) -> None:
-            if self._stall is not None:
-                self._stall.cancel()
+        def _cancel_write_timer(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
 
-        def _watch(self) -> None:
-            self._check.cancel()
-            self._check = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
+        def _restart_idle_timer(self) -> None:
+            self._idle_timer.cancel()
+            self._idle_timer = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
 
         def _close_if_idle(self) -> None:
             if self.transport.is_closing():  # it waits for a client that does not read
@@ -160,7 +160,7 @@ def _limited(connections: int, request_bytes: int) -> type[asyncio.Protocol]:
                 return
             if self.cycle is None or self.cycle.response_complete:
                 self.transport.close()
-            self._watch()
+            self._restart_idle_timer()
 
     return Limited
 
@@ -171,7 +171,7 @@ class AgentGateway:
     def __init__(self, settings: AgentGatewaySettings) -> None:
         self._settings = settings
         self._entries: dict[str, _Entry] = {}
-        self._offered: asyncio.Queue[str] = asyncio.Queue()  # names of rollouts; "" once the server ends
+        self._waiting_names: asyncio.Queue[str] = asyncio.Queue()  # names of rollouts; "" once the server ends
         self.url = ""
         self.key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
         self._server: _Server | None = None
@@ -186,7 +186,7 @@ class AgentGateway:
             raise SettingsError(f"cannot listen on gateway.host={host}, gateway.port={port}: {error}") from error
         config = uvicorn.Config(
             self.app(),
-            http=_limited(self._settings.max_connections, self._settings.max_request_bytes),
+            http=_limit_connections(self._settings.max_connections, self._settings.max_request_bytes),
             lifespan="off",
             log_level="warning",
             access_log=False,
@@ -209,7 +209,7 @@ class AgentGateway:
     async def close(self) -> None:
         """Stop the server. May be called more than once."""
         if self._server is not None and self._serving is not None:
-            self._offered.put_nowait("")
+            self._waiting_names.put_nowait("")
             self._server.should_exit = True
             await self._serving
             self._server = self._serving = None
@@ -232,7 +232,7 @@ class AgentGateway:
 
     async def wait_until_taken(self, access: Access) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
-        self._offered.put_nowait(access.name)
+        self._waiting_names.put_nowait(access.name)
         await self._entries[access.name].taken.wait()
 
     async def wait_until_finished(self, access: Access) -> None:
@@ -244,7 +244,7 @@ class AgentGateway:
         return Starlette(
             routes=[
                 *(
-                    Route(prefix + path, partial(self._answer, kind), methods=["POST"])
+                    Route(prefix + path, partial(self._handle, kind), methods=["POST"])
                     for prefix in _PREFIXES
                     for path, kind in _DIALECTS.items()
                 ),
@@ -253,17 +253,21 @@ class AgentGateway:
                     for prefix in _PREFIXES
                 ),
                 Route("/rollouts/{name}/v1/models", self._models, methods=["GET"]),
-                Route("/rollouts", self._take, methods=["POST"]),
+                Route("/rollouts", self._assign_rollout, methods=["POST"]),
                 Route("/rollouts/{name}/reward", self._reward, methods=["POST"]),
                 Route("/rollouts/{name}/finish", self._finish, methods=["POST"]),
                 Route("/rollouts/{name}", self._state, methods=["GET"]),
             ],
-            exception_handlers={GatewayRequestError: _refused, HTTPException: _not_served, ClientDisconnect: _gone},
+            exception_handlers={
+                GatewayRequestError: _error_response,
+                HTTPException: _unknown_path,
+                ClientDisconnect: _client_disconnected,
+            },
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _answer(self, kind: type[Dialect], http: Request) -> Response:
+    async def _handle(self, kind: type[Dialect], http: Request) -> Response:
         """Answer a request of one API."""
         try:
             return await self._reply(kind, http)
@@ -275,9 +279,7 @@ class AgentGateway:
         body = await self._body(http)
         call = read_dialect(kind, body, model=self._settings.model)
         request = call.to_agent_request(rollout.conversation_up_to)
-        if http.headers.get("x-agentrl-train") == "0":
-            request = replace(request, trainable=False)
-        return rollout, body, call, request
+        return rollout, body, call, replace(request, trainable=not call.model.endswith(FROZEN))
 
     async def _reply(self, kind: type[Dialect], http: Request) -> Response:
         rollout, body, call, request = await self._read(kind, http)
@@ -291,7 +293,7 @@ class AgentGateway:
             )
         )
         if call.stream:
-            await asyncio.wait([waiting], timeout=_KEEP_ALIVE)
+            await asyncio.wait([waiting], timeout=_KEEP_ALIVE_SECONDS)
             if not waiting.done() or waiting.exception() is None:
                 stream = self._streamed(rollout, call, request, waiting)
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
@@ -307,7 +309,7 @@ class AgentGateway:
         try:
             while not waiting.done():
                 yield b": waiting for the engine\n\n"
-                await asyncio.wait([waiting], timeout=_KEEP_ALIVE)
+                await asyncio.wait([waiting], timeout=_KEEP_ALIVE_SECONDS)
             try:
                 generation = waiting.result()
             except GatewayRequestError as error:
@@ -319,7 +321,7 @@ class AgentGateway:
             rollout.record_delivery(generation, received=True)
         finally:
             if not sent:
-                waiting.add_done_callback(lambda task: _lost(rollout, task))
+                waiting.add_done_callback(lambda task: _record_undelivered(rollout, task))
 
     async def _count_tokens(self, http: Request) -> Response:
         try:
@@ -338,18 +340,18 @@ class AgentGateway:
             {"object": "list", "data": models, "has_more": False, "first_id": names[0], "last_id": names[-1]}
         )
 
-    async def _take(self, http: Request) -> Response:
+    async def _assign_rollout(self, http: Request) -> Response:
         """Return the next waiting rollout with the data to play it, or 204 if none arrives for ``wait`` seconds."""
-        if not _same(_key(http), self.key):
+        if not _keys_equal(_request_key(http), self.key):
             raise GatewayRequestError("invalid key for this gateway", status=401, code="invalid_api_key")
         wait = read_body(_Wait, await self._body(http)).wait
         try:
-            async with asyncio.timeout(min(_LONGEST_WAIT, wait)):
-                entry = await self._next()
+            async with asyncio.timeout(min(_MAX_WAIT_SECONDS, wait)):
+                entry = await self._next_waiting()
         except TimeoutError:
             return Response(status_code=204)
         if await http.is_disconnected():
-            self._offered.put_nowait(entry.access.name)
+            self._waiting_names.put_nowait(entry.access.name)
             return Response(status_code=204)
         entry.taken.set()
         policy, access = entry.rollout.policy, asdict(entry.access)
@@ -364,11 +366,11 @@ class AgentGateway:
             }
         )
 
-    async def _next(self) -> _Entry:
+    async def _next_waiting(self) -> _Entry:
         while True:
-            name = await self._offered.get()
+            name = await self._waiting_names.get()
             if not name:
-                self._offered.put_nowait("")
+                self._waiting_names.put_nowait("")
                 raise TimeoutError
             entry = self._entries.get(name)
             if entry is not None and not entry.rollout.finished:
@@ -383,21 +385,20 @@ class AgentGateway:
                 code="reward_not_accepted",
             )
         value = read_body(_Reward, await self._body(http)).reward
-        if rollout.finished:
-            raise GatewayRequestError("the rollout is finished", status=409, code="rollout_finished")
+        rollout.raise_if_finished()
         rollout.reward = value
         return JSONResponse({"reward": rollout.reward})
 
     async def _finish(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
         # With the rollout's key, code written by the policy could exclude its own rollout.
-        if not _same(_key(http), self.key):
+        if not _keys_equal(_request_key(http), self.key):
             raise GatewayRequestError(
                 "finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed"
             )
         error = read_body(_Finish, await self._body(http)).error
         if error is not None and not rollout.finished:
-            rollout.given_up = f"the agent failed: {error}"
+            rollout.abandon_reason = f"the agent failed: {error}"
         await rollout.finish()
         return JSONResponse(rollout.describe_state())
 
@@ -411,14 +412,14 @@ class AgentGateway:
             raise GatewayRequestError(
                 f"the rollout {name!r} does not exist or has ended", status=404, code="rollout_not_found"
             )
-        if not (_same(_key(http), entry.access.api_key) or _same(_key(http), self.key)):
+        if not (_keys_equal(_request_key(http), entry.access.api_key) or _keys_equal(_request_key(http), self.key)):
             raise GatewayRequestError("invalid key for this rollout", status=401, code="invalid_api_key")
         return entry
 
     async def _body(self, http: Request) -> bytes:
         parts, size, most = [], 0, self._settings.max_request_bytes
         try:
-            async with asyncio.timeout(_BODY_SECONDS):
+            async with asyncio.timeout(_BODY_DEADLINE):
                 async for part in http.stream():
                     size += len(part)
                     if size > most:
@@ -429,40 +430,40 @@ class AgentGateway:
                         )
                     parts.append(part)
         except TimeoutError:
-            message = f"the request body did not arrive within {_BODY_SECONDS:g} s"
+            message = f"the request body did not arrive within {_BODY_DEADLINE:g} s"
             raise GatewayRequestError(message, status=408, code="request_timeout") from None
         return b"".join(parts)
 
 
-def _key(http: Request) -> str:
+def _request_key(http: Request) -> str:
     """Return the key of a request. Anthropic's clients send it in ``x-api-key``."""
     return http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
 
 
-def _same(key: str, expected: str) -> bool:
+def _keys_equal(key: str, expected: str) -> bool:
     return secrets.compare_digest(key.encode(), expected.encode())
 
 
-def _lost(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
+def _record_undelivered(rollout: AgentRollout, task: asyncio.Future[Generation]) -> None:
     if not task.cancelled() and task.exception() is None:
         rollout.record_delivery(task.result(), received=False)
 
 
-async def _gone(http: Request, error: Exception) -> Response:
+async def _client_disconnected(http: Request, error: Exception) -> Response:
     """Return an empty response, because the client disconnected before its request was complete."""
     return Response(status_code=499)
 
 
-async def _not_served(http: Request, error: Exception) -> Response:
+async def _unknown_path(http: Request, error: Exception) -> Response:
     """Return an error for a path or method that the gateway does not serve."""
     assert isinstance(error, HTTPException), "it is registered for no other"
     message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST " + ", ".join(
         f"/v1{path}" for path in _DIALECTS
     )
-    return await _refused(http, GatewayRequestError(message, status=error.status_code, code="not_found"))
+    return await _error_response(http, GatewayRequestError(message, status=error.status_code, code="not_found"))
 
 
-async def _refused(http: Request, error: Exception) -> Response:
+async def _error_response(http: Request, error: Exception) -> Response:
     """Return a GatewayRequestError in OpenAI's format."""
     assert isinstance(error, GatewayRequestError), "it is registered for no other"
     return JSONResponse(error.body(), status_code=error.status)

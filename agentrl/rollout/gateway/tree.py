@@ -112,7 +112,7 @@ class RequestMatch:
 
     parent: Generation | None
     new: tuple[AgentMessage, ...]
-    miss: MismatchReason | None
+    mismatch: MismatchReason | None
 
 
 class GenerationTree:
@@ -120,7 +120,7 @@ class GenerationTree:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        self._steps: dict[tuple[int, str], int] = {}  # a trie: state and the next message's key
+        self._transitions: dict[tuple[int, str], int] = {}  # a trie: state and the next message's key
         self._replies: dict[int, list[Generation]] = {}
         self._digests: set[str] = set()
 
@@ -129,28 +129,28 @@ class GenerationTree:
         self._digests.add(digest)
         state = 0
         for key in (digest, *(message.content_key for message in generation.conversation)):
-            state = self._steps.setdefault((state, key), len(self._steps) + 1)
+            state = self._transitions.setdefault((state, key), len(self._transitions) + 1)
         self._replies.setdefault(state, []).append(generation)
         self.generations.append(generation)
         if generation.parent is not None:
             generation.parent.children.append(generation)
 
     def match(self, request: AgentRequest) -> RequestMatch:
-        """Return the deepest generation whose path is a prefix of the request. :func:`_nearest` breaks ties."""
+        """Return the deepest generation whose path is a prefix of the request. :func:`_best_candidate` breaks ties."""
         messages = request.messages
-        known = list(self._along(request.digest, messages))
+        known = list(self._follow(request.digest, messages))
         found: Generation | None = None
         depth = 0
         for position, candidates in reversed(known):
-            agreeing = [one for one in candidates if _same_thoughts(one, messages)]
+            agreeing = [one for one in candidates if _reasoning_matches(one, messages)]
             if agreeing:
-                found, depth = _nearest(agreeing, messages), position + 1
+                found, depth = _best_candidate(agreeing, messages), position + 1
                 break
         for one in found.path if found is not None else ():
             one.received = one.delivered = True  # the client has received it, because its request contains it
-        return RequestMatch(parent=found, new=messages[depth:], miss=self._miss(request, depth, known))
+        return RequestMatch(parent=found, new=messages[depth:], mismatch=self._mismatch_reason(request, depth, known))
 
-    def _miss(
+    def _mismatch_reason(
         self, request: AgentRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]
     ) -> MismatchReason | None:
         """Return the reason why replies after ``depth`` do not match, or None if the request has no such replies."""
@@ -158,17 +158,17 @@ class GenerationTree:
             return None
         deepest = max((position + 1 for position, _ in known), default=0)
         for digest in self._digests - {request.digest}:
-            if any(position >= max(depth, deepest) for position, _ in self._along(digest, request.messages)):
+            if any(position >= max(depth, deepest) for position, _ in self._follow(digest, request.messages)):
                 return "tools"
         return "reasoning" if deepest > depth else "edited"
 
-    def _along(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
+    def _follow(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
         """Yield the positions of messages at which generations end, with these generations."""
-        state = self._steps.get((0, digest))
+        state = self._transitions.get((0, digest))
         for position, message in enumerate(messages):
             if state is None:
                 return
-            state = self._steps.get((state, message.content_key))
+            state = self._transitions.get((state, message.content_key))
             if state in self._replies:
                 yield position, self._replies[state]
 
@@ -184,22 +184,22 @@ class GenerationTree:
                 live.update(step.id for step in one.path)
         following = {one.id: [child for child in one.children if child.id in live] for one in self.generations}
         roots = [one for one in self.generations if one.parent is None and one.id in live]
-        lines = []
+        branches = []
         for first in [*roots, *(child for children in following.values() for child in children[1:])]:
-            line = [first]
-            while following[line[-1].id]:
-                line.append(following[line[-1].id][0])
-            lines.append(line)
-        return sorted(lines, key=lambda line: line[-1].id)
+            branch = [first]
+            while following[branch[-1].id]:
+                branch.append(following[branch[-1].id][0])
+            branches.append(branch)
+        return sorted(branches, key=lambda branch: branch[-1].id)
 
 
-def _same_thoughts(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
+def _reasoning_matches(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
     """Return True if the reasoning in ``messages`` matches the path. Missing reasoning counts as a match."""
     pairs = ((messages[position].reasoning, one.reply.reasoning) for position, one in generation.replies.items())
     return all(sent is None or sent.strip() == (sampled or "").strip() for sent, sampled in pairs)
 
 
-def _nearest(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
+def _best_candidate(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
     """Return the candidate whose call ids occur most often in the request, and the newest one on a tie."""
     if len(candidates) == 1:
         return candidates[0]
@@ -218,58 +218,58 @@ def build_trajectories(
     trained tokens, becomes one trajectory without segments.
     """
     made = partial(policy.trajectory, seconds=seconds)
-    lines = [] if ended.is_excluded else tree.trained_branches()
-    if not lines:
+    branches = [] if ended.is_excluded else tree.trained_branches()
+    if not branches:
         failed = ended if ended.is_excluded else Ended.INFRASTRUCTURE_FAILURE
         return (made(prompt_ids=(), segments=(), ended=failed),)
-    counts = [_sampled(line) for line in lines]
-    forks = _forks(lines)
+    counts = [_count_trained_tokens(branch) for branch in branches]
+    forks = _find_forks(branches)
     return tuple(
         made(
-            prompt_ids=_prompt(line),
-            segments=_segments(line, reward if number == len(lines) - 1 else 0.0),
+            prompt_ids=_prompt_tokens(branch),
+            segments=_segments(branch, reward if number == len(branches) - 1 else 0.0),
             ended=ended,
             branch=number,
-            branches=len(lines),
+            branches=len(branches),
             parent=forks[number][0],
             fork=forks[number][1],
             weight=count / sum(counts),
         )
-        for number, (line, count) in enumerate(zip(lines, counts, strict=True))
+        for number, (branch, count) in enumerate(zip(branches, counts, strict=True))
     )
 
 
-def _sampled(line: Sequence[Generation]) -> int:
+def _count_trained_tokens(branch: Sequence[Generation]) -> int:
     """Return the number of trained tokens."""
-    return sum(len(one.completion.token_ids) for one in line if one.is_trained)
+    return sum(len(one.completion.token_ids) for one in branch if one.is_trained)
 
 
-def _forks(lines: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
-    """Return each line's parent line and the number of its trained tokens before the fork; (-1, 0) without a parent."""
-    line_of = {one.id: number for number, line in enumerate(lines) for one in line}
+def _find_forks(branches: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
+    """Return each branch's parent and the number of the parent's trained tokens before the fork; (-1, 0): no parent."""
+    branch_of = {one.id: number for number, branch in enumerate(branches) for one in branch}
     found = []
-    for line in lines:
-        parent, number, fork = line[0].parent, -1, 0
-        while parent is not None and not fork:  # skip lines without trained tokens before the fork
-            number = line_of[parent.id]
-            shared = [one for one in lines[number] if one.id <= parent.id]
-            fork, parent = _sampled(shared), lines[number][0].parent
+    for branch in branches:
+        parent, number, fork = branch[0].parent, -1, 0
+        while parent is not None and not fork:  # skip branches without trained tokens before the fork
+            number = branch_of[parent.id]
+            shared = [one for one in branches[number] if one.id <= parent.id]
+            fork, parent = _count_trained_tokens(shared), branches[number][0].parent
         found.append((number, fork) if fork else (-1, 0))
     return found
 
 
-def _prompt(line: Sequence[Generation]) -> tuple[int, ...]:
+def _prompt_tokens(branch: Sequence[Generation]) -> tuple[int, ...]:
     """Return all tokens before the first trained generation."""
-    return next(one for one in line if one.is_trained).prompt.context
+    return next(one for one in branch if one.is_trained).prompt.context
 
 
-def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
+def _segments(branch: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
     """Return the segments: sampled tokens and the text between them. Untrained tokens are observations."""
-    positions = [position for position, one in enumerate(line) if one.is_trained]
+    positions = [position for position, one in enumerate(branch) if one.is_trained]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []
-    routes = b"".join(one.completion.routes for one in line[positions[0]].path[:-1])
-    for one in line[positions[0] : positions[-1] + 1]:
+    routes = b"".join(one.completion.routes for one in branch[positions[0]].path[:-1])
+    for one in branch[positions[0] : positions[-1] + 1]:
         if segments:
             waiting.append((one.prompt.token_ids, one.prompt.text))
         if not one.is_trained:
@@ -282,6 +282,6 @@ def _segments(line: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
             segments.append(Segment(origin="observation", token_ids=token_ids, text=text))
         waiting = []
         complete = replace(one.completion, routes=routes + one.completion.routes)
-        segments.append(complete.segment(one.text, reward=reward if one is line[positions[-1]] else 0.0))
+        segments.append(complete.segment(one.text, reward=reward if one is branch[positions[-1]] else 0.0))
         routes = b""
     return tuple(segments)

@@ -33,7 +33,7 @@ Json = Mapping[str, object]
 
 FROZEN = ":frozen"
 """Suffix of the model's name for calls that are not trained."""
-_FAULTS: Mapping[str, str] = {
+_ERROR_MESSAGES: Mapping[str, str] = {
     "model_type": "must be a JSON object",
     "dict_type": "must be a JSON object",
     "tuple_type": "must be a list",
@@ -45,7 +45,7 @@ _TEXT_PARTS = {
     "refusal": "refusal",
     **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"),
 }
-_SAYS_NOTHING: tuple[object, ...] = ("", 0, False, [], {})
+_EMPTY_VALUES: tuple[object, ...] = ("", 0, False, [], {})
 
 
 class GatewayRequestError(Exception):
@@ -81,7 +81,7 @@ class WireModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _present(cls, value: object) -> object:
+    def _without_nulls(cls, value: object) -> object:
         return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
@@ -206,7 +206,7 @@ class Reply:
         return [{**one, "top_logprobs": [one][: top or 0]} for one in ones]
 
 
-Earlier = Callable[[str], tuple[AgentMessage, ...]]
+FindConversation = Callable[[str], tuple[AgentMessage, ...]]
 """Returns the conversation up to the reply with an id, without instructions.
 
 Raises GatewayRequestError for an unknown id.
@@ -225,7 +225,7 @@ class Dialect(WireModel, ABC):
     stream: StrictBool = False
 
     @abstractmethod
-    def to_agent_request(self, earlier: Earlier) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         """Return the request in the common form. Raises GatewayRequestError."""
 
     @abstractmethod
@@ -262,7 +262,7 @@ def read_body(kind: type[_Model], body: bytes) -> _Model:
             from_json(body or b"{}"), by_alias=True, by_name=False
         )  # rejects excessive nesting and lone surrogates
     except ValidationError as error:
-        raise _refusal(error) from None
+        raise _first_error(error) from None
     except ValueError as error:
         raise GatewayRequestError(f"the body is not valid JSON: {error}") from None
 
@@ -274,7 +274,7 @@ def read_dialect(kind: type[_Dialect], body: bytes, *, model: str) -> _Dialect:
     """Read the body of a request for ``model``. Raises GatewayRequestError with the name of the invalid field."""
     call = read_body(kind, body)
     for name, value in (call.model_extra or {}).items():
-        if name not in kind.unused and value not in _SAYS_NOTHING:
+        if name not in kind.unused and value not in _EMPTY_VALUES:
             hint = did_you_mean(name, {*kind.model_fields, *kind.unused})
             raise GatewayRequestError(f"the field {name} is not supported by this gateway{hint}", param=name)
     if call.model not in (model, model + FROZEN):
@@ -284,11 +284,11 @@ def read_dialect(kind: type[_Dialect], body: bytes, *, model: str) -> _Dialect:
     return call
 
 
-def _refusal(error: ValidationError) -> GatewayRequestError:
+def _first_error(error: ValidationError) -> GatewayRequestError:
     """Return an error for the first invalid field."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in fault["loc"]).removeprefix(".")
     text = json.dumps(fault["input"])
     value = "" if fault["type"] == "missing" else f"={text if len(text) <= 60 else f'{text[:57]}...'}"
-    problem = _FAULTS.get(fault["type"], fault["msg"])
+    problem = _ERROR_MESSAGES.get(fault["type"], fault["msg"])
     return GatewayRequestError(f"{path or 'the body'}{value}: {problem}", param=path or None)

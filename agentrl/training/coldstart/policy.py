@@ -21,7 +21,7 @@ from agentrl.models.loading import read_model
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_rewards, environment_and_codec
+from agentrl.rollout.environment import build_environment_and_codec, build_rewards
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, malformed_as_world_error
 from agentrl.training.coldstart.demonstrations import problems_for_length_check
@@ -153,7 +153,7 @@ async def _score_policy(settings: Settings, path: Path, problems: Sequence[Probl
         problems, source = [item.problem for item in demonstrations], "the demonstrations"
     count = min(_SCORED_PROBLEMS, len(problems))
     chosen = [problems[index * len(problems) // count] for index in range(count)]
-    environment, codec = environment_and_codec(settings, read_tokenizer(str(path)), str(path))
+    environment, codec = build_environment_and_codec(settings, read_tokenizer(str(path)), str(path))
     rewards = build_rewards(settings)
     with torch.random.fork_rng():  # so that training draws the same random numbers as with a cached policy
         model = read_model(str(path), settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()

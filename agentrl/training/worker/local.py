@@ -32,7 +32,12 @@ from agentrl.rollout.engines.base import (
     engine_plugin,
     runs_servers_on_nodes,
 )
-from agentrl.rollout.environment import build_rewards, check_forks, compares_with_references, environment_and_codec
+from agentrl.rollout.environment import (
+    build_environment_and_codec,
+    build_rewards,
+    check_forks,
+    compares_with_references,
+)
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import longest_request
@@ -147,7 +152,7 @@ class LocalService:
             opened.callback(stop_trace)
             execution.trace_program = partial(traced_service_call, "sandbox", "program")
             opened.callback(setattr, execution, "trace_program", contextlib.nullcontext)
-        environment, codec = environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
+        environment, codec = build_environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
         self._loop = WorkerLoop(idle_between_calls=settings.rollout.schedule == "synchronous")
         opened.callback(self._loop.close)
