@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
-from uvicorn.protocols.http.auto import AutoHTTPProtocol
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.gateway.chat_completions import ChatCompletions
@@ -57,8 +57,6 @@ _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE_SECONDS = 15.0  # seconds between comments in a stream while the engine samples
 _BODY_DEADLINE = 60.0  # for the body of a request, so that slow clients do not hold memory
 _IDLE_SECONDS = 60.0  # for the head of a request, so that silent clients do not hold connections
-_MAX_HEAD_BYTES = 2**20  # bytes of a request's head; more than asyncio reads at once
-_MAX_CHUNK_OVERHEAD = 8  # bytes that arrive for a byte of the body, at most: chunks of one byte take six
 _BACKLOG = 2048
 _EPOCH = "1970-01-01T00:00:00Z"
 _MAX_WAIT_SECONDS = 60.0  # seconds for which a worker may wait for a rollout
@@ -91,78 +89,57 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _limit_connections(connections: int, request_bytes: int) -> type[asyncio.Protocol]:
-    """Return uvicorn's HTTP protocol with limits that uvicorn does not have.
+class _LimitedProtocol(H11Protocol):
+    """uvicorn's HTTP protocol, which also limits the number of connections and the time of inactive clients.
 
-    At most ``connections`` are open: uvicorn refuses requests, but keeps their connections. A connection ends if no
-    request arrives, or if the client does not read. With httptools, the size of a head and of trailers is unlimited.
+    uvicorn's ``limit_concurrency`` refuses requests but keeps their connections. Here a connection ends if there are
+    more than ``max_connections``, if no request arrives, or if the client does not read. h11 limits the size of heads
+    and trailers.
     """
-    base: Any = AutoHTTPProtocol
-    max_bytes = _MAX_HEAD_BYTES + _MAX_CHUNK_OVERHEAD * request_bytes
 
-    class Limited(base):  # type: ignore[misc]
-        _size = 0  # bytes of the request that is arriving
-        _max_size: int | None = None  # their maximum; None between requests, and with h11, which has limits
-        _write_timer: asyncio.TimerHandle | None = None
+    def __init__(self, *args: Any, max_connections: int, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self._max_connections = max_connections
+        self._write_timer: asyncio.TimerHandle | None = None
 
-        def connection_made(self, transport: asyncio.Transport) -> None:
-            super().connection_made(transport)
-            self._idle_timer = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
-            if len(self.connections) > connections:
-                transport.abort()
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self._idle_timer = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
+        if len(self.connections) > self._max_connections:
+            transport.abort()
 
-        def connection_lost(self, error: Exception | None) -> None:
-            self._idle_timer.cancel()
-            self._cancel_write_timer()
-            super().connection_lost(error)
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._idle_timer.cancel()
+        self._cancel_write_timer()
+        super().connection_lost(exc)
 
-        def data_received(self, data: bytes) -> None:
-            super().data_received(data)
-            self._size += len(data)
-            if self._max_size is not None and self._size > self._max_size:
-                self.transport.abort()
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        self._restart_idle_timer()
 
-        def on_message_begin(self) -> None:
-            super().on_message_begin()
-            self._size, self._max_size = 0, _MAX_HEAD_BYTES
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._write_timer = self.loop.call_later(_IDLE_SECONDS, self.transport.abort)
 
-        def on_headers_complete(self) -> None:
-            super().on_headers_complete()
-            self._max_size = max_bytes
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._cancel_write_timer()
 
-        def on_message_complete(self) -> None:
-            super().on_message_complete()
-            self._max_size = None
+    def _cancel_write_timer(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
 
-        def on_response_complete(self) -> None:
-            super().on_response_complete()
-            self._restart_idle_timer()
+    def _restart_idle_timer(self) -> None:
+        self._idle_timer.cancel()
+        self._idle_timer = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
 
-        def pause_writing(self) -> None:
-            super().pause_writing()
-            self._write_timer = self.loop.call_later(_IDLE_SECONDS, self.transport.abort)
-
-        def resume_writing(self) -> None:
-            super().resume_writing()
-            self._cancel_write_timer()
-
-        def _cancel_write_timer(self) -> None:
-            if self._write_timer is not None:
-                self._write_timer.cancel()
-
-        def _restart_idle_timer(self) -> None:
-            self._idle_timer.cancel()
-            self._idle_timer = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
-
-        def _close_if_idle(self) -> None:
-            if self.transport.is_closing():  # it waits for a client that does not read
-                self.transport.abort()
-                return
-            if self.cycle is None or self.cycle.response_complete:
-                self.transport.close()
-            self._restart_idle_timer()
-
-    return Limited
+    def _close_if_idle(self) -> None:
+        if self.transport.is_closing():  # it waits for a client that does not read
+            self.transport.abort()
+            return
+        if self.cycle is None or self.cycle.response_complete:
+            self.transport.close()
+        self._restart_idle_timer()
 
 
 class AgentGateway:
@@ -186,7 +163,7 @@ class AgentGateway:
             raise SettingsError(f"cannot listen on gateway.host={host}, gateway.port={port}: {error}") from error
         config = uvicorn.Config(
             self.app(),
-            http=_limit_connections(self._settings.max_connections, self._settings.max_request_bytes),
+            http=partial(_LimitedProtocol, max_connections=self._settings.max_connections),  # type: ignore[arg-type]
             lifespan="off",
             log_level="warning",
             access_log=False,

@@ -422,7 +422,7 @@ async def test_connections_are_limited_and_end_if_no_request_arrives(monkeypatch
     [
         b"GET /rollouts/x HTTP/1.1\r\nx-long: ",
         b"GET /",
-        b"POST /rollouts/x/reward HTTP/1.1\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: ",
+        b"POST /rollouts/x/reward HTTP/1.1\r\nhost: gateway\r\ntransfer-encoding: chunked\r\n\r\n0\r\nx-long: ",
     ],
 )
 async def test_a_head_or_trailer_of_any_length_is_not_kept_in_memory(start: bytes) -> None:
@@ -446,9 +446,10 @@ async def test_a_client_that_does_not_read_loses_its_connection(monkeypatch: pyt
         _, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"), limit=1)
         assert gateway._server is not None
         connections = gateway._server.server_state.connections
-        request = b"POST /v1/messages HTTP/1.1\r\nx-session-id: " + b"\xe4" * 900_000 + b"\r\ncontent-length: 0\r\n\r\n"
+        head = b"POST /v1/messages HTTP/1.1\r\nhost: gateway\r\nx-session-id: " + b"\xe4" * 60_000
+        request = head + b"\r\ncontent-length: 0\r\n\r\n"
         async with asyncio.timeout(20):
-            for _ in range(10):  # the replies, which quote the id, are larger than the buffers of the connection
+            for _ in range(150):  # the replies, which quote the id, are larger than the buffers of the connection
                 writer.write(request)
             while not connections:
                 await asyncio.sleep(0)
@@ -463,6 +464,6 @@ async def test_a_connection_is_kept_after_a_reply(monkeypatch: pytest.MonkeyPatc
         reader, writer = await asyncio.open_connection(*gateway.url.removeprefix("http://").split(":"))
         for _ in range(3):  # longer than a silent connection is kept, but not since the last reply
             await asyncio.sleep(0.6)
-            writer.write(b"GET /rollouts/x HTTP/1.1\r\n\r\n")
+            writer.write(b"GET /rollouts/x HTTP/1.1\r\nhost: gateway\r\n\r\n")
             assert (await reader.read(4096)).startswith(b"HTTP/1.1 404")
         writer.close()
