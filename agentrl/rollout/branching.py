@@ -17,7 +17,7 @@ from agentrl.rollout.settings import UNMEASURED_WIDTH
 from agentrl.trajectory import Trajectory
 
 # An estimate for a turn requires at least this number of forks, and of trees, with decayed weights.
-_ENOUGH: Final = 8.0
+_MIN_EVIDENCE: Final = 8.0
 
 
 class ForkStatistics:
@@ -31,21 +31,21 @@ class ForkStatistics:
         # By turn: the sums over forks of weight, v_after, c1 and c2, and over trees of weight and v_before + v_after.
         self._sums: list[list[float]] = []
 
-    def learn(self, groups: Iterable[Sequence[Sequence[Trajectory]]]) -> None:
+    def add_step(self, groups: Iterable[Sequence[Sequence[Trajectory]]]) -> None:
         """Add the rollouts of one training step: the branches of each rollout, for each group."""
         self._sums = [[value * self._decay for value in sums] for sums in self._sums]
         for group in groups:
             # One list for each tree, since the forks of one tree are not independent.
             trees = [list(_forks(branches)) for branches in group]
             for turn in sorted({fork.turn for tree in trees for fork in tree}):
-                self._add(turn, [[fork for fork in tree if fork.turn == turn] for tree in trees])
+                self._add_forks(turn, [[fork for fork in tree if fork.turn == turn] for tree in trees])
 
     def widths(self, most: int) -> tuple[int, ...]:
         """Return the estimated best number of branches after each turn, at most ``most``.
 
         After a turn with too few earlier forks, rollouts fork into two branches to measure the turn.
         """
-        return tuple(self._width(sums, most) for sums in self._sums)
+        return tuple(self._best_width(sums, most) for sums in self._sums)
 
     def state_dict(self) -> list[list[float]]:
         """Return a JSON-serializable state, for `load_state_dict`."""
@@ -54,21 +54,21 @@ class ForkStatistics:
     def load_state_dict(self, state: list[list[float]]) -> None:
         self._sums = [list(sums) for sums in state]
 
-    def _add(self, turn: int, trees: Sequence[Sequence[_Fork]]) -> None:
+    def _add_forks(self, turn: int, trees: Sequence[Sequence[_Fork]]) -> None:
         self._sums += [[0.0] * 6 for _ in range(turn - len(self._sums))]
         added = [
             (fork.weight, *(fork.weight * value for value in (fork.variance, fork.before, fork.after)))
             for tree in trees
             for fork in tree
         ]
-        roots = [tuple(_mean(tree, name) for name in ("mean", "square")) for tree in trees if tree]
+        roots = [tuple(_weighted_mean(tree, name) for name in ("mean", "square")) for tree in trees if tree]
         total = (float(len(roots)), len(roots) * variance(roots)) if len(roots) > 1 else (0.0, 0.0)
         evidence = (*map(math.fsum, zip(*added, strict=True)), *total)
         self._sums[turn - 1] = [old + new for old, new in zip(self._sums[turn - 1], evidence, strict=True)]
 
-    def _width(self, sums: Sequence[float], most: int) -> int:
+    def _best_width(self, sums: Sequence[float], most: int) -> int:
         weight, spread, before, after, trees, total = sums
-        if min(weight, trees) < _ENOUGH:
+        if min(weight, trees) < _MIN_EVIDENCE:
             return min(UNMEASURED_WIDTH, most)
         v_after = spread / weight
         v_before = total / trees - v_after
@@ -132,5 +132,5 @@ def _forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
             )
 
 
-def _mean(forks: Sequence[_Fork], name: str) -> float:
+def _weighted_mean(forks: Sequence[_Fork], name: str) -> float:
     return math.fsum(fork.weight * getattr(fork, name) for fork in forks) / math.fsum(fork.weight for fork in forks)

@@ -30,33 +30,35 @@ def allocate_group_sizes(scores: Sequence[float], total: int, *, most: int) -> l
     """
     # The sum is convex and separable, so giving each further rollout to the largest decrease is optimal.
     sizes = [MIN_GROUP_SIZE] * len(scores)
-    gains = [(-_gain(score, MIN_GROUP_SIZE), MIN_GROUP_SIZE, number) for number, score in enumerate(scores)]
-    heapq.heapify(gains)
+    decreases = [
+        (-_variance_decrease(score, MIN_GROUP_SIZE), MIN_GROUP_SIZE, number) for number, score in enumerate(scores)
+    ]
+    heapq.heapify(decreases)
     for _ in range(total - MIN_GROUP_SIZE * len(scores)):
-        _, size, number = heapq.heappop(gains)
+        _, size, number = heapq.heappop(decreases)
         sizes[number] = size + 1
         if size + 1 < most:
-            heapq.heappush(gains, (-_gain(scores[number], size + 1), size + 1, number))
+            heapq.heappush(decreases, (-_variance_decrease(scores[number], size + 1), size + 1, number))
     return sizes
 
 
-def _gain(score: float, size: int) -> float:
+def _variance_decrease(score: float, size: int) -> float:
     """Return the decrease of ``score**2 / size`` if one rollout is added."""
     return score**2 / (size * (size + 1))
 
 
-def _neyman(posteriors: Posteriors, key: str) -> float:
+def _gradient_deviation(posteriors: Posteriors, key: str) -> float:
     return math.sqrt(gradient_variance(posteriors, key))
 
 
-def _variance(posteriors: Posteriors, key: str) -> float:
+def _success_variance(posteriors: Posteriors, key: str) -> float:
     success = posteriors.expected_success(key)
     return success * (1 - success)
 
 
 SCORES: Final[dict[Budget, Callable[[Posteriors, str], float]]] = {
-    "neyman": _neyman,
-    "variance": _variance,
+    "neyman": _gradient_deviation,
+    "variance": _success_variance,
 }
 """Functions that compute a problem's score from the posteriors and its key, for each budget except uniform."""
 

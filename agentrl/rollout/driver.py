@@ -250,7 +250,7 @@ class Driver:
 
     def __post_init__(self) -> None:
         # By the maximum number of live branches of a rollout: `run` never forks, `run_jobs` forks as set.
-        self._admissions = {live: self._new_admission(live) for live in (1, self.settings.branching.most_live)}
+        self._admissions = {live: self._new_admission(live) for live in (1, self.settings.branching.max_live_branches)}
 
     def _new_admission(self, live: int) -> Admission:
         """Create the admission control of rollouts with up to ``live`` branches. Each branch counts as a trajectory."""
@@ -268,7 +268,7 @@ class Driver:
 
     def metrics(self) -> dict[str, float]:
         """Return metrics of the admission of `run_jobs` and of the environment since the last call."""
-        return self._admissions[self.settings.branching.most_live].metrics() | self.environment.metrics()
+        return self._admissions[self.settings.branching.max_live_branches].metrics() | self.environment.metrics()
 
     def raise_if_all_crashed(self, groups: Sequence[Group], what: str) -> None:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
@@ -328,7 +328,7 @@ class Driver:
         ``trained``: rollouts fork as set in ``rollout.branching``, and record supports and routes.
         """
         branching = self.settings.branching if trained else BranchingSettings()
-        concurrency = self._concurrency(branching.most_live)
+        concurrency = self._concurrency(branching.max_live_branches)
         players = concurrency if rollouts is None else min(concurrency, rollouts)
         state = _RunState(
             temperature=self.settings.temperature if temperature is None else temperature,
@@ -336,7 +336,7 @@ class Driver:
             throttle=LoopThrottle(),
             record_prompt_length=record_prompt_length,
             branching=branching,
-            admission=self._admissions[branching.most_live],
+            admission=self._admissions[branching.max_live_branches],
             trained=trained,
         )
         played: dict[int, list[Trajectory]] = {}  # by the index of the group
@@ -427,7 +427,7 @@ class Driver:
             branching=state.branching,
             measured=group.widths,
             live=state.branching.live,
-            leaves=1 if greedy else state.branching.most_leaves,
+            leaves=1 if greedy else state.branching.max_leaves,
         )
         branches = await policy.roll_out(self.environment)
         self.last_failure = policy.failure or self.last_failure

@@ -13,7 +13,7 @@ from agentrl.trajectory import Group, Trajectory, with_path_weights
 from agentrl_envs.types import Ended, Verdict
 
 # Rewards closer than this count as equal.
-_TOLERANCE = 1e-8
+_REWARD_TOLERANCE = 1e-8
 
 COUNTED_REASONS = (
     "excluded", "void", "truncated", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance",
@@ -63,20 +63,20 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
         for item in rollouts:
             if rules.treatment(item.ended) != "train":
                 counts["void" if item.ended is Ended.VOID_TURN else "truncated"] += 1
-        data = _weighed([item for item in data if rules.treatment(item.ended) != "exclude"])
-        masked = frozenset((item.sample, item.branch) for item in data if rules.treatment(item.ended) == "mask")
-        reason = _reason_to_drop(group, data, masked, rules)
+        included = _reweight_branches([item for item in included if rules.treatment(item.ended) != "exclude"])
+        masked = frozenset((item.sample, item.branch) for item in included if rules.treatment(item.ended) == "mask")
+        reason = _reason_to_drop(group, included, masked, rules)
         if reason is not None:
             counts[reason] += 1
             continue
-        kept.append(replace(group, trajectories=tuple(data), masked=masked))
+        kept.append(replace(group, trajectories=tuple(included), masked=masked))
     return tuple(kept), counts
 
 
-def _weighed(data: list[Trajectory]) -> list[Trajectory]:
+def _reweight_branches(included: list[Trajectory]) -> list[Trajectory]:
     """Recompute the weights of forked rollouts for their remaining branches, and drop branches of weight 0."""
     kept: list[Trajectory] = []
-    for _, items in itertools.groupby(data, key=lambda item: item.sample):
+    for _, items in itertools.groupby(included, key=lambda item: item.sample):
         branches = list(items)
         kept += (
             branches
@@ -87,7 +87,7 @@ def _weighed(data: list[Trajectory]) -> list[Trajectory]:
 
 
 def _reason_to_drop(
-    group: Group, data: list[Trajectory], masked: frozenset[tuple[int, int]], rules: FilterRules
+    group: Group, included: list[Trajectory], masked: frozenset[tuple[int, int]], rules: FilterRules
 ) -> str | None:
     """Return the reason for dropping a group, or None. Only trajectories with the reward of a rollout or path count."""
     data = [item for item in data if item.receives_reward]
@@ -97,23 +97,24 @@ def _reason_to_drop(
         return "dropped_no_greedy"
     if rules.accuracy_range is not None:
         low, high = rules.accuracy_range
-        if not low <= _accuracy(data) <= high:
+        if not low <= _accuracy(included) <= high:
             return "dropped_accuracy"
-    compared = [item.reward for item in (*data, *([] if group.greedy is None else [group.greedy]))]
-    if rules.drop_zero_variance and max(compared) - min(compared) <= _TOLERANCE:
+    rewards = [item.reward for item in (*included, *([] if group.greedy is None else [group.greedy]))]
+    if rules.drop_zero_variance and max(rewards) - min(rewards) <= _REWARD_TOLERANCE:
         return "dropped_zero_variance"
     return None
 
 
-def _accuracy(data: list[Trajectory]) -> float:
+def _accuracy(included: list[Trajectory]) -> float:
     """Return the fraction of correct verdicts. A trajectory without an answer counts as incorrect.
 
     A forked rollout counts once, with the weights of its paths.
     """
-    if any(item.ended is Ended.ANSWERED and item.verdict is None for item in data):
+    if any(item.ended is Ended.ANSWERED and item.verdict is None for item in included):
         raise SettingsError(
             "algorithm.accuracy_range needs verdicts on answers, but the environment returned none for problem "
-            f'{data[0].problem.id}: set algorithm.accuracy_range=null, or return info["verdict"] from the environment'
+            f"{included[0].problem.id}: set algorithm.accuracy_range=null, or return "
+            'info["verdict"] from the environment'
         )
-    correct = math.fsum(item.path_fraction for item in data if item.verdict is Verdict.CORRECT)
-    return correct / math.fsum(item.path_fraction for item in data)
+    correct = math.fsum(item.path_fraction for item in included if item.verdict is Verdict.CORRECT)
+    return correct / math.fsum(item.path_fraction for item in included)

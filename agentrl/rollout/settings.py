@@ -80,7 +80,7 @@ class BranchingSettings(BaseModel):
         return min(width, leaves)
 
     @property
-    def most_leaves(self) -> int:
+    def max_leaves(self) -> int:
         """The maximum number of leaves of a rollout."""
         if self.width == 1:
             return 1
@@ -88,18 +88,18 @@ class BranchingSettings(BaseModel):
         return min(self.leaves, self.width ** min(forks, self.leaves))
 
     @property
-    def most_live(self) -> int:
+    def max_live_branches(self) -> int:
         """The maximum number of branches of a rollout that are played at the same time."""
-        return min(self.live, self.most_leaves)
+        return min(self.live, self.max_leaves)
 
     @property
-    def most_sessions(self) -> int:
+    def max_sessions(self) -> int:
         """The maximum number of open episodes of a rollout: live branches, and the forks above them."""
         # Branches divide the leaves equally, so a path has at most log2(leaves) forks.
-        depth = math.ceil(math.log2(self.most_leaves))
+        depth = math.ceil(math.log2(self.max_leaves))
         if not isinstance(self.where, str):
             depth = min(depth, len(set(self.where)))
-        return self.most_live + sum(min(self.live, self.width**level) for level in range(depth))
+        return self.max_live_branches + sum(min(self.live, self.width**level) for level in range(depth))
 
 
 # Uncertainty about a sampled token, from its log-probability. Over samples, the means are the entropy, and the mean

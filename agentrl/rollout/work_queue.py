@@ -148,7 +148,7 @@ class WorkQueue:
                 for group, rollouts in zip(groups, map(_included_rollouts, groups), strict=True)
             )
         if self._measures_forks:
-            self._forks.learn(map(_included_rollouts, groups))
+            self._forks.add_step(map(_included_rollouts, groups))
 
     def budget_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
         """Return metrics of the budget, and of the posteriors of the problems of played groups."""

@@ -35,7 +35,7 @@ def test_an_mcp_server_with_state_is_named() -> None:
 
 
 def test_forks_alone_are_valid() -> None:
-    assert load_settings("simpletir", "tiny", [FORKS]).rollout.branching.most_leaves == 2
+    assert load_settings("simpletir", "tiny", [FORKS]).rollout.branching.max_leaves == 2
 
 
 def test_the_placement_of_forks_is_validated() -> None:
@@ -43,7 +43,7 @@ def test_the_placement_of_forks_is_validated() -> None:
     assert "expected a list of turns, entropy>X, energy>X or measured" in message
     assert 'rollout.branching.where="entropy"' in message
     settings = load_settings("simpletir", "tiny", [FORKS, "rollout.branching.where=energy>0.5"])
-    assert settings.rollout.branching.most_leaves == 16
+    assert settings.rollout.branching.max_leaves == 16
 
 
 def test_the_sessions_of_trees_are_limited() -> None:

@@ -38,7 +38,7 @@ def tree(*rewards: float, before: int = 1, after: int = 1, sample: int = 0) -> t
 
 def learned(*group: tuple[Trajectory, ...], times: int = 8) -> ForkStatistics:
     statistics = ForkStatistics(decay=1.0)
-    statistics.learn([list(map(list, group))] * times)
+    statistics.add_step([list(map(list, group))] * times)
     return statistics
 
 
@@ -67,7 +67,7 @@ def test_the_estimates_have_the_right_mean() -> None:
             for number, chance in enumerate(chances)
         ])  # fmt: skip
     statistics = ForkStatistics(decay=1.0)
-    statistics.learn(groups)
+    statistics.add_step(groups)
     ((weight, after, *_, trees, total),) = statistics.state_dict()
     assert after / weight == pytest.approx(0.16, abs=0.008)
     assert total / trees == pytest.approx(0.25, abs=0.008)
@@ -78,9 +78,9 @@ def test_turns_with_few_forks_are_explored_and_old_forks_decay() -> None:
     statistics = ForkStatistics(decay=0.5)
     assert statistics.widths(4) == ()
     group = [list(tree(1, 1)), list(tree(0, 0, sample=1))]
-    statistics.learn([group] * 4)
+    statistics.add_step([group] * 4)
     assert statistics.widths(4) == (1,)
-    statistics.learn([])
+    statistics.add_step([])
     assert statistics.widths(4) == (2,)
     copy = ForkStatistics(decay=0.5)
     copy.load_state_dict(json.loads(json.dumps(statistics.state_dict())))
