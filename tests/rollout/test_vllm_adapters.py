@@ -105,7 +105,7 @@ async def test_a_server_that_was_started_again_is_given_the_adapter_again() -> N
             await server.die()
             server.adapters, server.version = {}, "default"
             task = asyncio.create_task(ask(engine))
-            await eventually(lambda: not engine._balancer.loads[0].is_up)
+            await eventually(lambda: not engine._servers[0].load.is_up)
             await server.start()
             assert (await task).version_spans == ((1, 4),)
             assert versions(server) == ["1"]
@@ -124,9 +124,9 @@ def test_a_started_server_has_room_for_the_adapters() -> None:
     shape: dict[str, Any] = {"model": "m", "tokenizer": "m", "host": "h", "port": 1, "dtype": "float32"}
     shape["rollout"] = RolloutSettings(schedule="overlapped")  # one step stale: three adapters at a time
     plain = VLLMPlan(**shape, max_tokens=9)
-    assert "--enable-lora" not in plain.command()
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.environment()
+    assert "--enable-lora" not in plain.arguments()
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.environment_changes()
     plan = VLLMPlan(**shape, max_tokens=9, adapter_rank=9)
-    command = plan.command()
+    command = plan.arguments()
     assert [command[command.index(name) + 1] for name in ("--max-lora-rank", "--max-loras")] == ["16", "3"]
-    assert plan.environment()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert plan.environment_changes()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

@@ -19,7 +19,7 @@ from agentrl.cluster.local import THIS_MACHINE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec, visible_gpus
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.pooled_server import Balancer
+from agentrl.rollout.engines.pooled_server import ServerLoad, choose_server
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.vllm.plan import VLLMPlan, colocated_memory_fraction, place_servers
 from agentrl.rollout.settings import RolloutSettings
@@ -43,7 +43,6 @@ def plans(
         port=0,
         backend=backend,
         memory_fraction=memory_fraction,
-        sleep_options=("--sleep-mode-offload-cudagraph",),
     )
     return place_servers(plan, gpus=[str(number) for number in range(gpus)], training_gpus=ranks)
 
@@ -52,12 +51,10 @@ def option(command: list[str], name: str) -> str:
     return command[command.index(name) + 1]
 
 
-def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RANK", "3")
-    monkeypatch.setenv("MASTER_PORT", "29500")
+def test_a_server_on_the_cpu_is_configured_for_training() -> None:
     (plan,) = plans(extra_args=["--max-num-seqs", "7"])
-    command, environment = plan.command(), plan.environment()
-    assert command[:3] == [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    command, environment = plan.arguments(), plan.environment_changes()
+    assert command[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert {name: option(command, name) for name in ("--model", "--tokenizer", "--dtype", "--max-model-len")} == {
         "--model": "served",
         "--tokenizer": "policy",
@@ -72,7 +69,8 @@ def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.Monk
     absent = {"--enable-sleep-mode", "--weight-transfer-config", "--tensor-parallel-size", "--hf-overrides"}
     assert not absent & set(command)
     assert environment["VLLM_SERVER_DEV_MODE"] == "1"
-    assert not {"RANK", "MASTER_PORT", "VLLM_ALLOW_INSECURE_SERIALIZATION"} & environment.keys()
+    assert environment["RANK"] is environment["MASTER_PORT"] is None  # unset
+    assert "VLLM_ALLOW_INSECURE_SERIALIZATION" not in environment
 
 
 @pytest.mark.parametrize(
@@ -87,7 +85,7 @@ def test_a_server_on_the_cpu_is_configured_for_training(monkeypatch: pytest.Monk
 def test_a_colocated_server_takes_what_training_leaves(free: float, largest: int, expected: str) -> None:
     fraction = colocated_memory_fraction(int(free * 2**30), 80 * 2**30, largest=largest * 2**30)
     (plan,) = plans(gpus=1, placement="colocated", memory_fraction=fraction)
-    assert option(plan.command(), "--gpu-memory-utilization") == expected
+    assert option(plan.arguments(), "--gpu-memory-utilization") == expected
 
 
 def test_too_little_memory_beside_training_is_said_before_a_server_starts() -> None:
@@ -105,20 +103,20 @@ def test_too_little_memory_beside_training_is_said_before_a_server_starts() -> N
 )
 def test_servers_get_gpus_of_their_own(arguments: dict[str, Any], expected: list[str]) -> None:
     made = plans(backend="nccl", **arguments)
-    assert [plan.environment()["CUDA_VISIBLE_DEVICES"] for plan in made] == expected
+    assert [plan.environment_changes()["CUDA_VISIBLE_DEVICES"] for plan in made] == expected
     assert len({plan.address for plan in made}) == len(made)
     for plan in made:
-        assert option(plan.command(), "--tensor-parallel-size") == str(len(plan.gpus))
-        assert option(plan.command(), "--weight-transfer-config") == '{"backend": "nccl"}'
-        assert option(plan.command(), "--hf-overrides") == '{"head_dtype": "float32"}'
+        assert option(plan.arguments(), "--tensor-parallel-size") == str(len(plan.gpus))
+        assert option(plan.arguments(), "--weight-transfer-config") == '{"backend": "nccl"}'
+        assert option(plan.arguments(), "--hf-overrides") == '{"head_dtype": "float32"}'
         sleeps = arguments.get("placement") == "colocated"
         for name in ("--enable-sleep-mode", "--sleep-mode-offload-cudagraph"):
-            assert (name in plan.command()) == sleeps
+            assert (name in plan.arguments()) == sleeps
 
 
 def test_ipc_handles_may_travel() -> None:
     (plan,) = plans(gpus=1, backend="ipc", placement="colocated")
-    assert plan.environment()["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert plan.environment_changes()["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
 
 
 @pytest.mark.parametrize(
@@ -271,29 +269,25 @@ def test_a_supervisor_whose_parent_is_gone_starts_nothing_that_stays(tmp_path: P
 
 
 def test_load_counts_what_may_still_be_sampled() -> None:
-    balancer = Balancer(2)
-    balancer.add_request(0, "short", context=10, reserved=1000)
-    balancer.add_request(1, "long", context=500, reserved=100)
-    assert balancer.choose_server("new", context=10) == 1
+    loads = [ServerLoad(), ServerLoad()]
+    with (
+        loads[0].count_request("short", context=10, reserved=1000),
+        loads[1].count_request("long", context=500, reserved=100),
+    ):
+        assert choose_server(loads, "new", context=10) == 1
 
 
 def test_a_full_server_and_one_that_is_down_get_nothing() -> None:
-    balancer = Balancer(3)
-    balancer.loads[0].limit = 1
-    balancer.add_request(0, "a", context=1, reserved=1)
-    balancer.loads[1].is_up = False
-    for number in range(5):
-        balancer.add_request(2, f"b{number}", context=100, reserved=100)
-    assert balancer.choose_server("new", context=1) == 2
-    balancer.loads[2].is_up = False
-    assert balancer.choose_server("new", context=1) is None
-    balancer.remove_request(0, "a", context=1, reserved=1)
-    assert balancer.choose_server("new", context=1) == 0
+    loads = [ServerLoad(limit=1), ServerLoad(is_up=False), ServerLoad(tokens=1000)]
+    with loads[0].count_request("a", context=1, reserved=1):
+        assert choose_server(loads, "new", context=1) == 2
+        loads[2].is_up = False
+        assert choose_server(loads, "new", context=1) is None
+    assert choose_server(loads, "new", context=1) == 0
 
 
 def test_a_server_that_failed_a_request_is_asked_again_only_if_no_other_is_up() -> None:
-    balancer = Balancer(2)
-    balancer.add_request(1, "busy", context=1000, reserved=1000)
-    assert balancer.choose_server("t", context=1, failed_servers=frozenset({0})) == 1
-    balancer.loads[1].is_up = False
-    assert balancer.choose_server("t", context=1, failed_servers=frozenset({0})) == 0
+    loads = [ServerLoad(), ServerLoad(tokens=2000)]
+    assert choose_server(loads, "t", context=1, failed_servers=frozenset({0})) == 1
+    loads[1].is_up = False
+    assert choose_server(loads, "t", context=1, failed_servers=frozenset({0})) == 0

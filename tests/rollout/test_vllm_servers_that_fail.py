@@ -285,7 +285,7 @@ async def test_a_cancellation_aborts_the_request() -> None:
             await asyncio.gather(task, return_exceptions=True)
             await eventually(lambda number=number: server.broken == number)  # type: ignore[misc]
         assert is_up(engine, 0)
-        assert engine._balancer.loads[0].tokens == engine._balancer.loads[0].requests == 0
+        assert engine._servers[0].load.tokens == engine._servers[0].load.requests == 0
 
 
 async def test_no_server_left_ends_the_run_and_not_the_trajectory() -> None:

@@ -67,4 +67,4 @@ async def eventually(condition: Callable[[], bool]) -> None:
 
 
 def is_up(engine: ServerEngine, place: int) -> bool:
-    return engine._balancer.loads[place].is_up
+    return engine._servers[place].load.is_up

@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass, field
 
 from agentrl.errors import WorldError, mentions_out_of_memory
@@ -33,9 +33,17 @@ class ServerLoad:
     limit: int | None = None
     cached: dict[str, int] = field(default_factory=dict)  # trajectory -> tokens of its context processed here
 
-    @property
-    def is_full(self) -> bool:
-        return self.limit is not None and self.requests >= self.limit
+    @contextmanager
+    def count_request(self, trajectory_id: str, *, context: int, reserved: int) -> Iterator[None]:
+        """Count a request with ``context`` tokens and up to ``reserved`` new tokens until the block ends."""
+        self.tokens += context + reserved
+        self.requests += 1
+        self.cached[trajectory_id] = context
+        try:
+            yield
+        finally:
+            self.tokens -= context + reserved
+            self.requests -= 1
 
     def halve_limit(self) -> int:
         """Limit the server to half its requests in flight, including the one that failed. Returns the new limit."""
@@ -43,75 +51,33 @@ class ServerLoad:
         self.limit = max(1, (in_flight if self.limit is None else min(self.limit, in_flight)) // 2)
         return self.limit
 
+    def cost(self, trajectory_id: str, context: int) -> int:
+        """Return the sum of the tokens in flight and the tokens to prefill for a request."""
+        parent = trajectory_id.rpartition(".")[0]  # the id of a branch is its parent's id, a dot and a number
+        cached = self.cached.get(trajectory_id, self.cached.get(parent, 0))
+        return self.tokens + context - min(context, cached)
 
-class Balancer:
-    """Sends each request to the server with the smallest sum of tokens in flight and tokens to prefill.
+
+def choose_server(
+    loads: Sequence[ServerLoad], trajectory_id: str, *, context: int, failed_servers: frozenset[int] = frozenset()
+) -> int | None:
+    """Return the index of the server with the lowest cost for a request, or None while all servers are full or down.
 
     A trajectory therefore stays on the server that holds its prefix, until the load of another server is lower by more
     than the cost of the prefix. In the same way, the branches of a forked rollout stay on the server of their parent.
+    ``failed_servers`` are chosen only if no other server is up.
 
-    >>> balancer = Balancer(2)
-    >>> balancer.add_request(0, "t", context=100, reserved=50)
-    >>> balancer.choose_server("t", context=160), balancer.choose_server("u", context=160)
+    >>> loads = [ServerLoad(), ServerLoad()]
+    >>> with loads[0].count_request("t", context=100, reserved=50):
+    ...     choose_server(loads, "t", context=160), choose_server(loads, "u", context=160)
     (1, 1)
-    >>> balancer.remove_request(0, "t", context=100, reserved=50)
-    >>> balancer.choose_server("t", context=160), balancer.choose_server("t.3", context=160)
+    >>> choose_server(loads, "t", context=160), choose_server(loads, "t.3", context=160)
     (0, 0)
     """
-
-    def __init__(self, servers: int) -> None:
-        self.loads = [ServerLoad() for _ in range(servers)]
-        self._changed: asyncio.Event = asyncio.Event()
-
-    def choose_server(
-        self, trajectory_id: str, *, context: int, failed_servers: frozenset[int] = frozenset()
-    ) -> int | None:
-        """Return the server for a request, or None while all servers are full.
-
-        ``failed_servers`` are chosen only if no other server is up.
-        """
-        up = [index for index, load in enumerate(self.loads) if load.is_up]
-        usable = [index for index in up if index not in failed_servers] or up
-        free = [index for index in usable if not self.loads[index].is_full]
-        return min(free, key=lambda index: self._cost(index, trajectory_id, context), default=None)
-
-    def add_request(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
-        """Add a request with ``context`` tokens and up to ``reserved`` new tokens to a server's load."""
-        load = self.loads[index]
-        load.tokens += context + reserved
-        load.requests += 1
-        load.cached[trajectory_id] = context
-
-    def remove_request(self, index: int, trajectory_id: str, *, context: int, reserved: int) -> None:
-        """Remove an ended request from a server's load. The sizes are those passed to :meth:`add_request`."""
-        load = self.loads[index]
-        load.tokens -= context + reserved
-        load.requests -= 1
-        self.notify()
-
-    def release(self, trajectory_id: str) -> None:
-        for load in self.loads:
-            load.cached.pop(trajectory_id, None)
-
-    def forget_prefixes(self, index: int | None = None) -> None:
-        """Record that a server (None: every server) has lost its cached prefixes."""
-        for load in self.loads if index is None else [self.loads[index]]:
-            load.cached.clear()
-
-    def notify(self) -> None:
-        """Wake all callers of :meth:`wait_for_change`."""
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    async def wait_for_change(self) -> None:
-        """Wait until a request ends or a server changes."""
-        await self._changed.wait()
-
-    def _cost(self, index: int, trajectory_id: str, context: int) -> tuple[int, int]:
-        load = self.loads[index]
-        parent = trajectory_id.rpartition(".")[0]  # the id of a branch is its parent's id, a dot and a number
-        cached = load.cached.get(trajectory_id, load.cached.get(parent, 0))
-        return load.tokens + context - min(context, cached), index
+    up = [index for index, load in enumerate(loads) if load.is_up]
+    usable = [index for index in up if index not in failed_servers] or up
+    free = [index for index in usable if loads[index].limit is None or loads[index].requests < loads[index].limit]
+    return min(free, key=lambda index: (loads[index].cost(trajectory_id, context), index), default=None)
 
 
 # The first and the longest interval, in seconds, between checks of a server that is starting or down.
@@ -215,7 +181,6 @@ class PooledServer:
         self,
         process_or_address: ServerProcess | str,
         index: int,
-        load: ServerLoad,
         gate: asyncio.Event,
         connect: Callable[[str], Replica],
         settings: ServerSettings,
@@ -226,7 +191,7 @@ class PooledServer:
         client for an address. ``gate``: closed while weights change.
         """
         self.index = index
-        self.load = load
+        self.load = ServerLoad()
         self.process = None if isinstance(process_or_address, str) else process_or_address
         self.identity: ServerIdentity | None = None
         self.lacks_weights = False

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 import re
 import signal
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
@@ -51,19 +49,10 @@ class ServerPlan(ABC):
     def arguments(self) -> list[str]:
         """Return the arguments of the Python interpreter, such as ``["-m", "package.server", "--port", "8000"]``."""
 
-    def command(self) -> list[str]:
-        """Return the command line on this machine."""
-        return [sys.executable, *self.arguments()]
-
     def environment_changes(self) -> dict[str, str | None]:
         """Return the server's changes to this process's environment variables; None unsets a variable."""
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**dict.fromkeys(LAUNCHER_VARIABLES), **gpus}
-
-    def environment(self) -> dict[str, str]:
-        """Return the environment variables of the server's process on this machine."""
-        kept = {name: value for name, value in os.environ.items() if name not in LAUNCHER_VARIABLES}
-        return kept | {name: value for name, value in self.environment_changes().items() if value is not None}
 
 
 class ServerProcess:

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from agentrl.kernels.arithmetic import cumulative_sum
 
-_MASK = 0xFFFFFFFFFFFFFFFF
 _ROUNDING = 1e-6  # float32 tolerance: a set that misses top_p by at most this much counts as reaching top_p
 
 

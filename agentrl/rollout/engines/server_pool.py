@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from agentrl.errors import WorldError, mentions_out_of_memory
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, Sampling, ServerSettings
-from agentrl.rollout.engines.pooled_server import LONGEST_PAUSE, Balancer, PooledServer
+from agentrl.rollout.engines.pooled_server import LONGEST_PAUSE, PooledServer, choose_server
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import (
     InvalidResponseError,
@@ -60,13 +60,13 @@ class ServerEngine:
         self._settings = settings
         self._weights = weights
         self._label = label
-        self._balancer = Balancer(len(servers))
         self._gate = asyncio.Event()  # closed while weights change
         self._may_recover = asyncio.Event()  # closed while weights change, unless no server is up to receive them
         self._servers = [
-            PooledServer(served, index, load, self._gate, connect, settings)
-            for index, (served, load) in enumerate(zip(servers, self._balancer.loads, strict=True))
+            PooledServer(process_or_address, index, self._gate, connect, settings)
+            for index, process_or_address in enumerate(servers)
         ]
+        self._changed = asyncio.Event()  # replaced by each change, which wakes all waiters
         self._is_asleep = False
         self._outage_since: float | None = None
 
@@ -125,12 +125,13 @@ class ServerEngine:
         request_id: str,
         seed: int,
     ) -> Completion:
-        version = self.version
-        size = {"context": len(token_ids), "reserved": sampling.max_tokens}
-        self._balancer.add_request(server.index, trajectory_id, **size)
+        version, context = self.version, len(token_ids)
         try:
             async with self._weights.adapter_in_use(server.replica, version) as adapter, server.stalls.watch_request():
-                with traced_service_call(f"server {server.index}", "request", context=len(token_ids)):
+                with (
+                    server.load.count_request(trajectory_id, context=context, reserved=sampling.max_tokens),
+                    traced_service_call(f"server {server.index}", "request", context=context),
+                ):
                     completion = await server.replica.generate(
                         TurnRequest(
                             token_ids=token_ids,
@@ -144,7 +145,7 @@ class ServerEngine:
                         )
                     )
         finally:
-            self._balancer.remove_request(server.index, trajectory_id, **size)
+            self._notify()
         completion = self._weights.label_versions(completion, version)
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
@@ -157,12 +158,13 @@ class ServerEngine:
         """Choose a server for a request. Waits while weights change and while all servers are full or down."""
         while True:
             await self._gate.wait()
-            index = self._balancer.choose_server(trajectory_id, context=context, failed_servers=failed_servers)
+            loads = [server.load for server in self._servers]
+            index = choose_server(loads, trajectory_id, context=context, failed_servers=failed_servers)
             if index is not None:
                 self._outage_since = None
                 return self._servers[index]
             if self._servers_up:
-                await self._balancer.wait_for_change()
+                await self._changed.wait()
             else:
                 await self._wait_in_outage()
 
@@ -183,10 +185,16 @@ class ServerEngine:
             )
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds_left):
-                await self._balancer.wait_for_change()
+                await self._changed.wait()
+
+    def _notify(self) -> None:
+        """Wake the requests that wait for a server, after a request has ended or a server has changed."""
+        self._changed.set()
+        self._changed = asyncio.Event()
 
     def release(self, trajectory_id: str) -> None:
-        self._balancer.release(trajectory_id)
+        for server in self._servers:
+            server.load.cached.pop(trajectory_id, None)
 
     async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
         """Return the log-probabilities at temperature 1 of ``token_ids[1:]`` from the first server that is up."""
@@ -227,7 +235,7 @@ class ServerEngine:
         if server.load.is_up:
             logger.warning("%s is removed from rotation: %s", server.name, error)
             server.load.is_up = False
-            self._balancer.forget_prefixes(server.index)
+            server.load.cached.clear()
         if server.reviving is None or server.reviving.done():
             work = server.revive(self._weights, self._may_recover)
             server.reviving = asyncio.create_task(work, name=f"revive {server.address}")
@@ -237,7 +245,7 @@ class ServerEngine:
     def _on_revive_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             logger.error("giving up on a server: %s", task.exception())
-        self._balancer.notify()
+        self._notify()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -289,7 +297,7 @@ class ServerEngine:
                 await replica.resume()
 
         await self._call_all(install_on)
-        self._balancer.forget_prefixes()
+        self._clear_prefixes()
 
     async def find_problems(self, check: Check) -> list[str]:
         """Return the problems that ``check`` reports for the responding servers."""
@@ -302,7 +310,7 @@ class ServerEngine:
             if server.lacks_weights:
                 server.lacks_weights, server.load.is_up = False, True
         self._open_gate()
-        self._balancer.notify()
+        self._notify()
 
     async def label_weights_as_initial(self) -> None:
         """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
@@ -313,8 +321,12 @@ class ServerEngine:
         """Release the GPUs to the trainer until the next :meth:`install`. Weights that it replaces are dropped."""
         self._close_gate()
         self._is_asleep = True
-        self._balancer.forget_prefixes()
+        self._clear_prefixes()
         await self._call_all(lambda replica: replica.sleep(keep_weights=not self._weights.updates_in_place))
+
+    def _clear_prefixes(self) -> None:
+        for server in self._servers:
+            server.load.cached.clear()
 
     def _open_gate(self) -> None:
         self._gate.set()

@@ -5,11 +5,8 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -35,6 +32,9 @@ FLOAT32_HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
 
 Free on GPUs. On a CPU vLLM would convert the whole head for every token, so servers there keep the model's dtype.
 """
+
+SLEEP_OPTIONS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
+"""Options that make a sleeping server also release its CUDA graphs and NCCL buffers."""
 
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes that vLLM 0.32's CPU attention supports (``CPUAttentionBackend.get_supported_head_sizes``)."""
@@ -74,8 +74,7 @@ class VLLMPlan(ServerPlan):
     """A vLLM server to start, with the settings ``rollout``.
 
     ``backend``: the transport of weights (file, nccl or ipc). ``memory_fraction``: the server's fraction of each GPU's
-    memory. ``sleep_options``: options in addition to ``--enable-sleep-mode``. ``adapter_rank``: the rank of the
-    adapters to load; 0: none. ``routes``: requests for routes will follow.
+    memory. ``adapter_rank``: the rank of the adapters to load; 0: none. ``routes``: requests for routes will follow.
     """
 
     rollout: RolloutSettings
@@ -85,7 +84,6 @@ class VLLMPlan(ServerPlan):
     max_tokens: int
     backend: str = "file"
     memory_fraction: float = _MEMORY_FRACTION
-    sleep_options: tuple[str, ...] = ()
     adapter_rank: int = 0
     routes: bool = False
 
@@ -120,7 +118,7 @@ class VLLMPlan(ServerPlan):
         if self.rollout.restricts_sampling:
             command += ["--max-logprobs", str(logprobs_to_request(self.rollout.top_k))]
         if vllm.placement == "colocated":
-            command += ["--enable-sleep-mode", *self.sleep_options]
+            command += ["--enable-sleep-mode", *SLEEP_OPTIONS]
         return [*command, *vllm.extra_args]
 
     def environment_changes(self) -> dict[str, str | None]:
@@ -197,27 +195,10 @@ def plan_policy_servers(
         port=port or 0,
         backend=backend,
         memory_fraction=fraction,
-        sleep_options=_sleep_options() if colocated else (),
         adapter_rank=adapter_rank(rollout, policy),
         routes=routes,
     )
     return place_servers(plan, gpus=available, training_gpus=training_gpus)
-
-
-@cache
-def _sleep_options() -> tuple[str, ...]:
-    """Return the options of the installed vLLM that release additional memory during sleep.
-
-    The options are read from vLLM's argument parser in a separate process, because importing vLLM reconfigures logging
-    and may initialize CUDA. If vLLM cannot be imported, the error is reported when a server starts.
-    """
-    listed = (
-        "from vllm.engine.arg_utils import EngineArgs; from vllm.utils.argparse_utils import FlexibleArgumentParser; "
-        "print(*EngineArgs.add_cli_args(FlexibleArgumentParser())._option_string_actions)"
-    )
-    done = subprocess.run([sys.executable, "-c", listed], capture_output=True, text=True, check=False)
-    known = done.stdout.split()
-    return tuple(name for name in ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend") if name in known)
 
 
 def _largest_parameter(policy: ModelSettings) -> int:
