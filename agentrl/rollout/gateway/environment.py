@@ -72,7 +72,7 @@ def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings
         tokenizer,
         turn_end=draft.turn_end(),
         generation_ends=read_generation_ends(name),
-        shown_special_tokens=draft.calls.tokens,
+        shown_special_tokens=draft.call_format.tokens,
     )
     return ChatRenderer(tokenizer, codec, template=template, options=options)
 
@@ -203,7 +203,7 @@ class AgentEnvironment(Environment):
             self._gateway.dismiss(access)
             await rollout.finish()
         self._note_crash(rollout, crash)
-        failure = failure or rollout.given_up
+        failure = failure or rollout.abandon_reason
         if failure is None and rollout.reward is None and not rollout.policy.rewarded_later:
             failure = f"the agent returned no reward ({_REWARD_SOURCES})"
         limited = rollout.stopped in _LIMITED and not isinstance(crash, UnscoredRolloutError)
@@ -229,7 +229,7 @@ class AgentEnvironment(Environment):
         self._counts["rollouts"] += 1
         self._counts["branches"] += len(rows)
         self._counts["generations"] += len(generations)
-        self._counts["undelivered"] += sum(not one.delivered for one in generations)
+        self._counts["undelivered"] += sum(one.delivered is False for one in generations)
         self._counts["tokens"] += sum(sampled.values())
         self._counts["not_trained"] += sum(sampled[one.id] for one in generations if not one.is_trained)
 
@@ -260,11 +260,9 @@ class RerenderedEnvironment(Environment):
         self._tools = tools
 
     async def open(self) -> None:
-        """Open the environment."""
         await self._environment.open()
 
     def episode(self, problem: Problem) -> Episode:
-        """Return an episode of the environment."""
         return self._environment.episode(problem)
 
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
@@ -276,7 +274,6 @@ class RerenderedEnvironment(Environment):
             await chat.requests.finish()
 
     async def close(self) -> None:
-        """Close the environment."""
         await self._environment.close()
 
     def with_turns(self, max_turns: int) -> RerenderedEnvironment:

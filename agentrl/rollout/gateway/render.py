@@ -45,9 +45,9 @@ class ChatRenderer:
         self.prefix_ids = codec.prefix_ids if self._chat.is_plain else ()
         self.longest_token = max(map(len, codec.token_bytes))  # in bytes
         self._tokenizer = tokenizer
-        self.calls = HERMES if self._chat.is_plain else self._find_call_format()
-        self._layout = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(self._render)
-        self._tools = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(
+        self.call_format = HERMES if self._chat.is_plain else self._find_call_format()
+        self._cached_layout = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(self._render_layout)
+        self._escaped_tools = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(
             lambda text: json.dumps(self._chat.replace_special_tokens(json.loads(text)))
         )
 
@@ -56,7 +56,7 @@ class ChatRenderer:
     ) -> TemplateLayout:
         """Return the layout of ``messages`` up to the next reply. ``sampled``: positions of sampled replies."""
         shape = [self._template_message(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
-        return self._layout(json.dumps(shape), *self._tools_and_options(request))
+        return self._cached_layout(json.dumps(shape), *self._tools_and_options(request))
 
     def encode(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """Return the tokens of a conversation from its beginning."""
@@ -66,7 +66,7 @@ class ChatRenderer:
         """Return the special token with which the template ends a model turn, or "" if there is no such token."""
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
         shape = [self._template_message(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
-        layout = self._layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
+        layout = self._cached_layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
         behind = self.mark_turn_end(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
         return next((part.text for part in behind if isinstance(part, TemplateMark) and part.ends_turn), "")
 
@@ -82,7 +82,7 @@ class ChatRenderer:
 
     def _find_call_format(self) -> ToolCallFormat:
         """Return the template's format of tool calls, or Hermes' format if the template has none."""
-        name = "look"
+        name = "search"
         tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
         try:
             return self._chat.tool_call_format(name, [tool]) or HERMES
@@ -100,7 +100,7 @@ class ChatRenderer:
         answer, open_again, more = answer.partition("<think>")
         if closed or open_again:
             thoughts, answer = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), answer.strip()
-        content, calls = parse_tool_calls(answer, request, self.calls) if request.calls_allowed else (answer, ())
+        content, calls = parse_tool_calls(answer, request, self.call_format) if request.calls_allowed else (answer, ())
         return _message(content, thoughts if closed or open_again else None, calls, call_id_prefix)
 
     def _parse_with_tokenizer(
@@ -147,9 +147,9 @@ class ChatRenderer:
         return {"type": "function", "id": _CALL_ID, "function": function}
 
     def _tools_and_options(self, request: AgentRequest) -> tuple[str, str]:
-        return self._tools(request.tools_json), json.dumps({**self._chat.options, **request.template_options})
+        return self._escaped_tools(request.tools_json), json.dumps({**self._chat.options, **request.template_options})
 
-    def _render(self, shape: str, tools: str, options: str) -> TemplateLayout:
+    def _render_layout(self, shape: str, tools: str, options: str) -> TemplateLayout:
         try:
             return self._chat.layout(json.loads(shape), json.loads(tools), json.loads(options))
         except ChatTemplateError as error:

@@ -18,7 +18,6 @@ from agentrl.rollout.gateway.tree import (
     GenerationTree,
     MismatchReason,
     Prompt,
-    RequestMatch,
     build_trajectories,
 )
 from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayRequestError, Reply
@@ -131,7 +130,7 @@ class AgentRollout:
             raise GatewayRequestError(
                 reason, code=Ended.TOKEN_LIMIT.value
             )  # unlike a generation, does not stop the rollout
-        return len(self._prompt(request, self.tree.match(request))[0].context)
+        return len(self._prompt(request)[0].context)
 
     def describe_state(self) -> dict[str, object]:
         """Return the state of the rollout for clients."""
@@ -145,8 +144,7 @@ class AgentRollout:
 
     def record_delivery(self, generation: Generation, *, received: bool) -> None:
         """Record whether the client received a reply. Any successful delivery counts, because clients may retry."""
-        generation.received |= received
-        generation.delivered = generation.received
+        generation.delivered = bool(generation.delivered) or received
 
     async def finish(self) -> None:
         """Reject further requests, cancel running ones and release the engine's caches."""
@@ -187,7 +185,7 @@ class AgentRollout:
     async def _generate(self, request: AgentRequest) -> Generation:
         if reason := self._too_long(request):
             self._stop(Ended.TOKEN_LIMIT, reason)
-        prompt, mismatch = self._prompt(request, self.tree.match(request))
+        prompt, mismatch = self._prompt(request)
         if mismatch is not None:
             self.counts[f"miss_{mismatch}"] += 1
         context = prompt.context
@@ -250,14 +248,15 @@ class AgentRollout:
         self._cache_lines.add(cache_line)
         return cache_line
 
-    def _prompt(self, request: AgentRequest, match: RequestMatch) -> tuple[Prompt, MismatchReason | None]:
-        """Return the prompt that continues ``match``, or a new root if the template changes earlier text.
-
-        Also returns the reason why the prompt does not continue the last reply, or None if it does.
-        """
-        appended = None if match.parent is None else self._append_to_parent(request, match, match.parent)
-        mismatch = "template" if match.parent is not None and appended is None else match.mismatch
-        return appended or self._new_root(request), mismatch
+    def _prompt(self, request: AgentRequest) -> tuple[Prompt, MismatchReason | None]:
+        """Return the prompt of a request, and the reason why it does not continue the last reply, if it does not."""
+        parent, new_messages, mismatch = self.tree.match(request)
+        if parent is not None:
+            appended = self._append_to_parent(request, parent, new_messages)
+            if appended is not None:
+                return appended, mismatch
+            mismatch = "template"
+        return self._new_root(request), mismatch
 
     def _new_root(self, request: AgentRequest) -> Prompt:
         layout = self.renderer.layout(request.messages, request)
@@ -270,10 +269,12 @@ class AgentRollout:
             leading_texts=layout.plain_texts,
         )
 
-    def _append_to_parent(self, request: AgentRequest, match: RequestMatch, parent: Generation) -> Prompt | None:
+    def _append_to_parent(
+        self, request: AgentRequest, parent: Generation, new_messages: tuple[AgentMessage, ...]
+    ) -> Prompt | None:
         """Return the prompt appended to the parent's tokens, or None if the template changes any earlier text."""
         replies = parent.replies
-        messages = (*parent.conversation, *match.new)
+        messages = (*parent.conversation, *new_messages)
         try:
             layout = self.renderer.layout(messages, request, sampled=replies.keys())
         except GatewayRequestError:
@@ -291,7 +292,7 @@ class AgentRollout:
         parts = self.renderer.codec.without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
         return Prompt(
             parent=parent,
-            messages=match.new,
+            messages=new_messages,
             token_ids=self.renderer.codec.encode_parts(parts),
             text=str(MarkedText(*parts)),
             leading_texts=layout.plain_texts,

@@ -63,8 +63,7 @@ class Generation:
     cache_line: str
     trainable: bool
     starts_with_instructions: bool = False
-    delivered: bool = True
-    received: bool = False  # a client certainly received it, regardless of other deliveries
+    delivered: bool | None = None  # None: not known yet
     children: list[Generation] = field(default_factory=list)
 
     @property
@@ -102,17 +101,8 @@ class Generation:
 
     @property
     def is_trained(self) -> bool:
-        """True if the generation's tokens are trained."""
-        return self.trainable and self.delivered
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestMatch:
-    """The generation that a request continues, if any, its new messages, and the reason for an unmatched reply."""
-
-    parent: Generation | None
-    new: tuple[AgentMessage, ...]
-    mismatch: MismatchReason | None
+        """True unless the request excludes training or the client did not receive the reply."""
+        return self.trainable and self.delivered is not False
 
 
 class GenerationTree:
@@ -135,8 +125,11 @@ class GenerationTree:
         if generation.parent is not None:
             generation.parent.children.append(generation)
 
-    def match(self, request: AgentRequest) -> RequestMatch:
-        """Return the deepest generation whose path is a prefix of the request. :func:`_best_candidate` breaks ties."""
+    def match(self, request: AgentRequest) -> tuple[Generation | None, tuple[AgentMessage, ...], MismatchReason | None]:
+        """Return the generation that a request continues, its new messages, and the reason for an unmatched reply.
+
+        The generation is the deepest one whose path is a prefix of the request. :func:`_best_candidate` breaks ties.
+        """
         messages = request.messages
         known = list(self._follow(request.digest, messages))
         found: Generation | None = None
@@ -147,8 +140,8 @@ class GenerationTree:
                 found, depth = _best_candidate(agreeing, messages), position + 1
                 break
         for one in found.path if found is not None else ():
-            one.received = one.delivered = True  # the client has received it, because its request contains it
-        return RequestMatch(parent=found, new=messages[depth:], mismatch=self._mismatch_reason(request, depth, known))
+            one.delivered = True  # the client has received it, because its request contains it
+        return found, messages[depth:], self._mismatch_reason(request, depth, known)
 
     def _mismatch_reason(
         self, request: AgentRequest, depth: int, known: Sequence[tuple[int, list[Generation]]]

@@ -76,7 +76,7 @@ async def test_a_streamed_reply_is_the_same_as_a_whole_one() -> None:
     assert json.loads(second.message.tool_calls[0].function.arguments) == {"a": 1}
     assert second.message.tool_calls[0].id == "call_1_0"
     assert whole.usage == streamed.usage
-    assert all(one.delivered for one in one.tree.generations)
+    assert all(one.is_trained for one in one.tree.generations)
 
 
 async def test_a_marked_repetition_is_replayed_and_an_unmarked_one_is_a_sibling() -> None:
@@ -382,7 +382,7 @@ async def test_a_reply_whose_client_is_gone_is_not_delivered() -> None:
         asking.cancel()
         await asyncio.gather(asking, return_exceptions=True)
         release.set()
-        while not one.tree.generations or one.tree.generations[0].delivered:
+        while not one.tree.generations or one.tree.generations[0].delivered is None:
             await asyncio.sleep(0.01)
         assert one.trajectories(Ended.ANSWERED)[0].is_excluded
         again = {"x-stainless-retry-count": "1"}

@@ -329,10 +329,10 @@ def test_whatever_an_agent_does_every_sampled_token_is_trained_once_behind_what_
                 assert segment.token_ids == generations[key].completion.token_ids
                 trained.append(key)
             context += segment.token_ids
-    delivered = {key for key, each in generations.items() if each.trainable and each.delivered}
+    delivered = {key for key, each in generations.items() if each.trainable and each.delivered is not False}
     assert sorted(trained) == sorted(delivered)
     assert {each.id for each in generations.values() if not each.trainable} == agent.frozen
-    assert {each.id for each in generations.values() if not each.delivered} <= agent.gone
+    assert {each.id for each in generations.values() if each.delivered is False} <= agent.gone
     if trained:
         assert sum(row.weight for row in rows) == pytest.approx(1.0)
         assert [row.reward for row in rows] == [0.0] * (len(rows) - 1) + [1.0]
