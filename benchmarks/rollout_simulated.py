@@ -116,7 +116,7 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
             await asyncio.sleep(args.update_seconds)
             engine.resume(step + 1)
             worker.record_install(step + 1)
-            worker.confirm()
+            worker.record_trained()
     finally:
         await worker.close()
     beside = schedule in ("overlapped", "asynchronous")

@@ -70,7 +70,7 @@ def gradient_variance(posteriors: Posteriors, key: str) -> float:
 
 
 def expected_energy(branches: Sequence[Trajectory]) -> float:
-    """Return ``sum(1 - p)`` over the sampled tokens of a rollout; of a forked rollout, the weighted mean of its paths.
+    """Return ``sum(1 - p)`` over the sampled tokens of a rollout, as a weighted mean over the paths of a forked one.
 
     Its expectation is the expected energy of the rollout, because for every token
     ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]``.

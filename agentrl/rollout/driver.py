@@ -215,15 +215,12 @@ Raises SkippedProblemError to replace the problem."""
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class _RunState:
-    """State shared by all rollouts of one call to :meth:`Driver.run` or :meth:`Driver.run_jobs`."""
+    """State shared by all rollouts of one call to :meth:`Driver.run_jobs`."""
 
     temperature: float
     turn_barrier: TurnBarrier | None
     throttle: LoopThrottle
     record_prompt_length: RecordPromptLength
-    branching: BranchingSettings
-    admission: Admission
-    trained: bool
 
 
 @dataclass(kw_only=True)
@@ -232,8 +229,8 @@ class Driver:
 
     ``deterministic`` plays turns in rounds (:class:`~agentrl.rollout.policy.TurnBarrier`), for bitwise reproducible
     runs. Randomness is keyed by ``seed``, step, problem, sample and turn. ``label`` distinguishes the trajectories of
-    drivers that share an engine. ``routed``: rollouts of `run_jobs` record their routes. ``rewards`` replace the
-    environment's rewards.
+    drivers that share an engine. ``trained``: rollouts fork as set in ``rollout.branching`` and record the supports of
+    restricted sampling; with ``routed`` also their routes. ``rewards`` replace the environment's rewards.
     """
 
     environment: Environment
@@ -241,6 +238,7 @@ class Driver:
     codec: TextCodec
     settings: RolloutSettings
     seed: int
+    trained: bool = False
     routed: bool = False
     deterministic: bool = False
     label: str = ""
@@ -249,26 +247,20 @@ class Driver:
     """The reason for the last infrastructure failure that was not reported by an episode."""
 
     def __post_init__(self) -> None:
-        # By the maximum number of live branches of a rollout: `run` never forks, `run_jobs` forks as set.
-        self._admissions = {live: self._new_admission(live) for live in (1, self.settings.branching.max_live_branches)}
-
-    def _new_admission(self, live: int) -> Admission:
-        """Create the admission control of rollouts with up to ``live`` branches. Each branch counts as a trajectory."""
         settings = self.settings
-        return Admission(
+        self._branching = settings.branching if self.trained else BranchingSettings()
+        branches = self._branching.max_live_branches  # of a rollout
+        self._concurrency = max(1, settings.concurrency // branches)
+        self._admission = Admission(
             self.engine.cache_use,
-            max_trajectories=self._concurrency(live),
-            max_tokens=live * (settings.max_prompt_tokens + settings.max_response_tokens),
+            max_trajectories=self._concurrency,
+            max_tokens=branches * (settings.max_prompt_tokens + settings.max_response_tokens),
             kv_high_watermark=settings.kv_high_watermark,
         )
 
-    def _concurrency(self, live: int) -> int:
-        """Return the maximum number of concurrent rollouts with up to ``live`` branches at the same time."""
-        return max(1, self.settings.concurrency // live)
-
     def metrics(self) -> dict[str, float]:
-        """Return metrics of the admission of `run_jobs` and of the environment since the last call."""
-        return self._admissions[self.settings.branching.max_live_branches].metrics() | self.environment.metrics()
+        """Return metrics of the admission control and the environment since the last call."""
+        return self._admission.metrics() | self.environment.metrics()
 
     def raise_if_all_crashed(self, groups: Sequence[Group], what: str) -> None:
         """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
@@ -308,7 +300,6 @@ class Driver:
             record_prompt_length=skip_if_too_long,
             rollouts=len(requests) * samples,
             temperature=temperature,
-            trained=False,
         )
 
     async def run_jobs(
@@ -319,25 +310,18 @@ class Driver:
         record_prompt_length: RecordPromptLength = lambda group, tokens: None,
         rollouts: int | None = None,
         temperature: float | None = None,
-        trained: bool = True,
     ) -> AsyncGenerator[Group, None]:
-        """Yield groups from jobs that arrive over time, for training.
+        """Yield groups from jobs that arrive over time.
 
         A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. ``rollouts``: the
         number of jobs, if known. With ``deterministic``, turns are played in rounds only if the number is known.
-        ``trained``: rollouts fork as set in ``rollout.branching``, and record supports and routes.
         """
-        branching = self.settings.branching if trained else BranchingSettings()
-        concurrency = self._concurrency(branching.max_live_branches)
-        players = concurrency if rollouts is None else min(concurrency, rollouts)
+        players = self._concurrency if rollouts is None else min(self._concurrency, rollouts)
         state = _RunState(
             temperature=self.settings.temperature if temperature is None else temperature,
             turn_barrier=TurnBarrier(players) if self.deterministic and rollouts is not None else None,
             throttle=LoopThrottle(),
             record_prompt_length=record_prompt_length,
-            branching=branching,
-            admission=self._admissions[branching.max_live_branches],
-            trained=trained,
         )
         played: dict[int, list[Trajectory]] = {}  # by the index of the group
         # Exclude existing objects (libraries, the model) from garbage collection while thousands of trajectories are
@@ -364,13 +348,13 @@ class Driver:
             while (job := await next_job()) is not None:
                 with reserve_lane(f"{self.label}trajectories"):
                     began = start_time()
-                    async with state.admission if state.turn_barrier is None else nullcontext():
+                    async with self._admission if state.turn_barrier is None else nullcontext():
                         add_slice_since(began, "wait for admission")
                         await state.throttle.wait()
                         group, branches = await self._play_unskipped(*job, state)
                         if not branches:
                             continue
-                        state.admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
+                        self._admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
                         _trace_rollout(branches[-1], began)
                         finished((group, branches))
         finally:
@@ -419,15 +403,15 @@ class Driver:
             engine=self.engine,
             codec=self.codec,
             temperature=0.0 if greedy else state.temperature,
-            trained=state.trained and not greedy,
-            routed=self.routed and state.trained and not greedy,
+            trained=self.trained and not greedy,
+            routed=self.routed and not greedy,
             rewarded_later=self.rewards is not None,
             turn_barrier=state.turn_barrier,
             record_prompt_length=partial(state.record_prompt_length, group),
-            branching=state.branching,
+            branching=self._branching,
             measured=group.widths,
-            live=state.branching.live,
-            leaves=1 if greedy else state.branching.max_leaves,
+            live=self._branching.live,
+            leaves=1 if greedy else self._branching.max_leaves,
         )
         branches = await policy.roll_out(self.environment)
         self.last_failure = policy.failure or self.last_failure

@@ -1,4 +1,4 @@
-"""The rollout worker: owns the sampler, the queue, the environment and the engine, and forms batches."""
+"""The rollout worker, which collects and filters the groups of each training step."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class RolloutWorker:
         self.version, self.sampled_groups, self.metrics = self._clock.version, tuple(played), metrics
         return groups
 
-    def confirm(self) -> None:
+    def record_trained(self) -> None:
         """Remove the trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
         self._queue.remove_trained(self.sampled_groups)
         self.sampled_groups = ()

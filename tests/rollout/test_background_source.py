@@ -76,7 +76,7 @@ async def train(worker: RolloutWorker, policy: Policy) -> None:
     await worker.wait_until_weights_may_change()
     policy.version += 1
     worker.record_install(policy.version)
-    worker.confirm()
+    worker.record_trained()
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -226,7 +226,7 @@ async def test_a_token_older_than_promised_is_a_bug() -> None:
         for step in (1, 2):
             await worker.next_batch(step)
             worker.record_install(step)  # while the engine goes on with version 0
-            worker.confirm()
+            worker.record_trained()
         with pytest.raises(RuntimeError, match=r"step 3: a token is 2 steps old, .*asynchronous allows at most 1"):
             await worker.next_batch(3)
 

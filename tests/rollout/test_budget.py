@@ -178,7 +178,7 @@ async def test_a_step_distributes_its_rollouts_by_earlier_steps() -> None:
     first = await one.next_batch(0)
     assert sizes(first) == {"easy": 8, "hard": 8, "even": 8}
     assert one.metrics["posterior/known_share"] == 0
-    one.confirm()
+    one.record_trained()
     second = await one.next_batch(1)
     assert sum(sizes(second).values()) == 24
     assert sizes(second)["even"] > 10  # p is estimated as 0.9 (0.1) after 8 (no) successes
@@ -203,12 +203,12 @@ async def test_a_resumed_run_allocates_the_same_rollouts(budget: str) -> None:
     for step in range(5):
         await straight.next_batch(step)
         expected.append([(group.index, group.problem.id, len(group.rollouts)) for group in straight.sampled_groups])
-        straight.confirm()
+        straight.record_trained()
 
     killed = worker(budget, problems=2)
     for step in range(3):
         await killed.next_batch(step)
-        killed.confirm()
+        killed.record_trained()
     await killed.next_batch(3)  # played, but not trained
     state = json.loads(json.dumps(killed.state_dict()))
     resumed = worker(budget, problems=2)
@@ -217,7 +217,7 @@ async def test_a_resumed_run_allocates_the_same_rollouts(budget: str) -> None:
         await resumed.next_batch(step)
         played = [(group.index, group.problem.id, len(group.rollouts)) for group in resumed.sampled_groups]
         assert played == expected[step]
-        resumed.confirm()
+        resumed.record_trained()
     assert resumed.state_dict() == straight.state_dict()
 
 

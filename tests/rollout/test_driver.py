@@ -40,6 +40,7 @@ def make(
     *,
     seed: int = 0,
     deterministic: bool = False,
+    trained: bool = False,
     rewards: Rewards | None = None,
     **changes: Any,
 ) -> tuple[Driver, ScriptedEnvironment]:
@@ -52,6 +53,7 @@ def make(
         settings=settings,
         seed=seed,
         deterministic=deterministic,
+        trained=trained,
         rewards=rewards,
     )
     return driver, environment

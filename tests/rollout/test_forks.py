@@ -62,6 +62,7 @@ async def played(
         deterministic=deterministic,
         seed=seed,
         retries=0,
+        trained=True,
         branching=BranchingSettings(**{"width": 2, **branching}),
     )
     waiting = iter([(Group(index=3, problem=problem(0), size=rollouts, step=1), number) for number in range(rollouts)])
@@ -77,7 +78,7 @@ async def played(
 
 async def test_every_edge_has_the_routes_of_all_its_tokens() -> None:
     engine = ScriptedEngine(lambda name, count: turn("r1" if "." in name else ("a", "b")[count]))
-    driver, _ = make(engine, lambda *_: ForkedEpisode(), branching=BranchingSettings(width=2, where=(2,)))
+    driver, _ = make(engine, lambda *_: ForkedEpisode(), trained=True, branching=BranchingSettings(width=2, where=(2,)))
     driver.routed = True
     waiting = iter([(Group(index=3, problem=problem(0), step=1), 0)])
 
@@ -234,15 +235,11 @@ async def test_only_rollouts_that_may_fork_count_as_their_leaves() -> None:
     async def most_at_once(*, forks: bool) -> int:
         FORKED.clear()
         engine = ScriptedEngine(lambda *_: asyncio.sleep(0.001, turn("r1")))
-        driver, _ = make(engine, lambda *_: ForkedEpisode(), concurrency=8, branching=BranchingSettings(width=4))
+        driver, _ = make(
+            engine, lambda *_: ForkedEpisode(), trained=forks, concurrency=8, branching=BranchingSettings(width=4)
+        )
         requests = [Group(index=number, problem=problem(number)) for number in range(12)]
-        waiting = iter([(group, 0) for group in requests])
-
-        async def jobs() -> tuple[Group, int] | None:
-            return next(waiting, None)
-
-        playing = driver.run_jobs(jobs) if forks else driver.run(requests, step=0, group_size=1)
-        assert len([group async for group in playing]) == 12
+        assert len([group async for group in driver.run(requests, step=0, group_size=1)]) == 12
         return engine.most
 
     assert await most_at_once(forks=True) == 2
@@ -257,7 +254,7 @@ async def test_cancelling_ends_every_branch() -> None:
         raise AssertionError
 
     engine = ScriptedEngine(lambda name, _: turn("a") if "." not in name else never())
-    driver, environment = make(engine, lambda *_: ForkedEpisode(), branching=BranchingSettings(width=3))
+    driver, environment = make(engine, lambda *_: ForkedEpisode(), trained=True, branching=BranchingSettings(width=3))
     waiting = iter([(Group(index=3, problem=problem(0), step=1), 0)])
 
     async def jobs() -> tuple[Group, int] | None:

@@ -62,7 +62,7 @@ async def train(schedule: str, *, steps: int, oversampling: float) -> tuple[list
             engine.pause()
             engine.resume(step + 1)
             worker.record_install(step + 1)
-            worker.confirm()
+            worker.record_trained()
     finally:
         await worker.close()
     return trained, played

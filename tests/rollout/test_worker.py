@@ -58,7 +58,7 @@ async def played(one: RolloutWorker, step: int) -> list[tuple[int, str]]:
 async def test_confirmed_problems_leave_and_new_ones_follow() -> None:
     one = worker()
     first = await played(one, 0)
-    one.confirm()
+    one.record_trained()
     second = await played(one, 1)
     assert [index for index, _ in first + second] == [0, 1, 2, 3, 4, 5]
     assert len({name for _, name in first + second}) == 6
@@ -76,11 +76,11 @@ async def test_a_resumed_worker_issues_first_what_was_not_trained_then_what_woul
     expected = []
     for step in range(3):
         expected.append(await played(straight, step))
-        straight.confirm()
+        straight.record_trained()
 
     killed = worker()
     await killed.next_batch(0)
-    killed.confirm()
+    killed.record_trained()
     await killed.next_batch(1)  # issued, and never confirmed
     state = json.loads(json.dumps(killed.state_dict()))
     assert [row["index"] for row in state["queue"]] == [3, 4, 5]
@@ -88,7 +88,7 @@ async def test_a_resumed_worker_issues_first_what_was_not_trained_then_what_woul
     resumed = worker()
     resumed.load_state_dict(state)
     again = await played(resumed, 1)
-    resumed.confirm()
+    resumed.record_trained()
     assert [again, await played(resumed, 2)] == expected[1:]
 
 
@@ -97,7 +97,7 @@ async def test_oversampling_plays_more_and_trains_what_is_asked() -> None:
     groups = await one.next_batch(0)
     assert (len(one.sampled_groups), [group.index for group in groups]) == (5, [0, 1, 2])
     assert (one.metrics["groups/trained"], one.metrics["groups/surplus"]) == (3, 2)
-    one.confirm()
+    one.record_trained()
     assert one.state_dict()["queue"] == []
 
 
@@ -106,7 +106,7 @@ async def test_dropped_groups_are_counted_and_leave_the_queue_too() -> None:
     groups = await one.next_batch(0)
     assert (groups, one.metrics["groups/dropped_zero_variance"]) == ((), 3)
     assert (one.metrics["reward/mean"], one.metrics["groups/trained"]) == (1.0, 0)
-    one.confirm()
+    one.record_trained()
     assert one.state_dict()["queue"] == []
 
 
@@ -132,7 +132,7 @@ async def test_three_steps_in_a_row_without_data_end_the_run() -> None:
         now[0] = step
         groups = await one.next_batch(step)
         assert groups == ()  # of step 2, too: its groups have equal rewards, which ends nothing
-        one.confirm()
+        one.record_trained()
     now[0] = 5
     message = r"steps 3 to 5: every rollout failed .* Fix its cause, then continue the run with --resume"
     with pytest.raises(WorldError, match=message):
@@ -234,7 +234,7 @@ async def test_dynamic_sampling_plays_on_until_the_batch_is_full() -> None:
     assert [group.index for group in one.sampled_groups] == [0, 1, 2, 3, 4, 5]
     assert (one.metrics["groups/extra_rounds"], one.metrics["groups/surplus"]) == (1, 1)
     assert (one.metrics["groups/issued"], one.metrics["groups/dropped_zero_variance"]) == (6, 2)
-    one.confirm()
+    one.record_trained()
     assert one.state_dict()["queue"] == []
 
 

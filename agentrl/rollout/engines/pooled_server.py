@@ -33,6 +33,10 @@ class ServerLoad:
     limit: int | None = None
     cached: dict[str, int] = field(default_factory=dict)  # trajectory -> tokens of its context processed here
 
+    @property
+    def is_full(self) -> bool:
+        return self.limit is not None and self.requests >= self.limit
+
     @contextmanager
     def count_request(self, trajectory_id: str, *, context: int, reserved: int) -> Iterator[None]:
         """Count a request with ``context`` tokens and up to ``reserved`` new tokens until the block ends."""
@@ -76,7 +80,7 @@ def choose_server(
     """
     up = [index for index, load in enumerate(loads) if load.is_up]
     usable = [index for index in up if index not in failed_servers] or up
-    free = [index for index in usable if loads[index].limit is None or loads[index].requests < loads[index].limit]
+    free = [index for index in usable if not loads[index].is_full]
     return min(free, key=lambda index: (loads[index].cost(trajectory_id, context), index), default=None)
 
 

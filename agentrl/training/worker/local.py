@@ -173,6 +173,7 @@ class LocalService:
             environment=environment,
             engine=self._engine,
             settings=settings.rollout,
+            trained=True,
             routed=settings.correction.route_replay == "rollout",
             rewards=self._rewards,
         )
@@ -299,7 +300,7 @@ class LocalService:
             sampled = self._worker.sampled_groups
             rows = (item.to_record() for group in sampled for item in group.all_trajectories)
             self._writer.submit(partial(RunDirectory(self._folder).write_trajectories, step, rows))
-        self._run_to_end(self._call_in_loop(self._worker.confirm))
+        self._run_to_end(self._call_in_loop(self._worker.record_trained))
         self._groups = None
 
     def transfer_target(self) -> TransferTarget | None:
