@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from functools import partial
 from typing import Any
 
@@ -256,7 +256,7 @@ class AgentGateway:
         body = await self._body(http)
         call = read_dialect(kind, body, model=self._settings.model)
         request = call.to_agent_request(rollout.conversation_up_to)
-        return rollout, body, call, replace(request, trainable=not call.model.endswith(FROZEN))
+        return rollout, body, call, request
 
     async def _reply(self, kind: type[Dialect], http: Request) -> Response:
         rollout, body, call, request = await self._read(kind, http)

@@ -10,7 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -224,9 +224,13 @@ class Dialect(WireModel, ABC):
     model: str = ""
     stream: StrictBool = False
 
-    @abstractmethod
     def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         """Return the request in the common form. Raises GatewayRequestError."""
+        return replace(self._agent_request(find_conversation), trainable=not self.model.endswith(FROZEN))
+
+    @abstractmethod
+    def _agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+        """Return the request in the common form, as trainable. Raises GatewayRequestError."""
 
     @abstractmethod
     def complete_response(self, reply: Reply) -> Json:

@@ -296,7 +296,7 @@ def opened(access: Any) -> openai.AsyncOpenAI:
 async def test_an_engine_that_fails_while_a_stream_waits_ends_the_stream_with_an_error(
     path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "_KEEP_ALIVE", 0.001)
+    monkeypatch.setattr(server, "_KEEP_ALIVE_SECONDS", 0.001)
     fake = engine("x")
 
     async def late() -> None:
@@ -445,7 +445,7 @@ async def test_hostile_requests_get_errors_in_the_form_of_their_api(path: str, m
         for key in ("", "guessed", strange.api_key):
             refused(path, await sent(small, key), 401, "invalid key for this rollout")
         assert (await sent(small)).status_code == 200
-        monkeypatch.setattr(server, "_BODY_SECONDS", 0.05)
+        monkeypatch.setattr(server, "_BODY_DEADLINE", 0.05)
         refused(path, await half_sent(url, access.api_key), 408, "did not arrive within 0.05 s")
     assert (len(one.tree.generations), other.tree.generations) == (1, [])
 

@@ -35,14 +35,14 @@ def renderer(template: str) -> ChatRenderer:
     tokenizer = family_tokenizer(template)
     draft = ChatRenderer(tokenizer, TextCodec(tokenizer))
     return ChatRenderer(
-        tokenizer, TextCodec(tokenizer, turn_end=draft.turn_end(), shown_special_tokens=draft.calls.tokens)
+        tokenizer, TextCodec(tokenizer, turn_end=draft.turn_end(), shown_special_tokens=draft.call_format.tokens)
     )
 
 
 @pytest.mark.parametrize("family", list(FAMILIES))
 def test_calls_are_read_in_the_form_of_the_template(family: str) -> None:
     made = renderer(FAMILIES[family])
-    assert made.calls.name == family
+    assert made.call_format.name == family
     asked = request([user("2 + 3?")], tools=[TYPED])
     reply = made.parse_reply(CALLS[family], asked, before="", call_id_prefix="call_0")
     assert (reply.content, [(call.name, json.loads(call.arguments)) for call in reply.calls]) == (

@@ -310,7 +310,7 @@ async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
         assert (await post(f"{place}/finish", b"[]", gateway.key))[0] == 400
         assert (await post(f"{place}/finish", b'{"error": "no tool"}', gateway.key))[0] == 200
         await gateway.wait_until_finished(access)
-    assert (one.reward, one.given_up) == (1.0, "the agent failed: no tool")
+    assert (one.reward, one.abandon_reason) == (1.0, "the agent failed: no tool")
 
 
 async def test_a_worker_that_waits_is_sent_away_at_the_end() -> None:

@@ -198,7 +198,7 @@ async def test_an_undelivered_reply_carries_no_loss_until_the_client_sends_it_ba
     await say(one, [user("a"), heard(first), user("b")])
     assert first.delivered
     assert [item.turns for item in played(one)] == [1, 2]
-    assert again.delivered
+    assert again.is_trained
 
 
 async def test_what_is_not_to_be_trained_is_an_observation() -> None:
@@ -361,7 +361,7 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
     original = agent.one.tree.match
 
     def checked(request: Any) -> Any:
-        match = original(request)
+        parent, new_messages, mismatch = original(request)
         keys = [message.content_key for message in request.messages]
         depths = [
             len(told)
@@ -373,8 +373,8 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
                 for place, thought in thoughts.items()
             )
         ]
-        assert len(request.messages) - len(match.new) == max(depths, default=0)
-        return match
+        assert len(request.messages) - len(new_messages) == max(depths, default=0)
+        return parent, new_messages, mismatch
 
     add = agent.one.tree.add
 

@@ -150,7 +150,9 @@ class _Checksums(msgspec.Struct):
     results: Annotated[list[dict[str, tuple[int, int]]], msgspec.Meta(min_length=1)]
 
 
-class _Config(msgspec.Struct):
+class VLLMConfig(msgspec.Struct):
+    """The configuration of a server, by section."""
+
     model_config: dict[str, Any]
     cache_config: dict[str, Any] = {}
     scheduler_config: dict[str, Any] = {}
@@ -160,7 +162,7 @@ class _Config(msgspec.Struct):
 
 
 class _ServerInfo(msgspec.Struct):
-    vllm_config: _Config
+    vllm_config: VLLMConfig
 
 
 def read_completion(response: GenerateResponse, request: TurnRequest) -> Completion:
@@ -447,7 +449,7 @@ class VLLMReplica(Replica):
         note = f"logits in {_head_dtype(config.model_config, needs.head_dtype)}"
         return ServerIdentity(release=release, version=version, workers=workers, note=note)
 
-    def _check_config(self, config: _Config, needs: ServerRequirements) -> None:
+    def _check_config(self, config: VLLMConfig, needs: ServerRequirements) -> None:
         model, device = config.model_config, config.device_config.get("device")
         if model.get("logprobs_mode") != "processed_logprobs":
             raise self.unusable_error(
@@ -485,7 +487,7 @@ class VLLMReplica(Replica):
                 "or lower these settings"
             )
 
-    def _check_adapters(self, config: _Config, rank: int) -> None:
+    def _check_adapters(self, config: VLLMConfig, rank: int) -> None:
         largest = int((config.lora_config or {}).get("max_lora_rank", 0))
         if largest < rank:
             limit = f"adapters up to rank {largest}" if largest else "no adapters"
