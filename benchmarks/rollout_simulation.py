@@ -200,14 +200,8 @@ class SimulatedEngine:
     def release(self, trajectory_id: str) -> None:
         pass
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
     async def cache_use(self) -> None:
         return None
-
-    def fingerprint(self) -> str:
-        return "simulated"
 
     async def health(self) -> str:
         return "simulated"

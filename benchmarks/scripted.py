@@ -19,14 +19,8 @@ class ScriptedEngine(Generic[State]):
     def release(self, trajectory_id: str) -> None:
         self.playing.pop(trajectory_id, None)
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
     async def cache_use(self) -> None:
         return None
-
-    def fingerprint(self) -> str:
-        return "scripted"
 
     async def health(self) -> str:
         return "scripted"

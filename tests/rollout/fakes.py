@@ -117,14 +117,8 @@ class ScriptedEngine:
     def release(self, trajectory_id: str) -> None:
         self.released.append(trajectory_id)
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        return (-1.0,) * (len(token_ids) - 1)
-
     async def cache_use(self) -> None:
         return None
-
-    def fingerprint(self) -> str:
-        return "scripted"
 
     async def health(self) -> str:
         return "scripted"

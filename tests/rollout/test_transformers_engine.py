@@ -248,9 +248,8 @@ async def test_new_weights_forget_old_prefixes() -> None:
     model, other = tiny_model(), tiny_model(seed=1)
     async with serving(model) as engine:
         first = await ask(engine, (1, 2, 3), name="t")
-        before = engine.fingerprint()
         await engine.update_weights(other.state_dict().items(), 4)
-        assert (engine.version, engine.fingerprint() != before) == (4, True)
+        assert engine.version == 4
         context = (1, 2, 3, *first.token_ids, 5)
         answer = await ask(engine, context, name="t", part=1)
     expected = teacher_forced(other, context, answer.token_ids)

@@ -64,7 +64,7 @@ async def test_unseeded_requests_carry_no_seed() -> None:
 async def test_scores_are_of_the_prompts_own_tokens() -> None:
     async with fakes(CODEC) as (server,), opened([server]) as engine:
         server.scores = lambda version, place: -float(place)
-        assert await engine.score((4, 5, 6)) == (0.0, -1.0)
+        assert await engine._servers[0].replica.score((4, 5, 6), salt="x") == (0.0, -1.0)
 
 
 async def test_routes_are_read_as_they_are_encoded() -> None:

@@ -122,16 +122,8 @@ class Engine(Protocol):
     def release(self, trajectory_id: str) -> None:
         """Allow the engine to drop a trajectory's cache, because no further request will follow."""
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the log-probabilities of ``token_ids[1:]`` at temperature 1, each given the preceding tokens.
-
-        Used by probes.
-        """
-
     async def cache_use(self) -> CacheUse | None:
         """Return the usage of the KV cache, or None if it is currently unknown."""
-
-    def fingerprint(self) -> str: ...
 
     async def health(self) -> str:
         """Return one line about the engine. Raises :class:`EngineError` if it cannot serve."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import logging
 import random
 import secrets
@@ -196,15 +195,6 @@ class ServerEngine:
         for server in self._servers:
             server.load.cached.pop(trajectory_id, None)
 
-    async def score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
-        """Return the log-probabilities at temperature 1 of ``token_ids[1:]`` from the first server that is up."""
-        for server in self._servers_up:
-            try:
-                return await server.replica.score(token_ids, salt=self._weights.cache_salt(self.version))
-            except ServerCallError as error:
-                self._record_failure(server, error)
-        raise EngineError(f"no {self._title} server is available: {self._failure_messages}")
-
     async def cache_use(self) -> CacheUse | None:
         """Return the total capacity of the servers that are up, and the usage of the fullest one; None if unknown."""
         uses: list[CacheUse] = []
@@ -394,11 +384,6 @@ class ServerEngine:
 
     def releases(self) -> list[str]:
         return sorted({server.identity.release for server in self._servers if server.identity is not None})
-
-    def fingerprint(self) -> str:
-        """Return a digest of the tokenizer, vocabulary and version. Equal digests do not imply equal weights."""
-        text = f"{self._needs.codec.encode('0 1 2 print()')} {self._needs.vocabulary} {self.version}"
-        return hashlib.sha256(text.encode()).hexdigest()[:16]
 
     async def health(self) -> str:
         up = self._servers_up

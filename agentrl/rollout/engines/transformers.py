@@ -16,7 +16,7 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.models.attention import use_agentrl_attention
-from agentrl.models.loading import has_full_attention, model_fingerprint
+from agentrl.models.loading import has_full_attention
 from agentrl.models.model_parts import split_model
 from agentrl.models.routes import install_routes
 from agentrl.models.tokenizer import TextCodec
@@ -186,9 +186,6 @@ class TransformersEngine:
         return CacheUse(
             tokens=self._batcher.kv_cache_tokens, used=self._batcher.cache_fraction, preemptions=self._batcher.evictions
         )
-
-    def fingerprint(self) -> str:
-        return model_fingerprint(self._model.state_dict().items())
 
     async def health(self) -> str:
         parameters = sum(parameter.numel() for parameter in self._model.parameters())
