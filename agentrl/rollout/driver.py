@@ -262,11 +262,14 @@ class Driver:
         """Return metrics of the admission control and the environment since the last call."""
         return self._admission.metrics() | self.environment.metrics()
 
-    def raise_if_all_crashed(self, groups: Sequence[Group], what: str) -> None:
-        """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception."""
+    def raise_if_all_crashed(self, groups: Sequence[Group], context: str) -> None:
+        """Raise SettingsError if an agent program ended every rollout of ``groups`` with the same exception.
+
+        ``context``: the beginning of the message.
+        """
         if len(self.environment.crashes) == 1 and all(item.is_excluded for group in groups for item in group.rollouts):
             (error,) = self.environment.crashes.values()
-            raise SettingsError(f"{what}: every rollout failed with the same error of the agent program:\n{error}")
+            raise SettingsError(f"{context}: every rollout failed with the same error of the agent program:\n{error}")
 
     def run(
         self,

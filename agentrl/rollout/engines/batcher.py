@@ -136,7 +136,7 @@ class Batcher:
             row.trajectory_id, row.cached = None, []
 
     def change_weights(self, version: int, *, keep_running: bool) -> None:
-        """Handle a change of weights. ``version``: the old version, with which the cache was computed.
+        """Update the cache after a change of weights. ``version``: the old version, which computed the cache.
 
         Prefixes without a running request are dropped. Keys and values of running requests are kept or, without
         ``keep_running``, recomputed with the new weights.

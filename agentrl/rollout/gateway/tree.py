@@ -166,7 +166,7 @@ class GenerationTree:
                 yield position, self._replies[state]
 
     def trained_branches(self) -> list[list[Generation]]:
-        """Return the generations that each sequence adds, root to leaf, in the order of their last generations.
+        """Return the branches with trained tokens, each as its generations after the fork, ordered by the last one.
 
         A generation is continued by its first child that leads to a trained token. Other such children start new
         sequences. Generations that lead to no trained token are left out.
@@ -238,7 +238,10 @@ def _count_trained_tokens(branch: Sequence[Generation]) -> int:
 
 
 def _find_forks(branches: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
-    """Return each branch's parent and the number of the parent's trained tokens before the fork; (-1, 0): no parent."""
+    """Return each branch's parent and the number of the parent's trained tokens before the fork.
+
+    Returns (-1, 0) for a branch without a parent.
+    """
     branch_of = {one.id: number for number, branch in enumerate(branches) for one in branch}
     found = []
     for branch in branches:
