@@ -117,7 +117,7 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
     path = str(settings.model.path)
     tokenizer = read_tokenizer(path)
     codec = build_codec(tokenizer, path, build_chat_setup(settings, tokenizer, path))
-    in_process = engine_facts(settings.rollout).in_process
+    model = _read_model(settings.model, path) if engine_facts(settings.rollout).in_process else None
     managed = engine_plugin(settings.rollout).managed(
         EngineRequest(
             rollout=settings.rollout,
@@ -126,11 +126,14 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
             codec=codec,
             longest=longest_request(settings.rollout, None),
             folder=folder,
-            model=_read_model(settings.model, path) if in_process else None,
+            model=model,
             trained=False,
         )
     )
-    fingerprint = managed.engine.fingerprint() if in_process else await open_and_verify(managed, settings, codec)
+    if model is None:
+        fingerprint = await open_and_verify(managed, settings, codec)
+    else:
+        fingerprint = model_fingerprint(model.state_dict().items())
     return ModelSampler(
         engine=managed.engine,
         codec=codec,
@@ -277,14 +280,14 @@ class EndpointSampler:
         self, environment: Environment, samples: Sequence[Sample]
     ) -> AsyncGenerator[Transcript, None]:
         remaining = iter(samples)
-        fair_yield = LoopThrottle()
+        throttle = LoopThrottle()
 
         async def run_conversations(finished: Callable[[Transcript], None]) -> None:
             for sample in remaining:
                 policy = _EndpointPolicy(
                     problem=sample.problem,
                     settings=self.settings.rollout,
-                    fair_yield=fair_yield,
+                    throttle=throttle,
                     sample_of=sample,
                     engine=self.engine,
                     keys=(self.settings.seed, sample.benchmark, sample.problem.id, sample.number, sample.attempt),

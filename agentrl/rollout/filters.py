@@ -57,8 +57,8 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
     counts = dict.fromkeys(COUNTED_REASONS, 0)
     kept: list[Group] = []
     for group in groups:
-        data = [item for item in group.trajectories if not item.is_excluded]
-        rollouts = [item for item in data if item.receives_reward]
+        included = [item for item in group.trajectories if not item.is_excluded]
+        rollouts = [item for item in included if item.receives_reward]
         counts["excluded"] += len(group.rollouts) - len(rollouts)
         for item in rollouts:
             if rules.treatment(item.ended) != "train":
@@ -90,8 +90,8 @@ def _reason_to_drop(
     group: Group, included: list[Trajectory], masked: frozenset[tuple[int, int]], rules: FilterRules
 ) -> str | None:
     """Return the reason for dropping a group, or None. Only trajectories with the reward of a rollout or path count."""
-    data = [item for item in data if item.receives_reward]
-    if all((item.sample, item.branch) in masked for item in data):
+    included = [item for item in included if item.receives_reward]
+    if all((item.sample, item.branch) in masked for item in included):
         return "dropped_empty"
     if group.greedy is not None and group.greedy.is_excluded:
         return "dropped_no_greedy"

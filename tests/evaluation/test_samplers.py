@@ -14,6 +14,7 @@ from rollout.templates import QWEN, chat_tokenizer
 from agentrl.errors import SettingsError
 from agentrl.evaluation.provenance import build_provenance
 from agentrl.evaluation.samplers import ModelSampler, build_evaluation_environment, open_sampler
+from agentrl.models.loading import model_fingerprint, read_model
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.environment import build_codec
 from agentrl_envs.chat import MarkedText
@@ -67,7 +68,8 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
     chosen = settings(f"model.path={saved(tmp_path)}", "model.dtype=float32", "rollout.concurrency=3")
     opened = await open_sampler(chosen, tmp_path)
     try:
-        assert opened.model_record() == {"name": str(tmp_path), "fingerprint": opened.engine.fingerprint()}
+        fingerprint = model_fingerprint(read_model(str(tmp_path), chosen.model).state_dict().items())
+        assert opened.model_record() == {"name": str(tmp_path), "fingerprint": fingerprint}
         assert opened.concurrency == 3
         said = r"^problem 0 of toy: .* exceeds the number of positions of the model \(1024\); valid: .* at most 1019$"
         with pytest.raises(SettingsError, match=said):
