@@ -108,7 +108,7 @@ async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(p
         assert target is not None
         assert (target.form, target.backend) == ("adapter", "file")
         # The same server with the merged weights, and no adapter.
-        replica = VLLMReplica(address)
+        replica = VLLMReplica(address, load_settings().rollout)
         await replica.load(str(write_export(tmp_path / "merged", merged_parameters(model, LORA), 1)))
         assert difference(await replica.score(PROBE, salt="merged"), last.log_probs) < 1e-4
         await replica.close()

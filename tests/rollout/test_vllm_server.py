@@ -250,7 +250,7 @@ async def test_the_branches_of_a_fork_use_the_cached_prefix(policy: Path, addres
 async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, address: str) -> None:
     """What tells a slow server from a dead one."""
     host = managed_of(policy, address)
-    replica = VLLMReplica(address)
+    replica = VLLMReplica(address, load_settings().rollout)
     await host.engine.open()
     try:
         deadline = time.monotonic() + 120

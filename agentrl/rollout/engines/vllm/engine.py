@@ -25,7 +25,6 @@ from agentrl.rollout.engines.servers import ManagedServers
 from agentrl.rollout.engines.vllm.plan import (
     VLLMPlan,
     adapter_rank,
-    logprobs_to_request,
     max_adapters_in_use,
     plan_policy_servers,
     policy_with_untied_head,
@@ -52,7 +51,7 @@ def vllm_engine(
     """
     return ServerEngine(
         servers,
-        _client_factory(rollout, adapter_rank),
+        partial(VLLMReplica, rollout=rollout, adapter_rank=adapter_rank),
         needs,
         rollout.vllm,
         weights=_served_weights(rollout, adapter_rank),
@@ -85,7 +84,7 @@ class ManagedVLLM(ManagedServers):
         super().__init__(request, vllm)
 
     def connect(self, address: str) -> Replica:
-        return _client_factory(self.request.rollout, self._adapter_rank)(address)
+        return VLLMReplica(address, self.request.rollout, adapter_rank=self._adapter_rank)
 
     def weights(self) -> ServedWeights:
         return _served_weights(self.request.rollout, self._adapter_rank)
@@ -120,17 +119,6 @@ class ManagedVLLM(ManagedServers):
 def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
     """Return ``rollout.vllm.transfer``, or the fastest backend on this machine."""
     return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
-
-
-def _client_factory(rollout: RolloutSettings, adapter_rank: int) -> Callable[[str], Replica]:
-    logprobs = logprobs_to_request(rollout.top_k) if rollout.restricts_sampling else 0
-    return partial(
-        VLLMReplica,
-        seeded=rollout.vllm.seeded,
-        adapter_rank=adapter_rank,
-        logprobs=logprobs,
-        quantization=rollout.vllm.quantization,
-    )
 
 
 def _served_weights(rollout: RolloutSettings, adapter_rank: int) -> ServedWeights:

@@ -64,6 +64,11 @@ def logprobs_to_request(top_k: int) -> int:
     return 2 * top_k
 
 
+def max_logprobs(rollout: RolloutSettings) -> int:
+    """Return the largest number of log-probabilities per token that a run requests."""
+    return logprobs_to_request(rollout.top_k) if rollout.restricts_sampling else 0
+
+
 def max_adapters_in_use(settings: RolloutSettings) -> int:
     """Return the maximum number of adapter versions in use: the newest, and the versions of running requests."""
     return settings.staleness_bound + 2
@@ -115,8 +120,8 @@ class VLLMPlan(ServerPlan):
             command += ["--quantization", vllm.quantization]
         if self.routes:
             command += ["--enable-return-routed-experts"]
-        if self.rollout.restricts_sampling:
-            command += ["--max-logprobs", str(logprobs_to_request(self.rollout.top_k))]
+        if logprobs := max_logprobs(self.rollout):
+            command += ["--max-logprobs", str(logprobs)]
         if vllm.placement == "colocated":
             command += ["--enable-sleep-mode", *SLEEP_OPTIONS]
         return [*command, *vllm.extra_args]

@@ -31,7 +31,14 @@ from agentrl.rollout.engines.replica import (
     StatusError,
     TurnRequest,
 )
-from agentrl.rollout.engines.vllm.plan import FLOAT32_HEAD, WORKER_EXTENSION, logprobs_to_request, supported_lora_rank
+from agentrl.rollout.engines.vllm.plan import (
+    FLOAT32_HEAD,
+    WORKER_EXTENSION,
+    logprobs_to_request,
+    max_logprobs,
+    supported_lora_rank,
+)
+from agentrl.rollout.settings import RolloutSettings
 
 logger = logging.getLogger(__name__)
 
@@ -318,31 +325,17 @@ SUPPORTED_RELEASE = "0.32"
 class VLLMReplica(Replica):
     title: ClassVar[str] = "vLLM"
 
-    def __init__(
-        self,
-        address: str,
-        *,
-        seeded: bool = True,
-        adapter_rank: int = 0,
-        logprobs: int = 0,
-        quantization: str | None = None,
-    ) -> None:
-        """Create a client without connecting.
-
-        ``seeded``: each request has a separate seed. ``adapter_rank``: the rank of the adapters to load; 0: none.
-        ``logprobs``: number of log-probabilities per token that will be requested. ``quantization``: see
-        :class:`.VLLMSettings`.
-        """
+    def __init__(self, address: str, rollout: RolloutSettings, *, adapter_rank: int = 0) -> None:
+        """Create a client without connecting. ``adapter_rank``: the rank of the adapters to load; 0: none."""
         super().__init__(address)
-        self._seeded = seeded
+        self._vllm = rollout.vllm
         self._adapter_rank = adapter_rank
-        self._logprobs = logprobs
-        self._quantization = quantization
+        self._max_logprobs = max_logprobs(rollout)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: TurnRequest) -> Completion:
-        body = generate_body(request, seeded=self._seeded)
+        body = generate_body(request, seeded=self._vllm.seeded)
         return read_completion(await self.http.post(GENERATE_PATH, body, GenerateResponse, seconds=None), request)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]:
@@ -458,7 +451,7 @@ class VLLMReplica(Replica):
             )
         if not config.cache_config.get("enable_prefix_caching"):
             raise self.unusable_error("prefix caching is disabled: start it with --enable-prefix-caching")
-        if self._seeded and device == "cpu" and config.scheduler_config.get("enable_chunked_prefill"):
+        if self._vllm.seeded and device == "cpu" and config.scheduler_config.get("enable_chunked_prefill"):
             raise self.unusable_error(
                 "on a CPU, vLLM crashes if a request with a seed is prefilled in chunks: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
@@ -469,15 +462,16 @@ class VLLMReplica(Replica):
                 f"it rounds its logits to {head}, but training computes them in float32: start it with "
                 f"{shlex.join(FLOAT32_HEAD)}"
             )
-        if 0 <= int(model.get("max_logprobs", self._logprobs)) < self._logprobs:
+        if 0 <= int(model.get("max_logprobs", self._max_logprobs)) < self._max_logprobs:
             raise self.unusable_error(
                 f"it lists at most {model['max_logprobs']} log-probabilities per token, but rollout.top_k needs "
-                f"{self._logprobs}: start it with --max-logprobs {self._logprobs}"
+                f"{self._max_logprobs}: start it with --max-logprobs {self._max_logprobs}"
             )
-        if self._quantization is not None and model.get("quantization") != self._quantization:
+        quantization = self._vllm.quantization
+        if quantization is not None and model.get("quantization") != quantization:
             raise self.unusable_error(
-                f"its quantization is {model.get('quantization')}, but rollout.vllm.quantization={self._quantization}: "
-                f"start it with --quantization {self._quantization}"
+                f"its quantization is {model.get('quantization')}, but rollout.vllm.quantization={quantization}: "
+                f"start it with --quantization {quantization}"
             )
         needed = needs.max_tokens
         if int(model["max_model_len"]) < needed:
