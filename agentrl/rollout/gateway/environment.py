@@ -51,8 +51,8 @@ _REWARD_SOURCES = (
     "set reward.functions, return a number from the agent function, or let a command or worker report it with "
     "gateway.agent_rewards=true"
 )
-_LIMITED = (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT)
-_COUNTED = ("replayed", *(f"miss_{cause}" for cause in MISMATCH_REASONS))
+_LIMIT_ENDS = (Ended.TURN_LIMIT, Ended.TOKEN_LIMIT)
+_COUNTED_EVENTS = ("replayed", *(f"miss_{cause}" for cause in MISMATCH_REASONS))
 
 
 def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings: AgentGatewaySettings) -> ChatRenderer:
@@ -173,16 +173,16 @@ class AgentEnvironment(Environment):
         assert self._renderer is not None, "an environment without a renderer only returns prompts"
         policy.record_prompt_length(len(policy.codec.encode_prompt(self._prompt(problem))))
         rollout = AgentRollout(policy=policy, settings=policy.settings, gateway=self._settings, renderer=self._renderer)
-        failure = await self._run(rollout)
-        rows = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
-        self._count(rollout, rows)
-        if failure is None and rows[-1].is_excluded:
+        failure = await self._run_program(rollout)
+        trajectories = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
+        self._add_counts(rollout, trajectories)
+        if failure is None and trajectories[-1].is_excluded:
             failure = f"the rollout contains no tokens to train{rollout.stop_reason}"
         if failure is not None:
             raise UnavailableError(failure)
-        return rows
+        return trajectories
 
-    async def _run(self, rollout: AgentRollout) -> str | None:
+    async def _run_program(self, rollout: AgentRollout) -> str | None:
         """Run the program to its end. Returns the reason for excluding the rollout, or None."""
         access = self._gateway.admit(rollout)
         failure: str | None = None
@@ -202,16 +202,16 @@ class AgentEnvironment(Environment):
         finally:
             self._gateway.dismiss(access)
             await rollout.finish()
-        self._note_crash(rollout, crash)
+        self._record_crash(rollout, crash)
         failure = failure or rollout.abandon_reason
         if failure is None and rollout.reward is None and not rollout.policy.rewarded_later:
             failure = f"the agent returned no reward ({_REWARD_SOURCES})"
-        limited = rollout.stopped in _LIMITED and not isinstance(crash, UnscoredRolloutError)
-        if failure is not None and rollout.reward is None and limited:
+        reached_limit = rollout.stopped in _LIMIT_ENDS and not isinstance(crash, UnscoredRolloutError)
+        if failure is not None and rollout.reward is None and reached_limit:
             return None  # the policy used up its turns or tokens: a truncation without reward
         return None if failure is None else rollout.failure or failure
 
-    def _note_crash(self, rollout: AgentRollout, crash: Exception | None) -> None:
+    def _record_crash(self, rollout: AgentRollout, crash: Exception | None) -> None:
         """Record an exception of the program, unless it results from a failure of the engine or a limit."""
         if crash is None or rollout.failure is not None or rollout.stopped is not None:
             self.crashes.clear()
@@ -222,12 +222,12 @@ class AgentEnvironment(Environment):
             key = f"{type(crash).__name__} {frame.filename}:{frame.lineno}"
             self.crashes[key] = "".join(traceback.format_exception(crash)).rstrip()
 
-    def _count(self, rollout: AgentRollout, rows: tuple[Trajectory, ...]) -> None:
+    def _add_counts(self, rollout: AgentRollout, trajectories: tuple[Trajectory, ...]) -> None:
         generations = rollout.tree.generations
         sampled = {one.id: len(one.completion.token_ids) for one in generations}
         self._counts += rollout.counts
         self._counts["rollouts"] += 1
-        self._counts["branches"] += len(rows)
+        self._counts["branches"] += len(trajectories)
         self._counts["generations"] += len(generations)
         self._counts["undelivered"] += sum(one.delivered is False for one in generations)
         self._counts["tokens"] += sum(sampled.values())
@@ -243,7 +243,7 @@ class AgentEnvironment(Environment):
             "gateway/generations_mean": counts["generations"] / counts["rollouts"],
             "gateway/undelivered": counts["undelivered"],
             "gateway/not_trained_share": counts["not_trained"] / max(1, counts["tokens"]),
-            **{f"gateway/{name}": counts[name] for name in _COUNTED},
+            **{f"gateway/{name}": counts[name] for name in _COUNTED_EVENTS},
         }
 
 
@@ -267,7 +267,7 @@ class RerenderedEnvironment(Environment):
 
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
         """Play the environment with a policy that renders all messages again before each turn."""
-        chat = _MessagePolicy(policy, self._renderer, self._tools)
+        chat = _RerenderingPolicy(policy, self._renderer, self._tools)
         try:
             return await self._environment.rollout(problem, chat)
         finally:
@@ -285,7 +285,7 @@ class RerenderedEnvironment(Environment):
         return [*self._environment.describe(), "history: earlier turns are rendered by the chat template"]
 
 
-class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
+class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     """Samples turns as replies to requests. The last turn carries the sum of all rewards."""
 
     def __init__(self, tokens: TokenPolicy, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
@@ -303,15 +303,15 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self._tools = tuple(map(dict, tools))
         self._messages: tuple[AgentMessage, ...] = ()
         self._context: tuple[int, ...] = ()
-        self._used = 0
+        self._response_token_count = 0
 
     @property
     def response_tokens(self) -> int:
-        return self._used
+        return self._response_token_count
 
     def begin(self, prompt: str) -> None:
         self._tokens.record_prompt_length(len(self._tokens.codec.encode_prompt(prompt)))
-        self._messages = _messages(prompt)
+        self._messages = _read_messages(prompt)
 
     async def _sample_turn(self, episode: Episode, limit: int) -> str | None:
         request = AgentRequest(
@@ -329,7 +329,7 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 raise EngineError(self.requests.failure) from error
             raise EnvironmentContractError(f"environment.history=template: {error}") from error
         tokens = len(generation.completion.token_ids)
-        self._used += tokens
+        self._response_token_count += tokens
         self._context = generation.context
         self._messages = (*self._messages, generation.reply)
         self.turn_truncated = generation.completion.finish_reason == "length"
@@ -344,10 +344,10 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         tokens = len(
             codec.encode_parts(codec.without_sampled_turn_end(observation, self._context) if observation else ())
         )
-        fits = self._used + tokens <= self.settings.max_response_tokens
+        fits = self._response_token_count + tokens <= self.settings.max_response_tokens
         if tokens and fits:
-            self._used += tokens
-            self._messages += _messages(observation)
+            self._response_token_count += tokens
+            self._messages += _read_messages(observation)
         return fits
 
     def end(self, ended: Ended) -> tuple[Trajectory, ...]:
@@ -355,6 +355,6 @@ class _MessagePolicy(TurnPolicy[tuple[Trajectory, ...]]):
         return (*earlier, replace(last, verdict=self.verdict, answer=self.answer, tool_calls=tuple(self.calls)))
 
 
-def _messages(text: str) -> tuple[AgentMessage, ...]:
+def _read_messages(text: str) -> tuple[AgentMessage, ...]:
     assert isinstance(text, MarkedText), "the settings allow only protocols that exchange whole messages"
     return tuple(AgentMessage(role=one["role"], content=one["content"]) for one in text.messages)

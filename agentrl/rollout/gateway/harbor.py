@@ -36,7 +36,7 @@ class ContainerCommand(AgentProgram):
         self._settings = settings
         self._containers = TaskContainers(options)
         self._gateway: AgentGateway | None = None
-        self._ready: dict[str, tuple[TaskContainer, contextlib.AsyncExitStack]] = {}
+        self._prepared: dict[str, tuple[TaskContainer, contextlib.AsyncExitStack]] = {}
 
     async def open(self, server: AgentGateway) -> None:
         """Connect to Docker. Raises UnavailableError if it does not respond."""
@@ -54,7 +54,7 @@ class ContainerCommand(AgentProgram):
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error
             stack.callback((await self._gateway.serve_also_on(listener)).close)
-            self._ready[access.name] = container, stack.pop_all()
+            self._prepared[access.name] = container, stack.pop_all()
 
     async def run(self, problem: Problem, access: Access) -> float:
         """Run the command, then the verifier. Returns the reward. Raises AgentFailureError.
@@ -63,21 +63,23 @@ class ContainerCommand(AgentProgram):
         a limit.
         """
         assert self._gateway is not None, "the environment is not open"
-        container, stack = self._ready.pop(access.name)
+        container, stack = self._prepared.pop(access.name)
         async with stack:
-            inside = access.base_url.replace(self._gateway.url, f"http://127.0.0.1:{PORT}", 1)
+            base_url_in_container = access.base_url.replace(self._gateway.url, f"http://127.0.0.1:{PORT}", 1)
             agent = container.task.config.agent
             try:
-                done = await container.execute(
+                result = await container.execute(
                     f"exec >{_LOG} 2>&1\n{self._command}",
                     timeout=agent.timeout_sec or self._settings.deadline,
                     user=agent.user,
-                    environment=agent_variables(problem, replace(access, base_url=inside), self._settings),
+                    environment=agent_variables(
+                        problem, replace(access, base_url=base_url_in_container), self._settings
+                    ),
                 )
                 # As in Harbor, the time limit of the task is a limit of the policy, like its turns and tokens.
-                if done.exit_code and not done.stopped and not self._gateway.reached_limit(access):
+                if result.exit_code and not result.stopped and not self._gateway.reached_limit(access):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
-                    raise AgentFailureError(f"{self._command}: exit code {done.exit_code}\n{log.output.strip()}")
+                    raise AgentFailureError(f"{self._command}: exit code {result.exit_code}\n{log.output.strip()}")
                 return await container.verify()
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error
@@ -87,17 +89,17 @@ class ContainerCommand(AgentProgram):
 
     async def close(self) -> None:
         """Disconnect from Docker."""
-        await asyncio.gather(*(stack.aclose() for _, stack in self._ready.values()))
-        self._ready.clear()
+        await asyncio.gather(*(stack.aclose() for _, stack in self._prepared.values()))
+        self._prepared.clear()
         await self._containers.close()
 
 
 def load_container_command(
-    named: str, options: HarborAgentSettings, settings: AgentGatewaySettings
+    target: str, options: HarborAgentSettings, settings: AgentGatewaySettings
 ) -> ContainerCommand:
     """Return the program for ``DIRECTORY:COMMAND``. Raises PluginError if it is invalid."""
-    directory, _, command = named.partition(":")
+    directory, _, command = target.partition(":")
     if not command.strip():
-        raise PluginError(f"env=harbor:{named} names no command: write harbor:DIRECTORY:COMMAND or harbor:DIRECTORY")
+        raise PluginError(f"env=harbor:{target} names no command: write harbor:DIRECTORY:COMMAND or harbor:DIRECTORY")
     check_agent_files(options.agent_files, directory)
     return ContainerCommand(command, options, settings)
