@@ -6,22 +6,21 @@ One JSON object per line::
      "turns": [{"model": "```py\nopen_box(7)\n```", "observation": "\nCode execution result: 48\n"},
                {"model": "```py\nfinal_answer(48-5)\n```", "observation": ""}]}
 
-The statement may also be in another usual field (such as `question`). ``setup`` and a turn's ``observation`` are
-optional (default ``""``). ``answer`` is optional if the task does not compare answers. Other columns are stored in
-`Problem.info`. If a demonstration has several turns and no observations, the cold start executes the turns to produce
-the observations.
+Statement, answer, id and other columns are read as in a file of problems (`agentrl.problems.rows`), but ``answer`` is
+optional. ``setup`` and a turn's ``observation`` are optional (default ``""``). If a demonstration has several turns and
+no observations, the cold start executes the turns to produce the observations.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.problems.rows import USUAL_FIELDS, EmptyProblemsError, ProblemFieldError, read_jsonl
+from agentrl.problems.rows import EmptyProblemsError, ProblemFieldError, problem_from_row, read_jsonl
 from agentrl_envs.types import Problem
 
-_FIELDS = frozenset({"id", "answer", "setup", "family", "turns"})
+_DEMONSTRATION_FIELDS = frozenset({"setup", "family", "turns"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -92,12 +91,6 @@ def read_demonstrations(path: str | Path) -> list[Demonstration]:
 
 
 def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
-    statement_field = next((name for name in USUAL_FIELDS["problem"] if row.get(name) is not None), "problem")
-    for field in (statement_field, "answer") if row.get("answer") is not None else (statement_field,):
-        if not isinstance(row.get(field), str) or not row[field].strip():
-            raise ProblemFieldError(
-                f"{location}: a demonstration needs a non-empty string {field!r}; got the fields {sorted(row)}"
-            )
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
         raise ProblemFieldError(f"{location}: a demonstration needs a non-empty list 'turns'")
@@ -109,17 +102,10 @@ def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
     for field in ("setup", "family"):
         if not isinstance(row.get(field, ""), str):
             raise ProblemFieldError(f"{location}: {field!r} must be text")
-    problem = Problem(
-        id=str(row.get("id", location)),
-        statement=row[statement_field],
-        answer=row.get("answer"),
-        source=source,
-        family=row.get("family", ""),
-        setup=row.get("setup", ""),
-        info={name: value for name, value in row.items() if name not in _FIELDS | {statement_field}},
-    )
+    columns = {"id": location, **{name: value for name, value in row.items() if name not in _DEMONSTRATION_FIELDS}}
+    problem = problem_from_row(columns, location, source=source, fields={}, answered=False)
     return Demonstration(
-        problem=problem,
+        problem=replace(problem, family=row.get("family", problem.family), setup=row.get("setup", "")),
         turns=tuple(DemonstrationTurn(model=turn["model"], observation=turn.get("observation", "")) for turn in turns),
         location=location,
     )

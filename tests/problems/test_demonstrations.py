@@ -46,8 +46,8 @@ GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answer": ""}, r"d\.jsonl:2: a demonstration needs a non-empty string 'answer'"),
-        ({"problem": 3}, r"d\.jsonl:2: a demonstration needs a non-empty string 'problem'"),
+        ({"answer": True}, r"d\.jsonl:2: the answer must be text or a number"),
+        ({"problem": 3}, r"d\.jsonl:2: the problem's statement must be text"),
         ({"turns": []}, r"d\.jsonl:2: .*non-empty list 'turns'"),
         ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a non-empty string 'model'"),
         ({"turns": [{"model": "a", "observation": 1}]}, r"d\.jsonl:2: turn 1: 'observation' must be text"),
