@@ -77,7 +77,7 @@ def build_environment(settings: EnvironmentSections, chat: ChatSetup | None = No
 
 def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
     factory = resolve_environment(settings.env)
-    return factory.template(factory.settings(settings.environment))
+    return factory.template_use(factory.settings(settings.environment))
 
 
 def uses_chat_template(settings: EnvironmentSections) -> bool:

@@ -59,7 +59,7 @@ class EnvironmentFactory(ABC, Generic[Section]):
     ) -> Environment:
         """Create the environment without opening it. ``chat`` is the model's chat format, or None for plain text."""
 
-    def template(self, settings: Section) -> TemplateUse | None:
+    def template_use(self, settings: Section) -> TemplateUse | None:
         """Return the use of the chat template, or None for plain-text conversations. Raises PluginError."""
         return None
 
@@ -84,7 +84,7 @@ class EnvironmentFactory(ABC, Generic[Section]):
         return {}
 
 
-class OptionsFactory(EnvironmentFactory[Section]):
+class PlainTextEnvironmentFactory(EnvironmentFactory[Section]):
     """Factory of a plain-text environment, created by ``make`` from settings of type ``model``."""
 
     def __init__(self, model: type[Section], make: Callable[[Section], Environment]) -> None:

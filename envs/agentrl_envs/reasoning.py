@@ -95,6 +95,6 @@ class ReasoningFactory(EnvironmentFactory[ReasoningSettings]):
     ) -> ReasoningEnvironment:
         return ReasoningEnvironment(settings, sandbox, grader, chat=chat)
 
-    def template(self, settings: ReasoningSettings) -> TemplateUse | None:
+    def template_use(self, settings: ReasoningSettings) -> TemplateUse | None:
         always = settings.chat == "always"
         return TemplateUse(settings=settings, setting="environment.chat=always") if always else None

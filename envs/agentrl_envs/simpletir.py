@@ -67,8 +67,8 @@ class SimpleTIREpisode(ToolEpisode):
     async def play_turn(self, action: str) -> Step:
         """Execute the turn's program or calls, and grade its answer if it has one.
 
-        A turn without a program, a call or an answer ends the episode as ``empty_turn`` of the protocol. The driver
-        replaces this value if a token limit cut the turn or the model ended the turn without an answer.
+        The protocol defines the end after a turn without a program, a call or an answer. The driver replaces this value
+        if a token limit cut the turn or the model ended the turn without an answer.
         """
         turn = self._protocol.parse(action)
         if turn.program is not None:
@@ -77,7 +77,7 @@ class SimpleTIREpisode(ToolEpisode):
             return self._step_after_calls(*await self.call_tools(turn.calls, action))
         if turn.answer is not None:
             return await self._grade(turn.answer, observation="", calls=())
-        return Step(observation="", reward=0.0, ended=self._protocol.empty_turn)
+        return Step(observation="", reward=0.0, ended=self._protocol.end_after_empty_turn)
 
     async def call_tool(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
         """Execute a call. The tool ``python`` runs in the sandbox."""
@@ -107,7 +107,7 @@ class SimpleTIREpisode(ToolEpisode):
                 if self._sandbox.is_stateless:
                     await self._sandbox.execute(problem.setup)
             problem = replace(problem, setup="")
-        return await self._sandbox.execute(self._protocol.runnable(problem, program))
+        return await self._sandbox.execute(self._protocol.source_to_run(problem, program))
 
     def _result_text(self, execution: Execution) -> str:
         """Return the result that the model reads, with a note if the interpreter session ended."""
@@ -225,7 +225,7 @@ class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
     ) -> SimpleTIREnvironment:
         return SimpleTIREnvironment(settings, sandbox, grader, chat=chat)
 
-    def template(self, settings: SimpleTIRSettings) -> TemplateUse | None:
+    def template_use(self, settings: SimpleTIRSettings) -> TemplateUse | None:
         if settings.protocol == "hermes":
             if settings.chat == "never":
                 return None

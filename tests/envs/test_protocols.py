@@ -268,10 +268,10 @@ def test_reasoning_settings_have_an_instruction_of_their_own() -> None:
 
 @pytest.mark.parametrize("protocol", NEW_PROTOCOLS, ids=lambda one: type(one).__name__)
 def test_programs_run_after_the_setup_and_answer_nothing(protocol: Any, execution: Ran) -> None:
-    assert protocol.runnable(TOY, "print(1)") == "import math\nprint(1)"
+    assert protocol.source_to_run(TOY, "print(1)") == "import math\nprint(1)"
     assert protocol.printed_answer("\\boxed{5}") is None
     assert protocol.result(execution("x", outcome=Outcome.TIMEOUT)).startswith("TimeoutError")
-    assert protocol.empty_turn is Ended.STOPPED
+    assert protocol.end_after_empty_turn is Ended.STOPPED
 
 
 TAGS = ("<code>", "</code>", "<answer>", "</answer>", "<tool_call>", "</tool_call>", "<think>", "</think>")

@@ -185,6 +185,6 @@ def test_long_output_keeps_head_and_tail(execution: Callable[..., Execution]) ->
 def test_setup_and_final_answer_stand_before_the_program() -> None:
     problem = Problem(id="p", statement="", answer="7", source="toy", setup="def reveal():\n    return 7")
     printed: list[str] = []
-    source = PROTOCOL.runnable(problem, "final_answer(reveal())\n")
+    source = PROTOCOL.source_to_run(problem, "final_answer(reveal())\n")
     exec(compile(source, "program", "exec"), {"print": printed.append})
     assert printed == [r"\boxed{7}"]

@@ -135,7 +135,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         )
         return ClassEnvironment(self, settings, sandbox or SandboxSettings(), grader or GraderSettings(), protocol)
 
-    def template(self, settings: ClassEnvironmentSettings) -> TemplateUse | None:
+    def template_use(self, settings: ClassEnvironmentSettings) -> TemplateUse | None:
         functions = [schema.as_openai_function() for schema in self.tools.schemas]
         if settings.chat == "never" or (settings.chat == "auto" and not functions):
             if settings.history == "template":

@@ -11,7 +11,7 @@ import gymnasium
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.episode import Environment
-from agentrl_envs.factory import EnvironmentFactory, OptionsFactory
+from agentrl_envs.factory import EnvironmentFactory, PlainTextEnvironmentFactory
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, TRL_PREFIX, PluginError, import_attribute
 from agentrl_envs.settings import GymnasiumSettings
 
@@ -34,9 +34,9 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     if not callable(loaded):
         raise PluginError(f"environment {name!r} is a {type(loaded).__name__}, but must be a class or a function")
     if not isinstance(loaded, type) or issubclass(loaded, Environment):
-        return OptionsFactory(GymnasiumSettings, cast(Callable[[GymnasiumSettings], Environment], loaded))
+        return PlainTextEnvironmentFactory(GymnasiumSettings, cast(Callable[[GymnasiumSettings], Environment], loaded))
     if issubclass(loaded, gymnasium.Env):
-        return OptionsFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, loaded))
+        return PlainTextEnvironmentFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, loaded))
     if hasattr(loaded, "reset"):
         return ClassEnvironmentFactory(name, loaded)
     raise PluginError(

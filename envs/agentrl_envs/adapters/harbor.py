@@ -125,8 +125,8 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
         terminals = self._classes(_class_settings(settings, containers), sandbox, grader, chat=chat)
         return HarborEnvironment(terminals, containers)
 
-    def template(self, settings: HarborSettings) -> TemplateUse | None:
-        return self._classes.template(_class_settings(settings, None))
+    def template_use(self, settings: HarborSettings) -> TemplateUse | None:
+        return self._classes.template_use(_class_settings(settings, None))
 
     def columns(self, problem: Problem) -> dict[str, object]:
         return {"task": task_of(problem).name}

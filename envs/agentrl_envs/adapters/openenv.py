@@ -31,7 +31,7 @@ from agentrl_envs.episode import (
     EpisodeUsageError,
     UnavailableError,
 )
-from agentrl_envs.factory import OptionsFactory
+from agentrl_envs.factory import PlainTextEnvironmentFactory
 from agentrl_envs.forks import repeat_actions
 from agentrl_envs.registry import PluginError, install_extra
 from agentrl_envs.settings import OpenEnvSettings
@@ -275,7 +275,7 @@ _COMMON_OBSERVATION_FIELDS = frozenset({"done", "reward", "metadata"})
 logger = logging.getLogger(__name__)
 
 
-def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
+def openenv_environment(url: str) -> PlainTextEnvironmentFactory[OpenEnvSettings]:
     """Return the factory of environments on the server at ``url``.
 
     Raises PluginError if the package websockets is missing.
@@ -283,7 +283,7 @@ def openenv_environment(url: str) -> OptionsFactory[OpenEnvSettings]:
     if importlib.util.find_spec("websockets") is None:
         raise PluginError(f"environment openenv:{url} needs the package websockets: {install_extra('openenv')}")
     OpenEnvServer(url, deadline=1.0)  # validates the address
-    return OptionsFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
+    return PlainTextEnvironmentFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,14 +12,14 @@ import functools
 import gymnasium
 
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
-from agentrl_envs.factory import OptionsFactory
+from agentrl_envs.factory import PlainTextEnvironmentFactory
 from agentrl_envs.registry import PluginError, did_you_mean, install_extra
 from agentrl_envs.settings import GymnasiumSettings
 
 _PLAYER = 0
 
 
-def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
+def textarena_environment(game: str) -> PlainTextEnvironmentFactory[GymnasiumSettings]:
     """Return the factory of environments of ``game``.
 
     Raises PluginError if the package is missing or the game is unknown.
@@ -31,7 +31,7 @@ def textarena_environment(game: str) -> OptionsFactory[GymnasiumSettings]:
     if f"{game}-raw" not in ENV_REGISTRY:
         games = sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
         raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} ({len(games)} exist)")
-    return OptionsFactory(
+    return PlainTextEnvironmentFactory(
         GymnasiumSettings, functools.partial(GymnasiumEnvironment, functools.partial(TextArenaGame, game))
     )
 

@@ -73,12 +73,15 @@ class TimeOfDay:
 
 @dataclass(frozen=True, slots=True)
 class Quantity:
-    """An expression and its unit. ``measured`` is the alternative parse with the last letter as a unit (``5m``)."""
+    """An expression and its unit.
+
+    ``with_unit_letter`` is the alternative parse, in which the last letter is a unit (``5m``).
+    """
 
     text: str
     tree: Expression
     unit: Unit | None = None
-    measured: Quantity | None = None
+    with_unit_letter: Quantity | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -419,7 +422,7 @@ def _parse_single(text: str) -> Answer:
     except ExpressionSyntaxError:
         return _parse_quantity(text) or _parse_words(text)
     letter = split_unit_letter(text)
-    return Quantity(text, tree, measured=None if letter is None else _quantity_with_unit(text, *letter))
+    return Quantity(text, tree, with_unit_letter=None if letter is None else _quantity_with_unit(text, *letter))
 
 
 def _parse_numeral(text: str) -> Numeral | None:

@@ -233,13 +233,12 @@ def _same_quantity(reference: Quantity, answer: Quantity) -> bool:
     factor = conversion_factor(answer.unit, reference.unit)
     if factor is not None:
         converted = reference.tree if factor == 1 else FunctionCall("*", (reference.tree, Number(factor)))
-        if expressions_equal(converted, answer.tree) is True or _same_angle(reference, answer):
+        if expressions_equal(converted, answer.tree) is True:
             return True
-    elif _same_angle(reference, answer):
+    if _same_angle(reference, answer):
         return True
-    return (
-        answer.measured is not None and not symbol_names(reference.tree) and _same_quantity(reference, answer.measured)
-    )
+    measured = answer.with_unit_letter
+    return measured is not None and not symbol_names(reference.tree) and _same_quantity(reference, measured)
 
 
 def _same_angle(reference: Quantity, answer: Quantity) -> bool:

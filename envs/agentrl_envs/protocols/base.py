@@ -91,7 +91,7 @@ class TextProtocol(ABC):
         """Format the results of a turn's program or calls as plain text that follows the turn ``text``."""
 
     @property
-    def empty_turn(self) -> Ended:
+    def end_after_empty_turn(self) -> Ended:
         """The end of an episode after a turn with neither a call nor an answer: by default normal, with reward 0."""
         return Ended.STOPPED
 
@@ -107,7 +107,7 @@ class TextProtocol(ABC):
         """Return the text before the model's first turn."""
         return self.plain_prompt(problem) if self.chat is None else self.chat.prompt(problem, self.message)
 
-    def runnable(self, problem: Problem, program: str) -> str:
+    def source_to_run(self, problem: Problem, program: str) -> str:
         """Return the source code that the sandbox runs: by default the problem's setup and the program."""
         return prepend_setup(problem.setup, program)
 

@@ -43,7 +43,7 @@ class SimpleTIRProtocol(TextProtocol):
         return ("\n```", "\n ```", "\n  ```", "\n   ```")
 
     @property
-    def empty_turn(self) -> Ended:
+    def end_after_empty_turn(self) -> Ended:
         """A void turn, whose rollout is dropped."""
         return Ended.VOID_TURN
 
@@ -60,7 +60,7 @@ class SimpleTIRProtocol(TextProtocol):
         program = block.program if block.program is not None and block.program.strip() else None
         return ParsedTurn(program=program, answer=last_boxed(text[: block.start]))
 
-    def runnable(self, problem: Problem, program: str) -> str:
+    def source_to_run(self, problem: Problem, program: str) -> str:
         """Return `final_answer`, the problem's setup and the program as one module.
 
         A ``from __future__`` import in the program is therefore a syntax error, which the model reads like any other.

@@ -56,15 +56,16 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolEntry:
-    """One tool: a ``function``, a method of the episode's instance of ``tool_class``, or a tool of a ``shared`` server.
+    """One tool: a function, a method of the episode's instance of a class, or a tool of a server.
 
-    ``injected`` contains the names among ``problem`` and ``sandbox`` that are parameters of the tool.
+    ``shared_session`` is the connection to a server that all episodes share. ``injected`` contains the names among
+    ``problem`` and ``sandbox`` that are parameters of the tool.
     """
 
     schema: ToolSchema
     function: Callable[..., object] | None = None
     tool_class: type | None = None
-    shared: McpSession | None = None
+    shared_session: McpSession | None = None
     injected: tuple[str, ...] = ()
 
 
@@ -97,7 +98,7 @@ class ToolSet:
 
     async def close(self) -> None:
         """Close shared connections. May be called more than once."""
-        for session in {id(entry.shared): entry.shared for entry in self.entries}.values():
+        for session in {id(entry.shared_session): entry.shared_session for entry in self.entries}.values():
             if session is not None:
                 await session.close()
 
@@ -168,7 +169,7 @@ def _server_entries(name: str, sessions: str) -> list[ToolEntry]:
     made = make_session_class(target)
     shared = made() if sessions == "shared" else None
     return [
-        ToolEntry(schema=schema, tool_class=None if shared else made, shared=shared)
+        ToolEntry(schema=schema, tool_class=None if shared else made, shared_session=shared)
         for schema in list_server_tools(target)
     ]
 
@@ -352,9 +353,10 @@ class EpisodeTools:
         """Return the tool's function and its runner. Raises UnavailableError if a server is unreachable."""
         if entry.function is not None:
             return entry.function, self._tools.threads
-        instance, threads = (
-            (entry.shared, self._tools.threads) if entry.tool_class is None else self._instances[entry.tool_class]
-        )
+        instance: object = entry.shared_session
+        threads: BlockingRunner = self._tools.threads
+        if entry.tool_class is not None:
+            instance, threads = self._instances[entry.tool_class]
         if isinstance(instance, McpSession):
             await instance.connect()  # the time limit does not include the start of a server
             return functools.partial(instance.call, entry.schema.name), threads
