@@ -88,23 +88,25 @@ def plan(
     ] = None,
     config: Config = None,
     gpus: Annotated[
-        int | None, _option("N", "GPUs for training and servers; default: all GPUs of this machine")
+        int | None, _option("N", "GPUs for training and servers; default: all GPUs of this machine", low=1)
     ] = None,
-    memory: Annotated[float | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU")] = None,
-    context: Annotated[int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: as set")] = None,
-    lora: Annotated[bool, typer.Option("--lora", help="plan to train adapters instead of all weights")] = False,
+    memory: Annotated[
+        int | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU", low=1)
+    ] = None,
+    context: Annotated[
+        int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: as set", low=64)
+    ] = None,
     write: Annotated[Path | None, _option("FILE", "write the overlay to FILE, for agentrl train --config FILE")] = None,
 ) -> None:
-    """Estimate the GPU memory of a model, and print the cheapest settings that fit as a YAML overlay."""
+    """Estimate the GPU memory of training a model. If it fits, print settings for these GPUs as a YAML overlay."""
     settings = _load_settings("plan", overrides, config=config, options={"model.path": model})
     from agentrl.planning.plan import plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
 
     critic = "values" in estimator_requirements(ObjectiveSettings.from_settings(settings)).inputs
-    lines = plan_command(
-        settings, critic=critic, gpus=gpus, memory=memory, context=context, lora=lora, base=config, write=write
-    )
-    for line in lines:
+    for line in plan_command(
+        settings, critic=critic, gpus=gpus, memory=memory, context=context, base=config, write=write
+    ):
         typer.echo(line)
 
 

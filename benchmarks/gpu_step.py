@@ -19,15 +19,8 @@ from agentrl.models.attention import choose_packed_attention
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import FrozenHead, PolicyModel
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.memory import (
-    CONTEXT,
-    ModelShape,
-    TrainingSetup,
-    rank_memory,
-    read_shape,
-    shape_from_config,
-    usable_bytes,
-)
+from agentrl.models.shape import ModelShape, read_shape, shape_from_config
+from agentrl.planning.memory import CONTEXT, TrainingSetup, rank_memory, usable_bytes
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.memory import MicroBatchMemoryError, micro_batch_memory_errors
 from agentrl.training.settings import OptimizerSettings, TrainingSettings

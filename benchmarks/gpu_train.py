@@ -116,9 +116,8 @@ def write_random_model(folder: Path, device: torch.device) -> None:
     """Write random weights and a tokenizer whose vocabulary fills the head; no text encodes to the filling tokens."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from agentrl.models.loading import EOS, train_tokenizer
+    from agentrl.models.loading import EOS, load_config, train_tokenizer
     from agentrl.models.settings import ModelSettings
-    from agentrl.planning.memory import load_config
 
     real = device.type == "cuda"
     config = load_config(ModelSettings(path="Qwen/Qwen2.5-0.5B"))

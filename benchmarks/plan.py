@@ -31,7 +31,8 @@ from agentrl.models.loading import enable_gradient_checkpointing, offload_checkp
 from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
-from agentrl.planning.memory import ModelShape, Offload, TrainingSetup, rank_memory, shape_from_config
+from agentrl.models.shape import ModelShape, shape_from_config
+from agentrl.planning.memory import Offload, TrainingSetup, rank_memory
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import OptimizerSettings, TrainingSettings

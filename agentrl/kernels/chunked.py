@@ -2,7 +2,7 @@
 
 A block contains complete rows of the vocabulary, so its softmax needs no running maximum. After the matrix product,
 elementwise operations run over pieces of the block that fit into the processor's cache. The backward pass computes the
-logits again, unless there are few of them (`_KEEP_ELEMENTS`). Extra memory: one block (`_BLOCK_ELEMENTS`), three pieces
+logits again, unless there are few of them (`KEEP_ELEMENTS`). Extra memory: one block (`BLOCK_ELEMENTS`), three pieces
 and, in the backward pass, a bfloat16 copy of the block on GPUs and the gradients.
 """
 
@@ -22,10 +22,10 @@ from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
 # Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, which suffice to
 # use the tensor cores fully.
-_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
+BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 # Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
-_PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-_KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, which is cheaper than a second product
+PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
+KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, which is cheaper than a second product
 
 
 def chunked_statistics(
@@ -67,7 +67,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         dtype = statistics_dtype(hidden, weight)
         columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
         kept = None
-        small = hidden.shape[0] * weight.shape[0] <= _KEEP_ELEMENTS
+        small = hidden.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
         keep = any(ctx.needs_input_grad) and small and cap is None  # a cap's slope needs the logits themselves
         for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, support, dtype, whole=keep):
             for piece, at in [(slice(None), rows)] if keep else _pieces(z, rows):
@@ -133,7 +133,7 @@ def _logit_blocks(
 ) -> Iterator[tuple[slice, Tensor]]:
     """Yield (rows, tempered logits [R, V]) of each block, or of all rows at once. The next block reuses the memory."""
     total, vocabulary = hidden.shape[0], weight.shape[0]
-    size = max(1, total if whole else min(total, _BLOCK_ELEMENTS[hidden.device.type] // vocabulary))
+    size = max(1, total if whole else min(total, BLOCK_ELEMENTS[hidden.device.type] // vocabulary))
     buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
@@ -143,7 +143,7 @@ def _logit_blocks(
 
 def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
     """Yield slices of a few rows, relative to the block z [R, V] and to all rows."""
-    step = max(1, _PIECE_ELEMENTS[z.device.type] // z.shape[1])
+    step = max(1, PIECE_ELEMENTS[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], step):
         stop = min(start + step, z.shape[0])
         yield slice(start, stop), slice(rows.start + start, rows.start + stop)

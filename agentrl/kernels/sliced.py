@@ -126,8 +126,8 @@ def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = 
     return torch.stack(statistics), torch.stack([best, log_total], dim=-1)
 
 
-_SLICE = 2048  # tokens of the vocabulary in a tile
-_TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of float32; 8 MB, within a CPU's cache
+SLICE = 2048  # tokens of the vocabulary in a tile
+TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of float32; 8 MB, within a CPU's cache
 
 
 class TileEpilogue(Protocol):
@@ -244,8 +244,8 @@ class _Tiles:
     ) -> None:
         self._hidden, self._weight, self._cap = hidden, weight, cap
         self._bias = None if bias is None else bias.to(dtype).contiguous()
-        self._width = min(_SLICE, weight.shape[0])
-        elements = _TILE_ELEMENTS["cuda" if hidden.is_cuda else "cpu"]
+        self._width = min(SLICE, weight.shape[0])
+        elements = TILE_ELEMENTS["cuda" if hidden.is_cuda else "cpu"]
         self._height = max(1, min(hidden.shape[0], elements // self._width))
         size = self._height * self._width
         self._buffer = hidden.new_empty(size, dtype=dtype)
@@ -308,7 +308,7 @@ class _Gradients:
         self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and wanted[2] else None
         self._slice = None
         if wanted[1] and weight.dtype != dtype:
-            self._slice = hidden.new_empty((min(_SLICE, weight.shape[0]), weight.shape[1]), dtype=dtype)
+            self._slice = hidden.new_empty((min(SLICE, weight.shape[0]), weight.shape[1]), dtype=dtype)
 
     def add(self, rows: slice, columns: slice, dz: Tensor) -> None:
         """Add dz [R, W], the scaled gradient with respect to a tile's logits. Add a slice's blocks in order."""

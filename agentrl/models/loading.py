@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable
 from functools import partial
+from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,9 +14,11 @@ import torch
 from torch import nn
 from torch.autograd.graph import save_on_cpu
 
+from agentrl.errors import SettingsError
 from agentrl.models.attention import ATTENTION, register_attention
 from agentrl.models.routes import recompute_contexts
 from agentrl.models.settings import ModelSettings, TinyModelSettings
+from agentrl_envs.registry import did_you_mean
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase, Qwen2Config
@@ -205,6 +209,31 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
         return AutoConfig.from_pretrained(settings.path)
     except OSError:
         return None
+
+
+def load_config(settings: ModelSettings) -> PreTrainedConfig:
+    """Return the configuration of ``settings.path``, or of the tiny policy. Weights are not read.
+
+    Shipped configurations serve memory estimates without a network. They lack token ids and rotary settings. Raises
+    SettingsError if the configuration cannot be read on this machine.
+    """
+    from transformers import AutoConfig
+
+    shipped = json.loads(resources.files("agentrl.models").joinpath("shapes.json").read_text(encoding="utf-8"))
+    path, reason = settings.path, ""
+    if path in shipped:
+        return AutoConfig.for_model(**shipped[path])
+    try:
+        config = read_config(settings)
+    except (ValueError, TypeError, KeyError) as error:  # not a configuration that transformers supports
+        config, reason = None, f" ({str(error).partition('. ')[0][:200]})"
+    if config is None:
+        raise SettingsError(
+            f"model.path={path!r}: the configuration cannot be read{reason}{did_you_mean(str(path), shipped)}; valid: "
+            "a model directory, a config.json in Hugging Face format with a model_type, or one of these names: "
+            f"{', '.join(sorted(shipped))}"
+        )
+    return config
 
 
 def has_full_attention(config: PreTrainedConfig) -> bool:

@@ -12,25 +12,12 @@ Not estimated: layers without a gated MLP (GPT-2 keeps about 50 % more), and the
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cache
-from importlib import resources
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Literal
 
-import torch
-
-from agentrl.errors import SettingsError
-from agentrl.models.attention import reason_not_packable
-from agentrl.models.loading import read_config
-from agentrl.models.lora import target_layers
-from agentrl.models.settings import LoRASettings, ModelSettings
-from agentrl_envs.registry import did_you_mean
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
-
+from agentrl.kernels import chunked, sliced
+from agentrl.models.shape import ModelShape
 
 GB = 10**9
 """``--memory`` and the messages of a plan use GB, like the names of GPUs."""
@@ -44,38 +31,9 @@ REDUCE_BUCKET = 500_000_000
 """Maximum number of gradient elements that DeepSpeed collects before it reduces them."""
 
 _LIVE = 1_000_000_000  # maximum number of gathered elements in ZeRO-3 (stage3_max_live_parameters)
-_STATISTICS = 12  # float32 numbers per token for its statistics and its loss
-# The blocks of the head, as in agentrl.kernels.
-_KEPT = 1 << 23  # chunked: logits that are kept for backward, in elements
-_BLOCK = {"cpu": 1 << 23, "cuda": 1 << 26}  # chunked: elements of a block of rows
-_PIECE = {"cpu": 1 << 21, "cuda": 1 << 24}  # chunked: elements that one elementwise operation touches
-_TILE = 1 << 24  # triton: elements of a tile
-_SLICE = 2048  # triton: rows of the weight in a tile's slice
 
 Offload = Literal["none", "optimizer", "all"]
-Bytes = dict[str, int]
-"""Bytes of named parts."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ModelShape:
-    """Dimensions of a model that determine its memory use. No weights are read."""
-
-    name: str
-    config: PreTrainedConfig
-    parameters: int
-    largest_parameter: int  # elements of the largest tensor
-    adapted: int  # sum of inputs plus outputs over the linear layers that adapters change
-    vocabulary: int
-    hidden: int
-    layers: int
-    heads: int
-    kv_heads: int
-    head_dim: int
-    mlp: int  # hidden units of the MLP for one token, summed over its experts
-    experts: int  # experts of a token; 0 without routing
-    norms: int  # per layer, over the hidden units
-    head_norms: bool  # whether queries and keys are normalized
+Bytes = dict[str, int]  # of named parts
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,21 +84,19 @@ class RankMemory:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
+    def peak(self) -> Bytes:
+        """The parts of memory in the busiest phase."""
+        return self.static | self.phases[self.busiest_phase]
+
+    @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return sum(self.static.values()) + sum(self.phases[self.busiest_phase].values())
+        return sum(self.peak.values())
 
     def lines(self) -> Iterator[str]:
-        yield from memory_lines(self.static | self.phases[self.busiest_phase], f"total, at the {self.busiest_phase}")
-        if self.host:
-            yield from memory_lines({"in host memory": self.host})
-
-
-def memory_lines(parts: Bytes, total: str = "") -> Iterator[str]:
-    """Yield a line for each part that is not 0, and a line for the sum if ``total`` names it."""
-    for name, size in (parts | ({total: sum(parts.values())} if total else {})).items():
-        if size:
-            yield f"  {name:<26} {size / 2**20:12,.1f} MiB"
+        """Yield a line for each part that is not 0."""
+        sizes = self.peak | {f"total, at the {self.busiest_phase}": self.total, "in host memory": self.host}
+        yield from (f"  {name:<26} {size / 2**20:12,.1f} MiB" for name, size in sizes.items() if size)
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, context: int = 0) -> RankMemory:
@@ -248,8 +204,8 @@ def activation_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int
 def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """Return the head's peak memory in bytes, in addition to the hidden states of the micro-batch.
 
-    The head needs a copy of the tokens' states and their statistics. Backward adds gradients of the states [N, D] and
-    of a trained weight [V, D]. The backends add:
+    The head needs a copy of the tokens' states, and 12 float32 numbers per token for statistics and loss. Backward adds
+    gradients of the states [N, D] and of a trained weight [V, D]. The backends add:
 
     - ``reference``: all logits and the tensors that autograd saves, ``5 x 4 N V``;
     - ``chunked``: a block of logits and three pieces of it. Up to ``2^23`` logits are kept whole. The gradient of a
@@ -259,16 +215,16 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """
     tokens, size, logits = setup.local_tokens, setup.size, setup.local_tokens * shape.vocabulary
     trained = 0 if setup.lora_rank else shape.vocabulary
-    common = tokens * (shape.hidden * size + _STATISTICS * 4) + (tokens + trained) * shape.hidden * size
+    common = tokens * (shape.hidden * size + 48) + (tokens + trained) * shape.hidden * size
     if setup.head_backend == "reference":
         return common + 20 * logits
     if setup.head_backend == "triton":
-        tile = min(_TILE, tokens * _SLICE)
-        return common + 4 * tile + (2 * tile + 4 * (tokens + _SLICE) * shape.hidden) * setup.bfloat16
+        tile = min(sliced.TILE_ELEMENTS[setup.device], tokens * sliced.SLICE)
+        return common + 4 * tile + (2 * tile + 4 * (tokens + sliced.SLICE) * shape.hidden) * setup.bfloat16
     block, held = logits, 3 * logits
-    if logits > _KEPT:
-        block = max(1, min(tokens, _BLOCK[setup.device] // shape.vocabulary)) * shape.vocabulary
-        held = block + 3 * min(_PIECE[setup.device], block)
+    if logits > chunked.KEEP_ELEMENTS:
+        block = max(1, min(tokens, chunked.BLOCK_ELEMENTS[setup.device] // shape.vocabulary)) * shape.vocabulary
+        held = block + 3 * min(chunked.PIECE_ELEMENTS[setup.device], block)
     summed = 4 * shape.vocabulary * shape.hidden + (2 * block if setup.device == "cuda" else 0)
     return common + 4 * held + summed * bool(setup.bfloat16 and trained)
 
@@ -278,103 +234,16 @@ def kv_bytes(shape: ModelShape, size: int) -> int:
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * size
 
 
-def server_memory(shape: ModelShape, *, memory: int, share: float, tensor_parallel: int) -> tuple[Bytes, int]:
-    """Estimate one GPU of a vLLM server in bfloat16, which may use the fraction ``share`` of ``memory`` bytes.
+def server_tokens(shape: ModelShape, *, memory: int, share: float, gpus: int) -> int:
+    """Estimate the tokens that a vLLM server in bfloat16 holds on ``gpus`` GPUs of ``memory`` bytes.
 
-    Returns the bytes of its parts, and the tokens that the server holds. KV heads are replicated if there are fewer KV
-    heads than ``tensor_parallel`` GPUs.
+    The server may use the fraction ``share`` of the memory. KV heads are replicated if there are fewer than GPUs.
     """
-    weights = -(-shape.parameters * 2 // tensor_parallel)
+    weights = -(-shape.parameters * 2 // gpus)
     left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)
-    tokens = left * min(tensor_parallel, shape.kv_heads) // kv_bytes(shape, 2)
-    return {"weights": weights, "overhead (assumed)": SERVER_OVERHEAD, "KV cache": left}, tokens
+    return left * min(gpus, shape.kv_heads) // kv_bytes(shape, 2)
 
 
 def usable_bytes(memory: int) -> int:
     """Return how many of a GPU's ``memory`` bytes a plan may use."""
     return int(memory * (1 - SLACK))
-
-
-def read_shape(model: ModelSettings) -> ModelShape:
-    """Return the shape of ``model.path``, or of the embedded tiny policy. Raises the errors of ``config_of``.
-
-    Also raises SettingsError if ``model.rows`` is packed and the model does not support packed rows.
-    """
-    config = load_config(model)
-    obstacle = reason_not_packable(config) if model.rows == "packed" else None
-    if obstacle is not None:
-        raise SettingsError(obstacle)
-    return shape_from_config(model.path or "the embedded tiny policy", config, model.lora)
-
-
-def shape_from_config(name: str, config: PreTrainedConfig, lora: LoRASettings | None = None) -> ModelShape:
-    """Build a model on the meta device and measure its shape. ``lora`` selects the adapted layers.
-
-    Raises SettingsError if the model cannot be trained or has no such layers.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    sizes = [item.numel() for item in model.parameters()]
-    head = model.get_output_embeddings()
-    vectors = [item.numel() for name, item in model.named_parameters() if item.ndim == 1 and name.endswith("weight")]
-    adapted = [model.get_submodule(name) for name in target_layers(model, lora or LoRASettings())]
-    text = config.get_text_config()
-
-    def dimension(field: str, default: int) -> int:  # missing in the configurations of some architectures
-        return getattr(text, field, None) or default
-
-    heads, experts = dimension("num_attention_heads", 1), dimension("num_experts_per_tok", 0)
-    head_dim = dimension("head_dim", text.hidden_size // heads)
-    dense = dimension("intermediate_size", 4 * text.hidden_size)
-    return ModelShape(
-        name=name,
-        config=config,
-        parameters=sum(sizes),
-        largest_parameter=max(sizes),
-        adapted=sum(item.in_features + item.out_features for item in adapted),
-        vocabulary=head.weight.shape[0],
-        hidden=head.weight.shape[1],
-        layers=text.num_hidden_layers,
-        heads=heads,
-        kv_heads=dimension("num_key_value_heads", heads),
-        head_dim=head_dim,
-        mlp=experts * dimension("moe_intermediate_size", dense) if experts else dense,
-        experts=experts,
-        norms=(vectors.count(text.hidden_size) - 1) // text.num_hidden_layers,  # one norm follows the last layer
-        head_norms=head_dim in vectors,
-    )
-
-
-def load_config(model: ModelSettings) -> PreTrainedConfig:
-    """Return the configuration of ``model.path``, or of the embedded tiny policy.
-
-    The shipped configurations serve plans without a network: they lack token ids and rotary settings. Raises
-    SettingsError if the configuration cannot be read on this machine.
-    """
-    from transformers import AutoConfig
-
-    path, shipped = model.path, shipped_shapes()
-    if path in shipped:
-        return AutoConfig.for_model(**shipped[path])
-    why, found = "", None
-    try:
-        found = read_config(model)
-    except (ValueError, TypeError, KeyError) as error:  # not a configuration that transformers supports
-        why = f" ({str(error).partition('. ')[0][:200]})"
-    if found is None:
-        raise SettingsError(
-            f"model.path={path!r}: the configuration cannot be read{why}{did_you_mean(str(path), shipped)}; valid: a "
-            "model directory, a config.json in Hugging Face format with a model_type, or one of these names: "
-            f"{', '.join(sorted(shipped))}"
-        )
-    return found
-
-
-@cache
-def shipped_shapes() -> dict[str, dict[str, Any]]:
-    """Return shipped configurations by Hugging Face id."""
-    text = resources.files("agentrl.planning").joinpath("shapes.json").read_text(encoding="utf-8")
-    found: dict[str, dict[str, Any]] = json.loads(text)
-    return found

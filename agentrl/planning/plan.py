@@ -1,126 +1,78 @@
-"""``agentrl plan``: the cheapest settings that train a model on given GPUs. Also the dry run's memory estimate.
+"""``agentrl plan`` and the dry run's estimate: whether a run fits on its GPUs and, if not, which settings save memory.
 
-The candidates are few and their memory has a closed form, so all are tried, cheapest first.
+Both check the settings as they are and try no others.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import itertools
-import json
 import math
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from operator import itemgetter
 from pathlib import Path
+from typing import Any
 
 import torch
 import yaml
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
-from agentrl.models.attention import reason_rows_not_shareable, reason_too_long_to_pack
-from agentrl.planning.memory import (
-    CONTEXT,
-    GB,
-    ModelShape,
-    RankMemory,
-    TrainingSetup,
-    memory_lines,
-    rank_memory,
-    read_shape,
-    server_memory,
-    usable_bytes,
-)
-from agentrl.rollout.engines.base import engine_facts
+from agentrl.models.attention import reason_too_long_to_pack
+from agentrl.models.shape import ModelShape, read_shape
+from agentrl.planning.memory import CONTEXT, GB, RankMemory, TrainingSetup, rank_memory, server_tokens, usable_bytes
+from agentrl.rollout.engines.base import EngineFacts, engine_facts
 from agentrl.rollout.settings import longest_request
-from agentrl_envs.registry import install_extra
 
-_LORA_RANK = 32  # rank of proposed adapters; published reinforcement learning uses 1 to 32
-_TOKEN_STEP = 1024  # planned micro-batches are multiples of this number of tokens
-_MOST_STEPS = 64  # limit of a planned micro-batch, which already saturates a GPU
 _LARGEST_SHARE = 0.85
-_SHORTEST = 64
-_SIZES = (80, 48)  # GB of the GPUs that a dry run assumes on a machine without a GPU
+_ASSUMED_SIZES = (80, 48)  # GB of the GPUs that a dry run assumes on a machine without a GPU
+_OVERLAY: dict[str, Any] = {  # the settings that a plan writes
+    "model": {"path", "dtype", "gradient_checkpointing", "checkpoint_offload", "lora"},
+    "rollout": dict.fromkeys(("max_prompt_tokens", "max_response_tokens", "max_turn_tokens", "engine"), True)
+    | {"vllm": {"placement", "replicas", "tensor_parallel_size", "gpu_memory_utilization"}},
+    "training": {"num_processes", "zero_stage", "micro_batch_tokens", "offload", "sequence_parallel"},
+}
 
-# The choices of a plan, with factors on the time of a step. Recomputing the forward adds one third. Checkpoints in host
-# memory cross the bus twice: for 7B, 0.4 MB per token, 16 us at 25 GB/s, compared with 150 us of computation. Stage 3
-# sends 50 % more (arXiv 1910.02054, section 7). Offloaded states cross the bus in each step, offloaded weights in each
-# micro-batch (arXiv 2104.07857). Two sequence-parallel ranks send up to 4 D numbers of two bytes per token and layer,
-# half of them to the other rank, in forward and backward: for 7B, 40 us per token at 20 GB/s (no NVLink), compared with
-# 110 us of computation at 400 TFLOP/s. Dedicated servers halve the GPUs that train, and are idle during training.
-_STAGES = {2: 1.0, 3: 1.15}
-_CHECKPOINTS = {(False, False): 1.0, (True, False): 4 / 3, (True, True): 4 / 3 * 1.1}
-_OFFLOADS = {"none": 1.0, "optimizer": 1.3, "all": 3.0}
-_SHARED = {1: 1.0, 2: 1.37, 4: 1.39, 8: 1.43}
-_COLOCATED = {True: 1.0, False: 2.0}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Target:
-    """The GPUs, the settings that a plan must not change, and the adapters that it may use."""
-
-    gpus: int
-    memory: int  # bytes per GPU
-    context: int  # tokens of the longest trajectory, prompt and response
-    longest_request: int  # tokens that a server must hold, evaluations included
-    bfloat16: bool = True
-    reference: bool = False
-    teacher: int = 0  # parameters
-    critic: bool = False
-    tensor_parallel: int | None = None  # None: the smallest size that fits
-    lora_ranks: tuple[int, ...] = (0,)  # 0: all weights are trained
-
-    @classmethod
-    def of(cls, settings: Settings, *, gpus: int, memory: int, critic: bool, only_adapt: bool = False) -> Target:
-        rollout, lora = settings.rollout, settings.model.lora.rank
-        parallel = engine_facts(rollout).gpus_per_server
-        adapters = (lora or _LORA_RANK,)
-        return cls(
-            gpus=gpus,
-            memory=memory,
-            context=rollout.max_prompt_tokens + rollout.max_response_tokens,
-            longest_request=longest_request(rollout, settings.evaluation.max_response_tokens),
-            bfloat16=settings.model.dtype == "bfloat16",
-            reference=settings.kl.coefficient > 0,
-            teacher=_teacher_parameters(settings),
-            critic=critic,
-            tensor_parallel=parallel if parallel > 1 else None,
-            lora_ranks=adapters if only_adapt or lora else (0, *adapters) if _has_peft() else (0,),
-        )
-
-    @property
-    def machine(self) -> str:
-        return f"{self.gpus} {'GPU' if self.gpus == 1 else 'GPUs'} of {self.memory / GB:g} GB"
+_WEIGHTS = "training.zero_stage=3, then training.offload=all"
+_TOKENS = "training.sequence_parallel, shorter trajectories with a lower training.micro_batch_tokens"
+_LOWERED_BY = {  # parts of RankMemory, and settings that lower them
+    "weights": _WEIGHTS,
+    "reference": f"{_WEIGHTS}, model.lora.rank",
+    "teacher": f"{_WEIGHTS}, teacher.url",
+    "critic": "an algorithm.estimator without a critic",
+    "activations": f"model.gradient_checkpointing, then model.checkpoint_offload, {_TOKENS}",
+    **dict.fromkeys(("backward", "head"), _TOKENS),
+    **dict.fromkeys(("master copy", "optimizer"), "training.offload=optimizer, model.lora.rank, more GPUs"),
+    **dict.fromkeys(("gradients", "gradient bucket", "reduction", "step"), "model.lora.rank, more GPUs"),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Settings of ranks and servers on GPUs of ``memory`` bytes, with the estimates of their memory."""
+    """Ranks and servers of a run on GPUs of ``memory`` bytes, with estimates of their memory."""
 
     shape: ModelShape
     setup: TrainingSetup
-    colocated: bool  # servers run on the GPUs of the ranks
-    replicas: int
-    tensor_parallel: int
+    engine: EngineFacts
     memory: int
-    share: float | None = None  # of a server's GPU; None: the largest that fits
+    longest_request: int  # tokens that a server must hold, evaluations included
+    kv_tokens: int  # in the cache of the built-in engine
+
+    @property
+    def machine(self) -> str:
+        servers = 0 if self.engine.shares_gpus else self.engine.servers
+        gpus = self.setup.ranks + servers * self.engine.gpus_per_server
+        return f"{gpus} {'GPU' if gpus == 1 else 'GPUs'} of {self.memory / GB:g} GB"
 
     @property
     def rank(self) -> RankMemory:
         # A sleeping server keeps its CUDA context on the GPU of a rank.
-        return rank_memory(self.shape, self.setup, context=(1 + self.colocated) * CONTEXT)
-
-    @property
-    def server(self) -> tuple[dict[str, int], int]:
-        """The parts of a server's memory, and the tokens that the server holds."""
-        share = self.largest_share if self.share is None else self.share
-        return server_memory(self.shape, memory=self.memory, share=share, tensor_parallel=self.tensor_parallel)
+        contexts = 0 if self.setup.device == "cpu" else 2 if self.engine.shares_gpus else 1
+        return rank_memory(self.shape, self.setup, kv_tokens=self.kv_tokens, context=contexts * CONTEXT)
 
     @property
     def largest_share(self) -> float:
-        """A server's fraction of the GPU, in steps of 0.05, beside the loaded weights of a colocated rank."""
-        if not self.colocated:
+        """The largest fraction of a GPU for a server, in steps of 0.05. A colocated rank keeps its weights loaded."""
+        if not self.engine.shares_gpus:
             return _LARGEST_SHARE
         static = self.rank.static
         kept = static["weights"] * (2 if static["critic"] else 1) + static["gathered weights"]
@@ -129,117 +81,56 @@ class Plan:
         return max(0.0, math.floor(20 * share + 1e-9) / 20)
 
     @property
+    def share(self) -> float:
+        """Fraction of a GPU's memory for a server: the engine's setting, or else the largest fraction."""
+        return self.largest_share if self.engine.gpu_share is None else self.engine.gpu_share
+
+    @property
+    def server_tokens(self) -> int:
+        return server_tokens(self.shape, memory=self.memory, share=self.share, gpus=self.engine.gpus_per_server)
+
+    @property
     def largest_micro_batch(self) -> int:
-        """Tokens of the largest micro-batch that fits, a multiple of 1,024 up to 65,536, or 0."""
-        sizes = range(_MOST_STEPS * _TOKEN_STEP, 0, -_TOKEN_STEP)
-        plans = (replace(self, setup=replace(self.setup, tokens=tokens)) for tokens in sizes)
-        return next((plan.setup.tokens for plan in plans if plan.rank.total <= usable_bytes(self.memory)), 0)
+        """Tokens of the largest micro-batch that fits: a multiple of 1,024 up to 65,536, which saturate a GPU, or 0."""
+        for tokens in range(65_536, 0, -1024):
+            if replace(self, setup=replace(self.setup, tokens=tokens)).rank.total <= usable_bytes(self.memory):
+                return tokens
+        return 0
 
-    def reason_infeasible(self, longest_request: int) -> str | None:
-        """Return what does not fit, or None."""
-        if self.rank.total > usable_bytes(self.memory):
-            return "the rank's peak"
-        if self.colocated and self.share is not None and self.share > self.largest_share:
-            return "the server beside the rank's weights"
-        return None if self.server[1] >= longest_request else "the server's KV cache"
+    def shortage(self) -> str | None:
+        """Describe what does not fit, and the settings that save memory. Returns None if ranks and servers fit."""
+        rank, usable = self.rank, usable_bytes(self.memory)
+        if rank.total > usable:
+            lines = [
+                f"a rank needs {rank.total / GB:.1f} GB at the {rank.busiest_phase}, but may use {usable / GB:.1f} GB; "
+                "its largest parts, and settings that lower them:"
+            ]
+            for name, size in sorted(rank.peak.items(), key=itemgetter(1), reverse=True)[:4]:
+                lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY.get(name, 'a smaller model')}")
+            return "\n".join(lines)
+        if self.share > self.largest_share:
+            return (
+                f"a server takes {self.share:g} of a GPU, but a rank's weights leave only {self.largest_share:g}: "
+                "lower rollout.vllm.gpu_memory_utilization"
+            )
+        if self.server_tokens < self.longest_request:
+            return (
+                f"a server holds {self.server_tokens:,} tokens in {self.share:g} of a GPU, but a request has up to "
+                f"{self.longest_request:,}: raise rollout.vllm.tensor_parallel_size, set rollout.vllm.placement="
+                "dedicated, or lower rollout.max_response_tokens and evaluation.max_response_tokens"
+            )
+        return None
 
-    def values(self) -> dict[str, object]:
-        """Return the settings of the plan by dotted key."""
-        setup = self.setup
-        values: dict[str, object] = {
-            "model.dtype": "bfloat16" if setup.bfloat16 else "float32",
-            "model.gradient_checkpointing": setup.checkpointing,
-            "model.checkpoint_offload": setup.checkpoint_offload,
-            "rollout.engine": "vllm",
-            "rollout.vllm.placement": "colocated" if self.colocated else "dedicated",
-            "rollout.vllm.replicas": self.replicas,
-            "rollout.vllm.tensor_parallel_size": self.tensor_parallel,
-            "rollout.vllm.gpu_memory_utilization": self.largest_share if self.share is None else self.share,
-            "training.num_processes": setup.ranks,
-            "training.zero_stage": setup.stage,
-            "training.micro_batch_tokens": setup.tokens,
-            "training.offload": setup.offload,
-            "training.sequence_parallel": setup.sequence_parallel,
-        }
-        return values | ({"model.lora.rank": setup.lora_rank} if setup.lora_rank else {})
-
-
-def find_plan(shape: ModelShape, target: Target) -> Plan | None:
-    """Return the cheapest settings that fit, or None."""
-    for _, plan in sorted(_candidates(shape, target), key=operator.itemgetter(0)):
-        gpus = plan.replicas
-        for parallel in (target.tensor_parallel,) if target.tensor_parallel else (1, 2, 4, 8):
-            plan = replace(plan, tensor_parallel=parallel, replicas=gpus // parallel)
-            divides = gpus % parallel == 0 and shape.heads % parallel == 0
-            if divides and plan.reason_infeasible(target.longest_request) is None:
-                return replace(plan, setup=replace(plan.setup, tokens=max(target.context, plan.largest_micro_batch)))
-    return None
-
-
-def _candidates(shape: ModelShape, target: Target) -> Iterator[tuple[tuple[bool, float], Plan]]:
-    """Yield every combination that DeepSpeed and the model support, with servers of one GPU, and its cost.
-
-    Adapters are the last resort, because they train different parameters. DeepSpeed frees the GPU for a colocated
-    server at stages 1 and 2 only, and offloads weights at stage 3 only.
-    """
-    for stage, checkpoints, offload, shared, colocated, lora in itertools.product(
-        _STAGES, _CHECKPOINTS, _OFFLOADS, _SHARED, _COLOCATED, target.lora_ranks
-    ):
-        servers = target.gpus if colocated else target.gpus // 2
-        ranks = target.gpus if colocated else target.gpus - servers
-        if not servers or (stage == 3 and (colocated or ranks == 1)) or (offload == "all" and stage < 3):
-            continue
-        if ranks % shared or reason_rows_not_shareable(shape.config, shared) is not None:
-            continue
-        setup = TrainingSetup(
-            ranks=ranks,
-            stage=stage,
-            bfloat16=target.bfloat16,
-            tokens=target.context,
-            checkpointing=checkpoints[0],
-            checkpoint_offload=checkpoints[1],
-            offload=offload,  # type: ignore[arg-type]
-            sequence_parallel=shared,
-            lora_rank=lora,
-            reference=target.reference,
-            teacher=target.teacher,
-            critic=target.critic,
+    def verdict(self) -> str:
+        """Return one line if the plan fits, and a description of the shortage otherwise."""
+        shortage = self.shortage()
+        if shortage is not None:
+            return f"on {self.machine}: does not fit: {shortage}"
+        return (
+            f"on {self.machine}: fits, {self.rank.total / GB:.1f} of {usable_bytes(self.memory) / GB:.1f} GB; "
+            f"micro-batches of up to {self.largest_micro_batch:,} tokens fit; "
+            f"a server holds {self.server_tokens:,} tokens"
         )
-        cost = _STAGES[stage] * _CHECKPOINTS[checkpoints] * _OFFLOADS[offload] * _SHARED[shared] * _COLOCATED[colocated]
-        yield (
-            (lora > 0, cost),
-            Plan(
-                shape=shape,
-                setup=setup,
-                colocated=colocated,
-                replicas=servers,
-                tensor_parallel=1,
-                memory=target.memory,
-            ),
-        )
-
-
-def find_plan_or_raise(shape: ModelShape, target: Target) -> Plan:
-    """Return the cheapest plan. Raises SettingsError with a suggestion if no plan fits."""
-    found = find_plan(shape, target)
-    if found is not None:
-        return found
-    numbers = [target.gpus << power for power in range(1, 8)]
-    sizes = [size for size in (16, 24, 32, 40, 48, 80, 96, 141, 192, 288) if size * GB > target.memory]
-    contexts = [target.context >> power for power in range(1, 8) if target.context >> power >= _TOKEN_STEP]
-    alternatives = (
-        ((f"{n} GPUs with this memory", replace(target, gpus=n)) for n in numbers),
-        ((f"{size} GB per GPU", replace(target, memory=size * GB)) for size in sizes),
-        ((f"a context of {n} tokens", replace(target, context=n, longest_request=n)) for n in contexts),
-    )
-    options = [next((name for name, other in kind if find_plan(shape, other)), None) for kind in alternatives]
-    would = ", or ".join(filter(None, options))
-    need = min(plan.rank.total for _, plan in _candidates(shape, target))
-    raise SettingsError(
-        f"no settings train {shape.name} ({shape.parameters / 1e9:,.2f}B parameters) with {target.context} tokens on "
-        f"{target.machine}: a rank needs at least {need / GB:,.1f} GB, and a server must hold {target.longest_request} "
-        f"tokens; {f'would fit: {would}' if would else 'even 128 times as many GPUs do not suffice'}"
-    )
 
 
 def plan_command(
@@ -247,72 +138,61 @@ def plan_command(
     *,
     critic: bool,
     gpus: int | None = None,
-    memory: float | None = None,
+    memory: int | None = None,
     context: int | None = None,
-    lora: bool = False,
     base: list[str] | None = None,
     write: Path | None = None,
 ) -> list[str]:
     """Return the output lines of ``agentrl plan``, and write the overlay to ``write`` if it is set.
 
     ``memory``: GB of a GPU; ``context``: tokens of prompt and response; ``base``: overlays that the plan extends.
+    Raises SettingsError if the settings do not fit.
     """
+    rollout, training = settings.rollout, settings.training
     if settings.model.path is None:
         raise SettingsError("no model to plan for: set --model DIRECTORY, FILE.json or OWNER/NAME, or --config FILE")
     here = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    gpus = gpus if gpus is not None else here or settings.training.num_processes
-    if gpus < 1:
-        raise SettingsError(f"--gpus must be at least 1, for example 8; got {gpus}")
-    if memory is not None and not 0 < memory < 10_000:
-        raise SettingsError(f"--memory must be between 0 and 10000 GB for each GPU, for example 80; got {memory:g}")
     if memory is None and not here:
         raise SettingsError(
             "this machine has no GPU: set the number and memory of the GPUs, for example --gpus 8 --memory 80"
         )
-    size = torch.cuda.get_device_properties(0).total_memory if memory is None else int(memory * GB)
-    values: dict[str, object] = {"model.path": settings.model.path}
+    size = torch.cuda.get_device_properties(0).total_memory if memory is None else memory * GB
+    gpus = gpus or here or training.num_processes
     if context is not None:
-        if context < _SHORTEST:
-            raise SettingsError(
-                f"--context {context} is too short for a prompt and a response: set at least {_SHORTEST} tokens"
-            )
-        prompt = min(settings.rollout.max_prompt_tokens, context // 2)
+        prompt = min(rollout.max_prompt_tokens, context // 2)
         limits = {"max_prompt_tokens": prompt, "max_response_tokens": context - prompt}
-        limits["max_turn_tokens"] = min(settings.rollout.max_turn_tokens, context - prompt)
-        settings = settings.model_copy(update={"rollout": settings.rollout.model_copy(update=limits)})
-        values |= {f"rollout.{key}": value for key, value in limits.items()}
-    shape = read_shape(settings.model)
-    target = Target.of(settings, gpus=gpus, memory=size, critic=critic, only_adapt=lora)
-    if 0 not in target.lora_ranks and not _has_peft():
+        limits["max_turn_tokens"] = min(rollout.max_turn_tokens, context - prompt)
+        rollout = rollout.model_copy(update=limits)
+    # DeepSpeed frees the GPU for a colocated server at stages 1 and 2 only. Dedicated servers get half of the GPUs.
+    facts, stage = engine_facts(rollout), training.stage_that_runs(bfloat16=settings.model.dtype == "bfloat16")
+    colocated = stage in (1, 2) and bool(facts.in_process or facts.shares_gpus)
+    ranks = gpus if colocated else gpus - gpus // 2
+    servers = (gpus if colocated else gpus // 2) // rollout.vllm.tensor_parallel_size
+    if not servers:
         raise SettingsError(
-            f"adapters require the package peft: run {install_extra('lora')}, or leave out --lora and set "
-            "model.lora.rank=0"
+            f"--gpus {gpus}: too few for servers, which get half of the GPUs unless training.zero_stage is 1 or 2 and "
+            "rollout.vllm.placement=colocated; a server needs rollout.vllm.tensor_parallel_size GPUs"
         )
-    obstacle = reason_too_long_to_pack(shape.config, target.longest_request)
-    if obstacle is not None:
-        raise SettingsError(obstacle)
-    plan = find_plan_or_raise(shape, target)
-    nested: dict[str, object] = {}
-    if base:
-        nested["base"] = base[0] if len(base) == 1 else base
-    for key, value in (values | plan.values()).items():
-        *sections, name = key.split(".")
-        inner = nested
-        for section in sections:
-            inner = inner.setdefault(section, {})  # type: ignore[assignment]
-        inner[name] = value
-    title = f"# {shape.name} on {target.machine}, {target.context} tokens: written by agentrl plan\n"
-    text = title + yaml.safe_dump(nested, sort_keys=False)
-    rank, (parts, tokens) = plan.rank, plan.server
-    share = plan.values()["rollout.vllm.gpu_memory_utilization"]
-    lines = [
-        f"model: {shape.name}, {shape.parameters / 1e6:,.2f}M parameters, on {target.machine}",
-        f"one rank, estimated ({rank.total / GB:.1f} of {usable_bytes(size) / GB:.1f} usable GB):",
-        *rank.lines(),
-        f"one GPU of a server, which holds {tokens:,} tokens, estimated:",
-        *memory_lines(parts, f"total, {share:g} of the GPU"),
-    ]
-    lines = [f"# {line}" for line in lines]
+    placed = {"placement": "colocated" if colocated else "dedicated", "replicas": servers}
+    rollout = rollout.model_copy(update={"engine": "vllm", "vllm": rollout.vllm.model_copy(update=placed)})
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    training = training.model_copy(update={"num_processes": ranks, "micro_batch_tokens": longest})
+    settings = settings.model_copy(update={"rollout": rollout, "training": training})
+    shape = read_shape(settings.model)
+    plan = _plan(settings, shape, critic=critic, memory=size)
+    if (too_long := reason_too_long_to_pack(shape.config, plan.longest_request)) is not None:
+        raise SettingsError(too_long)
+    if plan.shortage() is not None:
+        raise SettingsError(f"{shape.name} with trajectories of {longest} tokens {plan.verdict()}")
+    plan = replace(plan, setup=replace(plan.setup, tokens=max(longest, plan.largest_micro_batch)))
+    overlay = settings.model_dump(mode="json", include=_OVERLAY)
+    if not settings.model.lora.rank:
+        del overlay["model"]["lora"]
+    overlay["training"]["micro_batch_tokens"] = plan.setup.tokens
+    overlay["rollout"]["vllm"]["gpu_memory_utilization"] = plan.share
+    text = f"# {shape.name} on {plan.machine}, {longest} tokens: written by agentrl plan\n"
+    text += yaml.safe_dump(({"base": base} if base else {}) | overlay, sort_keys=False)
+    lines = [f"# {line}" for line in _estimate([plan])]
     if write is None:
         return [*lines, *text.splitlines()]
     try:
@@ -322,74 +202,50 @@ def plan_command(
     return [*lines, f"# written to {write}: agentrl train --config {write}"]
 
 
-def _teacher_parameters(settings: Settings) -> int:
-    model, path = settings.model, settings.teacher.path or settings.model.path
-    if not settings.teacher.active or settings.teacher.url is not None or (model.lora.rank and path == model.path):
-        return 0
-    return read_shape(model.model_copy(update={"path": path})).parameters
-
-
-def _has_peft() -> bool:
-    return importlib.util.find_spec("peft") is not None
-
-
 def dry_run_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
-    """Yield the dry run's memory estimate of a rank and, with servers, whether both fit on the GPUs."""
-    facts, rollout, training = engine_facts(settings.rollout), settings.rollout, settings.training
-    here = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else None
-    on_gpus = here is not None or bool(facts.servers)
-    bfloat16 = settings.model.dtype == "bfloat16"
+    """Return the dry run's memory estimate of a rank and, with servers, whether both fit on the GPUs."""
+    gpu = torch.cuda.is_available()
+    sizes = [torch.cuda.get_device_properties(0).total_memory] if gpu else [size * GB for size in _ASSUMED_SIZES]
+    return _estimate([_plan(settings, shape, critic=critic, memory=size) for size in sizes])
+
+
+def _estimate(plans: list[Plan]) -> Iterator[str]:
+    yield f"model: {plans[0].shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
+    yield from plans[0].rank.lines()
+    for plan in plans if plans[0].engine.servers else []:
+        yield f"  {plan.verdict()}"
+
+
+def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -> Plan:
+    model, training, teacher, rollout = settings.model, settings.training, settings.teacher, settings.rollout
+    facts = engine_facts(rollout)
+    bfloat16, on_gpus = model.dtype == "bfloat16", torch.cuda.is_available() or bool(facts.servers)
     fastest = "triton" if on_gpus else "chunked"
+    other = model.model_copy(update={"path": teacher.path or model.path})
+    loads_teacher = teacher.active and teacher.url is None and not (model.lora.rank and other.path == model.path)
     setup = TrainingSetup(
         ranks=training.num_processes,
         stage=training.stage_that_runs(bfloat16=bfloat16),
         bfloat16=bfloat16,
         tokens=training.micro_batch_tokens,
-        checkpointing=settings.model.gradient_checkpointing,
-        checkpoint_offload=settings.model.checkpoint_offload,
+        checkpointing=model.gradient_checkpointing,
+        checkpoint_offload=model.checkpoint_offload,
         offload=training.offload,
         sequence_parallel=training.sequence_parallel,
-        lora_rank=settings.model.lora.rank,
+        lora_rank=model.lora.rank,
         head_backend=fastest if training.head_backend == "auto" else training.head_backend,
         device="cuda" if on_gpus else "cpu",
         reference=settings.kl.coefficient > 0,
-        teacher=_teacher_parameters(settings),
+        teacher=read_shape(other).parameters if loads_teacher else 0,
         critic=critic,
     )
-    colocated = bool(facts.servers and facts.shares_gpus)
     # The transformers engine's cache, limited to all concurrent trajectories at maximum length.
     rows = min(rollout.concurrency, rollout.problems_per_step * rollout.group_size)
-    kv_tokens = min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens))
-    yield f"model: {shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
-    yield from rank_memory(shape, setup, kv_tokens=kv_tokens, context=(1 + colocated) * CONTEXT * on_gpus).lines()
-    gpus = setup.ranks + (0 if colocated else facts.servers * facts.gpus_per_server)
-    for memory in ([size * GB for size in _SIZES] if here is None else [here]) if facts.servers else []:
-        plan = Plan(
-            shape=shape,
-            setup=setup,
-            colocated=colocated,
-            replicas=facts.servers,
-            tensor_parallel=facts.gpus_per_server,
-            memory=memory,
-            share=facts.gpu_share,
-        )
-        target = Target.of(settings, gpus=gpus, memory=memory, critic=critic)
-        yield f"  on {target.machine}: {_verdict(settings, plan, target)}"
-
-
-def _verdict(settings: Settings, plan: Plan, target: Target) -> str:
-    lack = plan.reason_infeasible(target.longest_request)
-    if lack is None:
-        return (
-            f"fits, {plan.rank.total / GB:.1f} of {usable_bytes(plan.memory) / GB:.1f} GB; micro-batches of up to "
-            f"{plan.largest_micro_batch:,} tokens fit; a server holds {plan.server[1]:,} tokens"
-        )
-    found = find_plan(plan.shape, target)
-    if found is None:
-        return f"does not fit ({lack}), and no other settings do: run agentrl plan for alternatives"
-    changes = [
-        f"{key}={value if isinstance(value, str) else json.dumps(value)}"
-        for key, value in found.values().items()
-        if operator.attrgetter(key)(settings) != value
-    ]
-    return f"does not fit ({lack}); would fit with {' '.join(changes)}"
+    return Plan(
+        shape=shape,
+        setup=setup,
+        engine=facts,
+        memory=memory,
+        longest_request=longest_request(rollout, settings.evaluation.max_response_tokens),
+        kv_tokens=min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens)),
+    )

@@ -66,7 +66,7 @@ def reference_of(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature
 def cut(monkeypatch: pytest.MonkeyPatch, *, width: int, elements: int) -> None:
     """Slices of `width` tokens, tiles of `elements` logits."""
     monkeypatch.setattr(sliced, "_SLICE", width)
-    monkeypatch.setattr(sliced, "_TILE_ELEMENTS", {torch.get_default_device().type: elements})
+    monkeypatch.setattr(sliced, "TILE_ELEMENTS", {torch.get_default_device().type: elements})
 
 
 def of_logits(rows: list[list[float]], targets: list[int], *, dtype: torch.dtype = torch.float32):
@@ -427,7 +427,7 @@ class NoEpilogue:
 
 def test_extra_memory_on_a_gpu_is_under_300_mb_by_the_shapes_of_all_tensors(monkeypatch):
     # Tensors without data, told to be treated as a GPU's.
-    monkeypatch.setitem(sliced._TILE_ELEMENTS, "cpu", sliced._TILE_ELEMENTS["cuda"])
+    monkeypatch.setitem(sliced.TILE_ELEMENTS, "cpu", sliced.TILE_ELEMENTS["cuda"])
     for module in (sliced, arithmetic):
         monkeypatch.setattr(module, "logit_gradient_dtype", lambda hidden, weight, dtype: torch.bfloat16)
     monkeypatch.setattr(torch, "autocast", lambda device, enabled: nullcontext())

@@ -151,9 +151,9 @@ def gradients(
 
 
 def limit_memory(monkeypatch: pytest.MonkeyPatch, *, block: int, keep: int, piece: int) -> None:
-    monkeypatch.setattr(chunked, "_BLOCK_ELEMENTS", dict.fromkeys(("cpu", "cuda"), block))
-    monkeypatch.setattr(chunked, "_KEEP_ELEMENTS", keep)
-    monkeypatch.setattr(chunked, "_PIECE_ELEMENTS", dict.fromkeys(("cpu", "cuda"), piece))
+    monkeypatch.setattr(chunked, "BLOCK_ELEMENTS", dict.fromkeys(("cpu", "cuda"), block))
+    monkeypatch.setattr(chunked, "KEEP_ELEMENTS", keep)
+    monkeypatch.setattr(chunked, "PIECE_ELEMENTS", dict.fromkeys(("cpu", "cuda"), piece))
 
 
 @pytest.mark.parametrize("uses", ["l", "e", "le", ""])
@@ -326,9 +326,9 @@ def restricted_problem(cap: float | None = None):
 @pytest.mark.parametrize("size", [7, 1 << 23])
 @pytest.mark.parametrize("backend", ["reference", "chunked"])
 def test_statistics_of_a_support_are_those_of_the_renormalized_distribution(backend, size, cap, monkeypatch):
-    for name in ("_BLOCK_ELEMENTS", "_PIECE_ELEMENTS"):
+    for name in ("BLOCK_ELEMENTS", "PIECE_ELEMENTS"):
         monkeypatch.setattr(chunked, name, dict.fromkeys(("cpu", "cuda"), size))
-    monkeypatch.setattr(chunked, "_KEEP_ELEMENTS", size)
+    monkeypatch.setattr(chunked, "KEEP_ELEMENTS", size)
     (hidden, weight), targets, support, inside = restricted_problem()
     found = token_statistics(hidden, weight, targets, temperature=0.7, backend=backend, cap=cap, support=support)
     output = (hidden @ weight.t()).detach().requires_grad_()

@@ -6,8 +6,8 @@ from typing import Any
 
 from transformers import AutoConfig
 
-from agentrl.planning.memory import ModelShape, TrainingSetup, shape_from_config
-from agentrl.planning.plan import Target
+from agentrl.models.shape import ModelShape, shape_from_config
+from agentrl.planning.memory import TrainingSetup
 
 _TINY = {
     "vocab_size": 4000,
@@ -34,7 +34,3 @@ def setup(**more: Any) -> TrainingSetup:
         "device": "cpu",
     }
     return TrainingSetup(**(given | more))
-
-
-def target(gpus: int, gigabytes: float, context: int = 18048, **more: Any) -> Target:
-    return Target(gpus=gpus, memory=int(gigabytes * 10**9), context=context, longest_request=context, **more)

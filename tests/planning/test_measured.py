@@ -16,7 +16,8 @@ from agentrl.kernels.attention import pack_padded
 from agentrl.models import loading
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
-from agentrl.planning.memory import ModelShape, TrainingSetup, rank_memory
+from agentrl.models.shape import ModelShape
+from agentrl.planning.memory import TrainingSetup, rank_memory
 
 
 @pytest.fixture

@@ -1,25 +1,23 @@
-"""The plan that is chosen, its overlay, and what is said where none fits."""
+"""The plan of a run on given GPUs, its overlay, and the message about a lack of memory."""
 
 from __future__ import annotations
 
 import json
-import operator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from planning.support import target, tiny_shape
+import yaml
+from planning.support import tiny_shape
+from typer.testing import CliRunner
 
-from agentrl.config import load_settings, shipped_configs
+from agentrl.cli import app
+from agentrl.config import Settings, load_settings, shipped_configs
 from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
-from agentrl.planning.memory import ModelShape, read_shape
-from agentrl.planning.plan import (
-    dry_run_lines,
-    find_plan,
-    find_plan_or_raise,
-    plan_command,
-)
+from agentrl.models.shape import read_shape
+from agentrl.planning.plan import dry_run_lines, plan_command
 from agentrl.training.run.preflight import dry_run
 
 CONFIG: dict[str, object] = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
@@ -31,49 +29,71 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
-@pytest.fixture(scope="module")
-def seven() -> ModelShape:
-    return read_shape(ModelSettings(path="Qwen/Qwen2.5-7B"))
+def seven(*overrides: str) -> Settings:
+    return load_settings(overrides=["model.path=Qwen/Qwen2.5-7B", *overrides], command="plan")
 
 
-def test_the_cheapest_settings_that_fit_are_chosen(seven: ModelShape) -> None:
-    large = find_plan(seven, target(8, 80, 4096))
-    small = find_plan(seven, target(8, 48, 16384))
-    tiny = find_plan(seven, target(8, 32, lora_ranks=(0, 32)))
-    assert large is not None
-    assert small is not None
-    assert tiny is not None
-    assert (large.setup.checkpointing, large.setup.offload, large.colocated) == (False, "none", True)
-    assert (small.setup.checkpointing, small.setup.offload, small.colocated) == (True, "none", True)
-    assert tiny.setup.lora_rank == 0  # adapters train something else: the last resort
-    assert tiny.setup.offload == "optimizer"
-    for plan, memory in ((large, 80), (small, 48), (tiny, 32)):
-        assert plan.rank.total <= 0.95 * memory * 10**9
-        assert plan.setup.tokens >= 4096
-        assert plan.server[1] >= 4096
+def planned(settings: Settings, **options: int) -> dict[str, Any]:
+    lines = plan_command(settings, critic=False, **options)
+    overlay: dict[str, Any] = yaml.safe_load("\n".join(lines))
+    return overlay
 
 
-def test_ranks_share_rows_where_a_context_does_not_fit_one(seven: ModelShape) -> None:
-    short, long = find_plan(seven, target(8, 80, 65536)), find_plan(seven, target(8, 80, 131072))
-    assert short is not None
-    assert long is not None
-    assert (short.setup.sequence_parallel, long.setup.sequence_parallel) == (1, 2)
-    assert long.values()["training.sequence_parallel"] == 2
-    odd = tiny_shape(num_attention_heads=3, num_key_value_heads=3, hidden_size=48)  # no number of ranks divides them
-    plan = find_plan(odd, target(8, 24, 4096))
-    assert plan is not None
-    assert plan.setup.sequence_parallel == 1
+def test_a_plan_uses_the_settings_and_the_largest_micro_batch_that_fits() -> None:
+    plan = planned(seven("model.gradient_checkpointing=true"), gpus=8, memory=80, context=16384)
+    assert plan["training"] == {
+        "zero_stage": 2, "offload": "none", "micro_batch_tokens": 65536, "num_processes": 8, "sequence_parallel": 1,
+    }  # fmt: skip
+    assert plan["rollout"] == {
+        "max_prompt_tokens": 2048, "max_turn_tokens": 8192, "max_response_tokens": 14336, "engine": "vllm",
+        "vllm": {
+            "placement": "colocated", "tensor_parallel_size": 1, "replicas": 8, "gpu_memory_utilization": 0.7
+        },
+    }  # fmt: skip
 
 
-def test_a_plan_that_cannot_fit_says_what_would(seven: ModelShape) -> None:
+def test_servers_beside_zero_3_are_dedicated_and_get_half_of_the_gpus() -> None:
+    settings = seven("model.gradient_checkpointing=true", "training.zero_stage=3")
+    plan = planned(settings, gpus=8, memory=80, context=4096)
+    assert plan["training"]["num_processes"] == 4
+    assert (plan["rollout"]["vllm"]["placement"], plan["rollout"]["vllm"]["replicas"]) == ("dedicated", 4)
+    with pytest.raises(SettingsError, match="--gpus 1: too few for servers, which get half of the GPUs unless"):
+        plan_command(settings, critic=False, gpus=1, memory=80)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "parts"),
+    [
+        ([], ["activations, ", "weights, 15.2 GB: training.zero_stage=3, then training.offload=all"]),
+        (["model.gradient_checkpointing=true"], ["optimizer, 60.9 GB: training.offload=optimizer, model.lora.rank"]),
+    ],
+)
+def test_a_shortage_names_the_largest_parts_and_the_settings_that_lower_them(
+    overrides: list[str], parts: list[str]
+) -> None:
     with pytest.raises(SettingsError) as failure:
-        find_plan_or_raise(seven, target(1, 40, 8192))
-    said = str(failure.value)
-    assert "no settings train Qwen/Qwen2.5-7B (7.62B parameters) with 8192 tokens on 1 GPU of 40 GB" in said
-    assert "would fit: 4 GPUs with this memory, or 80 GB per GPU" in said
+        plan_command(seven(*overrides), critic=False, gpus=1, memory=40, context=8192)
+    first, *largest = str(failure.value).splitlines()
+    assert first.startswith("Qwen/Qwen2.5-7B with trajectories of 8192 tokens on 1 GPU of 40 GB: does not fit: a rank")
+    assert first.endswith("GB at the backward, but may use 38.0 GB; its largest parts, and settings that lower them:")
+    assert len(largest) == 4
+    for part in parts:
+        assert any(part in line for line in largest)
 
 
-def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None:
+def test_a_server_needs_memory_for_its_longest_request() -> None:
+    adapters = ["model.gradient_checkpointing=true", "model.lora.rank=8"]
+    with pytest.raises(SettingsError, match=r"a server holds [\d,]+ tokens in 0\.1 of a GPU, .* up to 8,192: raise"):
+        plan_command(
+            seven(*adapters, "rollout.vllm.gpu_memory_utilization=0.1"), critic=False, gpus=8, memory=80, context=8192
+        )
+    with pytest.raises(SettingsError, match=r"takes 0\.95 of a GPU, but a rank's weights leave only 0\.\d+: lower"):
+        plan_command(
+            seven(*adapters, "rollout.vllm.gpu_memory_utilization=0.95"), critic=False, gpus=8, memory=80, context=8192
+        )
+
+
+def test_the_overlay_loads(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_shape().config.save_pretrained(model)
     (model / "tokenizer.json").write_text("{}")
@@ -83,20 +103,20 @@ def test_the_overlay_holds_settings_that_exist_and_loads(tmp_path: Path) -> None
     loaded = load_settings(config_file=tmp_path / "plan.yaml", overrides=["data.train=[{path: builtin:arithmetic}]"])
     assert loaded.rollout.max_prompt_tokens + loaded.rollout.max_response_tokens == 4096
     assert (loaded.training.num_processes, loaded.rollout.vllm.placement) == (4, "colocated")
-    found = find_plan(tiny_shape(), target(4, 24, 4096))
-    assert found is not None
-    assert {key: operator.attrgetter(key)(loaded) for key in found.values()} == found.values()
+    assert loaded.training.micro_batch_tokens == 65536
 
 
-@pytest.mark.parametrize("memory", [80, 48])
-def test_a_recipe_has_a_plan_that_loads(memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("memory", "overrides"), [(80, []), (48, ["model.checkpoint_offload=true"])])
+def test_a_recipe_has_a_plan_that_loads(
+    memory: int, overrides: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
-    settings = load_settings(config_file="simpletir_7b", command="plan")
+    settings = load_settings(config_file="simpletir_7b", overrides=overrides, command="plan")
     write = tmp_path / "plan.yaml"
     plan_command(settings, gpus=8, memory=memory, base=["simpletir_7b"], write=write, critic=False)
-    loaded = load_settings(config_file=tmp_path / "plan.yaml")
+    loaded = load_settings(config_file=write)
     assert loaded.algorithm == settings.algorithm
-    assert loaded.model.gradient_checkpointing
+    assert loaded.model == settings.model
 
 
 @pytest.mark.parametrize(
@@ -119,28 +139,26 @@ def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
 
 
 @pytest.mark.parametrize(
-    ("request_", "path", "message"),
+    ("options", "path", "message"),
     [
-        ({"gpus": 8, "memory": -5}, "Qwen/Qwen2.5-7B", r"--memory must be between 0 and 10000 GB for each GPU"),
-        ({"gpus": 0, "memory": 80}, "Qwen/Qwen2.5-7B", r"--gpus must be at least 1, for example 8; got 0"),
         ({"gpus": 8}, "Qwen/Qwen2.5-7B", r"this machine has no GPU: set the number and memory"),
-        (
-            {"gpus": 8, "memory": 80, "context": 3},
-            "Qwen/Qwen2.5-7B",
-            r"--context 3 is too short .*: set at least 64 tokens",
-        ),
         ({"gpus": 8, "memory": 80}, None, r"no model to plan for: set --model"),
         ({"gpus": 8, "memory": 80}, "none.json", r"the configuration cannot be read; valid: a model directory"),
     ],
 )
-def test_bad_input_is_one_message_that_says_what_works(
-    request_: dict[str, int], path: str | None, message: str
-) -> None:
+def test_bad_input_is_one_message_that_says_what_works(options: dict[str, int], path: str | None, message: str) -> None:
     assert not torch.cuda.is_available()
     settings = load_settings(overrides=[] if path is None else [f"model.path={path}"], command="plan")
     with pytest.raises(SettingsError, match=message) as failure:
-        plan_command(settings, critic=False, **request_)
+        plan_command(settings, critic=False, **options)
     assert "\n" not in str(failure.value)
+
+
+@pytest.mark.parametrize("option", ["--gpus=0", "--memory=-5", "--context=3"])
+def test_numbers_out_of_range_are_rejected(option: str) -> None:
+    result = CliRunner().invoke(app, ["plan", "--model=Qwen/Qwen2.5-7B", option])
+    assert result.exit_code == 2
+    assert "is not in the range" in result.output
 
 
 @pytest.mark.parametrize(
@@ -173,6 +191,6 @@ def test_a_model_that_cannot_be_trained_so_ends_the_dry_run_and_the_plan(
 
 
 def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.planning.memory.read_config", lambda model: None)
+    monkeypatch.setattr("agentrl.models.loading.read_config", lambda model: None)
     with pytest.raises(SettingsError, match=r"Qwen/Qwen2\.5-7b.*did you mean.*Qwen/Qwen2\.5-7B"):
         read_shape(ModelSettings(path="Qwen/Qwen2.5-7b"))

@@ -21,10 +21,11 @@ from agentrl.models.attention import (
     reason_too_long_to_pack,
 )
 from agentrl.models.exactness import check_architecture, packing_error, uses_padded_rows
+from agentrl.models.loading import load_config
 from agentrl.models.lora import check_peft
 from agentrl.models.routes import routes_obstacle
+from agentrl.models.shape import read_shape, shape_from_config
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.planning.memory import load_config, read_shape, shape_from_config
 from agentrl.planning.plan import dry_run_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import load_source
