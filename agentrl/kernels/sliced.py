@@ -1,7 +1,7 @@
-"""Token statistics by slices of the vocabulary, for GPUs and for ranks that share a vocabulary.
+"""Token statistics by slices of the vocabulary, for GPUs.
 
 A tile of logits [R, W] belongs to a block of rows and a slice of the vocabulary. One matrix product writes it into a
-buffer that all tiles share, and an epilogue (Triton or torch) reads it once. In the forward pass the epilogue updates
+buffer that all tiles share, and an epilogue (`triton_epilogue`) reads it once. In the forward pass the epilogue updates
 the running sums of every row. In the backward pass it replaces the tile by its gradient, a factor of
 the two products that follow. Extra memory: one tile and, in the backward pass, its gradient and the float32 gradients
 of the hidden states [N, D] and of one slice of the weight.
@@ -30,7 +30,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, Protocol
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
@@ -46,57 +45,6 @@ from agentrl.kernels.gradients import logit_gradient_coefficients
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
 
 TOP, TIES, LOWER, SQUARES, MOMENT, TARGET, STEEP = range(7)
-
-
-def initial_sums(like: Tensor, rows: int, dtype: torch.dtype, *, capped: bool = False) -> Tensor:
-    """Return the initial state [rows, 6], or [rows, 7] if `capped`, on the device of `like`."""
-    sums = like.new_zeros((rows, 7 if capped else 6), dtype=dtype)
-    sums[:, TOP] = -torch.inf
-    return sums
-
-
-def rescale_sums(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
-    """Convert the state [N, 6 or 7] to another maximum `top` [N] >= M: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
-
-    s = (M - top) / T and c = e^s. If the maximum rises, the former ties become lower logits.
-    """
-    old, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
-    stays = old == top
-    shift = torch.where(stays, 0.0, (old - top) / temperature).clamp(min=IMPOSSIBLE)
-    factor = shift.exp()
-    return torch.stack(
-        [
-            top,
-            torch.where(stays, ties, 0.0),
-            torch.where(stays, lower, factor * (ties + lower)),
-            factor.square() * squares,
-            factor * (moment + shift * (ties + lower)),
-            target,
-            *(factor.square() * own for own in steep),
-        ],
-        dim=-1,
-    )
-
-
-class VocabularyShards:
-    """Ranks of a group, each with a part of the vocabulary."""
-
-    def __init__(self, first: int, group: dist.ProcessGroup | None) -> None:
-        """`first` is the index of this rank's first token in the complete vocabulary."""
-        self.first = first
-        self._group = group
-
-    def merge_sums(self, sums: Tensor, temperature: Tensor) -> Tensor:
-        """Merge the states of all parts into the vocabulary's state [N, 6]. Each target is in exactly one part."""
-        top = sums[:, TOP].contiguous()
-        dist.all_reduce(top, dist.ReduceOp.MAX, group=self._group)
-        rest = rescale_sums(sums, top, temperature)[:, TIES:].contiguous()
-        self.all_reduce(rest)
-        return torch.cat([top.unsqueeze(-1), rest], dim=-1)
-
-    def all_reduce(self, part: Tensor) -> None:
-        """Replace `part` by its sum over all ranks."""
-        dist.all_reduce(part, group=self._group)
 
 
 def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = None) -> tuple[Tensor, Tensor]:
@@ -131,7 +79,7 @@ TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of 
 
 
 class TileEpilogue(Protocol):
-    """Operations after the matrix product of a tile. `torch_epilogue` documents the functions."""
+    """Operations after the matrix product of a tile, as in `triton_epilogue`."""
 
     accumulate_sums: Callable[..., None]
     write_logit_gradient: Callable[..., None]
@@ -146,16 +94,13 @@ def sliced_statistics(
     *,
     epilogue: TileEpilogue,
     cap: float | None = None,
-    ranks: VocabularyShards | None = None,
 ) -> TokenStatistics:
     """Compute the statistics of docs/reference/formulas.md 2 by slices of the vocabulary.
 
     Arguments as in `token_statistics`.
-
-    With `ranks`, head_weight [V_r, D] and bias [V_r] are this rank's part, and targets index the complete vocabulary.
     """
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
-        hidden, head_weight, bias, targets.contiguous(), temperature, cap, epilogue, ranks
+        hidden, head_weight, bias, targets.contiguous(), temperature, cap, epilogue
     )
     # One pass without a float32 copy of hidden.
     norms = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=log_probs.dtype).square()
@@ -177,23 +122,20 @@ class _SlicedStatistics(torch.autograd.Function):
         temperature: float,
         cap: float | None,
         epilogue: TileEpilogue,
-        ranks: VocabularyShards | None,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = statistics_dtype(hidden, weight)
         # A tensor, because Triton passes Python numbers as float32.
         heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
-        sums = initial_sums(hidden, hidden.shape[0], dtype, capped=cap is not None)
-        first = 0 if ranks is None else ranks.first
+        sums = hidden.new_zeros((hidden.shape[0], 6 if cap is None else 7), dtype=dtype)
+        sums[:, TOP] = -torch.inf
         tiles = _Tiles(hidden, weight, bias, dtype, cap=cap)
         for columns, rows in tiles:
             z = tiles.logits(rows, columns)
             own = tiles.bias(columns), targets[rows], sums[rows]
-            epilogue.accumulate_sums(z, *own, heat, start=first + columns.start, cap=cap)
-        if ranks is not None:
-            sums = ranks.merge_sums(sums, heat)
+            epilogue.accumulate_sums(z, *own, heat, start=columns.start, cap=cap)
         (log_probs, entropy, sum_pi_squared, energy), normalisers = statistics_from_sums(sums, heat, cap)
-        ctx.heat, ctx.cap, ctx.epilogue, ctx.ranks = heat, cap, epilogue, ranks
+        ctx.heat, ctx.cap, ctx.epilogue = heat, cap, epilogue
         ctx.save_for_backward(hidden, weight, bias, targets, log_probs, entropy, normalisers)
         ctx.mark_non_differentiable(sum_pi_squared, energy)
         return log_probs.clone(), entropy.clone(), sum_pi_squared, energy
@@ -201,7 +143,7 @@ class _SlicedStatistics(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, log_prob_gradient: Tensor | None, entropy_gradient: Tensor | None, *_: Any) -> Any:
-        nothing = (None,) * 8
+        nothing = (None,) * 7
         if log_prob_gradient is None and entropy_gradient is None:
             return nothing
         hidden, weight, bias, targets, log_probs, entropy, normalisers = ctx.saved_tensors
@@ -214,18 +156,17 @@ class _SlicedStatistics(torch.autograd.Function):
             tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True, cap=ctx.cap)
             _collect(ctx, tiles, targets, normalisers, gradients)
             del tiles
-            return (*gradients.results(ctx.ranks), *nothing[3:])
+            return (*gradients.results(), *nothing[3:])
 
 
 def _collect(ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, gradients: _Gradients) -> None:
     """Recompute every tile's logits, and add their gradient's contribution to the products."""
-    first = 0 if ctx.ranks is None else ctx.ranks.first
     for columns, rows in tiles:
         z = tiles.logits(rows, columns)
         dz = tiles.gradient(z)
         given = targets[rows], normalisers[rows], gradients.coefficients[rows]
-        start = first + columns.start
-        ctx.epilogue.write_logit_gradient(z, tiles.bias(columns), *given, ctx.heat, dz, start=start, cap=ctx.cap)
+        bias = tiles.bias(columns)
+        ctx.epilogue.write_logit_gradient(z, bias, *given, ctx.heat, dz, start=columns.start, cap=ctx.cap)
         gradients.add(rows, columns, dz)
 
 
@@ -325,12 +266,10 @@ class _Gradients:
         if self._bias is not None:
             self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
 
-    def results(self, ranks: VocabularyShards | None) -> tuple[Tensor | None, ...]:
+    def results(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:
-            if ranks is not None:
-                ranks.all_reduce(self._hidden)
             self._hidden = self._unscaled(self._hidden).to(hidden.dtype)
         if self._bias is not None and bias is not None:
             self._bias = self._unscaled(self._bias).to(bias.dtype)

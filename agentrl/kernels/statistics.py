@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import importlib
+from functools import cache
+from importlib.util import find_spec
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -17,7 +20,7 @@ from agentrl.kernels.records import (
     check_inputs,
     statistics_dtype,
 )
-from agentrl.kernels.triton_backend import default_backend, triton_statistics
+from agentrl.kernels.sliced import sliced_statistics
 
 
 def reference_statistics(
@@ -56,6 +59,53 @@ def reference_statistics(
     return TokenStatistics(
         log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
     )
+
+
+def triton_statistics(
+    hidden: Tensor,
+    head_weight: Tensor,
+    targets: Tensor,
+    temperature: float,
+    bias: Tensor | None,
+    cap: float | None,
+    support: Support | None,
+) -> TokenStatistics:
+    """Compute token statistics with cuBLAS and Triton. Takes the arguments of `token_statistics`.
+
+    Raises KernelInputError without Triton, with a support, and for CPU tensors unless Triton runs as an interpreter
+    (TRITON_INTERPRET=1).
+    """
+    obstacle = reason_triton_unavailable(hidden.device)
+    if support is not None:
+        obstacle = "does not restrict distributions to a support"
+    if obstacle is not None:
+        raise KernelInputError(f"the triton backend {obstacle}: select the chunked backend")
+    epilogue = _triton_epilogue()
+    return sliced_statistics(hidden, head_weight, targets, temperature, bias, epilogue=epilogue, cap=cap)
+
+
+def reason_triton_unavailable(device: torch.device) -> str | None:
+    """Return the reason why the triton backend cannot run on this device, or None."""
+    if not triton_installed():
+        return "requires the package triton, which is not installed"
+    if device.type != "cuda" and not _triton_epilogue().INTERPRETED:
+        return f"requires tensors on a GPU, not on {device.type} (or, for tests, TRITON_INTERPRET=1 in the environment)"
+    return None
+
+
+@cache
+def triton_installed() -> bool:
+    """Return True if Triton can be imported. It is part of torch's CUDA builds."""
+    return find_spec("triton") is not None
+
+
+def _triton_epilogue() -> Any:
+    return importlib.import_module("agentrl.kernels.triton_epilogue")  # on first use, because it imports Triton
+
+
+def default_backend(device: torch.device) -> str:
+    """Return the backend that `auto` selects for tensors on this device."""
+    return "triton" if device.type == "cuda" and triton_installed() else "chunked"
 
 
 Backend = Literal["auto", "reference", "chunked", "triton"]

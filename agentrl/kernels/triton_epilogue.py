@@ -121,7 +121,11 @@ def accumulate_sums(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Like `torch_epilogue.accumulate_sums`, with contiguous logits, targets and sums. The logits are not changed."""
+    """Add the raw logits [R, W] of the tokens start..start+W to the state [R, 6] of their rows, in place.
+
+    With a cap, the logits are already capped and the state is [R, 7]. bias [W] belongs to the same tokens. targets [R]
+    index the complete vocabulary and may be outside this slice. All tensors are contiguous.
+    """
     rows, width = logits.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(logits):
@@ -146,9 +150,11 @@ def write_logit_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Like `torch_epilogue.write_logit_gradient`, with contiguous tensors.
+    """Write p (offset + slope ln p), but at_target at the target, to out [R, W] from the raw logits of a tile at start.
 
-    The logits are changed only if out is the same.
+    With a cap, the logits are already capped, and the gradient is with respect to the logits before the cap.
+    normalisers [R, 2] come from `statistics_from_sums`, coefficients [R, 3] are offset, slope and at_target. All
+    tensors are contiguous. out may be the same tensor as the logits.
     """
     rows, width = logits.shape
     block = triton.next_power_of_2(width)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from agentrl.kernels.triton_backend import reason_triton_unavailable
+from agentrl.kernels.statistics import reason_triton_unavailable
 
 FIELDS = ("log_probs", "entropy", "sum_pi_squared", "energy")
 

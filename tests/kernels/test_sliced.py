@@ -1,4 +1,4 @@
-"""The pass by slices of the vocabulary (backend triton, sharded heads) against the reference, with both epilogues."""
+"""The pass by slices of the vocabulary (backend triton) against the reference, with epilogues in Triton and torch."""
 
 import importlib
 import math
@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kernels import torch_epilogue
 from kernels.cases import FIELDS, needs_triton, problem, seeded
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -23,9 +24,8 @@ from agentrl.kernels import (
     TokenStatistics,
     arithmetic,
     sliced,
+    statistics,
     token_statistics,
-    torch_epilogue,
-    triton_backend,
 )
 from agentrl.models.policy import PolicyModel
 
@@ -50,7 +50,7 @@ def statistics_of(
         targets,
         temperature,
         bias,
-        epilogue=importlib.import_module(f"agentrl.kernels.{epilogue}_epilogue"),
+        epilogue=torch_epilogue if epilogue == "torch" else importlib.import_module("agentrl.kernels.triton_epilogue"),
         cap=cap,
     )
 
@@ -457,14 +457,14 @@ def test_the_compiler_takes_the_kernels_for_gpus():
 
 def test_auto_is_triton_on_a_gpu_where_it_is_installed(monkeypatch):
     devices = [torch.device(name) for name in ("cuda", "cpu")]
-    monkeypatch.setattr(triton_backend, "triton_installed", lambda: True)
-    assert [triton_backend.default_backend(device) for device in devices] == ["triton", "chunked"]
-    monkeypatch.setattr(triton_backend, "triton_installed", lambda: False)
-    assert [triton_backend.default_backend(device) for device in devices] == ["chunked", "chunked"]
+    monkeypatch.setattr(statistics, "triton_installed", lambda: True)
+    assert [statistics.default_backend(device) for device in devices] == ["triton", "chunked"]
+    monkeypatch.setattr(statistics, "triton_installed", lambda: False)
+    assert [statistics.default_backend(device) for device in devices] == ["chunked", "chunked"]
 
 
 def test_a_machine_without_triton_is_told_so(monkeypatch):
-    monkeypatch.setattr(triton_backend, "triton_installed", lambda: False)
+    monkeypatch.setattr(statistics, "triton_installed", lambda: False)
     with pytest.raises(KernelInputError, match=r"requires the package triton, .* select the chunked backend"):
         token_statistics(*problem(2, 3, 4), backend="triton")
     with pytest.raises(SettingsError, match=r"training\.head_backend=triton requires the package triton"):

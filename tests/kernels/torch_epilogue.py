@@ -1,4 +1,4 @@
-"""Operations after the matrix product of a tile, in torch. Mirrors `triton_epilogue`."""
+"""The operations of `agentrl.kernels.triton_epilogue` in torch, for tests of the tiles in any dtype."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative
-from agentrl.kernels.sliced import LOWER, MOMENT, SQUARES, STEEP, TARGET, TIES, TOP, rescale_sums
+from agentrl.kernels.sliced import LOWER, MOMENT, SQUARES, STEEP, TARGET, TIES, TOP
 
 
 def accumulate_sums(
@@ -19,11 +19,7 @@ def accumulate_sums(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Add the raw logits [R, W] of the tokens start..start+W to the state [R, 6] of their rows, in place.
-
-    With a cap, the logits are capped and the state is [R, 7]. bias [W] belongs to the same tokens. targets [R] index
-    the complete vocabulary and may be outside this slice. The logits are overwritten.
-    """
+    """Overwrites the logits."""
     if bias is not None:
         logits += bias
     here, index = _targets_here(targets, start, logits.shape[1])
@@ -57,12 +53,7 @@ def write_logit_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Write p (offset + slope ln p), but at_target at the target, to out [R, W] from the raw logits of a tile at start.
-
-    With a cap the logits are capped, and the gradient is with respect to the logits before the cap. normalisers [R, 2]
-    come from `statistics_from_sums`, coefficients [R, 3] are offset, slope and at_target. The logits are overwritten;
-    out may be the same tensor.
-    """
+    """Overwrites the logits."""
     if bias is not None:
         logits += bias
     here, index = _targets_here(targets, start, logits.shape[1])
@@ -79,3 +70,26 @@ def _targets_here(targets: Tensor, start: int, width: int) -> tuple[Tensor, Tens
     """Return (True if the row's target is in this tile, its column, arbitrary if not), both [R, 1]."""
     columns = (targets.long() - start).unsqueeze(-1)
     return (columns >= 0) & (columns < width), columns.clamp(0, width - 1)
+
+
+def rescale_sums(sums: Tensor, top: Tensor, temperature: Tensor) -> Tensor:
+    """Convert the state [N, 6 or 7] to another maximum `top` [N] >= M: Z3 <- c (Z3 + s Z1), Z2 <- c^2 Z2, ...
+
+    s = (M - top) / T and c = e^s. If the maximum rises, the former ties become lower logits.
+    """
+    old, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
+    stays = old == top
+    shift = torch.where(stays, 0.0, (old - top) / temperature).clamp(min=IMPOSSIBLE)
+    factor = shift.exp()
+    return torch.stack(
+        [
+            top,
+            torch.where(stays, ties, 0.0),
+            torch.where(stays, lower, factor * (ties + lower)),
+            factor.square() * squares,
+            factor * (moment + shift * (ties + lower)),
+            target,
+            *(factor.square() * own for own in steep),
+        ],
+        dim=-1,
+    )
