@@ -1,9 +1,8 @@
 """Tables and figure of the variance laboratory's studies, from what `agentrl variance` kept of each problem.
 
 Nothing is sampled: `benchmarks/studies/variance/NAME/` holds the settings of a measurement and one line a problem, as
-the command wrote them, so it is also an `--output` that the command continues. `--keep DIR` brings one there, with the
-single tokens that pictures of one measurement show left out. `study_tables.py` writes what this prints to
-benchmarks/studies/variance.md.
+the command wrote them, so it is also an `--output` that the command continues. `--keep DIR` copies a measurement there.
+`study_tables.py` writes what this prints to benchmarks/studies/variance.md.
 """
 
 from __future__ import annotations
@@ -58,15 +57,13 @@ def main() -> None:
 
 
 def keep(source: Path, target: Path) -> None:
-    """Copy a measurement, moments to four digits, without the trajectories that only pictures of it need."""
+    """Copy a measurement, with moments to four digits."""
     results = MeasurementFiles(source)
     settings, lines = results.settings(), results.lines()
     target.mkdir(parents=True, exist_ok=True)
     (target / PROBLEMS).unlink(missing_ok=True)
     (target / SETTINGS).write_bytes(json_line({**settings, "model": source.name, "behaviour": None}))
-    text = b"".join(
-        json_line({**line, "moments": shortened(line["moments"]), "energies": None, "shown": None}) for line in lines
-    )
+    text = b"".join(json_line({**line, "moments": shortened(line["moments"])}) for line in lines)
     atomic_write(target / PROBLEMS, lambda out: out.write(text))
     print(f"kept: {len(lines)} problems in {target}")
 

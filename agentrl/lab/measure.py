@@ -1,7 +1,7 @@
 """Exact moments of the gradient estimate of one problem, by estimator and group size.
 
 For group size N, g_m is the gradient of group m: the mean over its N trajectories of sum_t A_t grad ln p_t. The
-trajectories of a problem are divided into M disjoint groups, several times. Products are taken only between independent
+trajectories of a problem are divided at random into M disjoint groups. Products are taken only between independent
 trajectories: g_m with g_m', and g_m with the scores of trajectories outside the group. These products are therefore
 unbiased estimates of the products of expectations. A reference gradient from the group's trajectories would share its
 noise.
@@ -23,9 +23,8 @@ Problems are measured one at a time, and only their moments are kept.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,8 +33,11 @@ from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
 from agentrl.lab.sample import ProblemSample
-from agentrl.lab.settings import EstimatorChoice, LabSettings, compute_problem_advantages, draw_groups
+from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_groups
 from agentrl.models.policy import PolicyModel
+
+SCORE_BYTES = 2 << 30
+"""Maximum bytes for the scores of one problem."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,10 +64,10 @@ class GroupProducts:
 class Gradients:
     """Gradients [P] of one problem's trajectories. The policy must not change during the lifetime of this object."""
 
-    def __init__(self, policy: PolicyModel, sample: ProblemSample, *, temperature: float, memory: int) -> None:
+    def __init__(self, policy: PolicyModel, sample: ProblemSample, *, temperature: float) -> None:
         """Compute the scores, P numbers for each distinct trajectory.
 
-        Raises SettingsError if the scores exceed ``memory`` bytes.
+        Raises SettingsError if the scores exceed 2 GiB.
         """
         self._policy = policy
         self._sample = sample
@@ -77,10 +79,10 @@ class Gradients:
         self._dtype = kind if kind == torch.float64 else torch.float32
         distinct, self._distinct_index = sample.distinct_response_index.unique(return_inverse=True)
         needed = len(distinct) * self.size * self._dtype.itemsize
-        if needed > memory:
+        if needed > SCORE_BYTES:
             raise SettingsError(
                 f"the gradients of {len(distinct)} trajectories with {self.size} parameters take "
-                f"{needed / 2**30:.1f} GiB, but {memory / 2**30:.1f} GiB are allowed; lower --samples, or use a "
+                f"{needed / 2**30:.1f} GiB, but {SCORE_BYTES / 2**30:.1f} GiB are allowed; lower --samples, or use a "
                 "smaller model or adapters (model.lora.rank)"
             )
         width = sample.batch.response_mask.shape[1]
@@ -286,7 +288,7 @@ class TrueGradient:
 
 @dataclass(frozen=True, kw_only=True)
 class GradientMoments:
-    """Moments of an estimator's gradient on one problem at one group size, averaged over divisions into groups."""
+    """Moments of an estimator's gradient on one problem at one group size."""
 
     variance: float  # of one group's gradient: sum_m ||g_m - mean g||^2 / (M - 1)
     mean_squared: float  # squared norm of the expected gradient: mean <g_m, g_m'>, m != m'
@@ -299,12 +301,6 @@ class GradientMoments:
     diagonal: float  # mean over groups of sum_i sum_t w_t A_t^2 / N^2, the diagonal proxy of the power
 
 
-def named_moments(values: Mapping[str, float | None]) -> GradientMoments:
-    """Build GradientMoments from a mapping of field names to values."""
-    fields: dict[str, Any] = dict(values)
-    return GradientMoments(**fields)
-
-
 ProblemMoments = dict[int, dict[str, GradientMoments]]
 """Moments of one problem, by group size and estimator label."""
 
@@ -313,7 +309,6 @@ def measure_problems(
     policy: PolicyModel,
     samples: Sequence[ProblemSample],
     numbers: Sequence[int],
-    choices: Sequence[EstimatorChoice],
     settings: LabSettings,
     *,
     temperature: float,
@@ -326,57 +321,35 @@ def measure_problems(
     not measured, but are part of the step of estimators that span the step.
     """
     rows = {
-        (size, division): [
-            draw_groups(sample.size, size, most=settings.groups, seed=seed, problem=number, division=division)
+        size: [
+            draw_groups(sample.size, size, most=settings.groups, seed=seed, problem=number)
             for sample, number in zip(samples, numbers, strict=True)
         ]
         for size in settings.group_sizes
-        for division in range(settings.partitions)
     }
     advantages = {
-        (key, choice.label): compute_problem_advantages(
-            samples, drawn, choice, drop_zero_variance=settings.drop_zero_variance
-        )
-        for key, drawn in rows.items()
-        for choice in choices
+        (size, choice.label): compute_problem_advantages(samples, drawn, choice)
+        for size, drawn in rows.items()
+        for choice in settings.choices
     }
     for index, (sample, number) in enumerate(zip(samples, numbers, strict=True)):
-        if number not in skip:
-            own_rows = {key: drawn[index] for key, drawn in rows.items()}
-            own_advantages = {key: tensors[index] for key, tensors in advantages.items()}
-            labels = [choice.label for choice in choices]
-            yield index, _moments(policy, sample, own_rows, own_advantages, labels, settings, temperature)
-
-
-def _moments(
-    policy: PolicyModel,
-    sample: ProblemSample,
-    rows: Mapping[tuple[int, int], Tensor],
-    advantages: Mapping[tuple[tuple[int, int], str], Tensor],
-    labels: Sequence[str],
-    settings: LabSettings,
-    temperature: float,
-) -> ProblemMoments:
-    gradients = Gradients(policy, sample, temperature=temperature, memory=settings.score_memory)
-    truth = TrueGradient(sample.returns, gradients.gram)
-    hidden = (
-        gradients.hidden_states(torch.arange(sample.size)).split(sample.lengths.tolist()) if settings.head else None
-    )
-    result: ProblemMoments = {}
-    for size in settings.group_sizes:
-        parts: dict[str, list[GradientMoments]] = {label: [] for label in labels}
-        for division in range(settings.partitions):
-            drawn = rows[size, division]
-            tensors = [advantages[(size, division), label] for label in labels]
+        if number in skip:
+            continue
+        gradients = Gradients(policy, sample, temperature=temperature)
+        truth = TrueGradient(sample.returns, gradients.gram)
+        hidden = (
+            gradients.hidden_states(torch.arange(sample.size)).split(sample.lengths.tolist()) if settings.head else None
+        )
+        moments: ProblemMoments = {}
+        for size in settings.group_sizes:
+            drawn = rows[size][index]
+            tensors = [advantages[size, choice.label][index] for choice in settings.choices]
             products = gradients.group_products(drawn, tensors)
             heads = [None if hidden is None else head_variance(policy, hidden, sample, drawn, values, temperature)
                      for values in tensors]  # fmt: skip
-            for label, one in zip(
-                labels, _moments_of_groups(sample, truth, drawn, tensors, products, heads), strict=True
-            ):
-                parts[label].append(one)
-        result[size] = {label: _mean(moments) for label, moments in parts.items()}
-    return result
+            found = _moments_of_groups(sample, truth, drawn, tensors, products, heads)
+            moments[size] = dict(zip((choice.label for choice in settings.choices), found, strict=True))
+        yield index, moments
 
 
 def _moments_of_groups(
@@ -403,14 +376,6 @@ def _moments_of_groups(
             head_variance=heads[index],
             diagonal=_diagonal(sample, rows, values),
         )
-
-
-def _mean(parts: Sequence[GradientMoments]) -> GradientMoments:
-    def mean(values: Sequence[float | None]) -> float | None:
-        known = [value for value in values if value is not None]
-        return sum(known) / len(known) if known else None
-
-    return named_moments({name: mean([getattr(part, name) for part in parts]) for name in vars(parts[0])})
 
 
 def _diagonal(sample: ProblemSample, rows: Tensor, advantages: Tensor) -> float:

@@ -50,11 +50,11 @@ def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None)
         problems = [source.problem(index) for index in range(source.size or 0)]
         text = "".join(map(repr, problems))
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
-        return lab.model_copy(update={"problems": len(problems), "problem_file": digest}), problems
+        return replace(lab, problems=len(problems), problem_file=digest), problems
     if selection is not None:
         if int(selection) < 2:
             raise SettingsError(f"--problems {selection}: a measurement needs at least 2 problems")
-        lab = lab.model_copy(update={"problems": int(selection)})
+        lab = replace(lab, problems=int(selection))
     if not settings.data.train:
         raise SettingsError(
             "there are no problems to measure, because data.train is empty: use --problems FILE or "
@@ -91,7 +91,7 @@ class UsableGroup:
 
 
 class GroupSampler:
-    """Context manager that samples rollouts as training does. Owns the environment and an event loop."""
+    """Sample rollouts as training does. A context manager that opens and closes the environment and an event loop."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class GroupSampler:
         samples: int,
         greedy: bool,
     ) -> None:
-        """Create a player. With ``greedy``, it samples an additional greedy rollout per problem."""
+        """Create the engine and the driver. With ``greedy``, sample an additional greedy rollout per problem."""
         self._environment = environment
         self._engine = TransformersEngine(causal_lm, codec, settings.rollout)
         self._rewards = build_rewards(settings)

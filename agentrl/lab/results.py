@@ -1,4 +1,4 @@
-"""Files of a measurement: its settings, and one line per problem with the data of tables and plots."""
+"""Files of a measurement: its settings, and one line per problem with its moments."""
 
 from __future__ import annotations
 
@@ -8,41 +8,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
 
-import torch
-from torch import Tensor
-
 from agentrl.errors import SettingsError
-from agentrl.lab.measure import GradientMoments, ProblemMoments, named_moments
-from agentrl.lab.sample import ProblemSample
-from agentrl.lab.settings import EstimatorChoice, compute_problem_advantages
+from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.telemetry.files import append_line, atomic_write, json_line, os_errors_as_world_errors, repair_torn_line
 from agentrl.trajectory import Group
 
 SETTINGS, PROBLEMS = "settings.json", "problems.jsonl"
 COLUMNS = tuple(GradientMoments.__dataclass_fields__)
-_DIGITS = 6
 _PATHS = ("model", "behaviour")  # policies may be moved: their weights are compared, not their paths
 
 
-class Energies(TypedDict):
-    """Energies, lengths and returns of the trajectories of one problem, in the same order."""
-
-    exact: list[float]
-    logit_proxy: list[float]
-    head_exact: list[float]
-    length: list[int]
-    returns: list[float]
-
-
-class PlottedTrajectories(TypedDict):
-    """Token values of a few trajectories of one problem, for plots."""
-
-    realized: list[list[float]]  # W_k of the first trajectories
-    advantages: dict[str, list[list[float]]]  # by estimator: of a rewarded and of an unrewarded trajectory
-
-
 class ProblemLine(TypedDict):
-    """Results of one problem. ``moments``, ``energies`` and ``shown`` are None if it could not be measured."""
+    """Results of one problem. ``moments`` is None if it could not be measured."""
 
     number: int  # index among the problems
     problem: str
@@ -51,8 +28,6 @@ class ProblemLine(TypedDict):
     tokens: float  # mean number of model tokens
     reward: float  # mean reward
     moments: dict[str, dict[str, list[float | None]]] | None  # by group size and estimator, in the order of COLUMNS
-    energies: Energies | None
-    shown: PlottedTrajectories | None
 
 
 MEASURED = "measured"
@@ -66,33 +41,12 @@ class Measured:
     moments: ProblemMoments
 
 
-def moments_to_json(moments: ProblemMoments) -> dict[str, dict[str, list[float | None]]]:
-    """Convert moments to the JSON format of a problem's line."""
-    return {
-        str(size): {
-            label: [round_for_json(getattr(item, name)) for name in COLUMNS] for label, item in by_label.items()
-        }
-        for size, by_label in moments.items()
-    }
-
-
-def round_for_json(value: float | None) -> float | None:
-    """Round to six significant digits."""
-    return None if value is None else float(f"{value:.{_DIGITS}g}")
-
-
-def problem_line(
-    group: Group,
-    outcome: str,
-    sample: ProblemSample | None,
-    moments: ProblemMoments | None,
-    shown: Sequence[EstimatorChoice],
-) -> ProblemLine:
-    """Build the line of one problem, with token values if ``shown`` contains estimators."""
+def problem_line(group: Group, outcome: str, moments: ProblemMoments | None) -> ProblemLine:
+    """Build the line of one problem. Numbers are rounded to six significant digits."""
     count = max(1, len(group.trajectories))
 
     def mean(values: Iterable[float]) -> float:
-        return float(f"{sum(values) / count:.{_DIGITS}g}")
+        return _rounded(sum(values) / count)
 
     return ProblemLine(
         number=group.index,
@@ -101,47 +55,19 @@ def problem_line(
         turns=mean(item.turns for item in group.trajectories),
         tokens=mean(item.model_tokens for item in group.trajectories),
         reward=mean(item.reward for item in group.trajectories),
-        moments=None if moments is None else moments_to_json(moments),
-        energies=None if sample is None else _energies(sample),
-        shown=_shown(sample, shown) if sample is not None and shown else None,
+        moments=moments
+        and {
+            str(size): {
+                label: [value if value is None else _rounded(value) for value in vars(item).values()]
+                for label, item in by_label.items()
+            }
+            for size, by_label in moments.items()
+        },
     )
 
 
-def _energies(sample: ProblemSample) -> Energies:
-    energy = sample.token_energy.double()
-    return Energies(
-        exact=_numbers(sample.trajectory_energy),
-        logit_proxy=_numbers(energy.sum(-1)),
-        head_exact=_numbers((energy * sample.hidden_norm_squared).sum(-1)),
-        length=sample.lengths.tolist(),
-        returns=_numbers(sample.returns),
-    )
-
-
-def _shown(sample: ProblemSample, choices: Sequence[EstimatorChoice]) -> PlottedTrajectories:
-    """Collect realized energies of up to 8 trajectories, and advantages of a right and a wrong trajectory.
-
-    The right and the wrong trajectory are the longest of their kind, in a group of up to 8 trajectories.
-    """
-    order = sample.lengths.argsort(descending=True, stable=True).tolist()
-    first = [next(row for row in order if (sample.returns[row] > 0) == right) for right in (True, False)
-             if any((sample.returns[row] > 0) == right for row in order)]  # fmt: skip
-    rows = torch.tensor([[*first, *(row for row in range(sample.size) if row not in first)][:8]])
-    advantages = {}
-    for choice in choices if len(first) == 2 else ():
-        (values,) = compute_problem_advantages([sample], [rows], choice, drop_zero_variance=True)
-        advantages[choice.label] = [
-            _numbers(values[0, index][sample.batch.response_mask[row]]) for index, row in enumerate(first)
-        ]
-    realized = [
-        _numbers(sample.token_energy[row][sample.batch.response_mask[row]].cumsum(0))
-        for row in range(min(8, sample.size))
-    ]
-    return PlottedTrajectories(realized=realized, advantages=advantages)
-
-
-def _numbers(values: Tensor) -> list[float]:
-    return [float(f"{value:.4g}") for value in values.tolist()]
+def _rounded(value: float) -> float:
+    return float(f"{value:.6g}")
 
 
 class MeasurementFiles:
@@ -159,11 +85,11 @@ class MeasurementFiles:
         asked: dict[str, object] = json.loads(json.dumps(settings))
         if file.is_file():
             before = self.settings()
-            for name in {**asked, **before}:
-                if name not in _PATHS and before.get(name) != asked.get(name):
+            for name, value in asked.items():
+                if name not in _PATHS and before.get(name) != value:
                     raise SettingsError(
                         f"--output {self.folder} contains a measurement with {name}={_short(before.get(name))}, but "
-                        f"{name} is now {_short(asked.get(name))}: use another --output, or the same settings to "
+                        f"{name} is now {_short(value)}: use another --output, or the same settings to "
                         "continue"
                     )
         else:
@@ -199,7 +125,8 @@ def measured_problems(lines: Sequence[ProblemLine]) -> list[Measured]:
         if line["moments"] is not None:
             moments = {
                 int(size): {
-                    label: named_moments(dict(zip(COLUMNS, values, strict=True))) for label, values in by_label.items()
+                    label: GradientMoments(**dict(zip(COLUMNS, values, strict=True)))  # type: ignore[arg-type]
+                    for label, values in by_label.items()
                 }
                 for size, by_label in line["moments"].items()
             }

@@ -1,4 +1,4 @@
-"""Settings of the variance laboratory: the sample, the compared estimators, and the precision of the intervals."""
+"""Settings of the variance laboratory: the sample and the compared estimators."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from agentrl.algorithms import (
@@ -103,33 +102,33 @@ def _value(text: str) -> Any:
         return text
 
 
-def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem: int, division: int) -> Tensor:
+def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem: int) -> Tensor:
     """Draw disjoint groups [M, N] of trajectory indices below ``samples``, with M at most ``most``.
 
     Disjoint groups are independent draws, so the variance over them is an unbiased estimate.
     """
-    # Seeds are distinct while division and group size are below 1,009, so groups do not depend on which other problems
+    # Seeds are distinct while the group size is below 1,009 squared, so groups do not depend on which other problems
     # and sizes are measured.
-    key = ((seed * 1_000_003 + problem) * 1_009 + division) * 1_009 + group_size
+    key = (seed * 1_000_003 + problem) * 1_009**2 + group_size
     draw = torch.Generator().manual_seed(key % (1 << 63))
     groups = min(most, samples // group_size)
     return torch.randperm(samples, generator=draw)[: groups * group_size].reshape(groups, group_size)
 
 
 def compute_problem_advantages(
-    samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: EstimatorChoice, *, drop_zero_variance: bool
+    samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: EstimatorChoice
 ) -> list[Tensor]:
     """Compute the advantages [M, N, T_j] of each problem j with the groups ``rows[j]`` [M, N].
 
     For an estimator that spans the step (for example by whitening), a step contains one group of each problem. As in
-    training, ``drop_zero_variance`` removes groups with equal rewards from the step. Raises SettingsError if the
-    estimator needs an input that rollouts alone do not provide.
+    training, groups with equal rewards are removed from the step and have advantage 0, unless the estimator learns from
+    them. Raises SettingsError if the estimator needs an input that rollouts alone do not provide.
     """
     groups, size = rows[0].shape
     needs = estimator_needs(choice.name, **choice.options)
     greedy = "greedy_returns" in needs.inputs
     dropped = torch.zeros(len(samples), groups, dtype=torch.bool)
-    if drop_zero_variance and not ESTIMATORS[choice.name].equal_groups:
+    if not ESTIMATORS[choice.name].equal_groups:
         dropped = torch.stack(
             [_has_equal_rewards(sample, indices, greedy) for sample, indices in zip(samples, rows, strict=True)]
         )
@@ -164,86 +163,52 @@ def _has_equal_rewards(sample: ProblemSample, rows: Tensor, include_greedy: bool
     return returns.amax(-1) - returns.amin(-1) <= 1e-8
 
 
-class LabSettings(BaseModel):
+@dataclass(frozen=True, kw_only=True)
+class LabSettings:
     """Settings of one `agentrl variance` measurement."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    problems: int = Field(
-        16, ge=2, description="number of problems from data.train to measure; problems with equal rewards are skipped"
-    )
-    problem_file: str | None = Field(None, description="digest of the problems if they are read from a file")
-    samples: int = Field(64, ge=4, description="trajectories sampled for each problem; groups are drawn from them")
-    group_sizes: tuple[int, ...] = Field((4, 8, 16), description="group sizes N, each at most half of the samples")
-    groups: int = Field(16, ge=2, description="maximum number of groups in one division of a problem's samples")
-    estimators: tuple[str, ...] = Field(
-        (), description="estimator names, with options as in tir_otb:leave_one_out=true; default: all"
-    )
-    baseline: str | None = Field(None, description="estimator whose noise is the reference for the noise of the others")
-    partitions: int = Field(1, ge=1, description="random divisions of the samples into groups for each group size")
-    bootstrap: int = Field(2000, ge=100, description="bootstrap resamples of problems for the 95 % intervals")
-    drop_zero_variance: bool = Field(
-        True,
-        description="as in training, drop groups with equal rewards, unless the estimator also uses rewards of other "
-        "groups in its baseline",
-    )
-    head: bool = Field(False, description="also measure the variance of the head's gradient alone")
-    batch: int = Field(
-        16, ge=1, description="problems sampled together; they form the step of estimators that span the step"
-    )
-    micro_batch_tokens: int = Field(8192, ge=64, description="tokens of one forward pass for token statistics")
-    score_memory: int = Field(
-        2 << 30, ge=0, description="maximum bytes for the gradients of one problem, one gradient per trajectory"
-    )
+    problems: int = 16  # problems from data.train to measure; problems with equal rewards are skipped
+    problem_file: str | None = None  # digest of the problems if they are read from a file
+    samples: int = 64  # trajectories sampled for each problem; groups are drawn from them
+    group_sizes: tuple[int, ...] = (4, 8, 16)
+    groups: int = 16  # maximum number of groups of a problem
+    choices: tuple[EstimatorChoice, ...] = ()
+    baseline: str | None = None  # label of the estimator whose noise is the reference; None: rloo, if it is measured
+    head: bool = False  # also measure the variance of the head's gradient alone
 
 
-@dataclass(frozen=True, kw_only=True)
-class LabRequest:
-    """Command-line arguments. Omitted arguments are None."""
-
-    problems: str | None = None
-    group_sizes: str | None = None
-    estimators: str | None = None
-    samples: int | None = None
-    baseline: str | None = None
-    head: bool = False
-
-
-def lab_settings(request: LabRequest) -> LabSettings:
-    """Build settings from command-line arguments. Raises SettingsError for invalid arguments."""
-    values: dict[str, object] = {"baseline": request.baseline, "head": request.head}
-    if request.group_sizes is not None:
-        values["group_sizes"] = sizes = [part.strip() for part in request.group_sizes.split(",")]
-        wrong = [part for part in sizes if not part.isdigit()]
-        if wrong:
-            raise SettingsError(f"--group-sizes must be whole numbers, such as 4,8,16; got {wrong[0]!r}")
-    if request.estimators is not None:
-        values["estimators"] = [part.strip() for part in request.estimators.split(",") if part.strip()]
-    if request.samples is not None:
-        values["samples"] = request.samples
-        if request.samples < 4:
-            raise SettingsError(f"--samples must be at least 4, for two groups of two; got {request.samples}")
-    return LabSettings.model_validate(values)
-
-
-def check_lab(lab: LabSettings) -> tuple[EstimatorChoice, ...]:
-    """Parse the estimators and check group sizes and baseline. Raises SettingsError if one is invalid."""
-    if not lab.group_sizes or len(set(lab.group_sizes)) < len(lab.group_sizes):
+def lab_settings(
+    *,
+    samples: int | None = None,
+    group_sizes: str | None = None,
+    estimators: str | None = None,
+    baseline: str | None = None,
+    head: bool = False,
+) -> LabSettings:
+    """Parse and check command-line arguments. Raises SettingsError for an invalid argument."""
+    samples = LabSettings.samples if samples is None else samples
+    if samples < 4:
+        raise SettingsError(f"--samples must be at least 4, for two groups of two; got {samples}")
+    sizes = LabSettings.group_sizes
+    if group_sizes is not None:
+        parts = [part.strip() for part in group_sizes.split(",")]
+        invalid = [part for part in parts if not part.isdigit()]
+        if invalid:
+            raise SettingsError(f"--group-sizes must be whole numbers, such as 4,8,16; got {invalid[0]!r}")
+        sizes = tuple(map(int, parts))
+    if len(set(sizes)) < len(sizes):
+        raise SettingsError(f"--group-sizes must be different sizes, such as 4,8,16; got {group_sizes}")
+    invalid = [str(size) for size in sizes if not 2 <= size <= samples // 2]
+    if invalid:
         raise SettingsError(
-            f"--group-sizes must be different sizes, such as 4,8,16; got {','.join(map(str, lab.group_sizes))}"
+            f"--group-sizes {','.join(invalid)}: a group must have 2 to {samples // 2} trajectories, because a "
+            f"variance needs two groups from the {samples} samples of a problem; raise --samples or lower the size"
         )
-    wrong = [size for size in lab.group_sizes if not 2 <= size <= lab.samples // 2]
-    if wrong:
-        raise SettingsError(
-            f"--group-sizes {','.join(map(str, wrong))}: a group must have 2 to {lab.samples // 2} trajectories, "
-            f"because a variance needs two groups from the {lab.samples} samples of a problem; raise --samples or "
-            "lower the size"
-        )
-    choices = parse_estimator_choices(lab.estimators)
+    choices = parse_estimator_choices([part.strip() for part in (estimators or "").split(",") if part.strip()])
     labels = [choice.label for choice in choices]
-    if lab.baseline is not None and lab.baseline not in labels:
-        raise SettingsError(f"--baseline {lab.baseline} is not a measured estimator; valid: {', '.join(labels)}")
-    return choices
+    if baseline is not None and baseline not in labels:
+        raise SettingsError(f"--baseline {baseline} is not a measured estimator; valid: {', '.join(labels)}")
+    return LabSettings(samples=samples, group_sizes=sizes, choices=choices, baseline=baseline, head=head)
 
 
 class CorrectionSection(Protocol):

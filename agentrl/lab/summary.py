@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from agentrl.algorithms import ESTIMATORS
 from agentrl.lab.measure import GradientMoments, ProblemMoments
-from agentrl.lab.results import Energies
 from agentrl.lab.settings import CROSS
 
 Floats = NDArray[np.float64]
@@ -136,34 +135,6 @@ def _verdict_on_tokens(line: EstimatorResult, best: EstimatorResult) -> str:
     return f"The best token baseline is {line.estimator}, with {line.to_best} times that noise, {how} the interval"
 
 
-def energy_correlations(energies: Sequence[Energies]) -> dict[str, dict[str, float]]:
-    """Compute the correlations of the energy proxies with the exact energy.
-
-    Returns Pearson and Spearman over all trajectories, and Pearson within problems, after subtracting the means of each
-    problem.
-    """
-    exact = [np.array(item["exact"]) for item in energies]
-    result = {}
-    for name, proxy in proxy_energies(energies).items():
-        x, y = np.concatenate(proxy), np.concatenate(exact)
-        centred = [np.concatenate([part - part.mean() for part in parts]) for parts in (proxy, exact)]
-        result[name] = {
-            "pearson": _correlation(x, y),
-            "spearman": _correlation(_ranks(x), _ranks(y)),
-            "pearson_within_problems": _correlation(*centred),
-        }
-    return result
-
-
-def proxy_energies(energies: Sequence[Energies]) -> dict[str, list[Floats]]:
-    """Return the energy proxies of the trajectories: one array per problem for each proxy."""
-    return {
-        "logit_proxy": [np.array(item["logit_proxy"]) for item in energies],
-        "head_exact": [np.array(item["head_exact"]) for item in energies],
-        "length": [np.array(item["length"], dtype=float) for item in energies],
-    }
-
-
 def as_records(lines: Sequence[EstimatorResult]) -> list[dict[str, object]]:
     """Convert lines to JSON values. Non-finite numbers become null."""
     return [{key: _finite(value) for key, value in asdict(line).items()} for line in lines]
@@ -236,16 +207,3 @@ def _interval(values: Floats) -> IntervalEstimate:
     low = np.quantile(known, 0.025, method="lower") if known.size else math.nan
     high = np.quantile(known, 0.975, method="higher") if known.size else math.nan
     return IntervalEstimate(value=float(values[0]), low=float(low), high=float(high))
-
-
-def _correlation(x: Floats, y: Floats) -> float:
-    x, y = x - x.mean(), y - y.mean()
-    length = math.sqrt(float(x @ x) * float(y @ y))
-    return float(x @ y) / length if length > 0 else math.nan
-
-
-def _ranks(values: Floats) -> Floats:
-    """Return the ranks of values. Ties have their mean rank."""
-    _, inverse, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ends = counts.cumsum()
-    return (ends - (counts - 1) / 2.0)[inverse]

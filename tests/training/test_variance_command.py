@@ -44,9 +44,7 @@ def test_it_measures_draws_and_says_which_wins(command_line: CommandLine, random
         assert abs(doubled["head_variance"] / plain["head_variance"] / 4 - 1) < 1e-4
     assert [text in said for text in ("N=2: ", "N=4: ")] == [True] * 2
     assert all(line in said.replace("\n", " ") for line in record["verdicts"])
-    for name in ("noise.png", "energy.png", "advantages.png", "proxies.png"):
-        drawn = (folder / name).exists()
-        assert drawn is (name != "advantages.png"), name  # every trajectory is rewarded here: there is no wrong one
+    assert (folder / "noise.png").exists()
 
 
 def test_a_second_call_continues_the_first(command_line: CommandLine, random_policy: Path) -> None:
