@@ -91,11 +91,11 @@ class Plan:
 
     @property
     def largest_micro_batch(self) -> int:
-        """Tokens of the largest micro-batch that fits: a multiple of 1,024 up to 65,536, which saturate a GPU, or 0."""
-        for tokens in range(65_536, 0, -1024):
+        """Tokens of the largest micro-batch that fits, up to 65,536, which saturate a GPU; at least the configured."""
+        for tokens in range(65_536, self.setup.tokens, -1024):
             if replace(self, setup=replace(self.setup, tokens=tokens)).rank.total <= usable_bytes(self.memory):
                 return tokens
-        return 0
+        return self.setup.tokens
 
     def shortage(self) -> str | None:
         """Describe what does not fit, and the settings that save memory. Returns None if ranks and servers fit."""
@@ -184,7 +184,7 @@ def plan_command(
         raise SettingsError(too_long)
     if plan.shortage() is not None:
         raise SettingsError(f"{shape.name} with trajectories of {longest} tokens {plan.verdict()}")
-    plan = replace(plan, setup=replace(plan.setup, tokens=max(longest, plan.largest_micro_batch)))
+    plan = replace(plan, setup=replace(plan.setup, tokens=plan.largest_micro_batch))
     overlay = settings.model_dump(mode="json", include=_OVERLAY)
     if not settings.model.lora.rank:
         del overlay["model"]["lora"]

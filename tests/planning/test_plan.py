@@ -61,24 +61,20 @@ def test_servers_beside_zero_3_are_dedicated_and_get_half_of_the_gpus() -> None:
         plan_command(settings, critic=False, gpus=1, memory=80)
 
 
-@pytest.mark.parametrize(
-    ("overrides", "parts"),
-    [
-        ([], ["activations, ", "weights, 15.2 GB: training.zero_stage=3, then training.offload=all"]),
-        (["model.gradient_checkpointing=true"], ["optimizer, 60.9 GB: training.offload=optimizer, model.lora.rank"]),
-    ],
-)
-def test_a_shortage_names_the_largest_parts_and_the_settings_that_lower_them(
-    overrides: list[str], parts: list[str]
-) -> None:
+def test_a_shortage_names_the_largest_parts_and_the_settings_that_lower_them() -> None:
     with pytest.raises(SettingsError) as failure:
-        plan_command(seven(*overrides), critic=False, gpus=1, memory=40, context=8192)
+        plan_command(seven(), critic=False, gpus=8, memory=80, context=8192)
     first, *largest = str(failure.value).splitlines()
-    assert first.startswith("Qwen/Qwen2.5-7B with trajectories of 8192 tokens on 1 GPU of 40 GB: does not fit: a rank")
-    assert first.endswith("GB at the backward, but may use 38.0 GB; its largest parts, and settings that lower them:")
-    assert len(largest) == 4
-    for part in parts:
-        assert any(part in line for line in largest)
+    assert first == (
+        "Qwen/Qwen2.5-7B with trajectories of 8192 tokens on 8 GPUs of 80 GB: does not fit: a rank needs 89.4 GB at "
+        "the backward, but may use 76.0 GB; its largest parts, and settings that lower them:"
+    )
+    assert largest[0].startswith("    activations, 51.9 GB: model.gradient_checkpointing, then")
+    assert largest[1:] == [
+        "    weights, 15.2 GB: training.zero_stage=3, then training.offload=all",
+        "    optimizer, 7.6 GB: training.offload=optimizer, model.lora.rank, more GPUs",
+        "    master copy, 3.8 GB: training.offload=optimizer, model.lora.rank, more GPUs",
+    ]
 
 
 def test_a_server_needs_memory_for_its_longest_request() -> None:
@@ -158,7 +154,7 @@ def test_bad_input_is_one_message_that_says_what_works(options: dict[str, int], 
 def test_numbers_out_of_range_are_rejected(option: str) -> None:
     result = CliRunner().invoke(app, ["plan", "--model=Qwen/Qwen2.5-7B", option])
     assert result.exit_code == 2
-    assert "is not in the range" in result.output
+    assert f"Invalid value for '{option.partition('=')[0]}'" in result.output
 
 
 @pytest.mark.parametrize(
