@@ -65,7 +65,7 @@ def reference_of(hidden: Tensor, weight: Tensor, targets: Tensor, *, temperature
 
 def cut(monkeypatch: pytest.MonkeyPatch, *, width: int, elements: int) -> None:
     """Slices of `width` tokens, tiles of `elements` logits."""
-    monkeypatch.setattr(sliced, "_SLICE", width)
+    monkeypatch.setattr(sliced, "SLICE", width)
     monkeypatch.setattr(sliced, "TILE_ELEMENTS", {torch.get_default_device().type: elements})
 
 
