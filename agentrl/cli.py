@@ -88,13 +88,13 @@ def plan(
     ] = None,
     config: Config = None,
     gpus: Annotated[
-        int | None, _option("N", "GPUs for training and servers; default: all GPUs of this machine", low=1)
+        int | None, _option("N", "GPUs for training and servers; default: all GPUs of this machine", minimum=1)
     ] = None,
     memory: Annotated[
-        int | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU", low=1)
+        int | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU", minimum=1)
     ] = None,
     context: Annotated[
-        int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: as set", low=64)
+        int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: as set", minimum=64)
     ] = None,
     write: Annotated[Path | None, _option("FILE", "write the overlay to FILE, for agentrl train --config FILE")] = None,
 ) -> None:
