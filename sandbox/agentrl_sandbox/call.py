@@ -114,7 +114,7 @@ def check_file_names(names: Iterable[str]) -> None:
     count = 0
     for name in names:
         count += 1
-        why = _name_error(name)
+        why = _name_problem(name)
         if why:
             raise ValueError(f"invalid file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
     if count > MAX_FILES:
@@ -134,7 +134,7 @@ def check_files(files: Mapping[str, bytes], max_bytes: int) -> None:
         raise ValueError(f"the files take {needed} bytes, but the scratch directory has {max_bytes}: raise scratch_mb")
 
 
-def _name_error(name: str) -> str:
+def _name_problem(name: str) -> str:
     if not name:
         return "it is empty"
     if "\0" in name:
@@ -285,7 +285,7 @@ def execution_frame(operation: str, identifier: int, execution: Execution) -> Fr
     return header, [*(text.encode("utf-8", "replace") for text in texts), *execution.files.values()]
 
 
-def read_execution(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution:
+def execution_from_frame(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution:
     """Parse a frame that ``execution_frame`` built."""
     stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
     return Execution(

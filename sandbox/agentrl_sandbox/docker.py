@@ -54,7 +54,7 @@ class DockerSandbox(RunnerPool):
     async def start(self) -> None:
         """Start the container and wait for its runner. Raises StartError or UnisolatedError."""
         self.open()
-        await asyncio.to_thread(self._run_container)
+        await asyncio.to_thread(self._start_container)
         waiting = asyncio.ensure_future(self.registry.wait_for_runner(_START_SECONDS))
         ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_end))
         try:
@@ -98,13 +98,13 @@ class DockerSandbox(RunnerPool):
             await ending
             while True:
                 try:
-                    await asyncio.to_thread(self._run_container)
+                    await asyncio.to_thread(self._start_container)
                     break
                 except StartError:
                     await asyncio.sleep(1.0)  # the engine may be restarting; calls wait up to retry_deadline
             ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_end))
 
-    def _run_container(self) -> None:
+    def _start_container(self) -> None:
         settings = self._settings
         environment = {
             f"SANDBOX_{name.upper()}": str(getattr(settings, name)) for name in ("timeout", "allow_unisolated", *LIMITS)

@@ -119,13 +119,13 @@ class ServiceSandbox(CallSandbox, ABC):
     async def open_session(self) -> str:
         """Open a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
         return await self._call(
-            ServiceRequest(method="POST", path="/v1/sessions", body={}, read=_session, opens_session=True)
+            ServiceRequest(method="POST", path="/v1/sessions", body={}, read=_parse_session, opens_session=True)
         )
 
     async def fork_session(self, session: str) -> str:
         """Fork a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
         path = f"/v1/sessions/{session}/fork"
-        request = ServiceRequest(method="POST", path=path, body={}, read=_session, opens_session=True)
+        request = ServiceRequest(method="POST", path=path, body={}, read=_parse_session, opens_session=True)
         return await self._call(request, session)
 
     async def close_session(self, session: str) -> None:
@@ -175,7 +175,7 @@ class HttpSandbox(ServiceSandbox):
 
         Raises StartError, UnisolatedError or RefusedError.
         """
-        self._isolation = _isolation(state)
+        self._isolation = _parse_isolation(state)
         missing = self._isolation.missing
         if missing and not self._settings.allow_unisolated:
             why = "Fix the service's machine, or set allow_unisolated=true to run programs without these properties"
@@ -206,12 +206,12 @@ class HttpSandbox(ServiceSandbox):
             raise UnreachableServiceError(self._why_cancelled, begun=True) from None
         except UnreachableServiceError as error:
             if not self._closed:
-                self.fail(error)
+                self.record_failure(error)
             raise
         finally:
             self.pending.discard(limit)
 
-    def fail(self, error: SandboxError) -> None:
+    def record_failure(self, error: SandboxError) -> None:
         """Handle a request without response: log one warning per outage."""
         if not self._outage_logged:
             self._outage_logged = True
@@ -272,7 +272,7 @@ class HttpSandbox(ServiceSandbox):
             self._idle.append(connection)
         self._outage_logged = False
         if not response.is_success:
-            raise self._error_of_response(response)
+            raise self._response_error(response)
         try:
             return response.json() if response.content else {}
         except ValueError as error:  # not text, or not JSON
@@ -290,7 +290,7 @@ class HttpSandbox(ServiceSandbox):
             trust_env=False,
         )
 
-    def _error_of_response(self, response: httpx.Response) -> Exception:
+    def _response_error(self, response: httpx.Response) -> Exception:
         try:
             problem = response.json()
             why = f"{self.url} answered {response.status_code}: {problem['detail']}"
@@ -334,17 +334,17 @@ def execute_request(call: Call, request_id: str | None, *, default: float) -> Se
         "echo": call.echo,
     }
     path = "/v1/execute" if call.session is None else f"/v1/sessions/{call.session}/execute"
-    return ServiceRequest(method="POST", path=path, body=body, seconds=seconds, read=_execution)
+    return ServiceRequest(method="POST", path=path, body=body, seconds=seconds, read=_parse_execution)
 
 
-def _isolation(state: JsonObject) -> Isolation:
+def _parse_isolation(state: JsonObject) -> Isolation:
     layers = state["isolation"].get("layers", {})
     return Isolation(
         layers={name: layers.get(name) for name in PROPERTIES}, mode=str(state["isolation"].get("mode", "unknown"))
     )
 
 
-def _session(answer: JsonObject) -> str:
+def _parse_session(answer: JsonObject) -> str:
     """Parse the name of a session. Raises BusyError for an invalid response."""
     try:
         return str(answer["session"])
@@ -352,7 +352,7 @@ def _session(answer: JsonObject) -> str:
         raise BusyError(f"the service sent an invalid response: {error}") from error
 
 
-def _execution(answer: JsonObject) -> Execution:
+def _parse_execution(answer: JsonObject) -> Execution:
     """Parse an execution. Raises BusyError for an invalid response, as for a broken connection."""
     try:
         files = {name: base64.b64decode(content) for name, content in answer["files"].items()}

@@ -29,9 +29,9 @@ from agentrl_sandbox.call import (
     FrameBuffer,
     check_file_names,
     check_files,
+    execution_from_frame,
     fail_futures,
     pack_frame,
-    read_execution,
     validate_timeout,
 )
 from agentrl_sandbox.probes import probe_isolation
@@ -92,7 +92,7 @@ class ForkServerProcess(asyncio.Protocol):
     async def start(cls, config: RunnerConfig) -> ForkServerProcess:
         """Start a server with a clean environment. Raises StartError with the reason if it does not start."""
         try:
-            process, messages, ours = _spawn(config)
+            process, messages, ours = _start_process(config)
         except OSError as error:
             raise StartError(f"the sandbox's server did not start: {error}") from error
         server = cls(process, messages)
@@ -100,7 +100,7 @@ class ForkServerProcess(asyncio.Protocol):
             await asyncio.get_running_loop().create_connection(lambda: server, sock=ours)
             why = await asyncio.wait_for(asyncio.shield(server.hello), _START_SECONDS)
         except (ServerExitedError, TimeoutError) as error:
-            raise StartError(await server.close_with_message(str(error))) from error
+            raise StartError(await server.close_and_explain(str(error))) from error
         except asyncio.CancelledError:
             if server._transport is None:
                 ours.close()
@@ -117,9 +117,9 @@ class ForkServerProcess(asyncio.Protocol):
         try:
             await asyncio.wait_for(asyncio.shield(self.ready), _START_SECONDS)
         except (ServerExitedError, TimeoutError) as error:
-            raise StartError(await self.close_with_message(str(error))) from error
+            raise StartError(await self.close_and_explain(str(error))) from error
 
-    async def close_with_message(self, what: str) -> str:
+    async def close_and_explain(self, what: str) -> str:
         """Close the server. Returns an error message with the server's last line of output."""
         self._messages.seek(0)
         last = self._messages.read().decode("utf-8", "replace").strip().splitlines()[-1:]
@@ -132,7 +132,7 @@ class ForkServerProcess(asyncio.Protocol):
         Raises ServerExitedError, TimeoutError or, in a session, ServerRefusedError.
         """
         header, blobs = call.frame()
-        return read_execution(
+        return execution_from_frame(
             *await self._request({**header, "op": "run", "number": session}, blobs, call.timeout or 0.0)
         )
 
@@ -175,10 +175,10 @@ class ForkServerProcess(asyncio.Protocol):
             self._transport.abort()
         await self._closed
         if self._process.poll() is None:
-            await asyncio.to_thread(self._end)
+            await asyncio.to_thread(self._terminate)
         self._messages.close()
 
-    def _end(self) -> None:
+    def _terminate(self) -> None:
         self._process.terminate()
         try:
             self._process.wait(_END_SECONDS)
@@ -222,7 +222,7 @@ class ForkServerProcess(asyncio.Protocol):
                 future.set_result(frame)
 
 
-def _spawn(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], socket.socket]:
+def _start_process(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[bytes], socket.socket]:
     """Start a server. Returns its process, the file with its error output, and the client's socket."""
     with contextlib.ExitStack() as opened:
         ours, theirs = socket.socketpair()

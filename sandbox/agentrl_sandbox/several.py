@@ -39,7 +39,7 @@ class _Service(HttpSandbox):
         self.failing_since = math.inf  # finite from a failure until the service recovers or is lost
         self.workers = 1
 
-    def fail(self, error: SandboxError) -> None:
+    def record_failure(self, error: SandboxError) -> None:
         """Send no new calls until the next successful health check."""
         if self.error is None:
             self.failing_since = time.monotonic()
@@ -64,7 +64,7 @@ class SeveralSandboxes(ServiceSandbox):
     @property
     def isolation(self) -> Isolation:
         """Properties that hold at all services that have responded."""
-        return Isolation.common([service.isolation for service in self._services if service.isolation.layers])
+        return Isolation.combine([service.isolation for service in self._services if service.isolation.layers])
 
     async def check_once(self) -> None:
         """Check all services. Services that do not respond may join later, but a faulty one is an error."""
@@ -74,7 +74,7 @@ class SeveralSandboxes(ServiceSandbox):
                 raise service.error
         if all(service.error for service in self._services):
             raise BusyError(self._outages)
-        self._health_checks = [asyncio.create_task(self._watch(service)) for service in self._services]
+        self._health_checks = [asyncio.create_task(self._check_repeatedly(service)) for service in self._services]
 
     async def close_session(self, session: str) -> None:
         with contextlib.suppress(UnknownSessionError):  # the session has ended, possibly with its service
@@ -116,7 +116,7 @@ class SeveralSandboxes(ServiceSandbox):
         """Return the pending calls and sessions per worker. A random number orders services with equal load."""
         return (len(service.pending) + self._sessions.count_at(service)) / service.workers, random.random()
 
-    async def _watch(self, service: _Service) -> None:
+    async def _check_repeatedly(self, service: _Service) -> None:
         while True:
             await asyncio.sleep((_RECHECK_EVERY if service.error else _CHECK_EVERY) * random.uniform(0.8, 1.2))
             await self._check(service)
@@ -135,9 +135,9 @@ class SeveralSandboxes(ServiceSandbox):
             service.workers = max(1, int(state.get("workers", 1)))
             service.error = None
         except TimeoutError:
-            service.fail(UnreachableServiceError("no answer", begun=False))
+            service.record_failure(UnreachableServiceError("no answer", begun=False))
         except SandboxError as error:
-            service.fail(error)
+            service.record_failure(error)
         if service.error and time.monotonic() - service.failing_since >= deadline:
             _log.warning("the sandbox at %s and its sessions were lost: %s", service.url, service.error)
             service.failing_since = math.inf

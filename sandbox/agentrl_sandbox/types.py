@@ -99,12 +99,12 @@ class Isolation:
     mode: str  # "root" or "user" namespaces, or "none"
 
     @classmethod
-    def common(cls, isolations: Sequence[Isolation]) -> Isolation:
+    def combine(cls, isolations: Sequence[Isolation]) -> Isolation:
         """Combine the isolation of several sandboxes: a property holds if it holds in all of them, and in at least one.
 
         >>> layers = {"no_network": "seccomp"}, {"no_network": None}, {"no_network": "Landlock"}
         >>> one, two, three = (Isolation(layers=found, mode="none") for found in layers)
-        >>> Isolation.common([one, two]).layers["no_network"], Isolation.common([one, three]).layers["no_network"]
+        >>> Isolation.combine([one, two]).layers["no_network"], Isolation.combine([one, three]).layers["no_network"]
         (None, 'seccomp or Landlock')
         """
         layers: dict[str, str | None] = {}

@@ -13,7 +13,7 @@ from pydantic import ValidationError
 
 from agentrl_sandbox.call import FrameBuffer, FrameError, pack_frame
 from agentrl_sandbox.client import SandboxSettings
-from agentrl_sandbox.runner.config import needs_science
+from agentrl_sandbox.runner.config import needs_science_interpreter
 from agentrl_sandbox.runner.program import OutputCapture
 from agentrl_sandbox.runner.usage import KernelMemoryQuota
 from agentrl_sandbox.types import PROPERTIES, Isolation
@@ -77,7 +77,7 @@ def test_a_capture_keeps_head_and_tail(pieces, half):
     ],
 )
 def test_routes(program, science):
-    assert needs_science(program) is science
+    assert needs_science_interpreter(program) is science
 
 
 def test_isolation_says_what_holds_and_what_does_not():

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from agentrl_sandbox.runner.seccomp import MACHINES, system_call_number
 from agentrl_sandbox.types import Execution, Outcome
 
-Judge = Callable[[Execution], bool]
+Expectation = Callable[[Execution], bool]
 
 ENDED = (Outcome.OK, Outcome.ERROR, Outcome.KILLED, Outcome.MEMORY_LIMIT, Outcome.TIMEOUT, Outcome.OUTPUT_LIMIT)
 """All outcomes of a program except the failure of the sandbox."""
@@ -25,22 +25,22 @@ class Case:
 
     name: str
     program: str
-    passes: Judge
+    passes: Expectation
     property_name: str = "conformance"
     timeout: float = 20.0
     stdin: str = ""
     after: str | None = None
 
 
-def expect_output(text: str) -> Judge:
+def expect_output(text: str) -> Expectation:
     return lambda run: run.outcome is Outcome.OK and run.stdout == text
 
 
-def expect_outcome(*outcomes: Outcome) -> Judge:
+def expect_outcome(*outcomes: Outcome) -> Expectation:
     return lambda run: run.outcome in outcomes
 
 
-def expect_exception(name: str) -> Judge:
+def expect_exception(name: str) -> Expectation:
     """Return a judge that passes if the program ended with an uncaught exception of this name."""
 
     def judge(run: Execution) -> bool:

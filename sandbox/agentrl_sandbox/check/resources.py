@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from agentrl_sandbox.check.case import (
     Case,
-    Judge,
+    Expectation,
     attack_case,
     expect_any_end,
     expect_exception,
@@ -82,7 +82,7 @@ for number in set(range(1, 65)) - {signal.SIGKILL, signal.SIGSTOP, 32, 33}:
 while True:
     pass
 """
-_FLOOD = "import os\nfor _ in range({count}):\n    os.write({stream}, {chunk} * 65536)\nprint('reached')"
+_FLOOD_TEMPLATE = "import os\nfor _ in range({count}):\n    os.write({stream}, {chunk} * 65536)\nprint('reached')"
 _DISK = f"""
 written = 0
 try:
@@ -216,24 +216,24 @@ rule = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
 )
 
 
-def _bounded(run: Execution) -> bool:
+def _is_bounded(run: Execution) -> bool:
     return run.stdout == "bounded\n" or run.outcome in (Outcome.MEMORY_LIMIT, Outcome.OUTPUT_LIMIT, Outcome.TIMEOUT)
 
 
-def _not_reached(run: Execution) -> bool:
+def _did_not_succeed(run: Execution) -> bool:
     return "reached" not in run.stdout and run.outcome is not Outcome.INFRASTRUCTURE_FAILURE
 
 
-def _stopped_for_memory(run: Execution) -> bool:
+def _was_stopped_for_memory(run: Execution) -> bool:
     return run.outcome in (Outcome.MEMORY_LIMIT, Outcome.KILLED) and "reached" not in run.stdout
 
 
-def _flooded(run: Execution) -> bool:
+def _was_stopped_for_output(run: Execution) -> bool:
     return run.outcome in (Outcome.OUTPUT_LIMIT, Outcome.KILLED) or (run.truncated and "reached" in run.stdout[-8:])
 
 
-def _flood(stream: int, chunk: str) -> str:
-    return _FLOOD.format(count=_MOST_OUTPUT >> 16, stream=stream, chunk=chunk)
+def _flood_program(stream: int, chunk: str) -> str:
+    return _FLOOD_TEMPLATE.format(count=_MOST_OUTPUT >> 16, stream=stream, chunk=chunk)
 
 
 _ENDLESS_THREAD = "import threading\nthreading.Thread(target=lambda: any(iter(int, 1))).start()"
@@ -256,25 +256,25 @@ repr(A())
 """
 
 
-def _exits_with(code: int) -> Judge:
+def _expect_exit_code(code: int) -> Expectation:
     return lambda run: run.outcome is Outcome.ERROR and run.exit_code == code
 
 
 RESOURCES = (
-    Case("fork bomb", _FORKS, _bounded, "bounded_processes"),
+    Case("fork bomb", _FORKS, _is_bounded, "bounded_processes"),
     Case("fork bomb, exponential", _TREE, expect_outcome(Outcome.TIMEOUT), "bounded_processes", 1.0),
-    Case("thread bomb", _THREADS, _bounded, "bounded_processes"),
-    Case("memory bomb", _MEMORY, _stopped_for_memory, "bounded_memory"),
-    Case("memory bomb in NumPy", _NUMPY, _stopped_for_memory, "bounded_memory"),
-    Case("memory bomb by mmap", _MMAP, _not_reached, "bounded_memory"),
-    Case("memory spread over processes", _SPREAD, _stopped_for_memory, "bounded_memory"),
+    Case("thread bomb", _THREADS, _is_bounded, "bounded_processes"),
+    Case("memory bomb", _MEMORY, _was_stopped_for_memory, "bounded_memory"),
+    Case("memory bomb in NumPy", _NUMPY, _was_stopped_for_memory, "bounded_memory"),
+    Case("memory bomb by mmap", _MMAP, _did_not_succeed, "bounded_memory"),
+    Case("memory spread over processes", _SPREAD, _was_stopped_for_memory, "bounded_memory"),
     _ENLARGED,
-    Case("full sockets", _FULL_SOCKETS, _not_reached, "bounded_memory"),
-    Case("page tables", _PAGE_TABLES, _not_reached, "bounded_memory"),
-    Case("shared memory that no process maps", _UNMAPPED, _not_reached, "bounded_memory"),
-    Case("descriptors watched by epoll", _WATCHED, _not_reached, "bounded_memory"),
-    Case("file locks", _LOCKS, _not_reached, "bounded_memory"),
-    Case("timers", _TIMERS, _not_reached, "bounded_memory"),
+    Case("full sockets", _FULL_SOCKETS, _did_not_succeed, "bounded_memory"),
+    Case("page tables", _PAGE_TABLES, _did_not_succeed, "bounded_memory"),
+    Case("shared memory that no process maps", _UNMAPPED, _did_not_succeed, "bounded_memory"),
+    Case("descriptors watched by epoll", _WATCHED, _did_not_succeed, "bounded_memory"),
+    Case("file locks", _LOCKS, _did_not_succeed, "bounded_memory"),
+    Case("timers", _TIMERS, _did_not_succeed, "bounded_memory"),
     Case("spin that ignores every signal", _IGNORING, expect_outcome(Outcome.TIMEOUT), "bounded_time", 1.0),
     Case(
         "10 ** 10 ** 9", "x = 10 ** 10 ** 9", expect_outcome(Outcome.TIMEOUT, Outcome.MEMORY_LIMIT), "bounded_time", 1.0
@@ -287,18 +287,18 @@ RESOURCES = (
         1.0,
     ),
     Case("thread that never ends", _ENDLESS_THREAD, expect_outcome(Outcome.TIMEOUT), "bounded_time", 1.0),
-    Case("flood of stdout", _flood(1, "b'x'"), _flooded, "bounded_output"),
-    Case("flood of stderr", _flood(2, "b'x'"), _flooded, "bounded_output"),
-    Case("flood of lines", _flood(1, "b'\\n'"), _flooded, "bounded_output"),
-    Case("flood of invalid UTF-8", _flood(1, "b'\\xff'"), _flooded, "bounded_output"),
+    Case("flood of stdout", _flood_program(1, "b'x'"), _was_stopped_for_output, "bounded_output"),
+    Case("flood of stderr", _flood_program(2, "b'x'"), _was_stopped_for_output, "bounded_output"),
+    Case("flood of lines", _flood_program(1, "b'\\n'"), _was_stopped_for_output, "bounded_output"),
+    Case("flood of invalid UTF-8", _flood_program(1, "b'\\xff'"), _was_stopped_for_output, "bounded_output"),
     Case(
         "closed streams",
         "import os\nos.close(1)\nos.close(2)",
         expect_outcome(Outcome.OK, Outcome.ERROR),
         "bounded_output",
     ),
-    Case("full disk", _DISK, _bounded, "bounded_disk", 30.0),
-    Case("too many files", _FILES, _bounded, "bounded_disk", 30.0),
+    Case("full disk", _DISK, _is_bounded, "bounded_disk", 30.0),
+    Case("too many files", _FILES, _is_bounded, "bounded_disk", 30.0),
     Case("endless recursion", "def f():\n    f()\nf()", expect_exception("RecursionError"), "robust"),
     Case("recursion through C", _C_RECURSION, expect_any_end, "robust"),
     Case("segmentation fault", "import ctypes\nctypes.string_at(0)", expect_outcome(Outcome.KILLED), "robust"),
@@ -306,7 +306,7 @@ RESOURCES = (
     Case("NUL byte in the source", "print(1)\n\0", expect_outcome(Outcome.ERROR), "robust"),
     Case("source of 4 MB", "x = '" + "a" * 4_000_000 + "'\nprint('end')", expect_output("end\n"), "robust", 60.0),
     Case("os._exit", "import os\nos._exit(0)", expect_outcome(Outcome.OK), "robust"),
-    Case("subclass of SystemExit", "class E(SystemExit): pass\nraise E(7)", _exits_with(7), "robust"),
-    Case("forged messages on every descriptor", _FORGED, _exits_with(9), "robust"),
+    Case("subclass of SystemExit", "class E(SystemExit): pass\nraise E(7)", _expect_exit_code(7), "robust"),
+    Case("forged messages on every descriptor", _FORGED, _expect_exit_code(9), "robust"),
 )
 """Bombs, endless loops, floods, and sources that break interpreters."""

@@ -72,7 +72,7 @@ class LandlockRules:
         self._attributes = _RulesetAttributes(self._files, _TCP if version >= 4 else 0, _SCOPES if scoped else 0)
         self._size = ctypes.sizeof(_RulesetAttributes) if scoped else 16 if version >= 4 else 8
         self._flags = _QUIET if version >= 7 else 0
-        self._rules = [self._rule(path, bits) for path, bits in rights if os.path.exists(path)]
+        self._rules = [self._make_rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
     def enforce(self, extra_rules: Iterable[tuple[str, int]]) -> None:
         """Restrict this process and its children permanently. ``extra_rules``: additional rules. Raises OSError."""
@@ -88,7 +88,7 @@ class LandlockRules:
         for descriptor in (ruleset, *(rule.parent for rule in opened_rules)):
             os.close(descriptor)
 
-    def _rule(self, path: str, rights: int) -> _PathBeneath:
+    def _make_rule(self, path: str, rights: int) -> _PathBeneath:
         descriptor = os.open(path, os.O_PATH | os.O_CLOEXEC)
         supported = self._files if os.path.isdir(path) else self._files & _FILE_RIGHTS
         return _PathBeneath(rights & supported, descriptor)
@@ -120,9 +120,9 @@ def enter_namespaces(readable_paths: Iterable[str]) -> None:
     sources = _open_mount_sources(readable_paths)
     kernel.mount("root", _NEW_ROOT, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, "size=1m,mode=755")
     for path, (descriptor, is_directory) in sources.items():
-        _bind(descriptor, path, is_directory=is_directory)
+        _bind_mount(descriptor, path, is_directory=is_directory)
         os.close(descriptor)
-    _add_links()
+    _add_symlinks()
     for path in ("/proc", SCRATCH):
         os.mkdir(_NEW_ROOT + path)
     kernel.mount("proc", _NEW_ROOT + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -169,7 +169,7 @@ def _open_mount_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
     return {path: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for path in chosen}
 
 
-def _bind(descriptor: int, path: str, *, is_directory: bool) -> None:
+def _bind_mount(descriptor: int, path: str, *, is_directory: bool) -> None:
     target = _NEW_ROOT + path
     if is_directory:
         os.makedirs(target, mode=0o755, exist_ok=True)
@@ -182,7 +182,7 @@ def _bind(descriptor: int, path: str, *, is_directory: bool) -> None:
         kernel.add_mount_attributes(target, attributes, recursive=True)
 
 
-def _add_links() -> None:
+def _add_symlinks() -> None:
     for path in _SYSTEM:
         if os.path.islink(path):
             os.symlink(os.readlink(path), _NEW_ROOT + path)
@@ -277,10 +277,10 @@ class ChildLimits:
     max_processes: int
     scratch: str  # mount options
     scratch_bytes: int
-    generators: tuple[Callable[[], None], ...]  # functions that reseed the interpreter's random generators
+    seeders: tuple[Callable[[], None], ...]  # functions that reseed the interpreter's random generators
 
     @classmethod
-    def from_config(cls, config: RunnerConfig, generators: tuple[Callable[[], None], ...]) -> ChildLimits:
+    def from_config(cls, config: RunnerConfig, seeders: tuple[Callable[[], None], ...]) -> ChildLimits:
         """Derive the limits in the warm zygote. The memory limit is added to the memory mapped by the interpreter."""
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -296,16 +296,16 @@ class ChildLimits:
             max_processes=processes,
             scratch=f"size={size},nr_inodes={INODES},mode=700",
             scratch_bytes=size,
-            generators=generators,
+            seeders=seeders,
         )
 
-    def user(self, slot: int) -> int | None:
+    def user_of_slot(self, slot: int) -> int | None:
         """Return the user id of a slot's programs, or None if they run as the server's user."""
         return None if self.first_user is None else self.first_user + slot
 
-    def reseed(self) -> None:
+    def reseed_generators(self) -> None:
         """Reseed the random generators. Otherwise all programs would draw the same numbers."""
-        for seed in self.generators:
+        for seed in self.seeders:
             seed()
 
 
@@ -327,15 +327,15 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
     """Isolate this process, run the program, and exit. Never returns, whatever the program does."""
     exit_code, exit_process, write = 70, os._exit, os.write  # programs may replace them
     try:
-        _take_descriptors(descriptors)
+        _install_descriptors(descriptors)
         scratch, pid = isolate_child(limits, slot), os.getpid()
         resource.setrlimit(resource.RLIMIT_CPU, (cpu_seconds, cpu_seconds))
         resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes, limits.max_processes))
         limits.lockdown.apply(scratch)
         close_other_descriptors(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
-        limits.reseed()
+        limits.reseed_generators()
         os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are failures of the program
-        exit_code, memory_mark, names = _run(scratch)
+        exit_code, memory_mark, names = _run_program(scratch)
         if names and os.getpid() == pid:  # false in a forked child of the program, which also returns here
             _fetch_files(scratch, names)
         if os.getpid() == pid:
@@ -347,7 +347,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         exit_process(exit_code)
 
 
-def _take_descriptors(descriptors: list[int]) -> None:
+def _install_descriptors(descriptors: list[int]) -> None:
     """Install the standard streams, the status pipe and the fetch file."""
     program, stdout, stderr, status, *fetched = descriptors
     os.dup2(program, 0)
@@ -373,7 +373,7 @@ def isolate_child(limits: ChildLimits, slot: int) -> str:
     kernel.prefer_for_oom_kill()
     signal.set_wakeup_fd(-1)
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    user = limits.user(slot)
+    user = limits.user_of_slot(slot)
     if limits.isolate == "none":
         os.setsid()
         kernel.adopt_orphans(needed=user is None)
@@ -401,7 +401,7 @@ def isolate_child(limits: ChildLimits, slot: int) -> str:
     return directory
 
 
-def _run(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
+def _run_program(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
     """Run the program as ``__main__``. Returns its exit status, a mark for the status pipe, and the files to fetch.
 
     Only this mark counts. Marks of other processes, such as a fork that ran out of memory, are ignored.

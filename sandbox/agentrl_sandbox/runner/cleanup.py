@@ -142,17 +142,17 @@ def empty_directory(directory: str) -> None:
         if waiting[-1]:
             name = waiting[-1].pop()
             os.chmod(name, 0o700, dir_fd=here)
-            here = _change_directory(here, name)
+            here = _open_relative(here, name)
             way.append(name)
             waiting.append(_unlink_files(here))
         else:
-            here = _change_directory(here, "..")
+            here = _open_relative(here, "..")
             waiting.pop()
             os.rmdir(way.pop(), dir_fd=here)
     os.close(here)
 
 
-def _change_directory(here: int, name: str) -> int:
+def _open_relative(here: int, name: str) -> int:
     there = os.open(name, _DIRECTORY_FLAGS, dir_fd=here)
     os.close(here)
     return there
@@ -213,7 +213,7 @@ def clean_up_server(config: RunnerConfig, directory: str) -> None:
 
 def _check_interpreter_access(config: RunnerConfig) -> None:
     """Raise PermissionError if the programs' users cannot enter the interpreter's directories."""
-    inaccessible = [path for path in dict.fromkeys(config.readable) if not _can_list(config.first_user, path)]
+    inaccessible = [path for path in dict.fromkeys(config.readable) if not _user_can_list(config.first_user, path)]
     if inaccessible:
         raise PermissionError(
             f"programs run as separate users, who cannot enter {', '.join(inaccessible)}: make these directories and "
@@ -221,7 +221,7 @@ def _check_interpreter_access(config: RunnerConfig) -> None:
         )
 
 
-def _can_list(user: int, path: str) -> bool:
+def _user_can_list(user: int, path: str) -> bool:
     try:
         run_as_and_wait(user, lambda: os.close(os.open(path, os.O_RDONLY | os.O_DIRECTORY)))
     except OSError:

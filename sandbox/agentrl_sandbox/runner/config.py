@@ -72,16 +72,16 @@ _FROM_IMPORT = re.compile(r"\bfrom[ \t]+([A-Za-z_]\w*)(?:\.\w+)*[ \t]+import\b")
 _IMPORT = re.compile(r"\bimport[ \t]+([^\n;#]*)")
 
 
-def needs_science(program: str) -> bool:
+def needs_science_interpreter(program: str) -> bool:
     """Return True if the program imports a module that the bare interpreter has not loaded.
 
-    >>> needs_science("import math, itertools as it\\nprint(math.pi)")
+    >>> needs_science_interpreter("import math, itertools as it\\nprint(math.pi)")
     False
-    >>> needs_science("from collections.abc import Iterable")
+    >>> needs_science_interpreter("from collections.abc import Iterable")
     False
-    >>> needs_science("import math\\nimport numpy as np")
+    >>> needs_science_interpreter("import math\\nimport numpy as np")
     True
-    >>> needs_science("m = __import__('sym' + 'py')")
+    >>> needs_science_interpreter("m = __import__('sym' + 'py')")
     True
     """
     if _IMPORT_WORD.search(program) is None:

@@ -110,7 +110,7 @@ _SEED_BYTES = 32
 _KEY_BYTES = 624 * 4
 
 
-def find_random_generators() -> tuple[Callable[[], None], ...]:
+def make_random_seeders() -> tuple[Callable[[], None], ...]:
     """Return, for each random generator in memory, a function that seeds it from the kernel's randomness.
 
     Slow work is done once, in this function, because a call into NumPy costs a fresh child almost a millisecond. Call

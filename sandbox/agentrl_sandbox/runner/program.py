@@ -116,16 +116,18 @@ class LimitChecker:
 
     def exceeds_memory(self, program: Program, used: Usage, baseline: int) -> bool:
         """Return True if a program uses more than ``memory_mb``. Pages shared by its processes count once."""
-        unshared = used.tables + (used.resident if len(used.processes) == 1 else 0)
+        unshared = used.page_tables + (used.resident if len(used.processes) == 1 else 0)
         if unshared > self._memory:
             return True
         return self._run_if_due(program, "memory", lambda: self._memory_left(used, baseline) < 0)
 
     def _memory_left(self, used: Usage, baseline: int) -> int:
         resident = used.resident
-        if resident + used.tables > self._memory:
+        if resident + used.page_tables > self._memory:
             resident = proportional_bytes(used.processes, baseline)
-        quota = KernelMemoryQuota(bytes_left=self._memory - used.tables - resident, socket_bytes=self._socket_bytes)
+        quota = KernelMemoryQuota(
+            bytes_left=self._memory - used.page_tables - resident, socket_bytes=self._socket_bytes
+        )
         quota.add(used.processes)
         return quota.bytes_left
 

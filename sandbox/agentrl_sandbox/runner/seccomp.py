@@ -94,28 +94,26 @@ def fail_with(errno: int) -> Code:
     return [(_RETURN, 0, 0, _ERRNO | errno)]
 
 
-def unless_any_bit(argument: int, bits: int, otherwise: Code) -> Code:
-    """Allow the call if none of ``bits`` is set in the lower half of an argument."""
-    return [_load(argument), (_IF_ANY_BIT, 1, 0, bits), *allow_call(), *otherwise]
+def allow_unless_any_bit(argument: int, bits: int, denial: Code) -> Code:
+    """Continue with ``denial`` if any of ``bits`` is set in the lower half of an argument. Otherwise allow the call."""
+    return [_load(argument), (_IF_ANY_BIT, 1, 0, bits), *allow_call(), *denial]
 
 
-def unless_one_of(argument: int, values: tuple[int, ...], otherwise: Code) -> Code:
-    """Allow the call if the lower half of an argument is not one of ``values``."""
-    return [_load(argument), *_jump_over_if_equal(values, allow_call()), *otherwise]
+def allow_unless_one_of(argument: int, values: tuple[int, ...], denial: Code) -> Code:
+    """Continue with ``denial`` if the lower half of an argument is one of ``values``. Otherwise allow the call."""
+    return [_load(argument), *_jump_over_if_equal(values, allow_call()), *denial]
 
 
-def only_if_one_of(
-    argument: int, values: tuple[int, ...], then: Code, otherwise: Code, mask: int = 0xFFFF_FFFF
-) -> Code:
-    """Continue with ``then`` if the masked lower half of an argument is one of ``values``."""
+def if_one_of(argument: int, values: tuple[int, ...], then: Code, otherwise: Code, mask: int = 0xFFFF_FFFF) -> Code:
+    """Continue with ``then`` if the masked lower half of an argument is one of ``values``, else with ``otherwise``."""
     masked = [] if mask == 0xFFFF_FFFF else [(_AND, 0, 0, mask)]
     return [_load(argument), *masked, *_jump_over_if_equal(values, otherwise), *then]
 
 
-def only_if_null(argument: int, otherwise: Code) -> Code:
-    """Allow the call if a pointer argument is null."""
-    upper = [_load(argument, upper=True), *_jump_over_if_equal((0,), otherwise), *allow_call()]
-    return [_load(argument), *_jump_over_if_equal((0,), otherwise), *upper]
+def allow_if_null(argument: int, denial: Code) -> Code:
+    """Allow the call if a pointer argument is null. Otherwise continue with ``denial``."""
+    upper = [_load(argument, upper=True), *_jump_over_if_equal((0,), denial), *allow_call()]
+    return [_load(argument), *_jump_over_if_equal((0,), denial), *upper]
 
 
 def assemble_filter(architecture: int, actions: Mapping[int, Code], highest: int, newer_calls: Code) -> bytes:
@@ -283,34 +281,34 @@ def _argument_rules() -> dict[str, Code]:
     """Return rules for calls that are denied only with some arguments."""
     refuse = fail_with(errno.EPERM)
     file_or_pipe = (0, 0o100000, 0o010000)  # files and pipes, no devices
-    own_process = only_if_one_of(0, (0,), allow_call(), refuse)
-    connected = only_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow_call(), refuse, mask=_SOCK_KIND)
-    this_process = only_if_one_of(1, (0,), allow_call(), refuse)
+    own_process = if_one_of(0, (0,), allow_call(), refuse)
+    connected = if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow_call(), refuse, mask=_SOCK_KIND)
+    this_process = if_one_of(1, (0,), allow_call(), refuse)
     return {
         # The server cannot count the descriptors of a thread with a separate descriptor table.
-        "clone": only_if_one_of(
+        "clone": if_one_of(
             0,
             (_CLONE_THREAD,),
             refuse,
-            unless_any_bit(0, _NEW_NAMESPACES | _CLONE_PARENT, refuse),
+            allow_unless_any_bit(0, _NEW_NAMESPACES | _CLONE_PARENT, refuse),
             mask=_CLONE_THREAD | _CLONE_FILES,
         ),
-        "mknod": only_if_one_of(1, file_or_pipe, allow_call(), refuse, mask=0o170000),
-        "mknodat": only_if_one_of(2, file_or_pipe, allow_call(), refuse, mask=0o170000),
-        "ioctl": unless_one_of(1, _DENIED_IOCTL_REQUESTS, refuse),
-        "fcntl": unless_one_of(1, _DENIED_FCNTL_COMMANDS, refuse),
+        "mknod": if_one_of(1, file_or_pipe, allow_call(), refuse, mask=0o170000),
+        "mknodat": if_one_of(2, file_or_pipe, allow_call(), refuse, mask=0o170000),
+        "ioctl": allow_unless_one_of(1, _DENIED_IOCTL_REQUESTS, refuse),
+        "fcntl": allow_unless_one_of(1, _DENIED_FCNTL_COMMANDS, refuse),
         # Shared memory without a file counts toward no limit. The zygote makes Python's mmap use files instead.
-        "mmap": only_if_one_of(
-            3, (_SHARED_ANONYMOUS,), refuse, unless_any_bit(3, _MAP_HUGETLB, refuse), mask=_MAP_KIND
+        "mmap": if_one_of(
+            3, (_SHARED_ANONYMOUS,), refuse, allow_unless_any_bit(3, _MAP_HUGETLB, refuse), mask=_MAP_KIND
         ),
-        "personality": only_if_one_of(0, (_QUERY_PERSONALITY,), allow_call(), refuse),
-        "prctl": only_if_one_of(0, _ALLOWED_PRCTL_OPTIONS, allow_call(), refuse),
+        "personality": if_one_of(0, (_QUERY_PERSONALITY,), allow_call(), refuse),
+        "prctl": if_one_of(0, _ALLOWED_PRCTL_OPTIONS, allow_call(), refuse),
         # Datagram socket pairs could still send to a name, so only connected types are allowed.
-        "socketpair": only_if_one_of(0, (_AF_UNIX,), connected, refuse),
-        "setsockopt": only_if_one_of(1, (_SOL_SOCKET,), unless_one_of(2, _BUFFER_SIZES, refuse), allow_call()),
-        "sendto": only_if_null(4, refuse),
-        "setpriority": only_if_one_of(0, (0,), this_process, refuse),
-        "ioprio_set": only_if_one_of(0, (1,), this_process, refuse),
+        "socketpair": if_one_of(0, (_AF_UNIX,), connected, refuse),
+        "setsockopt": if_one_of(1, (_SOL_SOCKET,), allow_unless_one_of(2, _BUFFER_SIZES, refuse), allow_call()),
+        "sendto": allow_if_null(4, refuse),
+        "setpriority": if_one_of(0, (0,), this_process, refuse),
+        "ioprio_set": if_one_of(0, (1,), this_process, refuse),
         "prlimit64": own_process,
         "sched_setaffinity": own_process,
         "sched_setattr": own_process,

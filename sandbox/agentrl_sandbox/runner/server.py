@@ -26,7 +26,13 @@ from collections.abc import Callable, Mapping
 from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_frame, pack_frame
 from agentrl_sandbox.runner import cleanup, kernel
 from agentrl_sandbox.runner.child import available_layers, become_namespace_root, enter_namespaces, has_separate_users
-from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, ProcessMessage, RunnerConfig, ServerRequest, needs_science
+from agentrl_sandbox.runner.config import (
+    SCRATCH_VARIABLE,
+    ProcessMessage,
+    RunnerConfig,
+    ServerRequest,
+    needs_science_interpreter,
+)
 from agentrl_sandbox.runner.interpreter import RunOrder
 from agentrl_sandbox.runner.program import (
     Ending,
@@ -167,7 +173,7 @@ class ForkServer:
             if order.session is not None:
                 self._sessions.run(order)
                 return
-            kind = "science" if needs_science(order.call.program) else "bare"
+            kind = "science" if needs_science_interpreter(order.call.program) else "bare"
             self._queues[kind].append(order)
             self._start_queued()
         elif header["op"] == "cancel":
@@ -210,7 +216,9 @@ class ForkServer:
             message: ProcessMessage = {"op": "spawn", "id": order.identifier, "slot": program.slot}
             self._zygotes[kind].request_child({**message, "cpu": program.cpu_limit}, descriptors)
         except OSError as error:
-            self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=str(error)))
+            self._finish_and_reply(
+                program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=str(error))
+            )
         finally:
             for descriptor in descriptors:
                 os.close(descriptor)
@@ -237,7 +245,7 @@ class ForkServer:
         program.close()
         return frame
 
-    def _finish(self, program: Program, ending: Ending) -> None:
+    def _finish_and_reply(self, program: Program, ending: Ending) -> None:
         header, blobs = self.finish_program(program, ending)
         self.release_slot(program.slot, program.zygote)
         self.reply(header, *blobs)
@@ -318,9 +326,9 @@ class ForkServer:
         elif message["id"] < 0:
             self._sessions.handle_zygote_report(message)
         elif message["id"] in self._programs:
-            self._on_report(self._programs[message["id"]], message)
+            self._on_program_report(self._programs[message["id"]], message)
 
-    def _on_report(self, program: Program, message: ProcessMessage) -> None:
+    def _on_program_report(self, program: Program, message: ProcessMessage) -> None:
         if message["op"] == "located":
             program.pid = message["pid"]
             return
@@ -331,7 +339,7 @@ class ForkServer:
             assert program.status is not None
             program.status.drain(_MAX_READ_BYTES)
             ending = determine_ending(program, message["status"], message["cpu"])
-        self._finish(program, ending)
+        self._finish_and_reply(program, ending)
 
     def _replace_zygote(self, zygote: ZygoteHandle) -> None:
         """Replace a dead zygote, whose programs died with it. Raises RuntimeError if the zygote never became ready."""
@@ -347,7 +355,7 @@ class ForkServer:
         if zygote.kind == SESSION_ZYGOTE:
             self._sessions.end_all_sessions(why)
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
-            self._finish(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
+            self._finish_and_reply(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
 
     # Limits.
 

@@ -43,7 +43,7 @@ from agentrl_sandbox.runner import interpreter, kernel
 from agentrl_sandbox.runner.child import ChildLimits, Lockdown, close_other_descriptors, isolate_child
 from agentrl_sandbox.runner.config import ProcessMessage
 from agentrl_sandbox.runner.files import FetchFileWriter, fetch_files
-from agentrl_sandbox.runner.usage import child_pids, is_alive, process_tree
+from agentrl_sandbox.runner.usage import child_pids, has_live_thread, process_tree
 
 
 def copy_scratch(source: str, target: str) -> int:
@@ -113,7 +113,7 @@ class SessionInterpreter:
         self._streams = (sys.stdout, sys.stderr)
         self._main = interpreter.make_main_module()
         self._null_device = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
-        self._move_to(directory)
+        self._enter_directory(directory)
         sys.path.insert(0, "")
         gc.enable()
 
@@ -213,12 +213,12 @@ class SessionInterpreter:
         with socket.socket(fileno=announcement) as init:
             error = copy_scratch(self._scratch, f"{self._root}/{directory}")
             if error == 0:
-                self._move_to(directory, relative)
+                self._enter_directory(directory, relative)
             init.send(error.to_bytes(4, "big"))
         if error:
             os._exit(0)
 
-    def _move_to(self, directory: str, relative: str = ".") -> None:
+    def _enter_directory(self, directory: str, relative: str = ".") -> None:
         self._scratch = f"{self._root}/{directory}"
         os.chdir(f"{self._scratch}/{relative}" if not relative.startswith("..") else self._scratch)
         os.environ["HOME"] = os.environ["TMPDIR"] = self._scratch
@@ -264,13 +264,13 @@ _PAUSE_SECONDS = 0.001
 def run_session_init(limits: ChildLimits, slot: int, session: int, descriptors: list[int]) -> NoReturn:
     """Isolate this process, start the session, and serve until the last process has ended. Never returns."""
     try:
-        server = _take_descriptors(descriptors)
+        server = _install_descriptors(descriptors)
         try:
             scratch = isolate_child(limits, slot)
             # One more process than the limit, because the session init counts too.
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
-            limits.reseed()
+            limits.reseed_generators()
             SessionInit(server, scratch, limits.lockdown).serve(session)
         except OSError as error:
             server.send(json.dumps({"op": "failed", "why": str(error)}).encode())
@@ -278,7 +278,7 @@ def run_session_init(limits: ChildLimits, slot: int, session: int, descriptors: 
         os._exit(0)
 
 
-def _take_descriptors(descriptors: list[int]) -> socket.socket:
+def _install_descriptors(descriptors: list[int]) -> socket.socket:
     own, process = descriptors
     os.dup2(own, _OWN_SOCKET, inheritable=False)
     os.dup2(process, _PROCESS_SOCKET, inheritable=False)
@@ -305,7 +305,7 @@ class SessionInit:
         """Start the first session process, then serve until the last one has ended."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
-        self._start(first_session)
+        self._start_session(first_session)
         self._poll.register(self._server, select.POLLIN)
         self._poll.register(self._wake_read, select.POLLIN)
         while self._pids or self._expected_forks:
@@ -321,7 +321,7 @@ class SessionInit:
                 os.read(self._wake_read, 4096)
                 self._reap()
 
-    def _start(self, session: int) -> None:
+    def _start_session(self, session: int) -> None:
         pid = os.fork()
         if pid == 0:
             signal.set_wakeup_fd(-1)
@@ -340,9 +340,9 @@ class SessionInit:
         message: ProcessMessage = json.loads(data)
         session = message["id"]
         if message["op"] == "expect":
-            self._expect(session, socket.socket(fileno=descriptors[0]))
+            self._expect_fork(session, socket.socket(fileno=descriptors[0]))
         elif message["op"] == "forget":
-            self._forget(session)
+            self._forget_fork(session)
         elif session in self._pids:
             pid = self._pids[session]
             if message["op"] == "resume":
@@ -368,7 +368,7 @@ class SessionInit:
 
     # Forks.
 
-    def _expect(self, session: int, announcement: socket.socket) -> None:
+    def _expect_fork(self, session: int, announcement: socket.socket) -> None:
         self._expected_forks[announcement.fileno()] = (session, announcement)
         self._poll.register(announcement, select.POLLIN)
 
@@ -393,7 +393,7 @@ class SessionInit:
         self._pids[session] = pid
         self._send({"op": "started", "id": session, "pid": pid, "error": 0})
 
-    def _forget(self, session: int) -> None:
+    def _forget_fork(self, session: int) -> None:
         for descriptor in [descriptor for descriptor, (number, _) in self._expected_forks.items() if number == session]:
             self._poll.unregister(descriptor)
             self._expected_forks.pop(descriptor)[1].close()
@@ -431,7 +431,7 @@ class SessionInit:
         stopped: set[int] = set()
         ended: set[int] = set()
         while not (found := self._stop_leftovers()) <= ended:
-            alive = set(filter(is_alive, found))
+            alive = set(filter(has_live_thread, found))
             if alive and alive <= stopped:
                 for pid in alive:
                     _signal(pid, signal.SIGKILL)

@@ -202,7 +202,7 @@ class SessionManager:
         if header["op"] == "open":
             self._open(request, session)
         elif header["op"] == "fork":
-            self._fork(request, session, header["fork"])
+            self._fork_session(request, session, header["fork"])
         else:
             self._close(request, session)
 
@@ -233,7 +233,7 @@ class SessionManager:
         session = ServerSession(identifier=number, family=family, control=control, request=request)
         session.enter_state(SessionState.OPENING, _OPEN_SECONDS)
         self._families[family.identifier] = family
-        self._add(session)
+        self._add_session(session)
         self._server.add_reader(init.fileno(), lambda: self._on_init_message(family))
         zygote = self._server.zygote_of_kind(SESSION_ZYGOTE)
         with childs_control, childs_init:
@@ -245,7 +245,7 @@ class SessionManager:
                 return
         zygote.send_command("locate", family.identifier)
 
-    def _fork(self, request: int, number: int, fork: int) -> None:
+    def _fork_session(self, request: int, number: int, fork: int) -> None:
         if self._refuse_if_full(request):
             return
         origin = self._idle_session(request, number)
@@ -254,7 +254,7 @@ class SessionManager:
         control, childs_control = _socket_pair()
         announcement, childs_announcement = _socket_pair()
         child = ServerSession(identifier=fork, family=origin.family, control=control)
-        self._add(child)
+        self._add_session(child)
         origin.fork = PendingFork(request=request, child=child)
         origin.enter_state(SessionState.FORKING, _FORK_SECONDS)
         with childs_control, announcement, childs_announcement:
@@ -263,7 +263,7 @@ class SessionManager:
             descriptors = [childs_control.fileno(), childs_announcement.fileno()]
             self._send_to_interpreter(origin, {"op": "fork", "directory": str(fork)}, descriptors)
 
-    def _add(self, session: ServerSession) -> None:
+    def _add_session(self, session: ServerSession) -> None:
         self._sessions[session.identifier] = session
         session.family.sessions[session.identifier] = session
         self._server.add_reader(session.control.fileno(), lambda: self._on_interpreter_message(session))
@@ -336,9 +336,9 @@ class SessionManager:
             ending = ending_of_exit_code(session.program, exit_code, out_of_memory=out_of_memory)
             session.held_answer = self._server.finish_program(session.program, ending)
             session.program = None
-            self._stop(session)
+            self._stop_interpreter(session)
 
-    def _stop(self, session: ServerSession) -> None:
+    def _stop_interpreter(self, session: ServerSession) -> None:
         session.wait_for_init(SessionState.STOPPING)
         session.family.send_command("stop", session.identifier)
 
@@ -354,13 +354,13 @@ class SessionManager:
         else:
             fork.child.enter_state(SessionState.IDLE, self._config.session_idle_timeout)
             origin.held_answer = {"op": "opened", "id": fork.request}, []
-        self._stop(origin)
+        self._stop_interpreter(origin)
 
     def _discard_fork(self, child: ServerSession, origin: ServerSession) -> None:
         origin.family.send_command("forget", child.identifier)
         if child.pid:
             origin.family.send_command("kill", child.identifier)
-        self._remove(child)
+        self._remove_session(child)
 
     # Messages of session inits and zygotes.
 
@@ -381,14 +381,14 @@ class SessionManager:
         elif message["id"] in family.sessions:
             session = family.sessions[message["id"]]
             if message["op"] == "started":
-                self._on_started(session, message["pid"], message["error"])
+                self._on_process_started(session, message["pid"], message["error"])
             elif message["op"] == "stopped" and session.state is SessionState.STOPPING:
                 self._send_held_answer(session)
                 session.enter_state(SessionState.IDLE, self._config.session_idle_timeout)
             elif message["op"] == "exit":
-                self._on_exit(session, os.waitstatus_to_exitcode(message["status"]))
+                self._on_process_exit(session, os.waitstatus_to_exitcode(message["status"]))
 
-    def _on_started(self, session: ServerSession, pid: int, error: int) -> None:
+    def _on_process_started(self, session: ServerSession, pid: int, error: int) -> None:
         session.pid = pid
         if session.why and pid:  # the session was closed before its process had started
             self.kill(session.identifier)
@@ -404,7 +404,7 @@ class SessionManager:
                 self._finish_fork(origin, origin.fork)
                 return
 
-    def _on_exit(self, session: ServerSession, exit_code: int) -> None:
+    def _on_process_exit(self, session: ServerSession, exit_code: int) -> None:
         end = f"signal {-exit_code}" if exit_code < 0 else f"exit status {exit_code}"
         program = session.program
         if program is not None:
@@ -475,9 +475,9 @@ class SessionManager:
             header, blobs = session.held_answer
             session.held_answer = {**header, "session_ended": True}, blobs
         self._send_held_answer(session)
-        self._remove(session)
+        self._remove_session(session)
 
-    def _remove(self, session: ServerSession) -> None:
+    def _remove_session(self, session: ServerSession) -> None:
         if self._sessions.pop(session.identifier, None) is not None:
             del session.family.sessions[session.identifier]
             self._server.remove_reader(session.control.fileno())

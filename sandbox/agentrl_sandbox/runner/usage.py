@@ -40,20 +40,20 @@ _MAX_RECORD_BYTES_READ = 1 << 20  # maximum bytes read of one descriptor's list
 class Usage:
     """Resource usage of a process tree.
 
-    ``resident`` and ``tables`` are bytes of resident memory and of page tables. ``tasks`` counts processes and threads.
-    ``resident`` is an upper bound: memory that processes share, as after a fork, counts once per process. Page tables
-    are never shared, and for scattered mappings may be far larger than the mapped memory.
+    ``resident`` and ``page_tables`` are bytes of memory. ``tasks`` counts processes and threads. ``resident`` is an
+    upper bound: memory that processes share, as after a fork, counts once per process. Page tables are never shared,
+    and for scattered mappings may be far larger than the mapped memory.
     """
 
     resident: int = 0
-    tables: int = 0
+    page_tables: int = 0
     tasks: int = 0
     processes: list[int] = field(default_factory=list)
 
     def add(self, other: Usage) -> Usage:
         return Usage(
             resident=self.resident + other.resident,
-            tables=self.tables + other.tables,
+            page_tables=self.page_tables + other.page_tables,
             tasks=self.tasks + other.tasks,
             processes=self.processes + other.processes,
         )
@@ -65,7 +65,7 @@ def measure_usage(pid: int, baseline: int = 0) -> Usage:
     result = [_resident_and_tables(process) for process in processes]
     return Usage(
         resident=sum(max(0, resident - baseline) for resident, _ in result),
-        tables=sum(max(0, tables - _INTERPRETER_TABLE_BYTES) for _, tables in result),
+        page_tables=sum(max(0, page_tables - _INTERPRETER_TABLE_BYTES) for _, page_tables in result),
         tasks=sum(len(task_ids(process)) for process in processes),
         processes=processes,
     )
@@ -203,7 +203,7 @@ def process_tree(pid: int, visit: Callable[[int], None] = lambda process: None) 
     return result
 
 
-def is_alive(pid: int) -> bool:
+def has_live_thread(pid: int) -> bool:
     """Return True if any thread of a process is running or stopped. The first thread may end before the others."""
     for task in task_ids(pid):
         try:

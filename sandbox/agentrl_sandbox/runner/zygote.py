@@ -34,7 +34,7 @@ from typing import Any, Self
 from agentrl_sandbox.runner import cleanup, kernel
 from agentrl_sandbox.runner.child import ChildLimits, has_separate_users, limit_children, run_child
 from agentrl_sandbox.runner.config import BARE_MODULES, SCRATCH_VARIABLE, ProcessMessage, RunnerConfig
-from agentrl_sandbox.runner.interpreter import find_random_generators
+from agentrl_sandbox.runner.interpreter import make_random_seeders
 from agentrl_sandbox.runner.session_process import run_session_init
 
 # Makes the objects of a warm interpreter immortal, so that forks share more memory.
@@ -94,12 +94,12 @@ def main() -> None:
     warm_up(science=kind == "science")
     sys.argv[:] = ["<program>"]
     gc.collect()
-    generators = find_random_generators()
+    seeders = make_random_seeders()
     freeze_refcounts()
     gc.freeze()
     merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:
-        Zygote(config, server, ChildLimits.from_config(config, generators)).serve()
+        Zygote(config, server, ChildLimits.from_config(config, seeders)).serve()
 
 
 def warm_up(*, science: bool) -> None:
@@ -228,7 +228,7 @@ class Zygote:
         if message["op"] in ("spawn", "init"):
             self._spawn(message, descriptors)
         elif message["op"] == "clean":
-            self._clean(message["id"])
+            self._clean_slot(message["id"])
         elif message["id"] in self._pids:
             pid = self._pids[message["id"]]
             if message["op"] == "kill":
@@ -277,7 +277,7 @@ class Zygote:
             if identifier is not None and slot is not None:
                 del self._pids[identifier]
                 if self._without_namespaces:
-                    cleanup.kill_leftover_processes(self._slots, self._limits.user(slot))
+                    cleanup.kill_leftover_processes(self._slots, self._limits.user_of_slot(slot))
                 cpu = usage.ru_utime + usage.ru_stime
                 self._send({"op": "exit", "id": identifier, "status": status, "cpu": cpu})
             elif slot is not None:
@@ -285,9 +285,9 @@ class Zygote:
                     raise RuntimeError(f"slot {slot} could not be cleaned: status {status}")
                 self._send({"op": "clean", "id": slot})
 
-    def _clean(self, slot: int) -> None:
+    def _clean_slot(self, slot: int) -> None:
         """Start a helper that removes a slot's files, because removing many files would delay other programs."""
-        user, directory = self._limits.user(slot), f"{self._scratch}/{slot}"
+        user, directory = self._limits.user_of_slot(slot), f"{self._scratch}/{slot}"
         cleanup.kill_leftover_processes(self._slots, user)
         self._slots[cleanup.fork_as(user, functools.partial(cleanup.remove_program_files, directory, user))] = slot
 

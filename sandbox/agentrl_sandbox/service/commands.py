@@ -80,8 +80,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.command == "runner":
-            return _runner(options)
-        return _check(options) if options.command == "check" else _serve(options)
+            return _run_runner(options)
+        return _run_check(options) if options.command == "check" else _run_serve(options)
     except SandboxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -117,7 +117,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _runner(options: argparse.Namespace) -> int:
+def _run_runner(options: argparse.Namespace) -> int:
     from agentrl_sandbox.service.runner import serve_runner
 
     if not _SOCKET_NAME.fullmatch(options.name):
@@ -130,7 +130,7 @@ def _runner(options: argparse.Namespace) -> int:
     return 0
 
 
-def _check(options: argparse.Namespace) -> int:
+def _run_check(options: argparse.Namespace) -> int:
     from agentrl_sandbox.check.suite import run_checks
 
     # The table reports missing properties, so they must not stop the check.
@@ -138,7 +138,7 @@ def _check(options: argparse.Namespace) -> int:
     return asyncio.run(run_checks(read_settings(SandboxSettings, os.environ, given)))
 
 
-def _serve(options: argparse.Namespace) -> int:
+def _run_serve(options: argparse.Namespace) -> int:
     named = {name: value for name, value in (("host", options.host), ("port", options.port)) if value is not None}
     if options.no_token:
         named["token"] = NO_TOKEN

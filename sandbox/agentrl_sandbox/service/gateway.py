@@ -108,9 +108,9 @@ class Gateway:
         self.draining = False
         self.calls = 0
         gauge, registry = self.metrics.add_gauge, pool.registry
-        gauge("queue_length", "calls waiting for a runner", lambda: pool.queue.length)
-        gauge("running", "requests in progress", lambda: registry.running)
-        gauge("runners", "runners that accept programs", lambda: registry.runners)
+        gauge("queue_length", "calls waiting for a runner", lambda: len(pool.queue))
+        gauge("running", "requests in progress", lambda: registry.in_flight)
+        gauge("runners", "runners that accept programs", lambda: registry.runner_count)
         gauge("workers", "programs that can run at once", lambda: registry.workers)
         gauge("sessions", "open sessions", lambda: len(pool.sessions))
 
@@ -180,7 +180,7 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
         assert isinstance(error, RequestValidationError)
         gateway.metrics.record_refusal(HTTPStatus.UNPROCESSABLE_ENTITY)
         wrong = [{key: field[key] for key in ("loc", "msg", "type")} for field in error.errors()[:_MAX_FIELD_ERRORS]]
-        return _json({"detail": wrong}, HTTPStatus.UNPROCESSABLE_ENTITY)
+        return _json_response({"detail": wrong}, HTTPStatus.UNPROCESSABLE_ENTITY)
 
     for error_class in _STATUS_BY_ERROR:
         app.add_exception_handler(error_class, refuse)
@@ -198,16 +198,16 @@ def _add_state_endpoints(app: FastAPI, gateway: Gateway) -> None:
     @app.get("/ready", tags=["state"])
     async def ready() -> Response:
         """Report whether programs can run now, how they are isolated, and their limits."""
-        able = registry.runners > 0 and not gateway.draining
+        able = registry.runner_count > 0 and not gateway.draining
         isolation = registry.isolation
         state = {
             "ready": able,
-            "runners": registry.runners,
+            "runners": registry.runner_count,
             "workers": registry.workers,
             "isolation": {"mode": isolation.mode, "layers": dict(isolation.layers)},
             "limits": registry.limits,
         }
-        return _json(state, HTTPStatus.OK if able else HTTPStatus.SERVICE_UNAVAILABLE)
+        return _json_response(state, HTTPStatus.OK if able else HTTPStatus.SERVICE_UNAVAILABLE)
 
     @app.get("/metrics", tags=["state"])
     async def metrics() -> Response:
@@ -219,7 +219,7 @@ def _add_program_endpoints(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
         """Run a program. It is killed if the client disconnects."""
-        return _json(execution_json(await gateway.run(request.to_call(), request.request_id)))
+        return _json_response(execution_json(await gateway.run(request.to_call(), request.request_id)))
 
 
 def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
@@ -229,12 +229,12 @@ def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
     async def open_session() -> Response:
         """Start an interpreter that keeps its state between programs."""
         gateway.check_open()
-        return _json({"session": await pool.open_session()}, HTTPStatus.CREATED)
+        return _json_response({"session": await pool.open_session()}, HTTPStatus.CREATED)
 
     @app.post("/v1/sessions/{session}/execute", response_model=ExecutionAnswer, tags=["sessions"])
     async def execute_in_session(session: str, request: ProgramRequest) -> Response:
         """Run a program in a session. The programs of a session run one at a time."""
-        return _json(execution_json(await gateway.run(request.to_call(session), request.request_id)))
+        return _json_response(execution_json(await gateway.run(request.to_call(session), request.request_id)))
 
     @app.post(
         "/v1/sessions/{session}/fork", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"]
@@ -242,7 +242,7 @@ def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
     async def fork_session(session: str) -> Response:
         """Copy a live session."""
         gateway.check_open()
-        return _json({"session": await pool.fork_session(session)}, HTTPStatus.CREATED)
+        return _json_response({"session": await pool.fork_session(session)}, HTTPStatus.CREATED)
 
     @app.delete("/v1/sessions/{session}", status_code=HTTPStatus.NO_CONTENT, tags=["sessions"])
     async def close_session(session: str) -> Response:
@@ -254,10 +254,10 @@ def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
 def _add_fusion_endpoint(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
-        return _json((await fusion.run_code(request, gateway.run)).model_dump())
+        return _json_response((await fusion.run_code(request, gateway.run)).model_dump())
 
 
-def _json(value: object, status: int = HTTPStatus.OK) -> Response:
+def _json_response(value: object, status: int = HTTPStatus.OK) -> Response:
     return Response(encode_json(value), status, media_type="application/json")
 
 
@@ -329,7 +329,7 @@ async def serve_gateway(
         hosts=settings.hosts,
         max_body=max_body,
     )
-    with _listening(settings.host, settings.port) as listener:
+    with _open_listener(settings.host, settings.port) as listener:
         config = server_config(app, receive_seconds=settings.receive_seconds, max_body=max_body)
         on_listening(listener.getsockname()[1])
         server = DrainingServer(config, gateway, settings.drain_seconds)
@@ -342,7 +342,7 @@ async def serve_gateway(
             raise
 
 
-def _listening(host: str, port: int) -> socket.socket:
+def _open_listener(host: str, port: int) -> socket.socket:
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)

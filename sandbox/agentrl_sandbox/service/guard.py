@@ -62,7 +62,7 @@ class Guard:
         except _ClientDisconnectedError:
             return
         else:
-            await self._run(scope, body, receive, send)
+            await self._run_application(scope, body, receive, send)
 
     def _check_host(self, headers: dict[bytes, bytes]) -> None:
         host = _without_port(headers.get(b"host", b"").decode("latin-1"))
@@ -102,7 +102,7 @@ class Guard:
             if not message.get("more_body", False):
                 return b"".join(parts)
 
-    async def _run(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
+    async def _run_application(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
         """Run the application. If the client disconnects, cancel it, which kills its program."""
         parts = [{"type": "http.request", "body": body, "more_body": False}]
         left: asyncio.Future[Message] = asyncio.ensure_future(receive())

@@ -30,9 +30,9 @@ from agentrl_sandbox.call import (
     Frame,
     FrameBuffer,
     FrameError,
+    execution_from_frame,
     fail_futures,
     pack_frame,
-    read_execution,
 )
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
 from agentrl_sandbox.types import (
@@ -167,18 +167,18 @@ def read_message(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execut
     except ValidationError as error:
         raise FrameError(f"an invalid message: {error.errors()[0]['msg']}") from error
     if isinstance(message, ExecutionMessage):
-        return message, _execution(message, blobs)
+        return message, _parse_execution(message, blobs)
     if blobs:
         raise FrameError("unexpected bytes after a header")
     return message, None
 
 
-def _execution(message: ExecutionMessage, blobs: list[bytes]) -> Execution:
+def _parse_execution(message: ExecutionMessage, blobs: list[bytes]) -> Execution:
     if len(blobs) != 2 + len(message.files) or len(set(message.files)) != len(message.files):
         raise FrameError("the size of an execution's payload does not match its header")
     if (message.exit_code is None) != (message.outcome is Outcome.INFRASTRUCTURE_FAILURE):
         raise FrameError("an execution's exit code does not fit its outcome")
-    return read_execution(cast(ExecutionHeader, message.model_dump()), blobs)
+    return execution_from_frame(cast(ExecutionHeader, message.model_dump()), blobs)
 
 
 # The gateway's end of a runner's socket. Runners are untrusted, so an invalid message ends the connection.
@@ -347,11 +347,11 @@ class RunnerRegistry:
         await asyncio.gather(*(link.closed for link in links))
 
     @property
-    def runners(self) -> int:
+    def runner_count(self) -> int:
         return sum(not link.leaving for link in self.links.values())
 
     @property
-    def running(self) -> int:
+    def in_flight(self) -> int:
         return sum(link.in_flight for link in self.links.values())
 
     @property
@@ -368,14 +368,14 @@ class RunnerRegistry:
     @property
     def isolation(self) -> Isolation:
         """Properties that all runners provide. Without runners, all properties are missing."""
-        return Isolation.common([link.hello.result().isolation for link in self.links.values()])
+        return Isolation.combine([link.hello.result().isolation for link in self.links.values()])
 
     async def wait_for_runner(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
-                while not self.runners:
+                while not self.runner_count:
                     await asyncio.sleep(_POLL_SECONDS / 4)
-        return self.runners > 0
+        return self.runner_count > 0
 
     async def _poll(self) -> None:
         while True:

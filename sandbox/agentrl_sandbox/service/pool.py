@@ -45,26 +45,23 @@ class RunnerQueue:
         self._limit = limit
         self._seconds = seconds
         self._waiters: deque[Waiter] = deque()
-        self._length = 0
         self._assigned: dict[RunnerLink, int] = {}  # capacity assigned to waiters that have not sent their requests yet
 
-    @property
-    def length(self) -> int:
-        return self._length
+    def __len__(self) -> int:
+        return len(self._waiters)
 
-    async def acquire(self, only: RunnerLink | None = None) -> RunnerLink:
+    async def acquire(self, runner: RunnerLink | None = None) -> RunnerLink:
         """Wait for a runner with capacity. The caller must send its request before it awaits anything else.
 
         Raises QueueFullError if the queue is full, BusyError if the wait takes too long, and ClosedError after a close.
         """
-        if not self._waiters and (link := self._least_busy(only)) is not None:
+        if not self._waiters and (link := self._least_busy(runner)) is not None:
             return link
-        if self._length >= self._limit:
-            raise QueueFullError(f"{self._length} calls are waiting; at most {self._limit} may wait")
+        if len(self) >= self._limit:
+            raise QueueFullError(f"{len(self)} calls are waiting; at most {self._limit} may wait")
         future: asyncio.Future[RunnerLink] = asyncio.get_running_loop().create_future()
-        waiter = future, only
+        waiter = future, runner
         self._waiters.append(waiter)
-        self._length += 1
         self.assign_waiting_calls()
         promised: RunnerLink | None = None
         try:
@@ -74,7 +71,6 @@ class RunnerQueue:
         except TimeoutError as error:
             raise BusyError(f"no runner had capacity for {self._seconds:g} s", retry_after=5) from error
         finally:
-            self._length -= 1
             if future.cancelled():
                 with contextlib.suppress(ValueError):  # `assign_waiting_calls` may have removed it
                     self._waiters.remove(waiter)
@@ -94,21 +90,21 @@ class RunnerQueue:
         """Assign free capacity to the longest-waiting calls. Must be called whenever capacity may have increased."""
         still_waiting: deque[Waiter] = deque()
         while self._waiters:
-            future, only = self._waiters.popleft()
+            future, runner = self._waiters.popleft()
             if future.done():
                 continue
-            link = only if only is not None and only.disconnected else self._least_busy(only)
+            link = runner if runner is not None and runner.disconnected else self._least_busy(runner)
             if link is None:
-                still_waiting.append((future, only))
-                if only is None:
+                still_waiting.append((future, runner))
+                if runner is None:
                     break  # no runner has capacity for any later call either
                 continue
             self._assigned[link] = self._assigned.get(link, 0) + 1
             future.set_result(link)
         self._waiters.extendleft(reversed(still_waiting))
 
-    def _least_busy(self, only: RunnerLink | None) -> RunnerLink | None:
-        links = self._links() if only is None else (only,)
+    def _least_busy(self, runner: RunnerLink | None) -> RunnerLink | None:
+        links = self._links() if runner is None else (runner,)
         free = [link for link in links if link.has_room_for(1 + self._assigned.get(link, 0))]
         return min(free, key=lambda link: link.in_flight + self._assigned.get(link, 0), default=None)
 
@@ -171,15 +167,15 @@ class RunnerPool(CallSandbox):
         while True:
             link = await self.queue.acquire()
             try:
-                return await _run_at(link, call)
+                return await _run_at_runner(link, call)
             except NotSentError:
                 continue
 
     async def _run_in_session(self, call: Call, session: str) -> Execution:
         async with self.sessions.exclusive_use(session) as found:
-            link = await self.queue.acquire(only=found.owner)
+            link = await self.queue.acquire(runner=found.owner)
             try:
-                return await _run_at(link, replace(call, session=found.identifier))
+                return await _run_at_runner(link, replace(call, session=found.identifier))
             except (NotSentError, UnknownSessionError) as error:
                 raise self.sessions.end_with_error(session, str(error)) from error
 
@@ -205,11 +201,13 @@ class RunnerPool(CallSandbox):
         found = self.sessions.find(session)
         self.sessions.record_end(session, "it was closed")
         with contextlib.suppress(NotSentError):  # the session ended with its runner
-            await asyncio.shield(self._in_background(_request(found.owner, "close_session", found.identifier)))
+            await asyncio.shield(
+                self._start_background_task(_request_session(found.owner, "close_session", found.identifier))
+            )
 
     async def _start_session(self, starting: Coroutine[None, None, str]) -> str:
         """Open or fork a session. If the caller is cancelled, the new session is closed."""
-        task = self._in_background(starting)
+        task = self._start_background_task(starting)
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
@@ -221,7 +219,7 @@ class RunnerPool(CallSandbox):
         runners = [link for link in self.registry.links.values() if not link.leaving]
         for link in sorted(runners, key=self.sessions.count_at):
             try:
-                return self.sessions.add(link, await _request(link, "open_session"))
+                return self.sessions.add(link, await _request_session(link, "open_session"))
             except SessionLimitError as error:
                 full = error
             except NotSentError:
@@ -231,26 +229,28 @@ class RunnerPool(CallSandbox):
     async def _fork(self, session: str) -> str:
         async with self.sessions.exclusive_use(session) as found:
             try:
-                return self.sessions.add(found.owner, await _request(found.owner, "fork_session", found.identifier))
+                return self.sessions.add(
+                    found.owner, await _request_session(found.owner, "fork_session", found.identifier)
+                )
             except (NotSentError, UnknownSessionError) as error:
                 raise self.sessions.end_with_error(session, str(error)) from error
 
     def _close_unwanted(self, task: asyncio.Task[str]) -> None:
         if not task.cancelled() and task.exception() is None:
-            self._in_background(self._close_quietly(task.result()))
+            self._start_background_task(self._close_quietly(task.result()))
 
     async def _close_quietly(self, session: str) -> None:
         with contextlib.suppress(SandboxError):  # it has ended by itself
             await self.close_session(session)
 
-    def _in_background(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
+    def _start_background_task(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:
         task = asyncio.get_running_loop().create_task(work)
         self._background.add(task)
         task.add_done_callback(self._background.discard)
         return task
 
 
-async def _request(link: RunnerLink, operation: str, name: str | None = None) -> str:
+async def _request_session(link: RunnerLink, operation: str, name: str | None = None) -> str:
     """Send a session request. Raises NotSentError, BusyError if the runner fails, or the error of a refusal."""
     header = {"op": operation} if name is None else {"op": operation, "session": name}
     try:
@@ -268,7 +268,7 @@ async def _request(link: RunnerLink, operation: str, name: str | None = None) ->
     raise BusyError(f"the runner failed: {answer.why}")
 
 
-async def _run_at(link: RunnerLink, call: Call) -> Execution:
+async def _run_at_runner(link: RunnerLink, call: Call) -> Execution:
     """Run a program at a runner. Raises NotSentError, UnknownSessionError or InvalidCallError."""
     started = time.monotonic()
     header, blobs = call.frame()

@@ -70,7 +70,7 @@ def listening_socket(directory: Path, name: str) -> Iterator[socket.socket]:
     path, temporary = directory / f"{name}.sock", directory / f".{name}.early"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_unused(path)
+        _check_name_unused(path)
         listener = socket.socket(socket.AF_UNIX)
         with _owned_directory(directory) as (user, group):
             temporary.unlink(missing_ok=True)
@@ -104,7 +104,7 @@ def _owned_directory(directory: Path) -> Iterator[tuple[int, int]]:
             os.chown(directory, before.st_uid, before.st_gid)
 
 
-def _check_unused(path: Path) -> None:
+def _check_name_unused(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))
@@ -184,7 +184,7 @@ class GatewayConnection(asyncio.Protocol):
         self._service.gateways.discard(self)
         self._service.changed.set()
         for session in self._sessions:
-            ending = asyncio.get_running_loop().create_task(self._end(session))
+            ending = asyncio.get_running_loop().create_task(self._close_session(session))
             self._endings.add(ending)
             ending.add_done_callback(self._endings.discard)
 
@@ -203,7 +203,7 @@ class GatewayConnection(asyncio.Protocol):
                 continue
             task = asyncio.get_running_loop().create_task(self._answer(identifier, header, blobs))
             self.tasks[identifier] = task
-            task.add_done_callback(self._forget(identifier))
+            task.add_done_callback(self._removal_callback(identifier))
 
     def send(self, header: Mapping[str, object], *blobs: bytes) -> None:
         """Write one frame, unless the gateway has disconnected."""
@@ -214,7 +214,7 @@ class GatewayConnection(asyncio.Protocol):
         if self._transport is not None:
             self._transport.close()
 
-    def _forget(self, identifier: int) -> Callable[[asyncio.Task[None]], None]:
+    def _removal_callback(self, identifier: int) -> Callable[[asyncio.Task[None]], None]:
         def forget(task: asyncio.Task[None]) -> None:
             del self.tasks[identifier]
             if task.cancelled():  # before its first step
@@ -257,7 +257,7 @@ class GatewayConnection(asyncio.Protocol):
             await sandbox.close_session(session)
         return {"op": "session", "id": identifier, "session": session}, []
 
-    async def _end(self, session: str) -> None:
+    async def _close_session(self, session: str) -> None:
         with contextlib.suppress(SandboxError):  # the session or the sandbox has ended
             await self._service.sandbox.close_session(session)
 

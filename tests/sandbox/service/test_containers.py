@@ -271,7 +271,7 @@ async def test_docker_url_starts_a_container_and_removes_it(image, engine):
         assert (await sandbox.execute("1 + 1", session=session, echo=True)).stdout == "2\n"
 
         running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)"))
-        while not sandbox.registry.running:  # requests that the container has
+        while not sandbox.registry.in_flight:  # requests that the container has
             await asyncio.sleep(0.02)
         await asyncio.to_thread(engine.containers.get(container).kill)
         assert (await running).outcome is Outcome.INFRASTRUCTURE_FAILURE

@@ -107,7 +107,7 @@ async def test_whatever_a_runner_trips_over_is_answered_at_once(gateway, runner)
     assert answer["outcome"] == "infrastructure_failure"
     assert "RuntimeError: nobody thought of this" in answer["stderr"]
     assert (await gateway.run("p")).json()["outcome"] == "ok"
-    assert gateway.pool.registry.running == 0
+    assert gateway.pool.registry.in_flight == 0
 
 
 async def test_an_infrastructure_failure_is_not_remembered(gateway, runner):
@@ -119,7 +119,7 @@ async def test_an_infrastructure_failure_is_not_remembered(gateway, runner):
 async def test_beyond_the_queue_429_says_when_to_come_back(sockets, runner, running_gateway, until):
     async with running_gateway(sockets, queue_limit=1) as gateway:
         calls = [asyncio.ensure_future(gateway.run("wait")) for _ in range(3)]  # two run, one waits
-        await until(lambda: gateway.pool.queue.length == 1)
+        await until(lambda: len(gateway.pool.queue) == 1)
         refused = await gateway.run("one too many")
         assert refused.status_code == 429
         assert int(refused.headers["Retry-After"]) >= 1
@@ -134,16 +134,16 @@ async def test_a_client_that_leaves_kills_its_program(gateway, runner, until):
     await until(lambda: runner.sandbox.started)
     call.cancel()
     await until(lambda: runner.sandbox.cancelled == ["wait"])
-    await until(lambda: gateway.pool.registry.running == 0)
+    await until(lambda: gateway.pool.registry.in_flight == 0)
 
 
 async def test_a_client_that_leaves_while_waiting_never_starts_its_program(gateway, runner, until):
     running = [asyncio.ensure_future(gateway.run("wait")) for _ in range(2)]
     await until(lambda: len(runner.sandbox.started) == 2)
     leaving = asyncio.ensure_future(gateway.run("never"))
-    await until(lambda: gateway.pool.queue.length == 1)
+    await until(lambda: len(gateway.pool.queue) == 1)
     leaving.cancel()
-    await until(lambda: gateway.pool.queue.length == 0)
+    await until(lambda: len(gateway.pool.queue) == 0)
     runner.sandbox.release.set()
     assert [(await call).status_code for call in running] == [200] * 2
     assert (await gateway.run("next")).status_code == 200
@@ -163,7 +163,7 @@ async def test_of_two_who_share_a_run_one_may_leave(gateway, runner, until):
 async def test_programs_go_to_the_runner_with_the_fewest_in_flight(sockets, start_runner, running_gateway, until):
     runners = [await start_runner(name, workers=4) for name in ("a", "b")]
     async with running_gateway(sockets) as gateway:
-        await until(lambda: gateway.pool.registry.runners == 2)
+        await until(lambda: gateway.pool.registry.runner_count == 2)
         calls = [asyncio.ensure_future(gateway.run("wait")) for _ in range(4)]
         await until(lambda: sum(len(runner.sandbox.started) for runner in runners) == 4)
         assert [len(runner.sandbox.started) for runner in runners] == [2, 2]
@@ -180,7 +180,7 @@ async def test_a_runner_that_dies_fails_what_ran_there_and_the_queue_goes_on(
         running = [asyncio.ensure_future(gateway.run("wait", request_id=f"r{i}")) for i in range(2)]
         await until(lambda: len(first.sandbox.started) == 2)
         queued = [asyncio.ensure_future(gateway.run(f"q{i}", request_id=f"q{i}")) for i in range(3)]
-        await until(lambda: gateway.pool.queue.length == 3)
+        await until(lambda: len(gateway.pool.queue) == 3)
         await first.kill()
         assert [(await call).json()["outcome"] for call in running] == ["infrastructure_failure"] * 2
         second = await start_runner("b", workers=2)
@@ -194,11 +194,11 @@ async def test_a_runner_that_leaves_finishes_what_it_has_and_gets_nothing_more(
 ):
     old, new = await start_runner("old"), await start_runner("new")
     async with running_gateway(sockets) as gateway:
-        await until(lambda: gateway.pool.registry.runners == 2)
+        await until(lambda: gateway.pool.registry.runner_count == 2)
         calls = [asyncio.ensure_future(gateway.run("wait")) for _ in range(4)]
-        await until(lambda: gateway.pool.registry.running == 4)
+        await until(lambda: gateway.pool.registry.in_flight == 4)
         draining = asyncio.ensure_future(old.service.drain())
-        await until(lambda: gateway.pool.registry.runners == 1)
+        await until(lambda: gateway.pool.registry.runner_count == 1)
         old.sandbox.release.set()
         await draining
         new.sandbox.release.set()
@@ -242,7 +242,7 @@ async def test_ready_tells_isolation_and_limits_of_all_runners(sockets, start_ru
     weak.hello["layers"] = {**weak.hello["layers"], "no_network": None}
     weak.hello["limits"] = {**weak.hello["limits"], "memory_mb": 100.0}
     async with running_gateway(sockets) as gateway:
-        await until(lambda: gateway.pool.registry.runners == 2)
+        await until(lambda: gateway.pool.registry.runner_count == 2)
         state = (await gateway.client.get("/ready")).json()
     assert (state["ready"], state["runners"], state["workers"]) == (True, 2, 4)
     assert state["isolation"]["layers"]["no_network"] is None
@@ -261,7 +261,7 @@ async def test_closing_a_pool_lets_nobody_wait(sockets):
     pool.open()
     waiting = asyncio.ensure_future(pool.execute("p"))
     await asyncio.sleep(0)
-    assert pool.queue.length == 1
+    assert len(pool.queue) == 1
     await pool.close()
     with pytest.raises(ClosedError):
         await waiting

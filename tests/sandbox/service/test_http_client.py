@@ -66,7 +66,7 @@ async def test_a_property_that_a_runner_lacks_is_refused_unless_allowed(gateway,
     runner.hello["layers"] = {**layers, "no_network": None}
     for connection in list(runner.service.gateways):
         connection.close()
-    await until(lambda: gateway.pool.registry.runners and gateway.pool.isolation.missing)
+    await until(lambda: gateway.pool.registry.runner_count and gateway.pool.isolation.missing)
     with pytest.raises(UnisolatedError, match="no_network"):
         await open_sandbox(settings(gateway))
     async with opened(gateway, allow_unisolated=True) as sandbox:

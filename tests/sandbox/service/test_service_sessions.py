@@ -54,11 +54,11 @@ async def test_one_that_never_was_cannot_be_closed(gateway):
 async def test_it_stays_at_its_runner_though_others_are_freer(sockets, start_runner, running_gateway, until):
     runners = [await start_runner(name, workers=4) for name in ("a", "b")]
     async with running_gateway(sockets) as gateway:
-        await until(lambda: gateway.pool.registry.runners == 2)
+        await until(lambda: gateway.pool.registry.runner_count == 2)
         session = await opened(gateway)
         home = next(runner for runner in runners if runner.sandbox.sessions)
         waiting = [asyncio.ensure_future(gateway.run("wait")) for _ in range(4)]
-        await until(lambda: gateway.pool.registry.running == 4)
+        await until(lambda: gateway.pool.registry.in_flight == 4)
         assert (await ran(gateway, session, "here")).json()["stdout"] == "here"
         assert "here" in home.sandbox.started
         for runner in runners:

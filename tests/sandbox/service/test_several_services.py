@@ -289,7 +289,7 @@ async def test_one_that_does_not_isolate_is_refused(places, until):
     first.runner.hello["layers"] = {**registry.isolation.layers, "no_network": None}
     for connection in list(first.runner.service.gateways):
         connection.close()
-    await until(lambda: registry.runners and registry.isolation.missing)
+    await until(lambda: registry.runner_count and registry.isolation.missing)
     with pytest.raises(UnisolatedError, match="no_network"):
         await open_sandbox(settings(places))
     async with opened(places, allow_unisolated=True) as sandbox:
