@@ -234,8 +234,8 @@ def run_program(task: Task, name: str, main: ModuleType, on_out_of_memory: Calla
     """Run the program in ``main``, as ``name`` in tracebacks. Prints an uncaught exception. Returns the exit status."""
     try:
         _execute(task, name, main)
-    except SystemExit as leaving:
-        return _exit_status(leaving.code)
+    except SystemExit as exit_request:
+        return _exit_status(exit_request.code)
     except BaseException as error:  # noqa: BLE001 - a program may raise anything; that is its outcome
         _print_exception(error, on_out_of_memory)
         return UNCAUGHT

@@ -14,10 +14,10 @@ stops, kills and reaps the interpreters. Because they run as the same user, it f
 signals from its namespace. It reports only facts about processes that the kernel confirms.
 
     server -> init   {"op": "resume", "id"} · {"op": "stop", "id"} · {"op": "kill", "id"}
-                       {"op": "expect", "id"} with an announcement socket (SO_PASSCRED), to which a fork writes
-                       {"op": "forget", "id"}: stop waiting for that fork
+                     {"op": "expect", "id"} with an announcement socket (SO_PASSCRED), to which a fork writes
+                     {"op": "forget", "id"}: stop waiting for that fork
     init -> server   {"op": "started", "id", "pid", "error"} · {"op": "stopped", "id"} · {"op": "exit", "id", "status"}
-                       {"op": "failed", "why"}
+                     {"op": "failed", "why"}
 """
 
 from __future__ import annotations

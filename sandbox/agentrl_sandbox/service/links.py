@@ -1,11 +1,11 @@
 """Messages between gateway and runners, and the gateway's connections to the runners' sockets in one directory.
 
     gateway -> runner    {"op": "execute", "id", ...} program stdin contents...
-                       {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
-                       {"op": "cancel", "id"}
-    runner -> gateway    {"op": "hello", ...Hello}, once, first · {"op": "leaving"}: send nothing more
-                       {"op": "execution", "id", ...} stdout stderr contents... · {"op": "session", "id", "session"}
-                       {"op": "refused", "id", "kind", "why"}
+                         {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
+                         {"op": "cancel", "id"}
+    runner -> gateway    {"op": "hello", ...HelloMessage}, once, first · {"op": "stopping"}: send nothing more
+                         {"op": "execution", "id", ...} stdout stderr contents... · {"op": "session", "id", "session"}
+                         {"op": "refused", "id", "kind", "why"}
 
 Every request, including a cancelled request, is answered exactly once. The gateway validates all messages from runners.
 """
@@ -92,10 +92,10 @@ class HelloMessage(_Message):
         return Isolation(layers=self.layers, mode=self.mode)
 
 
-class LeavingMessage(_Message):
+class StoppingMessage(_Message):
     """The runner is stopping: it finishes running requests and accepts no new requests."""
 
-    op: Literal["leaving"]
+    op: Literal["stopping"]
 
 
 class ExecutionMessage(_Message):
@@ -130,7 +130,7 @@ class RefusedMessage(_Message):
 
 Answer = Execution | SessionMessage | RefusedMessage
 
-RunnerMessage = HelloMessage | LeavingMessage | ExecutionMessage | SessionMessage | RefusedMessage
+RunnerMessage = HelloMessage | StoppingMessage | ExecutionMessage | SessionMessage | RefusedMessage
 _MESSAGE: TypeAdapter[RunnerMessage] = TypeAdapter(Annotated[RunnerMessage, Field(discriminator="op")])
 
 
@@ -202,7 +202,7 @@ class RunnerLink(asyncio.Protocol):
         loop = asyncio.get_running_loop()
         self.name = name
         self.disconnected = False
-        self.leaving = False
+        self.stopping = False
         self.why_disconnected = "the runner disconnected"
         self.hello: asyncio.Future[HelloMessage] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
@@ -232,7 +232,7 @@ class RunnerLink(asyncio.Protocol):
 
     def has_room_for(self, count: int) -> bool:
         """Return True if the runner would start ``count`` more programs immediately."""
-        return not self.disconnected and not self.leaving and self.in_flight + count <= self.hello.result().workers
+        return not self.disconnected and not self.stopping and self.in_flight + count <= self.hello.result().workers
 
     async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
         """Send a request and return its answer. Cancelling the call cancels the request at the runner.
@@ -293,8 +293,8 @@ class RunnerLink(asyncio.Protocol):
             raise FrameError("hello must be sent exactly once, as the first message")
         if isinstance(message, HelloMessage):
             self.hello.set_result(message)
-        elif isinstance(message, LeavingMessage):
-            self.leaving = True
+        elif isinstance(message, StoppingMessage):
+            self.stopping = True
             self._disconnect_if_idle()
         elif isinstance(message, ExecutionMessage) and execution is not None:
             self._answer(message.id, execution)
@@ -313,7 +313,7 @@ class RunnerLink(asyncio.Protocol):
 
     def _disconnect_if_idle(self) -> None:
         """Disconnect from a stopping runner after its last answer. Before that, a request may be in transit."""
-        if self.leaving and not self._waiting and self._transport is not None:
+        if self.stopping and not self._waiting and self._transport is not None:
             self.why_disconnected = "it stopped"
             self._transport.close()
 
@@ -348,7 +348,7 @@ class RunnerRegistry:
 
     @property
     def runner_count(self) -> int:
-        return sum(not link.leaving for link in self.links.values())
+        return sum(not link.stopping for link in self.links.values())
 
     @property
     def in_flight(self) -> int:
@@ -356,7 +356,7 @@ class RunnerRegistry:
 
     @property
     def workers(self) -> int:
-        return sum(link.hello.result().workers for link in self.links.values() if not link.leaving)
+        return sum(link.hello.result().workers for link in self.links.values() if not link.stopping)
 
     @property
     def limits(self) -> dict[str, float]:

@@ -216,7 +216,7 @@ class RunnerPool(CallSandbox):
 
     async def _open(self) -> str:
         full: SessionLimitError | None = None
-        runners = [link for link in self.registry.links.values() if not link.leaving]
+        runners = [link for link in self.registry.links.values() if not link.stopping]
         for link in sorted(runners, key=self.sessions.count_at):
             try:
                 return self.sessions.add(link, await _request_session(link, "open_session"))

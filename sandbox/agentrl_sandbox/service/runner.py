@@ -121,7 +121,7 @@ class RunnerService:
         self.hello = hello
         self.gateways: set[GatewayConnection] = set()
         self.changed = asyncio.Event()
-        self.leaving = False
+        self.stopping = False
 
     def new_connection(self) -> GatewayConnection:
         return GatewayConnection(self)
@@ -141,9 +141,9 @@ class RunnerService:
 
         Requests in transit are also answered. A gateway that does not disconnect is disconnected.
         """
-        self.leaving = True
+        self.stopping = True
         for gateway in self.gateways:
-            gateway.send({"op": "leaving"})
+            gateway.send({"op": "stopping"})
         while self.gateways:
             tasks = [task for gateway in self.gateways for task in gateway.tasks.values()]
             self.changed.clear()
@@ -174,8 +174,8 @@ class GatewayConnection(asyncio.Protocol):
         self._service.gateways.add(self)
         self._service.changed.set()
         self.send(self._service.hello)
-        if self._service.leaving:
-            self.send({"op": "leaving"})
+        if self._service.stopping:
+            self.send({"op": "stopping"})
 
     def connection_lost(self, exc: Exception | None) -> None:
         """Cancel this gateway's requests and close its sessions."""

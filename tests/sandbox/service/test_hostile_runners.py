@@ -110,7 +110,7 @@ async def test_who_breaks_the_protocol_is_dropped_and_others_serve(
         pack_frame({**HELLO, "workers": 10**9}),
         pack_frame({**HELLO, "layers": "all"}),
         pack_frame({**HELLO, "limits": {"timeout": "1"}}),
-        pack_frame({"op": "leaving"}),
+        pack_frame({"op": "stopping"}),
         b"SSH-2.0-OpenSSH\r\n" * 10,
     ],
 )
