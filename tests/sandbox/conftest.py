@@ -1,4 +1,4 @@
-"""One sandbox for a module's attacks; a test that breaks a sandbox opens its own.
+"""Sandboxes shared by the tests of a module. A test that breaks its sandbox opens a separate one.
 
 A module that asks for ``everywhere`` runs its tests in three worlds: with namespaces; without them as the root of a
 container that may only change users; and without them as a user like any other.
@@ -110,7 +110,7 @@ class World:
 
 
 async def open_world(name: str, settings: SandboxSettings) -> Sandbox | World:
-    """A sandbox in one of WORLDS, or another that ``world.py`` makes."""
+    """Open a sandbox in one of WORLDS, or in another environment that ``world.py`` creates."""
     if name == "namespaces":
         return await open_sandbox(settings)
     if os.geteuid() != 0:
@@ -146,7 +146,7 @@ async def everywhere(request: pytest.FixtureRequest, settings: SandboxSettings) 
 
 @pytest.fixture
 def world() -> Callable[[str, SandboxSettings], Awaitable[Sandbox | World]]:
-    """Opens sandboxes in other worlds."""
+    """Return a function that opens sandboxes in other environments."""
     return open_world
 
 

@@ -1,4 +1,4 @@
-"""What tests of sessions look at beside the answers."""
+"""Helpers for tests of sessions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 
 from agentrl_sandbox.client import Execution, Sandbox, UnknownSessionError
 
-# Prints how many processes live, once those that are being killed are gone; one may vanish while it is looked at.
+# Prints the number of live processes after killed processes have ended. A process may end during the count.
 LIVING = """
 import glob, time
 def living():
@@ -35,7 +35,7 @@ SMALL = {"timeout": 60.0, "memory_mb": 128, "max_processes": 16, "scratch_mb": 4
 
 
 async def ended(sandbox: Sandbox, session: str) -> str:
-    """Why a session has ended."""
+    """Return the reason why a session has ended."""
     with pytest.raises(UnknownSessionError) as caught:
         await sandbox.execute("1", session=session)
     return str(caught.value)
@@ -49,16 +49,16 @@ def processes_below(pid: int) -> list[int]:
     return below + [deeper for child in below for deeper in processes_below(child)]
 
 
-# Ends a program that shall last until the test has looked. SIGUSR2 marks it for ``awaiting_the_word``, since the kernel
-# shows a signal that is waited for as not blocked.
-AWAIT_THE_WORD = (
+# Ends a program that must run until the test has checked it. ``pids_waiting_for_sigcont`` finds it by SIGUSR2, which it
+# also blocks, because the kernel does not report a signal that a process waits for as blocked.
+WAIT_FOR_SIGCONT = (
     "import signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCONT, signal.SIGUSR2})\n"
     "signal.sigwait({signal.SIGCONT})\n"
 )
 
 
-def awaiting_the_word() -> list[int]:
-    """The programs of this test's sandboxes that wait for SIGCONT."""
+def pids_waiting_for_sigcont() -> list[int]:
+    """Return the PIDs of this test's programs that wait for SIGCONT."""
     return [pid for pid in processes_below(os.getpid()) if blocked(pid) >> (signal.SIGUSR2 - 1) & 1]
 
 
@@ -70,10 +70,10 @@ def blocked(pid: int) -> int:
 
 
 async def start(sandbox: Sandbox, session: str) -> asyncio.Future[Execution]:
-    """Begin a program in a session that waits for a word, and return once it runs."""
-    before = awaiting_the_word()
-    call = asyncio.ensure_future(sandbox.execute(AWAIT_THE_WORD, session=session))
-    assert await until(lambda: not set(awaiting_the_word()) <= set(before))
+    """Start a program that waits for SIGCONT in a session. Returns once it runs."""
+    before = pids_waiting_for_sigcont()
+    call = asyncio.ensure_future(sandbox.execute(WAIT_FOR_SIGCONT, session=session))
+    assert await until(lambda: not set(pids_waiting_for_sigcont()) <= set(before))
     return call
 
 
@@ -82,7 +82,7 @@ def server_of(sandbox: Sandbox) -> int:
 
 
 async def until(reached: Callable[[], bool], seconds: float = 120.0) -> bool:
-    """Whether it comes to be; the machine may be slow, so the wait is long where all is not well."""
+    """Wait until a condition is true. Returns False after ``seconds``, which allow for a slow machine."""
     end = time.monotonic() + seconds
     while not reached():
         if time.monotonic() > end:

@@ -1,4 +1,4 @@
-"""What a hostile program tries, one property a test, in every world. After each the sandbox still answers.
+"""Attacks by hostile programs, one property per test, in every environment. Afterwards the sandbox still works.
 
 Tests of what a root file system and a PID namespace of one's own give are of the world with namespaces.
 """
@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 import pytest_asyncio
 from sandbox.programs import LEAVE
-from sandbox.session_support import AWAIT_THE_WORD, awaiting_the_word, until
+from sandbox.session_support import WAIT_FOR_SIGCONT, pids_waiting_for_sigcont, until
 
 from agentrl_sandbox.client import Outcome
 
@@ -43,7 +43,7 @@ async def still_answers(run):
 
 
 def running(mark: str) -> list[str]:
-    """Processes of this machine whose command line or environment holds a mark."""
+    """Return the processes of this machine whose command line or environment contains a mark."""
     found = []
     for process in Path("/proc").iterdir():
         if process.name.isdigit() and process.name != str(os.getpid()):
@@ -339,11 +339,11 @@ async def test_scratch_is_fresh_and_private(run):
     write = (
         f"import os\nopen('/scratch/secret', 'w').write('s'); open('{TMP}/t', 'w').close(); open('/dev/shm/u', 'w')\n"
     )
-    waiting = asyncio.ensure_future(run(write + AWAIT_THE_WORD + "print(sorted(os.listdir()))"))
-    assert await until(lambda: bool(awaiting_the_word()))
+    waiting = asyncio.ensure_future(run(write + WAIT_FOR_SIGCONT + "print(sorted(os.listdir()))"))
+    assert await until(lambda: bool(pids_waiting_for_sigcont()))
     look = "import os, glob\nprint(os.listdir('/scratch'), glob.glob('/proc/[0-9]*/root/scratch/*'))"
     assert (await run(look)).stdout == "[] []\n"
-    os.kill(awaiting_the_word()[0], signal.SIGCONT)
+    os.kill(pids_waiting_for_sigcont()[0], signal.SIGCONT)
     assert (await waiting).stdout == "['secret', 't', 'u']\n"
     assert (await run(look)).stdout == "[] []\n"
 
@@ -379,13 +379,13 @@ async def test_mounts_and_namespaces_give_no_power_over_the_host(run):
 
 
 async def test_kill_everything_reaches_only_its_own(run):
-    victim = asyncio.ensure_future(run(AWAIT_THE_WORD + "print('survived')"))
-    assert await until(lambda: bool(awaiting_the_word()))
+    victim = asyncio.ensure_future(run(WAIT_FOR_SIGCONT + "print('survived')"))
+    assert await until(lambda: bool(pids_waiting_for_sigcont()))
     done = await run(
         "import os, signal\ntry:\n    os.kill(-1, signal.SIGKILL)\nexcept OSError as e:\n    print('none')"
     )
     assert done.outcome in (Outcome.OK, Outcome.KILLED)
-    os.kill(awaiting_the_word()[0], signal.SIGCONT)
+    os.kill(pids_waiting_for_sigcont()[0], signal.SIGCONT)
     assert (await victim).stdout == "survived\n"
 
 

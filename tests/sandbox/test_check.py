@@ -1,4 +1,4 @@
-"""The suite that `agentrl-sandbox check` runs: against this sandbox, and that it finds what is wrong with a bad one."""
+"""The suite of `agentrl-sandbox check`: this sandbox passes, and a sandbox without isolation fails."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ async def test_what_takes_several_programs_holds(sandbox) -> None:
     assert len(findings) == 3
 
 
-class Careless:
-    """Runs programs in a plain interpreter: bounded in time, isolated in nothing."""
+class UnisolatedSandbox:
+    """Runs programs in a plain interpreter with a time limit and no isolation."""
 
     async def execute(self, program: str, *, timeout: float = 10.0, stdin: str = "", **rest: object) -> Execution:
         process = await asyncio.create_subprocess_exec(
@@ -78,7 +78,7 @@ async def test_a_careless_sandbox_is_found_out(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = [case for case in CASES if case.name in HARMLESS]
     assert len(chosen) == len(HARMLESS)
-    findings = {case.name: await run_case(Careless(), case) for case in chosen}
+    findings = {case.name: await run_case(UnisolatedSandbox(), case) for case in chosen}
     assert {name for name, finding in findings.items() if finding.passed} == {"prints", "runs as __main__"}
     assert findings["removes files between programs"].why == "afterwards: ok: dirty"
     assert format_result(findings["prints"]).startswith("ok")

@@ -1,4 +1,4 @@
-"""The value of a last expression is shown, as in a notebook; decided by the syntax tree."""
+"""Echo of the value of a last expression, as in a notebook."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The sandbox's own failures: typed, recovered from, nothing left behind."""
+"""Failures of the sandbox: their outcomes, the recovery and the cleanup."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 async def until_started(count: int, server: int | None = None) -> None:
-    """Wait until ``count`` programs run below the server."""
+    """Wait until ``count`` programs of the server run."""
     server = server or servers()[0]
     wanted = len(ZYGOTES) + count
     assert await until(lambda: len(descendants(server)) >= wanted), "the programs never started"
@@ -154,7 +154,7 @@ async def test_a_failed_request_may_be_retried(sandbox):
 
 
 async def test_a_server_that_cannot_be_started_is_an_infrastructure_failure():
-    """Without a free descriptor there is no socket for it; in a process of its own, whose limit this is."""
+    """Without a free descriptor no socket can be opened. Runs in a separate process, whose limit is lowered."""
     script = (
         "import asyncio, os, resource, signal\nfrom agentrl_sandbox.client import *\n"
         "async def main():\n    sandbox = await open_sandbox(SandboxSettings(workers=4))\n"

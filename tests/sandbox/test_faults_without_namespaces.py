@@ -1,4 +1,4 @@
-"""Without namespaces, whichever part of a sandbox is killed: no process and no file of a program outlives it."""
+"""Without namespaces: no process or file of a program remains, whichever part of a sandbox is killed."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ DAEMON = (
 
 
 def holding(mark: str) -> list[str]:
-    """Living processes whose command line holds a mark."""
+    """Return the live processes whose command line contains a mark."""
     found = []
     for process in Path("/proc").iterdir():
         try:

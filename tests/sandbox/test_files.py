@@ -1,4 +1,4 @@
-"""Files go into a program's scratch directory and come out of it, and nothing else does."""
+"""Files that are written to a program's scratch directory and fetched from it."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ async def test_a_scratch_full_of_files_still_runs(run, settings):
 
 @pytest.mark.parametrize("in_session", [False, True], ids=["alone", "session"])
 async def test_files_that_exhaust_inodes_are_the_programs_error(sandbox, in_session):
-    """Names are often a policy's choice: an infrastructure failure would take its rollout out of the data."""
+    """A policy often chooses the names. An infrastructure failure would exclude its rollout from the data."""
     deep = {f"{index}/" + "d/" * 30 + "f": b"" for index in range(1024)}  # 32,768 inodes, of which there are 16,384
     session = await sandbox.open_session() if in_session else None
     done = await sandbox.execute("print('ran')", files=deep, fetch_files=list(deep), session=session)

@@ -1,4 +1,4 @@
-"""The filter's instructions, run here as the kernel would run them: also those for machines that this is not."""
+"""The filter's instructions, interpreted here as by the kernel, for all supported machines."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PERMISSION, UNKNOWN = 0x50000 | errno.EPERM, 0x50000 | errno.ENOSYS
 
 
 class Filter:
-    """Gives the verdict on one system call."""
+    """Interprets the filter for one system call."""
 
     def __init__(self, machine: str, *, separate_user: bool = True) -> None:
         self.architecture = ARCHITECTURES[machine]

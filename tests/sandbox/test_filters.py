@@ -1,4 +1,4 @@
-"""System calls that programs are refused, each tried by a real program, and libraries that must not miss them."""
+"""Denied system calls, each tried by a real program, and libraries that must work without them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def run(everywhere):
 
 
 def calls(requests: dict[str, tuple[int, ...]]) -> str:
-    """A program that makes system calls by number and prints each one's errno (0 where it succeeded)."""
+    """Return a program that makes system calls by number and prints their errno values (0 for success)."""
     return (
         "import ctypes, json\nlibc = ctypes.CDLL(None, use_errno=True)\nseen = {}\n"
         f"for name, arguments in {requests!r}.items():\n"
@@ -147,7 +147,7 @@ async def test_sockets_of_every_family_are_refused(run, family):
     assert "PermissionError" in done.stderr
 
 
-# Machine code for `int 0x80` with the number of write(2) on i386; and `syscall` with the number of getpid of x32.
+# Machine code of `int 0x80` with the number of write(2) on i386, and of `syscall` with the number of x32's getpid.
 I386 = bytes.fromhex("b814000000cd80c3")
 X32 = bytes.fromhex("b8270000400f05c3")
 

@@ -1,4 +1,4 @@
-"""What a hostile program in a session tries: it gains nothing."""
+"""Attacks by hostile programs in sessions."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ async def test_forged_words_end_the_session_that_says_them(sandbox, data):
 
 
 async def test_a_forged_done_stops_the_program_that_says_it(sandbox):
-    """It knows the serial number: it is then done, and stopped. The next program waits for it in vain."""
+    """The program sends the correct serial number, so it counts as done and is stopped."""
     session = await sandbox.open_session()
     forge = SERIAL + FRAME.format(serial="serial") + SPEAK.format(data="frame")
     go_on = "while True:\n    try:\n        os.write(1, b'x' * 100)\n    except OSError:\n        pass\n"
@@ -61,7 +61,7 @@ def state(pid: int) -> str:
 
 
 def pid_inside(pid: int) -> int:
-    """The number that a process has in its own PID namespace."""
+    """Return the PID of a process in its PID namespace."""
     lines = Path(f"/proc/{pid}/status").read_text().splitlines()
     return int(next(line.split()[-1] for line in lines if line.startswith("NSpid:")))
 
@@ -110,7 +110,7 @@ async def test_the_session_init_cannot_be_killed_stopped_or_read(sandbox, sessio
 
 
 async def test_a_fork_that_is_refused_in_time_ends_the_origin_alone(sandbox, session):
-    """A program that broke ``os.fork`` breaks the fork, and tells no one else's end."""
+    """A program that replaced ``os.fork`` ends only its session."""
     broken = await sandbox.open_session()
     await sandbox.execute("import os\nos.fork = lambda: os._exit(9)", session=broken)
     with pytest.raises(UnknownSessionError, match="exit status 9"):

@@ -1,4 +1,4 @@
-"""What a program holds in memory and on disk is bounded and counted as it is, in every world."""
+"""Limits of a program's memory and files, in every environment."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the kernel or the user lacks a layer: what is still held is held, what is not is named and refused."""
+"""Missing isolation layers: the remaining properties hold, and the missing properties are reported and refused."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ async def test_the_first_user_can_be_chosen(world):
 
 @pytest.mark.parametrize("name", ["container-abi5", "user-abi0", "user-abi5"])
 async def test_a_signal_to_its_group_reaches_the_program_alone(world, name):
-    """Where no Landlock stops it: the server, its interpreters and other programs are not in the program's group."""
+    """Without Landlock: the server, its interpreters and other programs are not in the program's process group."""
     sandbox = await world(name, SandboxSettings(workers=4))
     neighbours = [asyncio.ensure_future(sandbox.execute(kind + ALIVE)) for kind in ("", "import sympy\n")]
     session = await sandbox.open_session()
@@ -80,7 +80,7 @@ async def test_a_signal_to_its_group_reaches_the_program_alone(world, name):
 
 
 async def test_a_program_that_kills_its_session_init_was_killed(world):
-    """They share a user, and this Landlock knows no signals: it gains its session's end, and no failure of ours."""
+    """Both have the same user, and this version of Landlock does not block signals. Only the session ends."""
     sandbox = await world("container-abi5", SandboxSettings(workers=4))
     session = await sandbox.open_session()
     done = await sandbox.execute("import os, time\nos.kill(os.getppid(), 9)\ntime.sleep(60)", session=session)

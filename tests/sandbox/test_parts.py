@@ -1,4 +1,4 @@
-"""The parts below the sandbox: frames, captured streams, routing."""
+"""Parts of the sandbox: frames, captured output, choice of the interpreter, settings, kernel memory."""
 
 from __future__ import annotations
 
@@ -95,7 +95,7 @@ def test_bad_settings_are_refused(wrong):
 
 
 def test_mapped_ranges_count_where_several_processes_can_hold_them():
-    # Neighbouring pages of different protection are ranges of their own. The kernel's record of one takes 256 bytes.
+    # Adjacent pages with different protection are separate ranges. The kernel's record of a range takes 256 bytes.
     ranges = 2000
     program = (
         "import ctypes, mmap, sys\n"

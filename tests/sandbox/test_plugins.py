@@ -45,13 +45,13 @@ opened: list[Toy] = []
 
 
 async def open_toy(settings: SandboxSettings) -> Toy:
-    """The function of the entry point."""
+    """Open a sandbox, as the function of the entry point."""
     return Toy(settings)
 
 
 @pytest.fixture
 def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed package with the entry point ``toy``."""
+    """Install a package with the entry point ``toy``."""
     folder = tmp_path / "toy-1.0.dist-info"
     folder.mkdir()
     (folder / "METADATA").write_text("Metadata-Version: 2.1\nName: toy\nVersion: 1.0\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Probes are judged by what they saw: a slow machine, or a stranger who calls, is no missing isolation."""
+"""Results of probes. A slow machine or a message from another process does not count as missing isolation."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ CUT_SHORT = {"stdout": "", "stderr": "", "exit_code": -9, "seconds": 20.0, "trun
 
 
 class Runner:
-    """Runs programs in a real sandbox, with what a subclass does to them."""
+    """Runs programs in a real sandbox. Subclasses disturb them."""
 
     def __init__(self, sandbox: Sandbox) -> None:
         self.sandbox = sandbox
@@ -36,7 +36,7 @@ class Runner:
 
 
 class SlowRunner(Runner):
-    """Too slow for the first ``times`` programs of each kind."""
+    """Reports a timeout for the first ``times`` programs of each kind."""
 
     def __init__(self, sandbox: Sandbox, times: int) -> None:
         super().__init__(sandbox)
@@ -52,7 +52,7 @@ class SlowRunner(Runner):
 
 
 class LeakyRunner(Runner):
-    """Runs the network's program with a network, and is then cut short."""
+    """Runs the network probe with a network and interrupts it."""
 
     async def execute(self, program: str, *, timeout: float) -> Execution:
         if "SOCK_DGRAM" not in program:
@@ -62,7 +62,7 @@ class LeakyRunner(Runner):
 
 
 class BusyPort(Runner):
-    """While the network's program runs, someone else calls its ports."""
+    """Sends unrelated messages to the ports of the network probe."""
 
     async def execute(self, program: str, *, timeout: float) -> Execution:
         if "SOCK_DGRAM" in program:
@@ -73,7 +73,7 @@ class BusyPort(Runner):
 
 
 class LonelyReader(Runner):
-    """The first neighbour has gone before its files are looked for."""
+    """Reports that the first neighbour ended before its files were searched."""
 
     looks = 0
 
@@ -129,7 +129,7 @@ async def test_files_of_a_neighbour_are_looked_for_until_there_is_one(sandbox, s
 
 @contextlib.contextmanager
 def busy_machine() -> Iterator[None]:
-    """Eight processes for each core that do nothing but spin."""
+    """Run eight busy processes per core."""
     count = 8 * len(os.sched_getaffinity(0))
     spinning = [subprocess.Popen([sys.executable, "-S", "-c", "while True: pass"]) for _ in range(count)]
     try:

@@ -1,4 +1,4 @@
-"""Programs run as Python would run them, and their ends are told truly."""
+"""Programs run as in Python, and their outcomes are reported correctly."""
 
 from __future__ import annotations
 

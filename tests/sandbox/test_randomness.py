@@ -1,4 +1,4 @@
-"""Generators that a library made when it was imported, of every kind, are found and seeded anew."""
+"""Random generators that libraries created at import are found and reseeded."""
 
 from __future__ import annotations
 

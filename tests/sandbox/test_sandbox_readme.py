@@ -1,4 +1,4 @@
-"""The examples in the sandbox's README run as they stand, and its settings arrive."""
+"""The examples in the sandbox's README run unchanged, and compose.yaml passes all settings."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_examples_run(number):
 
 
 def test_compose_passes_every_setting_on():
-    """One that is not passed on would be taken and change nothing."""
+    """A setting that is not passed would be accepted without effect."""
     text = (ROOT / "compose.yaml").read_text(encoding="utf-8")
     passed = set(re.findall(r"^      (SANDBOX_\w+): \$\{\1:-\}", text, re.MULTILINE)) | {"SANDBOX_TOKEN_FILE"}
     gateway = set(GatewaySettings.model_fields) - {"host", "port"}  # fixed in the container, published by SANDBOX_BIND

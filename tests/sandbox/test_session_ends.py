@@ -1,4 +1,4 @@
-"""How sessions end, and what room they take."""
+"""Ends of sessions, and the limit on open sessions."""
 
 from __future__ import annotations
 

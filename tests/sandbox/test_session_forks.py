@@ -1,4 +1,4 @@
-"""Forks branch a session: equal at the branch, independent from then on."""
+"""Forks of sessions are equal at the fork and independent afterwards."""
 
 from __future__ import annotations
 

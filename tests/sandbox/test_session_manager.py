@@ -1,4 +1,4 @@
-"""The server's side of sessions, without a server: what it hears may come in any order."""
+"""SessionManager without a server, with messages in any order."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CONFIG = RunnerConfig(
 
 
 class Zygote:
-    """Takes the session init's ends of the sockets and tells nothing."""
+    """Keeps the session init's ends of the sockets."""
 
     def __init__(self):
         self.sockets = []
@@ -32,7 +32,7 @@ class Zygote:
 
 
 class Server:
-    """Keeps what a session manager gives it."""
+    """Records the calls of a session manager."""
 
     def __init__(self):
         self.zygotes = Zygote()

@@ -1,4 +1,4 @@
-"""Sessions with namespaces, as the root of a container without them, and as a user like any other."""
+"""Sessions with namespaces, as root of a container without namespaces, and as an unprivileged user."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ DAEMON = (
     "if os.fork() == 0:\n    leave()\n    if os.fork() == 0:\n        WORK\n    os._exit(0)\n"
     "os.wait()\nwhile not os.path.exists('alive') or not open('alive').read():\n    time.sleep(0.01)"
 )
-# To the kernel such a process is a zombie, although its second thread runs on.
+# The kernel reports such a process as a zombie, although its second thread continues.
 WITHOUT_ITS_FIRST_THREAD = (
     "threading.Thread(target=work).start()\n"
     "        ctypes.CDLL(None).syscall(60 if platform.machine() == 'x86_64' else 93, 0)"
 )
 
-# Each process ends once its child has forked: there is always a next one.
+# Each process ends after its child has forked, so there is always another process.
 CHAIN = (
     "while True:\n            open('alive', 'w').write(str(time.time()))\n"
     "            if os.fork():\n                time.sleep(0.005)\n                os._exit(0)"

@@ -1,4 +1,4 @@
-"""What a program cannot learn from its own memory, nor change of processes that are not its own. In every world."""
+"""Secrets that a program's memory must not contain, and processes that it must not change, in every environment."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ pytestmark = [
 ]
 SCIENCE = "import sympy\n"
 
-# The needle is built from pieces, so that the program's own text does not hold it.
+# The secret is assembled from parts, so that the program's text does not contain it.
 SCAN = """
 import os, re
 needle = re.compile(bytes.fromhex({start!r}).hex().encode() + rb"-[a-z]+-[0-9a-f]{{16}}")
@@ -50,12 +50,12 @@ time.sleep({seconds})
 
 @pytest.fixture
 def root_of(everywhere) -> int:
-    """The process below which the sandbox runs."""
+    """Return the PID of the process below which the sandbox runs."""
     return everywhere.process.pid if hasattr(everywhere, "process") else os.getpid()
 
 
 def server_processes(root: int) -> dict[int, bytes]:
-    """Command lines of the sandbox's own processes, programs included."""
+    """Return the command lines of the sandbox's processes, including programs."""
     found = {}
     for pid in processes_below(root):
         try:
@@ -118,13 +118,13 @@ async def test_a_warm_interpreter_holds_nothing_of_the_programs_it_forked(everyw
 
 
 def interpreters(root: int) -> list[int]:
-    """Without the programs and session inits that they forked, which have their command line."""
+    """Return the warm interpreters, but not their forks, which have the same command line."""
     forks = [pid for pid, command in server_processes(root).items() if b"runner.zygote" in command]
     return [pid for pid in forks if parent(pid) not in (None, *forks)]
 
 
 def parent(pid: int) -> int | None:
-    """None if the process has ended."""
+    """Return the parent of a process, or None if the process has ended."""
     try:
         return int(Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[1])
     except (FileNotFoundError, ProcessLookupError):
@@ -132,7 +132,7 @@ def parent(pid: int) -> int | None:
 
 
 def holds(pid: int, mark: bytes) -> bool:
-    """Whether a process has some bytes in its memory."""
+    """Return True if a process has these bytes in its memory."""
     with open(f"/proc/{pid}/maps", encoding="ascii") as maps, open(f"/proc/{pid}/mem", "rb", buffering=0) as memory:
         for line in maps:
             begin, end = (int(edge, 16) for edge in line.split()[0].split("-"))
@@ -184,7 +184,7 @@ IOPRIO = {"x86_64": (251, 252), "aarch64": (30, 31)}
 
 
 def states(pids: list[int]) -> dict[int, dict[str, object]]:
-    """Of those that are there."""
+    """Return the states of the existing processes."""
     found = {}
     for pid in pids:
         with contextlib.suppress(FileNotFoundError, ProcessLookupError):
@@ -193,7 +193,7 @@ def states(pids: list[int]) -> dict[int, dict[str, object]]:
 
 
 def state(pid: int) -> dict[str, object]:
-    """What others might change of a process."""
+    """Return the attributes of a process that other processes might change."""
     own = Path(f"/proc/{pid}")
     fields = (own / "stat").read_text().rpartition(")")[2].split()
     libc = ctypes.CDLL(None)

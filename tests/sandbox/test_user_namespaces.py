@@ -1,4 +1,4 @@
-"""The same properties without root, where the sandbox makes a user namespace of its own."""
+"""Isolation without root: the sandbox creates a user namespace."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ asyncio.run(main(json.loads(sys.argv[1])))
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[str]]:
-    """What each of PROGRAMS did in a sandbox that an unprivileged user opened."""
+    """Return the results of PROGRAMS in a sandbox that an unprivileged user opened."""
     package = Path(agentrl_sandbox.__file__).parent
     needed = sorted({sys.prefix, sys.base_prefix, str(package.parent)})
     command = [sys.executable, "-W", "error", "-c", SCRIPT, json.dumps(PROGRAMS), json.dumps(needed)]

@@ -1,4 +1,4 @@
-"""Without namespaces: as the root of a container that may change users, and as a user like any other."""
+"""Isolation without namespaces, as root of a container that may change users, and as an unprivileged user."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def nothing_is_left(run, everywhere):
 
 @pytest.fixture
 def public():
-    """A directory that everyone may enter and change."""
+    """Return a directory that all users may enter and change."""
     with tempfile.TemporaryDirectory() as directory:
         os.chmod(directory, 0o777)
         yield Path(directory)
@@ -59,7 +59,7 @@ def below(pid: int) -> list[int]:
 
 
 def holding(mark: str) -> list[str]:
-    """Living processes whose command line holds a mark."""
+    """Return the live processes whose command line contains a mark."""
     found = []
     for process in Path("/proc").iterdir():
         try:

@@ -1,4 +1,4 @@
-"""Opens a sandbox where layers are missing, and runs what comes in: one JSON object a line, in and out.
+"""Opens a sandbox without some layers and executes requests, with one JSON object per line in both directions.
 
     world.py container SETTINGS NEEDED      root with the four capabilities that a runner's container leaves it
     world.py unprivileged SETTINGS NEEDED   a user like any other
@@ -38,8 +38,8 @@ TELL_THE_LISTENER, NEW_LISTENER = 0x7FC0_0000, 8  # SECCOMP_RET_USER_NOTIF, SECC
 RECEIVE, SEND = 0xC050_2100, 0xC018_2101  # SECCOMP_IOCTL_NOTIF_RECV, SECCOMP_IOCTL_NOTIF_SEND
 
 
-def reach(needed: list[str]) -> None:
-    """Show directories through empty ones in the place of those that only root may enter."""
+def make_accessible(needed: list[str]) -> None:
+    """Cover directories that only root may enter with empty ones, in which only the needed paths are mounted."""
     kernel.unshare(kernel.CLONE_NEWNS)
     kernel.mount("none", "/", None, kernel.MS_REC | kernel.MS_PRIVATE)
     descriptors = {path: os.open(path, os.O_PATH) for path in needed}
@@ -63,7 +63,7 @@ def parents(path: str) -> list[str]:
 
 
 def keep_only(capabilities: tuple[int, ...]) -> None:
-    """Drop every other capability, for good."""
+    """Drop all other capabilities permanently."""
     libc = ctypes.CDLL(None, use_errno=True)
     for number in range(64):
         if number not in capabilities:
@@ -76,7 +76,7 @@ def keep_only(capabilities: tuple[int, ...]) -> None:
 
 
 def enter(world: str, needed: list[str]) -> None:
-    reach(needed)
+    make_accessible(needed)
     place, _, version = world.partition("-abi")
     if place in ("unprivileged", "user"):
         kernel.switch_user(USER)
@@ -84,11 +84,11 @@ def enter(world: str, needed: list[str]) -> None:
     else:
         keep_only(KEPT if place == "container" else ())
     if version:
-        age_landlock(int(version))
+        fake_landlock_version(int(version))
 
 
-def age_landlock(version: int) -> None:
-    """Have the kernel answer to who asks for Landlock's version as an older one does.
+def fake_landlock_version(version: int) -> None:
+    """Make the kernel report an older version of Landlock.
 
     A thread that is not filtered itself gives the answers (seccomp_unotify(2)).
     """
@@ -105,7 +105,7 @@ def age_landlock(version: int) -> None:
 
 
 def install_with_listener(code: bytes) -> int:
-    """A filter on this thread and all it makes; the descriptor of its listener."""
+    """Install a filter on this thread and its children. Returns the descriptor of its listener."""
     head = struct.pack("HxxxxxxP", len(code) // 8, ctypes.cast(code, ctypes.c_void_p).value)
     call = ctypes.c_long({"x86_64": 317, "aarch64": 277}[platform.machine()])
     return kernel.system_call_or_raise("seccomp", call.value, ctypes.c_uint(1), ctypes.c_uint(NEW_LISTENER), head)
@@ -140,7 +140,7 @@ async def serve(settings: SandboxSettings, modes: tuple[str, ...]) -> None:
 
 
 async def answer(sandbox: LocalSandbox, request: dict[str, object]) -> None:
-    """Call the method that ``call`` names; bytes travel as Latin-1 text."""
+    """Call the method named by ``call``. Bytes are encoded as Latin-1 text."""
     number, call = request.pop("number"), request.pop("call")
     if "files" in request:
         request["files"] = {name: text.encode("latin-1") for name, text in request["files"].items()}  # type: ignore

@@ -1,4 +1,4 @@
-"""Fronts and runners in the test's own event loop, the sandbox behind them being one that the test steers."""
+"""Gateways and runners in the test's event loop, with a sandbox that the test controls."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class SteeredSandbox(CallSandbox):
 
 
 class RunningRunner:
-    """A real runner service around a steered sandbox."""
+    """A real runner service with a controlled sandbox."""
 
     def __init__(self, directory: Path, name: str, workers: int) -> None:
         self.sandbox = SteeredSandbox()
@@ -108,7 +108,7 @@ class RunningRunner:
         self._stack.callback(server.close)
 
     async def kill(self) -> None:
-        """Connections break, whatever is under way."""
+        """Abort all connections, even during requests."""
         for gateway in list(self.service.gateways):
             assert gateway._transport is not None
             gateway._transport.abort()
@@ -139,7 +139,7 @@ async def start_runner(sockets: Path) -> AsyncIterator[StartRunner]:
 
 
 class RunningGateway:
-    """A gateway behind a real socket."""
+    """A gateway that listens on a real socket."""
 
     def __init__(self, gateway: Gateway, server: DrainingServer, port: int, client: httpx.AsyncClient) -> None:
         self.gateway, self.server, self.port, self.client = gateway, server, port, client
@@ -192,7 +192,7 @@ async def gateway(sockets: Path, runner: RunningRunner) -> AsyncIterator[Running
 
 
 async def until(true: Callable[[], object], seconds: float = 120.0) -> None:
-    """Wait until something holds."""
+    """Wait until a condition is true."""
     async with asyncio.timeout(seconds):
         while not true():
             await asyncio.sleep(0.005)

@@ -32,7 +32,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
 
 def missing(why: str) -> None:
-    """Skip, unless CI promises an engine."""
+    """Skip the test, or fail it in CI, which provides an engine."""
     if os.environ.get("CI") == "true":
         pytest.fail(why)
     pytest.skip(why)
@@ -58,7 +58,7 @@ def image(engine: docker.DockerClient) -> str:
 
 
 class Compose:
-    """One project of the compose file."""
+    """A running project of the compose file."""
 
     def __init__(self, image: str) -> None:
         self.port = free_port()

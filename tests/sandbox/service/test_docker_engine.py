@@ -1,4 +1,4 @@
-"""``docker://`` against an engine that fails, in place of a real one."""
+"""``docker://`` with a fake engine that fails."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ pytestmark = pytest.mark.slow
 
 
 class Engine:
-    """Creates containers that cannot be started; ``left`` are those that were not removed."""
+    """Creates containers that cannot be started. ``left`` contains the containers that were not removed."""
 
     def __init__(self) -> None:
         self.containers = self

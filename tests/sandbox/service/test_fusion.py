@@ -1,4 +1,4 @@
-"""Compatibility with SandboxFusion, field by field."""
+"""Compatibility with the fields of SandboxFusion's interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The gateway: what it answers, how it queues, and what it does when runners and clients go."""
+"""The gateway's answers and queue, and the loss of runners and clients."""
 
 from __future__ import annotations
 

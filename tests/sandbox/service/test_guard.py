@@ -1,4 +1,4 @@
-"""Who is let in: token, Host, Origin, content type, size."""
+"""Checks of requests: token, Host, Origin, content type, size."""
 
 from __future__ import annotations
 
@@ -101,7 +101,7 @@ async def test_a_body_too_large_is_413_by_its_length_and_by_what_comes(gateway):
 
 
 async def closed(reader: asyncio.StreamReader) -> bytes:
-    """All that arrives until the gateway closes the connection."""
+    """Read until the gateway closes the connection."""
     try:
         return await reader.read()
     except ConnectionResetError:

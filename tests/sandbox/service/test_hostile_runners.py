@@ -1,4 +1,4 @@
-"""A runner may send anything. The gateway believes nothing impossible, drops who breaks the protocol, and goes on."""
+"""Invalid messages of runners. The gateway disconnects such a runner and continues to serve requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Reply = Callable[[dict[str, Any], asyncio.StreamWriter], Awaitable[None]]
 
 @asynccontextmanager
 async def scripted_runner(path: Path, reply: Reply, hello: bytes | None = None) -> AsyncIterator[list[int]]:
-    """Says hello and answers each request with ``reply``; gives a list that grows with every connection."""
+    """Run a runner that answers each request with ``reply``. Yields a list with one entry per connection."""
     connections: list[int] = []
 
     serving: set[asyncio.Task[None] | None] = set()

@@ -1,4 +1,4 @@
-"""``http://``: the client against real gateways, in front of steered and of real runners."""
+"""The client of ``http://`` with real gateways and controlled or real runners."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ async def test_an_absent_service_is_named_at_once_and_once(sockets, runner, runn
 
 
 async def test_calls_survive_a_gateway_that_is_replaced(sockets, runner, running_gateway, until):
-    """The first gateway dies with calls under way and more waiting; its successor has the same address."""
+    """The first gateway ends while calls run and wait. Its successor has the same address."""
 
     relaying: set[asyncio.Task | None] = set()
 
@@ -198,7 +198,7 @@ READY = {"isolation": {"mode": "root", "layers": {}}, "limits": {}}
 
 @asynccontextmanager
 async def answering(*answers: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
-    """A service that gives these bodies, one a request: its address, and a list of the bodies that it was sent."""
+    """Run a service that answers requests with these bodies in order. Yields its address and the received bodies."""
     left = list(answers)
     asked: list[bytes] = []
     serving: dict[asyncio.StreamWriter, asyncio.Task[None] | None] = {}

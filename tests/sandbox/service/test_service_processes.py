@@ -1,4 +1,4 @@
-"""The command ``agentrl-sandbox serve`` as users start it: real processes, real programs."""
+"""The command ``agentrl-sandbox serve`` with real processes and programs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ READY_SECONDS = 90
 
 
 class Serving:
-    """A started gateway with its own runner."""
+    """A running gateway with one local runner."""
 
     def __init__(self, process: asyncio.subprocess.Process, url: str) -> None:
         self.process, self.url = process, url
@@ -32,7 +32,7 @@ class Serving:
         return SandboxSettings(**{"url": self.url, "token": "tok", **fields})
 
     async def runner(self) -> int:
-        """The runner's process, a child of the gateway."""
+        """Return the PID of the runner, a child of the gateway."""
         end = time.monotonic() + READY_SECONDS
         while time.monotonic() < end:
             children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -43,7 +43,7 @@ class Serving:
         raise AssertionError("the gateway has no runner")
 
     async def until_running(self, count: int) -> None:
-        """Wait until so many programs run."""
+        """Wait until ``count`` programs run."""
         async with asyncio.timeout(READY_SECONDS), httpx.AsyncClient(headers={"Authorization": "Bearer tok"}) as client:
             while f"sandbox_running {count}.0" not in (await client.get(f"{self.url}/metrics")).text:
                 await asyncio.sleep(0.02)

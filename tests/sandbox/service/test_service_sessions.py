@@ -1,4 +1,4 @@
-"""Sessions over HTTP: pinned to their runner, in turn, and gone with it."""
+"""Sessions over HTTP: each belongs to one runner, runs one program at a time, and ends with the runner."""
 
 from __future__ import annotations
 

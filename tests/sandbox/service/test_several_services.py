@@ -1,4 +1,4 @@
-"""Several services as one sandbox: real gateways before steered runners; some end while calls are under way."""
+"""Several services as one sandbox: real gateways with controlled runners, some of which end during calls."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.slow
 
 
 class Place:
-    """A gateway with a runner, behind an address that stays when the gateway ends."""
+    """A gateway with a runner. The address remains the same when the gateway is replaced."""
 
     def __init__(self, folder: Path, workers: int) -> None:
         folder.mkdir(mode=0o700)
@@ -53,7 +53,7 @@ class Place:
         self.gateway = await self._stack.enter_async_context(running_gateway(self.folder))
 
     async def kill(self) -> None:
-        """Connections break and no new one is taken."""
+        """Abort all connections and accept no new ones."""
         self.gateway, gone = None, self._stack
         self._stack = AsyncExitStack()
         for door in list(self._doors):
@@ -144,7 +144,7 @@ async def test_programs_are_shared_by_what_each_service_runs_at_once(places, unt
 
 
 async def test_what_runs_at_a_service_that_dies_runs_at_another(places, until):
-    """Every program gets its own result; none is reported as failed."""
+    """Every program gets its result, and none fails."""
     first, second = places
     second.runner.sandbox.release.set()
     async with opened(places) as sandbox:
@@ -216,7 +216,7 @@ async def test_an_episode_whose_session_is_lost_is_unavailable(places, until):
 
 
 async def test_a_partition_is_noticed_by_a_deadline(places, until):
-    """Nothing closes: the connections are there, and nothing comes through them any more."""
+    """Connections stay open, but no data arrives."""
     first, second = places
     second.runner.sandbox.release.set()
     async with opened(places) as sandbox:
@@ -250,7 +250,7 @@ async def test_calls_wait_for_the_first_service_that_comes_back(places):
 
 
 async def test_a_program_that_services_die_of_is_given_up(places, until):
-    """It ran at two services that were lost, and at the first one again: a fourth is not sacrificed."""
+    """It ran three times at services that were lost, and does not run a fourth time."""
     async with opened(places) as sandbox:
         call = asyncio.ensure_future(sandbox.execute("wait"))
         for _ in range(3):
