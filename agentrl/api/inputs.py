@@ -68,7 +68,7 @@ class Inputs:
         if isinstance(item, str):
             return item
         module, attribute = getattr(item, "__module__", "__main__"), getattr(item, "__qualname__", "")
-        if module != "__main__" and _resolves(module, attribute, item):
+        if module != "__main__" and _is_importable(module, attribute, item):
             return f"{module}:{attribute}"
         import cloudpickle
 
@@ -150,7 +150,7 @@ def write_problem_file(problems: Problems, folder: Path) -> Path:
         problems = problems.to_dict("records")
     if not isinstance(problems, Iterable):
         raise SettingsError(f"problems={problems!r:.100} must be {_VALID_PROBLEMS}")
-    lines = [_line(number, row) for number, row in enumerate(problems)]
+    lines = [_problem_line(number, row) for number, row in enumerate(problems)]
     if not lines:
         raise SettingsError("problems is empty: pass at least one problem")
     return _write(folder, "{digest}/problems.jsonl", "".join(lines).encode())
@@ -197,7 +197,7 @@ def to_overrides(settings: Mapping[str, object], prefix: str = "") -> list[str]:
         if isinstance(value, Mapping) and all(name.isidentifier() for name in value):
             found += to_overrides(value, f"{prefix}{key}.")
         else:
-            found.append(f"{prefix}{key}={_json(f'{prefix}{key}', value)}")
+            found.append(f"{prefix}{key}={_json_value(f'{prefix}{key}', value)}")
     return found
 
 
@@ -222,7 +222,7 @@ def without_command_line_origin() -> Iterator[None]:
         raise
 
 
-def _json(key: str, value: object) -> str:
+def _json_value(key: str, value: object) -> str:
     try:
         return json.dumps(str(value) if isinstance(value, Path) else value)
     except (TypeError, ValueError) as error:
@@ -232,14 +232,14 @@ def _json(key: str, value: object) -> str:
         ) from None
 
 
-def _resolves(module: str, attribute: str, item: object) -> bool:
+def _is_importable(module: str, attribute: str, item: object) -> bool:
     found: object = sys.modules.get(module)
     for part in attribute.split("."):
         found = getattr(found, part, None)
     return found is item
 
 
-def _line(number: int, row: object) -> str:
+def _problem_line(number: int, row: object) -> str:
     if not isinstance(row, Mapping | Problem):
         raise SettingsError(f"problems[{number}] is {row!r:.100}, but problems must be {_VALID_PROBLEMS}")
     values = asdict(row) if isinstance(row, Problem) else dict(row)

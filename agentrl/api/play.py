@@ -80,7 +80,7 @@ def play(
             f"env={name} is an agent program, which generates its own turns: agentrl.play does not support it"
         )
     with ThreadPoolExecutor(1) as thread:  # a notebook's thread already runs a loop
-        return thread.submit(asyncio.run, _played(build_environment(resolved), problem, written)).result()
+        return thread.submit(asyncio.run, _play_turns(build_environment(resolved), problem, written)).result()
 
 
 def _turns_of_row(row: Mapping[str, object]) -> list[str]:
@@ -90,7 +90,7 @@ def _turns_of_row(row: Mapping[str, object]) -> list[str]:
     return [cast(str, turn["model"]) for turn in turns]
 
 
-async def _played(environment: Environment, problem: Problem, turns: tuple[str, ...]) -> Playthrough:
+async def _play_turns(environment: Environment, problem: Problem, turns: tuple[str, ...]) -> Playthrough:
     await environment.open()
     try:
         episode = environment.episode(problem)

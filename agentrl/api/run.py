@@ -93,7 +93,7 @@ class Run:
     @property
     def metrics(self) -> pd.DataFrame:
         """One row per training step, indexed by ``step``; a metric that a step does not have is NaN."""
-        return _frame([row for row in self._files.metrics() if not _is_evaluation(row)])
+        return _data_frame([row for row in self._files.metrics() if not _is_evaluation(row)])
 
     @property
     def evaluations(self) -> pd.DataFrame:
@@ -102,7 +102,7 @@ class Run:
         for row in self._files.metrics():
             if _is_evaluation(row):
                 by_step.setdefault(row["step"], {}).update(row)
-        return _frame(list(by_step.values()))
+        return _data_frame(list(by_step.values()))
 
     @property
     def summary(self) -> Summary:
@@ -263,7 +263,7 @@ def _is_evaluation(row: Metrics) -> bool:
     return any(key.startswith(("eval/", "eval_falsified/")) for key in row)
 
 
-def _frame(rows: list[Metrics]) -> pd.DataFrame:
+def _data_frame(rows: list[Metrics]) -> pd.DataFrame:
     require_package("pandas", extra="frames", purpose="a data frame of metrics")
     import pandas as pd
 

@@ -80,7 +80,7 @@ def output_handles(*, keep_terminal_output: bool) -> tuple[int, ...]:
     return (_ERRORS,) if keep_terminal_output and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
 
-def _show(text: str) -> None:
+def _write_to_stdout(text: str) -> None:
     sys.stdout.write(text)
     sys.stdout.flush()
 
@@ -88,8 +88,8 @@ def _show(text: str) -> None:
 class LogRelay:
     """Prints lines as they are appended to log files in a folder shared by all machines."""
 
-    def __init__(self, show: Callable[[str], None] = _show) -> None:
-        self._show = show
+    def __init__(self, show: Callable[[str], None] = _write_to_stdout) -> None:
+        self._write_to_stdout = show
         self._shown: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -121,7 +121,7 @@ class LogRelay:
                     kept = new[: new.rfind(b"\n") + 1] if whole_lines else new
                     self._shown[log] = shown + len(kept)
                     if kept:
-                        self._show(kept.decode(errors="replace"))
+                        self._write_to_stdout(kept.decode(errors="replace"))
 
 
 # Seconds to wait for the remaining output of a process that has exited.
@@ -143,11 +143,11 @@ class LocalProcess:
             command = [sys.executable, "-m", "agentrl.cluster.supervise", str(os.getpid()), *command]
         self._tees: list[Tee] = []
         with contextlib.ExitStack() as opened:
-            output, errors = self._outlets(spec, opened)
+            output, errors = self._output_descriptors(spec, opened)
             self._process = subprocess.Popen(
                 command,
                 cwd=spec.folder,
-                env=_environment(spec, reservation),
+                env=_process_environment(spec, reservation),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=errors,
@@ -156,7 +156,7 @@ class LocalProcess:
                 start_new_session=True,
             )
 
-    def _outlets(self, spec: ProcessSpec, opened: contextlib.ExitStack) -> tuple[int | None, int | None]:
+    def _output_descriptors(self, spec: ProcessSpec, opened: contextlib.ExitStack) -> tuple[int | None, int | None]:
         """Return the descriptors for standard output and standard error. A descriptor of None is inherited."""
         if spec.log is None:
             return None, None
@@ -255,7 +255,7 @@ class LocalCluster:
         self.release()
 
 
-def _environment(spec: ProcessSpec, reservation: Reservation) -> dict[str, str]:
+def _process_environment(spec: ProcessSpec, reservation: Reservation) -> dict[str, str]:
     changes: dict[str, str | None] = {PARENT_VARIABLE: str(os.getpid())}
     if reservation.gpus:
         changes["CUDA_VISIBLE_DEVICES"] = ",".join(reservation.gpus)

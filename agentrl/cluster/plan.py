@@ -41,8 +41,8 @@ def nodes_with_capacity(
     sufficient = [node for node, gpus, cpus in free if gpus >= bundle.gpus and cpus >= bundle.cpus]
     if not sufficient:
         raise UnplaceableError(
-            f"no node has room for {bundle.purpose} ({_amount(bundle.gpus, bundle.cpus)}); available: "
-            + ", ".join(f"{_amount(gpus, cpus)} on {node.name}" for node, gpus, cpus in free)
+            f"no node has room for {bundle.purpose} ({_format_resources(bundle.gpus, bundle.cpus)}); available: "
+            + ", ".join(f"{_format_resources(gpus, cpus)} on {node.name}" for node, gpus, cpus in free)
         )
     return sufficient
 
@@ -76,7 +76,7 @@ def plan_table(
             taken[node.address].append(everywhere)
     rows = []
     for node in nodes:
-        gpus, cpus = _sums(taken[node.address])
+        gpus, cpus = _total_resources(taken[node.address])
         purpose = ", ".join(bundle.purpose for bundle in taken[node.address])
         rows.append([node.name, node.address, f"{gpus} of {node.gpus}", f"{cpus:g} of {node.cpus:g}", purpose or "-"])
     return rows
@@ -85,18 +85,18 @@ def plan_table(
 PLAN_COLUMNS = ("node", "address", "GPUs", "CPUs", "purpose")
 
 
-def _sums(bundles: Sequence[Bundle]) -> tuple[int, float]:
+def _total_resources(bundles: Sequence[Bundle]) -> tuple[int, float]:
     """Return the total GPUs and CPUs of the bundles."""
     return sum(bundle.gpus for bundle in bundles), sum(bundle.cpus for bundle in bundles)
 
 
 def _free_capacity(node: ClusterNode, bundles: Sequence[Bundle]) -> tuple[int, float]:
     """Return the GPUs and CPUs of a node that are not in use."""
-    gpus, cpus = _sums(bundles)
+    gpus, cpus = _total_resources(bundles)
     return node.gpus - gpus, node.cpus - cpus
 
 
-def _amount(gpus: int, cpus: float) -> str:
+def _format_resources(gpus: int, cpus: float) -> str:
     return f"{gpus} GPU{'' if gpus == 1 else 's'}, {cpus:g} CPU{'' if cpus == 1 else 's'}"
 
 

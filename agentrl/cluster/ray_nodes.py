@@ -87,7 +87,7 @@ class NodeHost:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])  # Ray blocks SIGINT, and children inherit the mask
         # Gloo must use the network interface through which other nodes reach this node.
         variables = {
-            "GLOO_SOCKET_IFNAME": _interface(reservation.address),
+            "GLOO_SOCKET_IFNAME": _network_interface(reservation.address),
             ALL_GPUS: ",".join(reservation.gpus) or None,
         }
         variables[RAY_ADDRESS_VARIABLE] = ray.get_runtime_context().gcs_address
@@ -97,7 +97,7 @@ class NodeHost:
         self._processes[process.pid] = process
         return process.pid
 
-    def ended(self) -> dict[int, int]:
+    def exit_codes(self) -> dict[int, int]:
         """Return the exit codes of exited processes by process id."""
         self._last_call = time.monotonic()
         codes = {pid: process.wait(0.0) for pid, process in list(self._processes.items())}
@@ -119,7 +119,7 @@ class NodeHost:
                 self.stop()
 
 
-def _interface(address: str) -> str | None:
+def _network_interface(address: str) -> str | None:
     """Return the name of the network interface with this address, or None."""
     known = psutil.net_if_addrs().items()
     return next((name for name, addresses in known if any(one.address == address for one in addresses)), None)
@@ -162,14 +162,14 @@ class RayNode:
         if self._pending is None:
             if now < self._next_poll:
                 return
-            self._pending, self._next_poll = (self.host.ended.remote(), now), now + _POLL_INTERVAL
+            self._pending, self._next_poll = (self.host.exit_codes.remote(), now), now + _POLL_INTERVAL
         answer, since = self._pending
         if ray.wait([answer], timeout=seconds)[0]:
             self._pending = None
-            self._codes = _result_of(answer, self.reservation, 0.0)
+            self._codes = _wait_for_result(answer, self.reservation, 0.0)
         elif now > since + self._deadline:
             self._unreachable.add(self.reservation.address)
-            raise NodeLostError(f"{_describe(self.reservation)} has not responded for {self._deadline:g} s")
+            raise NodeLostError(f"{_describe_node(self.reservation)} has not responded for {self._deadline:g} s")
 
 
 class RayProcess:
@@ -248,7 +248,7 @@ class RayCluster:
         number = next(self._numbers)
         strategy: NodeAffinitySchedulingStrategy | str = "DEFAULT"
         if node is not None:
-            strategy = NodeAffinitySchedulingStrategy(_id_of(node), soft=False)
+            strategy = NodeAffinitySchedulingStrategy(_ray_node_id(node), soft=False)
         host = self._start_host(bundle, strategy)
         seconds = self._settings.start_deadline
         try:
@@ -257,7 +257,7 @@ class RayCluster:
             ray.kill(host)
             why = str(error).splitlines()[0]
             raise WorldError(f"Ray did not place {bundle.purpose} within {seconds:g} s: {why}") from error
-        self._add(host, reservations[0])
+        self._add_node(host, reservations[0])
         return reservations[0]
 
     def is_reachable(self, reservation: Reservation) -> bool:
@@ -272,24 +272,26 @@ class RayCluster:
         full = replace(spec, environment={**inherited_variables(), **spec.environment})
         if spec.log is not None and spec.show_output:
             self._relay.follow(spec.log)
-        pid: int = self._await(reservation, node.host.start.remote(full, reservation))
+        pid: int = self._wait_for(reservation, node.host.start.remote(full, reservation))
         return RayProcess(spec, node, pid)
 
     def free_port(self, reservation: Reservation) -> int:
-        port: int = self._await(reservation, self._hosts[reservation.number].host.free_port.remote(reservation.address))
+        port: int = self._wait_for(
+            reservation, self._hosts[reservation.number].host.free_port.remote(reservation.address)
+        )
         return port
 
     def can_access(self, reservation: Reservation, path: Path) -> bool:
-        exists: bool = self._await(reservation, self._hosts[reservation.number].host.can_access.remote(str(path)))
+        exists: bool = self._wait_for(reservation, self._hosts[reservation.number].host.can_access.remote(str(path)))
         return exists
 
-    def _add(self, host: ActorHandle[NodeHost], reservation: Reservation) -> None:
+    def _add_node(self, host: ActorHandle[NodeHost], reservation: Reservation) -> None:
         self._hosts[reservation.number] = RayNode(
             host, reservation, self._head, self._unreachable, self._settings.deadline
         )
 
-    def _await(self, reservation: Reservation, answer: ray.ObjectRef[_Value]) -> _Value:
-        return _result_of(answer, reservation, self._settings.deadline)
+    def _wait_for(self, reservation: Reservation, answer: ray.ObjectRef[_Value]) -> _Value:
+        return _wait_for_result(answer, reservation, self._settings.deadline)
 
     def exclude_resource(self, reservation: Reservation, local_rank: int) -> None:
         self._excluded.add(reservation.address)
@@ -330,7 +332,7 @@ class RayCluster:
         seconds = self._settings.start_deadline
         resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
         self._group = group = placement_group(
-            resources, strategy="STRICT_SPREAD", bundle_label_selector=self._selectors(len(bundles))
+            resources, strategy="STRICT_SPREAD", bundle_label_selector=self._label_selectors(len(bundles))
         )
         deadline = time.monotonic() + seconds
         while not group.wait(_RETRY_INTERVAL):
@@ -338,7 +340,8 @@ class RayCluster:
             if time.monotonic() >= deadline:
                 raise WorldError(
                     f"Ray did not place {bundles[0].purpose} within cluster.start_deadline={seconds:g} s, because "
-                    f"other jobs use the nodes (free in total: {_free()}): wait for them, or raise the deadline"
+                    f"other jobs use the nodes (free in total: {_free_resources()}): wait for these jobs, or raise the "
+                    "deadline"
                 )
         hosts = [
             self._start_host(bundle, PlacementGroupSchedulingStrategy(group, index))
@@ -352,12 +355,12 @@ class RayCluster:
             assign_nodes(bundles, self.nodes())
             raise WorldError(f"a node failed to start processes: {str(error).splitlines()[0]}") from error
         for host, reservation in zip(hosts, reservations, strict=True):
-            self._add(host, reservation)
+            self._add_node(host, reservation)
         self._numbers = itertools.count(len(hosts))
         # The largest bundle stays first. The others are sorted by address, so that ranks find their local files again.
         return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
 
-    def _selectors(self, count: int) -> list[dict[str, str]] | None:
+    def _label_selectors(self, count: int) -> list[dict[str, str]] | None:
         """Return label selectors, one per bundle, that avoid excluded nodes, or None if no node is excluded."""
         names = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in self._excluded]
         return [{"ray.io/node-id": f"!in({','.join(names)})"}] * count if names else None
@@ -381,7 +384,7 @@ class RayCluster:
         return cast("ActorHandle[NodeHost]", actor.remote(self._settings.deadline))
 
 
-def _id_of(node: ClusterNode) -> str:
+def _ray_node_id(node: ClusterNode) -> str:
     """Return Ray's id of a node. Raises NodeLostError if the node is not alive."""
     for entry in ray.nodes():
         if entry["Alive"] and entry["NodeManagerAddress"] == node.address:
@@ -397,7 +400,7 @@ def _connect(settings: ClusterSettings) -> PortWatch:
     until = time.monotonic() + settings.start_deadline
     while True:
         try:
-            _init(settings)
+            _try_to_connect(settings)
             break
         except WorldError as error:
             if time.monotonic() >= until:
@@ -408,7 +411,7 @@ def _connect(settings: ClusterSettings) -> PortWatch:
     return PortWatch((host, int(port)), settings.deadline)
 
 
-def _init(settings: ClusterSettings) -> None:
+def _try_to_connect(settings: ClusterSettings) -> None:
     """Try once to connect. Raises SettingsError if no cluster responds and WorldError if Ray does not start in time."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)
@@ -438,22 +441,22 @@ def _init(settings: ClusterSettings) -> None:
             signal.signal(signal.SIGTERM, before)  # Ray installs a handler that ends this process without a message
 
 
-def _result_of(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds: float) -> _Value:
+def _wait_for_result(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds: float) -> _Value:
     """Wait for the result of an actor's method. Raises NodeLostError if none arrives, and the method's exceptions."""
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:
-        raise NodeLostError(f"{_describe(reservation)} has not responded for {seconds:g} s") from None
+        raise NodeLostError(f"{_describe_node(reservation)} has not responded for {seconds:g} s") from None
     except RayActorError:
-        raise NodeLostError(f"{_describe(reservation)} was lost") from None
+        raise NodeLostError(f"{_describe_node(reservation)} was lost") from None
     except RayTaskError as error:
         raise error.cause from None
 
 
-def _describe(reservation: Reservation) -> str:
+def _describe_node(reservation: Reservation) -> str:
     return f"the node {reservation.node} ({reservation.address})"
 
 
-def _free() -> str:
+def _free_resources() -> str:
     free = ray.available_resources()
     return f"{free.get('CPU', 0):g} CPUs, {free.get('GPU', 0):g} GPUs"

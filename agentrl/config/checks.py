@@ -27,7 +27,7 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise SettingsError with one line for each contradiction and each missing setting that ``command`` requires."""
     if command in ("check-data", "regrade", "plan"):
         return  # these commands require no model or no rollouts, or accept incomplete settings
-    problems = [*_missing(settings, command)]
+    problems = [*_missing_settings(settings, command)]
     if command != "eval":  # an evaluation does not train, and it checks prompts and model before sampling
         problems += [*_length_contradictions(settings), *_objective_contradictions(settings)]
     if command == "train":
@@ -115,7 +115,7 @@ def _schedule_contradictions(settings: Settings) -> Iterator[str]:
         )
 
 
-def _missing(settings: Settings, command: Command) -> Iterator[str]:
+def _missing_settings(settings: Settings, command: Command) -> Iterator[str]:
     endpoint = settings.evaluation.endpoint.url is not None
     if command == "coldstart" and settings.coldstart.demonstrations is None:
         yield (
@@ -181,11 +181,13 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
     templated = environment.chat == "always" or (hermes and environment.chat == "auto")
     if isinstance(environment, SimpleTIRSettings) and not hermes:
         for name in ("tools", "max_calls", "mcp_sessions"):
-            yield from _unused(environment, name, f"environment.protocol=hermes, not to {environment.protocol}")
+            yield from _inapplicable_setting(
+                environment, name, f"environment.protocol=hermes, not to {environment.protocol}"
+            )
     if isinstance(environment, ToolChatSettings) and not (hermes and templated):
-        yield from _unused(environment, "history", "tool calls in the chat template")
+        yield from _inapplicable_setting(environment, "history", "tool calls in the chat template")
     if not templated:
-        yield from _unused(environment, "template_options", "conversations in the chat template")
+        yield from _inapplicable_setting(environment, "template_options", "conversations in the chat template")
         return
     setting = "environment.protocol=hermes" if hermes else "environment.chat=always"
     if command == "eval" and settings.evaluation.endpoint.url is not None:
@@ -204,7 +206,7 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
 
 
-def _unused(environment: ChatSettings, name: str, where: str) -> Iterator[str]:
+def _inapplicable_setting(environment: ChatSettings, name: str, where: str) -> Iterator[str]:
     default = type(environment).model_fields[name].get_default(call_default_factory=True)
     if getattr(environment, name) != default:
         yield f"environment.{name}={getattr(environment, name)!r} applies only to {where}"

@@ -30,13 +30,13 @@ from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_
 
 _log = logging.getLogger(__name__)
 PRESET = "tiny"
-_EMBEDDED = (PRESET, "arithmetic")  # presets for the embedded policy; the user's model and data override them
+_PRESETS = (PRESET, "arithmetic")  # presets for the embedded policy; the user's model and data override them
 COMMAND_LINE = "command line"
 _ENV_OPTION = "--env"
 
-_BASICS = ("env", "plugins", "name", "runs_dir", "model", "coldstart")
-_DIRECT = ("direct_share", "direct_turn", "direct_steps")
-_OF_TRAINING = ("limit", "weight")  # keys of a training source that do not apply to its held-out part
+_LAYER_SELECTING_KEYS = ("env", "plugins", "name", "runs_dir", "model", "coldstart")
+_DIRECT_ANSWER_KEYS = ("direct_share", "direct_turn", "direct_steps")
+_TRAINING_ONLY_KEYS = ("limit", "weight")  # keys of a training source that do not apply to its held-out part
 
 Override = tuple[list[str], object]
 """Parts of a dotted key, and the value to set."""
@@ -57,30 +57,34 @@ def load_settings(
     """
     named = [str(config_file)] if isinstance(config_file, str | Path) else [str(name) for name in config_file or ()]
     files = [
-        _updated(layer) if Path(layer.origin).with_name("metrics.jsonl").is_file() else layer
+        _migrate_saved_layer(layer) if Path(layer.origin).with_name("metrics.jsonl").is_file() else layer
         for name in named
         for layer in overlay_chain(name)
     ]
     if env is not None:
         overrides = [f"env={env}", *overrides]
-    top = [_override(text) for text in overrides]
-    basics = _basics(files, top)
+    top = [_parse_override(text) for text in overrides]
+    basics = _layer_selecting_values(files, top)
     env = str(basics["env"])
     if env.startswith(REASONING_GYM):  # SimpleTIR with the problems and the grading of a data set
         score = "agentrl_envs.adapters.reasoning_gym:score"
         values = {"data": {"train": [{"path": env}]}, "grader": {"function": score}}
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values=values), *files]
         top.append((["env"], SIMPLETIR))
-        basics = _basics(files, top)
+        basics = _layer_selecting_values(files, top)
     if env.startswith(HARBOR):  # harbor:DIRECTORY and harbor:DIRECTORY:COMMAND train on the tasks in the directory
         path = HARBOR + env.removeprefix(HARBOR).partition(":")[0]
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": path}]}}), *files]
-    files = _fitting(files, basics)
+    files = _without_unsuitable_values(files, basics)
     if resume:
-        return _resumed(find_run_to_resume(basics), _evaluated(files, top), top)
+        return _resumed_settings(find_run_to_resume(basics), _add_heldout_evaluation(files, top), top)
     # An evaluation has a model or an endpoint, and never uses the embedded policy.
-    preset = [] if command in ("eval", "check-data", "regrade") else _preset(basics, {layer.origin for layer in files})
-    settings = _validate(_evaluated([*preset, *files], top), top, command)
+    preset = (
+        []
+        if command in ("eval", "check-data", "regrade")
+        else _tiny_preset_layers(basics, {layer.origin for layer in files})
+    )
+    settings = _validate(_add_heldout_evaluation([*preset, *files], top), top, command)
     if settings.name is not None:
         return settings
     model_name = PRESET if settings.model.path is None else Path(settings.model.path).name
@@ -91,44 +95,44 @@ def load_settings(
     return settings.model_copy(update={"name": next(name for name in names if name not in taken)})
 
 
-def _evaluated(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
+def _add_heldout_evaluation(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
     """Add a layer that evaluates the held-out part of ``data.train``, directly above presets and ``--env`` layers.
 
     Layers above it and ``top`` override it. Without presets and ``--env`` layers, ``layers`` are returned unchanged.
     """
-    origins = _origins()
+    origins = _preset_origins()
     presets = {
         layer.origin for layer in layers if layer.origin in origins or layer.origin.startswith(f"{_ENV_OPTION} ")
     }
     if not presets:
         return layers
-    layers = [_with_own_sources(layer, top) if layer.origin in presets else layer for layer in layers]
+    layers = [_replace_overridden_sources(layer, top) if layer.origin in presets else layer for layer in layers]
     of_training = [one for one in top if one[0][:2] in (["data"], ["data", "train"])]
     data = _merge_all(SIMPLETIR, layers, of_training)["data"]
     train = data.get("train") if isinstance(data, dict) else None
     entries = train if isinstance(train, list) else []
-    heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout(entry)) is not None]
+    heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout_source(entry)) is not None]
     derived = Layer(origin="held-out part of data.train", values={"data": {"eval": heldout}})
     above = 1 + max(index for index, layer in enumerate(layers) if layer.origin in presets)
-    return [*layers[:above], _with_own_sources(derived, top), *layers[above:]]
+    return [*layers[:above], _replace_overridden_sources(derived, top), *layers[above:]]
 
 
-def _heldout(entry: Mapping[str, object]) -> dict[str, object] | None:
+def _heldout_source(entry: Mapping[str, object]) -> dict[str, object] | None:
     """Return the held-out part of a training source, or None for a source without one (a file without ``part=train``).
 
-    >>> _heldout({"path": "builtin:seeds", "limit": 9})
+    >>> _heldout_source({"path": "builtin:seeds", "limit": 9})
     {'path': 'builtin:seeds', 'split': 'heldout'}
-    >>> _heldout({"path": "mine.jsonl", "part": "train"})
+    >>> _heldout_source({"path": "mine.jsonl", "part": "train"})
     {'path': 'mine.jsonl', 'part': 'heldout'}
-    >>> _heldout({"path": "mine.jsonl"})
+    >>> _heldout_source({"path": "mine.jsonl"})
     """
-    kept = {key: value for key, value in entry.items() if key not in _OF_TRAINING}
+    kept = {key: value for key, value in entry.items() if key not in _TRAINING_ONLY_KEYS}
     if is_generated(str(entry.get("path"))):
         return kept | {"split": "heldout"} if entry.get("split", DEFAULT_SPLIT) == DEFAULT_SPLIT else None
     return kept | {"part": "heldout"} if entry.get("part") == "train" else None
 
 
-def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
+def _replace_overridden_sources(preset: Layer, top: Sequence[Override]) -> Layer:
     """Replace each preset source whose path the user overrides. The source's split is also discarded."""
     values = copy.deepcopy(dict(preset.values))
     for keys, path in top:
@@ -140,9 +144,9 @@ def _with_own_sources(preset: Layer, top: Sequence[Override]) -> Layer:
     return replace(preset, values=values)
 
 
-def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
+def _resumed_settings(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     """Apply the requested changes to a run's saved settings. Raises SettingsError, which lists forbidden changes."""
-    saved = [_updated(layer) for layer in overlay_chain(str(run / "config.yaml"))]
+    saved = [_migrate_saved_layer(layer) for layer in overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _validate(saved, identity, "train")
     settings = _validate([*saved, *files], [*top, *identity], "train")
@@ -157,7 +161,7 @@ def _resumed(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     return settings
 
 
-def _updated(layer: Layer) -> Layer:
+def _migrate_saved_layer(layer: Layer) -> Layer:
     """Migrate the layer of a run's ``config.yaml``: rename renamed settings and drop removed settings.
 
     A new name that the layer already contains keeps its value.
@@ -201,34 +205,36 @@ def find_run_to_resume(merged: Mapping[str, object]) -> Path:
     return runs / str(name)
 
 
-def _preset(requested: Mapping[str, object], named: set[str]) -> list[Layer]:
+def _tiny_preset_layers(requested: Mapping[str, object], named: set[str]) -> list[Layer]:
     """Return the tiny preset's layers, except layers that ``named`` already contains. Empty if a model is set."""
     model = requested["model"]
     if not isinstance(model, dict) or model.get("path") is not None:
         return []
-    return _fitting([layer for layer in overlay_chain(PRESET) if layer.origin not in named], requested)
+    return _without_unsuitable_values(
+        [layer for layer in overlay_chain(PRESET) if layer.origin not in named], requested
+    )
 
 
-def _fitting(layers: list[Layer], requested: Mapping[str, object]) -> list[Layer]:
+def _without_unsuitable_values(layers: list[Layer], requested: Mapping[str, object]) -> list[Layer]:
     """Remove preset settings of the embedded policy that do not fit the user's environment, model or data.
 
     For other environments, the settings of SimpleTIR's environment are removed. With the user's demonstrations, the
     settings of direct answers are removed, because only generated demonstrations support them. With the user's model,
     the cold start is removed.
     """
-    presets = _origins()
+    presets = _preset_origins()
     return [
-        replace(layer, values=_suitable(layer.values, requested)) if layer.origin in presets else layer
+        replace(layer, values=_suitable_values(layer.values, requested)) if layer.origin in presets else layer
         for layer in layers
     ]
 
 
-def _origins() -> set[str]:
+def _preset_origins() -> set[str]:
     """Return the paths of the presets for the embedded policy."""
-    return {layer.origin for name in _EMBEDDED for layer in overlay_chain(name)}
+    return {layer.origin for name in _PRESETS for layer in overlay_chain(name)}
 
 
-def _suitable(values: Mapping[str, object], requested: Mapping[str, object]) -> dict[str, object]:
+def _suitable_values(values: Mapping[str, object], requested: Mapping[str, object]) -> dict[str, object]:
     kept = dict(values)
     evaluation = kept.get("evaluation")
     if requested["env"] != SIMPLETIR:
@@ -240,7 +246,7 @@ def _suitable(values: Mapping[str, object], requested: Mapping[str, object]) -> 
     assert isinstance(model, dict)
     demonstrations, dropped = requested_coldstart.get("demonstrations"), set[str]()
     if isinstance(demonstrations, str) and not demonstrations.startswith((BUILTIN, FORMULA)):
-        dropped.update(_DIRECT)
+        dropped.update(_DIRECT_ANSWER_KEYS)
     if model.get("path") is not None:
         dropped.add("demonstrations")
     if isinstance(coldstart, dict):
@@ -248,23 +254,23 @@ def _suitable(values: Mapping[str, object], requested: Mapping[str, object]) -> 
     return kept
 
 
-def _basics(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
+def _layer_selecting_values(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
     """Return the current values of the settings that determine which other layers apply."""
-    return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in _BASICS])
+    return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in _LAYER_SELECTING_KEYS])
 
 
 def _merge_all(env: str, layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
     """Merge the defaults of ``env``, then ``layers``, then ``top``, in increasing precedence."""
     merged: dict[str, object] = settings_model(env)().model_dump(mode="json")
     for layer in layers:
-        plugins = _added(merged["plugins"], layer.values.get("plugins", []))
+        plugins = _concatenate_plugins(merged["plugins"], layer.values.get("plugins", []))
         merged = _merge(merged, layer.values) | {"plugins": plugins}
     for keys, value in top:
-        _assign(merged, keys, _added(merged["plugins"], value) if keys == ["plugins"] else value)
+        _set_value(merged, keys, _concatenate_plugins(merged["plugins"], value) if keys == ["plugins"] else value)
     return merged
 
 
-def _added(below: object, above: object) -> object:
+def _concatenate_plugins(below: object, above: object) -> object:
     """Concatenate the plug-ins of two layers, because a layer's settings may use names that its plug-ins register."""
     if not isinstance(below, list) or not isinstance(above, list):
         return above
@@ -279,7 +285,7 @@ def _merge(below: dict[str, object], above: Mapping[str, object]) -> dict[str, o
     return merged
 
 
-def _override(text: str) -> Override:
+def _parse_override(text: str) -> Override:
     key, equals, value = text.partition("=")
     if not equals or not key or not all(key.split(".")):
         raise SettingsError(f"{text!r} is not a setting: use key=value, for example rollout.group_size=8")
@@ -288,7 +294,7 @@ def _override(text: str) -> Override:
     return [*key.split("."), *([] if short is None else [short])], parsed
 
 
-def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
+def _set_value(merged: dict[str, object], keys: list[str], value: object) -> None:
     """Set one dotted key. A number is a list index, and the index after the last entry appends."""
     key = ".".join(keys)
 
@@ -313,7 +319,7 @@ def _assign(merged: dict[str, object], keys: list[str], value: object) -> None:
     assigned(merged, 0)
 
 
-def _command_line(top: Sequence[Override]) -> list[Layer]:
+def _command_line_layers(top: Sequence[Override]) -> list[Layer]:
     """Convert overrides to layers, so that messages can name the origin of a value."""
     layers = []
     for keys, value in top:
@@ -325,22 +331,22 @@ def _command_line(top: Sequence[Override]) -> list[Layer]:
 
 
 def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
-    basics = _basics(below, top)
+    basics = _layer_selecting_values(below, top)
     plugins = interpolate(basics["plugins"], path="plugins")
     if isinstance(plugins, list) and all(isinstance(name, str) for name in plugins):  # otherwise validation fails below
         load_plugins(plugins)  # first, because other settings may use names that plug-ins register
-    env = _checked_env(basics["env"])
+    env = _check_env(basics["env"])
     merged = interpolate(_merge_all(env, below, top))
     try:
         # Strict JSON validation rejects 8.0, "8" and true as integers, but converts lists to tuples, strings to enums.
         settings = settings_model(env).model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
-        raise settings_error(error, env, [*below, *_command_line(top)]) from error
+        raise settings_error(error, env, [*below, *_command_line_layers(top)]) from error
     check_settings(settings, command)
     return settings
 
 
-def _checked_env(env: object) -> str:
+def _check_env(env: object) -> str:
     if is_agent(str(env)) or str(env).partition(":")[0] in ADAPTERS:
         return str(env)
     try:

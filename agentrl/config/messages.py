@@ -15,7 +15,7 @@ from agentrl.config.overlays import Layer
 from agentrl.config.settings import settings_model
 from agentrl.errors import SettingsError
 
-_Node = dict[str, Any]  # node of a JSON schema
+_SchemaNode = dict[str, Any]  # node of a JSON schema
 
 _LIMITS = {
     "minimum": "at least {}",
@@ -45,18 +45,18 @@ REMOVED = {
     "sandbox.standby": "a server that exits is restarted automatically",
 }
 """Removed settings: old name -> replacement behavior. Rejected, except in the config.yaml of an old run."""
-_KINDS = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
+_TYPE_NAMES = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
 
 
 def settings_error(error: ValidationError, env: str, layers: Sequence[Layer]) -> SettingsError:
     """Build an error that lists every invalid setting, one per line."""
-    lines = dict.fromkeys(_describe(detail, env, layers) for detail in error.errors(include_url=False))
+    lines = dict.fromkeys(_describe_error(detail, env, layers) for detail in error.errors(include_url=False))
     return SettingsError("\n".join(lines))
 
 
 def known_keys(env: str) -> list[str]:
     """Return the dotted keys of all settings of a run in ``env``. ``0`` denotes any list index."""
-    return list(_walk(_schema(env), _schema(env), ""))
+    return list(_walk_keys(_schema(env), _schema(env), ""))
 
 
 def nearest_key(key: str, env: str) -> str:
@@ -81,18 +81,18 @@ def nearest_key(key: str, env: str) -> str:
 
 def valid_values(key: str, env: str) -> str:
     """Describe the valid values of the setting ``key`` in words. Raises KeyError for an unknown key."""
-    known, node = _follow(_schema(env), key.split("."))
+    known, node = _follow_path(_schema(env), key.split("."))
     if ".".join(known) != key:
         raise KeyError(key)
-    return _valid(_schema(env), node)
+    return _describe_valid_values(_schema(env), node)
 
 
-def _follow(schema: _Node, path: Sequence[str]) -> tuple[list[str], _Node]:
+def _follow_path(schema: _SchemaNode, path: Sequence[str]) -> tuple[list[str], _SchemaNode]:
     """Return the longest prefix of the path that is in the schema, and its node."""
     known: list[str] = []
     node = schema
     for part in path:
-        child = _child(schema, node, part)
+        child = _child_node(schema, node, part)
         if child is None:
             break
         known.append(part)
@@ -116,10 +116,10 @@ def find_origin_and_value(key: str, layers: Sequence[Layer]) -> tuple[str, objec
     return "", None
 
 
-def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
+def _describe_error(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     path = [str(part) for part in detail["loc"]]
     schema = _schema(env)
-    known, node = _follow(schema, path)
+    known, node = _follow_path(schema, path)
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
     missing = detail["type"] == "missing" and len(path) == len(known)
     origin, merged_value = find_origin_and_value(key.rpartition(".")[0] if missing else key, layers)
@@ -129,11 +129,11 @@ def _describe(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     if detail["type"] == "extra_forbidden":
         return unknown_key(key, detail["input"], env, suffix)
     if missing:
-        return f"{key} is missing{suffix} and has no default; valid: {_valid(schema, node)}"
+        return f"{key} is missing{suffix} and has no default; valid: {_describe_valid_values(schema, node)}"
     if detail["type"] == "value_error":
         reason = detail["msg"].removeprefix("Value error, ")
         return f"{key}{suffix}: {reason}" if key else reason
-    return f"{key}={format_value(value)}{suffix}: expected {_valid(schema, node) or detail['msg']}"
+    return f"{key}={format_value(value)}{suffix}: expected {_describe_valid_values(schema, node) or detail['msg']}"
 
 
 def unknown_key(key: str, value: object, env: str, suffix: str = "") -> str:
@@ -143,7 +143,7 @@ def unknown_key(key: str, value: object, env: str, suffix: str = "") -> str:
     if key in RENAMED:
         return f"{key} (value {format_value(value)}){suffix} was renamed to {RENAMED[key]}"
     schema = _schema(env)
-    known, node = _follow(schema, key.split(".")[:-1])
+    known, node = _follow_path(schema, key.split(".")[:-1])
     section = ".".join(known)
     keys = ", ".join(_properties(schema, node)) or "none, because it is not a section"
     where = f"valid keys in {section}" if section else "valid sections and keys"
@@ -158,56 +158,56 @@ def format_value(value: object) -> str:
 
 
 @cache
-def _schema(env: str) -> _Node:
+def _schema(env: str) -> _SchemaNode:
     return settings_model(env).model_json_schema()
 
 
-def _options(root: _Node, node: _Node) -> list[_Node]:
+def _alternatives(root: _SchemaNode, node: _SchemaNode) -> list[_SchemaNode]:
     """Return the alternatives of a node, with references resolved and null omitted."""
     if "$ref" in node:
-        return _options(root, root["$defs"][node["$ref"].rpartition("/")[2]])
+        return _alternatives(root, root["$defs"][node["$ref"].rpartition("/")[2]])
     alternatives = node.get("anyOf") or node.get("oneOf")
     if alternatives:
-        return [option for one in alternatives if one.get("type") != "null" for option in _options(root, one)]
+        return [option for one in alternatives if one.get("type") != "null" for option in _alternatives(root, one)]
     return [node]
 
 
-def _properties(root: _Node, node: _Node) -> dict[str, _Node]:
-    return {key: value for option in _options(root, node) for key, value in option.get("properties", {}).items()}
+def _properties(root: _SchemaNode, node: _SchemaNode) -> dict[str, _SchemaNode]:
+    return {key: value for option in _alternatives(root, node) for key, value in option.get("properties", {}).items()}
 
 
-def _child(root: _Node, node: _Node, part: str) -> _Node | None:
+def _child_node(root: _SchemaNode, node: _SchemaNode, part: str) -> _SchemaNode | None:
     properties = _properties(root, node)
     if part in properties:
         return properties[part]
-    for option in _options(root, node):
+    for option in _alternatives(root, node):
         if part.isdigit() and isinstance(option.get("items"), dict):
             return option["items"]
     return None
 
 
-def _walk(root: _Node, node: _Node, path: str) -> Iterable[str]:
+def _walk_keys(root: _SchemaNode, node: _SchemaNode, path: str) -> Iterable[str]:
     for key, child in _properties(root, node).items():
         here = f"{path}.{key}" if path else key
-        below = list(_walk(root, child, here))
-        for option in _options(root, child):
+        below = list(_walk_keys(root, child, here))
+        for option in _alternatives(root, child):
             if isinstance(option.get("items"), dict):
-                below += _walk(root, option["items"], f"{here}.0")
+                below += _walk_keys(root, option["items"], f"{here}.0")
         yield here
         yield from below
 
 
-def _valid(root: _Node, node: _Node) -> str:
+def _describe_valid_values(root: _SchemaNode, node: _SchemaNode) -> str:
     """Describe the valid values of a node, for example ``a whole number at least 1, or none``."""
-    options = _options(root, node)
+    options = _alternatives(root, node)
     form = node.get("form")  # description of a pattern in words
-    words = [str(form)] if form else [_valid_option(option) for option in options]
+    words = [str(form)] if form else [_describe_alternative(option) for option in options]
     if any(one.get("type") == "null" for one in node.get("anyOf", [])):
         words.append("null")
     return " or ".join(dict.fromkeys(word for word in words if word))
 
 
-def _valid_option(option: _Node) -> str:
+def _describe_alternative(option: _SchemaNode) -> str:
     if "enum" in option:
         return "one of " + ", ".join(str(value) for value in option["enum"])
     if "const" in option:
@@ -222,6 +222,6 @@ def _valid_option(option: _Node) -> str:
         if size and size == option.get("maxItems"):
             return f"a list of {size} values"
         return f"a list of at least {size} value{'s' * (size > 1)}" if size else "a list"
-    kind = _KINDS.get(str(option.get("type")), "")
+    kind = _TYPE_NAMES.get(str(option.get("type")), "")
     limits = [text.format(option[name]) for name, text in _LIMITS.items() if name in option]
     return " ".join([kind, " and ".join(limits)]).strip()

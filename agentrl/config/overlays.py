@@ -31,7 +31,7 @@ class Layer:
     values: Mapping[str, object]
 
 
-class _Loader(yaml.SafeLoader):
+class _YAML12Loader(yaml.SafeLoader):
     """SafeLoader with the numbers and booleans of YAML 1.2, without dates and without duplicate keys."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[object, object]:
@@ -47,14 +47,16 @@ class _Loader(yaml.SafeLoader):
 
 
 # PyYAML implements YAML 1.1. The resolvers of these types are replaced by the resolvers of the 1.2 core schema.
-_REPLACED = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")}
-_Loader.yaml_implicit_resolvers = {
-    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED]
+_REPLACED_TAGS = {f"tag:yaml.org,2002:{kind}" for kind in ("int", "float", "bool", "timestamp")}
+_YAML12Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag not in _REPLACED_TAGS]
     for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
-_Loader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789"))
-_Loader.add_implicit_resolver(
+_YAML12Loader.add_implicit_resolver("tag:yaml.org,2002:bool", re.compile(r"^(?:true|True|false|False)$"), list("tTfF"))
+_YAML12Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile(r"^[-+]?(?:0|[1-9][0-9_]*)$"), list("-+0123456789")
+)
+_YAML12Loader.add_implicit_resolver(
     "tag:yaml.org,2002:float",
     re.compile(
         r"^[-+]?(?:\.[0-9]+|[0-9]+\.[0-9]*)(?:[eE][-+]?[0-9]+)?$|^[-+]?[0-9]+[eE][-+]?[0-9]+$|^[-+]?\.(?:inf|nan)$"
@@ -66,7 +68,7 @@ _Loader.add_implicit_resolver(
 def parse_yaml(text: str, origin: str) -> object:
     """Parse ``text``. Raises SettingsError with ``origin``, line and column if it is not valid YAML."""
     try:
-        return yaml.load(text, Loader=_Loader)  # safe: _Loader is a SafeLoader
+        return yaml.load(text, Loader=_YAML12Loader)  # safe: _YAML12Loader is a SafeLoader
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
@@ -130,9 +132,9 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
 def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> object:
     """Replace every ``${VARIABLE}`` in strings of ``values``. Raises SettingsError if a variable is not set."""
     if isinstance(values, dict):
-        return {key: interpolate(value, environment, _join(path, key)) for key, value in values.items()}
+        return {key: interpolate(value, environment, _join_keys(path, key)) for key, value in values.items()}
     if isinstance(values, list):
-        return [interpolate(value, environment, _join(path, str(index))) for index, value in enumerate(values)]
+        return [interpolate(value, environment, _join_keys(path, str(index))) for index, value in enumerate(values)]
     if not isinstance(values, str):
         return values
     for variable in _VARIABLE.findall(values):
@@ -156,7 +158,7 @@ def short_form_key(section: str, value: object) -> str | None:
 def leaf_paths(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
     """Yield the dotted key and value of every leaf: everything except mappings and lists of mappings."""
     for key, value in values.items():
-        yield from _leaves(_join(path, key), value)
+        yield from _leaves(_join_keys(path, key), value)
 
 
 def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
@@ -169,5 +171,5 @@ def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
         yield path, value
 
 
-def _join(path: str, key: str) -> str:
+def _join_keys(path: str, key: str) -> str:
     return f"{path}.{key}" if path else key

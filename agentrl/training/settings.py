@@ -83,14 +83,14 @@ class AlgorithmSettings(_Settings):
 
     @field_validator("void_turns", mode="before")
     @classmethod
-    def _known_use(cls, value: object) -> object:
+    def _refuse_renamed_value(cls, value: object) -> object:
         new = {"remove": "exclude", "loss_only": "mask"}.get(str(value))
         if new is not None:
             raise ValueError(f"{value} was renamed: write {new} instead")
         return value
 
     @model_validator(mode="after")
-    def _consistent(self) -> AlgorithmSettings:
+    def _check_consistency(self) -> AlgorithmSettings:
         if self.accuracy_range is not None and not 0 <= self.accuracy_range[0] < self.accuracy_range[1] <= 1:
             raise ValueError(f"accuracy_range={list(self.accuracy_range)} must satisfy 0 <= low < high <= 1")
         return self
@@ -132,7 +132,7 @@ class KLSettings(_Settings):
         return self.coefficient > 0 and self.resolved_estimator.startswith("full")
 
     @model_validator(mode="after")
-    def _consistent(self) -> KLSettings:
+    def _check_consistency(self) -> KLSettings:
         if self.placement == "reward" and self.resolved_estimator.endswith("+"):
             raise ValueError(
                 f"estimator={self.estimator} differs from {self.resolved_estimator[:-1]} only in its gradient, "
@@ -178,7 +178,7 @@ class TeacherSettings(_Settings):
 
     @field_validator("hint")
     @classmethod
-    def _readable(cls, value: str | None) -> str | None:
+    def _check_hint(cls, value: str | None) -> str | None:
         try:
             fields = [*string.Formatter().parse(value or "")]
         except ValueError as error:
@@ -258,7 +258,7 @@ class CorrectionSettings(_Settings):
     forward pass in a step"""
 
     @model_validator(mode="after")
-    def _consistent(self) -> CorrectionSettings:
+    def _check_consistency(self) -> CorrectionSettings:
         if self.weight_bound == "icepop" and self.weight_low > self.weight_high:
             raise ValueError(f"weight_low={self.weight_low} is above weight_high={self.weight_high}")
         if self.ratio_low > self.ratio_high:

@@ -131,7 +131,7 @@ def gathered_groups(
     """
     import deepspeed
 
-    for group in _grouped(parameters, group_elements):
+    for group in _group_by_size(parameters, group_elements):
         with deepspeed.zero.GatheredParameters([parameter for _, parameter in group], modifier_rank=modifier_rank):
             yield group
 
@@ -150,7 +150,7 @@ def gathered_linear(head: nn.Linear) -> Iterator[tuple[Tensor, Tensor | None]]:
     yield whole[0], whole[1] if len(whole) > 1 else None
 
 
-def _grouped(parameters: list[tuple[str, Any]], most: int) -> Iterator[list[tuple[str, Any]]]:
+def _group_by_size(parameters: list[tuple[str, Any]], most: int) -> Iterator[list[tuple[str, Any]]]:
     group: list[tuple[str, Any]] = []
     elements = 0
     for name, parameter in parameters:
@@ -177,12 +177,12 @@ def load_sharded_model(path: str | Path, settings: ModelSettings, config: dict[s
         model = model_without_weights(path, settings)
     model.tie_weights()
     whole = read_model(path, settings) if torch.distributed.get_rank() == 0 else None
-    _fill(model, whole)
+    _copy_parameters(model, whole)
     return prepare_model(model, settings)
 
 
 @torch.no_grad()
-def _fill(model: Any, whole: Any | None) -> None:
+def _copy_parameters(model: Any, whole: Any | None) -> None:
     """Fill ``model`` with the parameters and buffers of ``whole``, which only rank 0 has."""
     values = {} if whole is None else dict(whole.named_parameters())
     for group in gathered_groups(list(model.named_parameters()), group_elements=GROUP_ELEMENTS, modifier_rank=0):

@@ -30,7 +30,7 @@ NOISE_LIMITS = {"float32": 1e-2, "bfloat16": 0.15}
 """The largest difference by dtype that counts as noise between two computations of one policy."""
 
 PROBE_TOKENS = 512
-_TIMES = 4.0  # ratio of the bound to the measured difference
+_BOUND_FACTOR = 4.0  # ratio of the bound to the measured difference
 
 HEAD_NAME = "lm_head.weight"
 EMBEDDING_NAME = "model.embed_tokens.weight"
@@ -41,7 +41,7 @@ _CHUNK = 1 << 22
 # The constants of splitmix64's finalizer, as signed 64-bit integers.
 _FIRST = 0xBF58476D1CE4E5B9 - _MODULUS
 _SECOND = 0x94D049BB133111EB - _MODULUS
-_SHOWN = 8
+_MAX_NAMES = 8
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -82,7 +82,7 @@ def checksum(tensor: Tensor) -> Checksum:
         bits = exact.view(torch.int32).to(torch.int64)
         bits = torch.where(exact.abs() < torch.finfo(torch.float32).tiny, 0, bits)
         values += int(bits.count_nonzero())
-        total += int(_mixed(bits).sum())
+        total += int(_mix(bits).sum())
     return Checksum(values=values, total=total % _MODULUS)
 
 
@@ -120,17 +120,17 @@ def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Che
     wrong = [name for name in both if not trainer[name].matches_copies(engine[name])]
     if not wrong:
         return None
-    more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
-    names = ", ".join(wrong[:_SHOWN])
+    more = f" and {len(wrong) - _MAX_NAMES} more" if len(wrong) > _MAX_NAMES else ""
+    names = ", ".join(wrong[:_MAX_NAMES])
     return f"the checksums of {len(wrong)} of {len(both)} parameters differ from the trainer's: {names}{more}"
 
 
-def _mixed(bits: Tensor) -> Tensor:
+def _mix(bits: Tensor) -> Tensor:
     """Mix each integer over 64 bits. The mapping is one-to-one and maps 0 to 0."""
-    return _folded(_folded(bits * _FIRST, 30) * _SECOND, 31)
+    return _xor_shift(_xor_shift(bits * _FIRST, 30) * _SECOND, 31)
 
 
-def _folded(bits: Tensor, shift: int) -> Tensor:
+def _xor_shift(bits: Tensor, shift: int) -> Tensor:
     return bits ^ ((bits >> shift) & ((1 << (64 - shift)) - 1))
 
 
@@ -140,7 +140,7 @@ def noise_bound(noise: float, *, floor: float, limit: float) -> float:
     >>> noise_bound(0.011, floor=5e-3, limit=0.15), noise_bound(0.064, floor=5e-3, limit=0.15)
     (0.044, 0.15)
     """
-    return min(limit, max(floor, _TIMES * noise))
+    return min(limit, max(floor, _BOUND_FACTOR * noise))
 
 
 def probe_tokens(texts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int, ...]:

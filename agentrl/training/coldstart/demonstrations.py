@@ -84,7 +84,7 @@ def check_tool_calls(demonstrations: Sequence[Demonstration], settings: Settings
             factory.columns(item.problem)
         except EnvironmentContractError as error:
             raise SettingsError(f"{location}: {error}") from error
-        for number, call in _calls(item):
+        for number, call in _parsed_calls(item):
             schema = schemas.get(call.name)
             if schema is None:
                 hint = did_you_mean(call.name, schemas) or f"; available tools: {', '.join(schemas) or 'none'}"
@@ -98,7 +98,7 @@ def check_tool_calls(demonstrations: Sequence[Demonstration], settings: Settings
         logger.warning("%s%s; the model is trained on this call, with the error as its observation", wrong[0], more)
 
 
-def _calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
+def _parsed_calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
     """Yield (turn number, call) for each call of a demonstration that can be parsed."""
     find = plain_text_format([]).calls.find_calls
     for number, turn in enumerate(item.turns, start=1):
@@ -149,7 +149,9 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
         return tuple(demonstrations)
     protocol = make_protocol(environment)
     return tuple(
-        Demonstration(problem=item.problem, turns=tuple(_turns(item, protocol, environment.protocol)))
+        Demonstration(
+            problem=item.problem, turns=tuple(_turns_in_protocol_format(item, protocol, environment.protocol))
+        )
         for item in demonstrations
     )
 
@@ -160,7 +162,9 @@ def _answer_only(demonstration: Demonstration) -> Demonstration:
     return Demonstration(problem=demonstration.problem, turns=(DemonstrationTurn(model=answer),))
 
 
-def _turns(demonstration: Demonstration, protocol: TextProtocol, name: str) -> Iterator[DemonstrationTurn]:
+def _turns_in_protocol_format(
+    demonstration: Demonstration, protocol: TextProtocol, name: str
+) -> Iterator[DemonstrationTurn]:
     """Yield programs and answers in the protocol's format. ``final_answer`` becomes a print, then the answer."""
     answer = DemonstrationTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
     for turn in demonstration.turns:

@@ -156,7 +156,7 @@ async def cold_start(
         read = read_coldstart_demonstrations(settings).demonstrations
         demonstrations = [await add_observations(item, environment) for item in read]
         with _temporary_directory(output) as directory:
-            model, tokenizer = await _trained(settings, demonstrations, environment, report, problems)
+            model, tokenizer = await _train_model(settings, demonstrations, environment, report, problems)
             body = (
                 f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
                 f"fine-tuning on {len(demonstrations)} demonstrations ({settings.coldstart.demonstrations})."
@@ -169,7 +169,7 @@ async def cold_start(
         await environment.close()
 
 
-async def _trained(
+async def _train_model(
     settings: Settings,
     demonstrations: Sequence[Demonstration],
     environment: Environment,
@@ -177,7 +177,7 @@ async def _trained(
     problems: Sequence[Problem],
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     seed = _seed(settings)
-    tokenizer, rows = await _encoded(settings, demonstrations, environment, problems)
+    tokenizer, rows = await _encode_demonstrations(settings, demonstrations, environment, problems)
     if settings.model.path is None:
         model = build_tiny_model(settings.model.tiny, tokenizer, seed=seed)
     else:
@@ -198,7 +198,7 @@ async def _trained(
     return model, tokenizer
 
 
-async def _encoded(
+async def _encode_demonstrations(
     settings: Settings,
     demonstrations: Sequence[Demonstration],
     environment: Environment,
@@ -231,7 +231,9 @@ async def check_token_limits(settings: Settings, problems: Sequence[Problem]) ->
     await environment.open()
     try:
         read = read_coldstart_demonstrations(settings).demonstrations
-        await _encoded(settings, [await add_observations(item, environment) for item in read], environment, problems)
+        await _encode_demonstrations(
+            settings, [await add_observations(item, environment) for item in read], environment, problems
+        )
     finally:
         await environment.close()
 
@@ -284,7 +286,7 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
         "coldstart": settings.coldstart.model_dump(mode="json", exclude={"seed"}),
         "environment": settings.environment.model_dump(mode="json"),
         "seed": _seed(settings),
-        "demonstrations": hashlib.sha256("\0".join(map(_content, demonstrations)).encode()).hexdigest(),
+        "demonstrations": hashlib.sha256("\0".join(map(_content_for_cache_key, demonstrations)).encode()).hexdigest(),
         **environment_cache_key(settings),
     }
     digest = hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
@@ -292,7 +294,7 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     return root / "agentrl" / "coldstart" / digest
 
 
-def _content(demonstration: Demonstration) -> str:
+def _content_for_cache_key(demonstration: Demonstration) -> str:
     """Return the content of a demonstration that affects the policy: its text, and columns that the prompt may use."""
     info = demonstration.problem.info
     return demonstration.text + (json.dumps(info, sort_keys=True) if info else "")

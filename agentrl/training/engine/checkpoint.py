@@ -42,7 +42,7 @@ from agentrl.training.settings import CheckpointSettings, OptimizerSettings
 _Value = TypeVar("_Value")
 _STATE = "state.json"
 _LARGE = 1_000_000_000  # bytes, which most disks take seconds to write
-_NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
+_DIRECTORY_NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ class RunState:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Write:
+class _PendingCheckpoint:
     """A checkpoint that is being written. ``files`` maps this rank's files to their checksums."""
 
     state: RunState
@@ -84,7 +84,7 @@ class CheckpointWriter:
         self._settings = settings
         self._published = published
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
-        self._under_way: _Write | None = None
+        self._pending: _PendingCheckpoint | None = None
 
     def save(self, engines: Mapping[str, TrainingEngine[nn.Module]], state: RunState) -> None:
         """Finish the last checkpoint, and write ``root/step-N`` atomically, with a folder for each engine."""
@@ -101,7 +101,7 @@ class CheckpointWriter:
         files = self._thread.submit(_write_parts, folder, parts)
         # A copy in the form in which read_state returns it, because the run continues to change its state.
         state = RunState(**json.loads(json.dumps(asdict(state))))
-        self._under_way = _Write(state=state, folder=folder, files=files)
+        self._pending = _PendingCheckpoint(state=state, folder=folder, files=files)
         asynchronous = self._settings.asynchronous
         if asynchronous is None:
             asynchronous = sum(gather_from_ranks(sum(part.size for part in parts.values()))) > _LARGE
@@ -110,12 +110,12 @@ class CheckpointWriter:
 
     def finish(self, *, wait: bool = True) -> None:
         """Publish the checkpoint under way if every rank has written its part. With ``wait``, wait for all parts."""
-        if self._under_way is None:
+        if self._pending is None:
             return
-        write = self._under_way
+        write = self._pending
         if not wait and not all(gather_from_ranks(write.files.done())):
             return
-        self._under_way = None
+        self._pending = None
         try:
             parts = _write_on_all_ranks(write.folder, write.files.result)
             _write_on_all_ranks(write.folder, lambda: self._publish(write, parts))
@@ -129,7 +129,7 @@ class CheckpointWriter:
         """Stop the thread after it has written this rank's part of a checkpoint under way."""
         self._thread.shutdown()
 
-    def _publish(self, write: _Write, parts: list[dict[str, str]]) -> None:
+    def _publish(self, write: _PendingCheckpoint, parts: list[dict[str, str]]) -> None:
         if self._rank == 0:
             files = {name: digest for part in parts for name, digest in part.items()}
             body = asdict(replace(write.state, files=files))
@@ -155,7 +155,7 @@ def open_newest_checkpoint(root: Path, *, keep: int, warn: Callable[[str], None]
     def names_newest_first() -> list[str]:
         with os_errors_as_world_errors(root, "tidy"):
             repair_checkpoints(root)
-        return [path.name for path in reversed(_complete(root))]
+        return [path.name for path in reversed(_complete_checkpoints(root))]
 
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     damaged: dict[str, str] = {}
@@ -182,12 +182,12 @@ def open_newest_checkpoint(root: Path, *, keep: int, warn: Callable[[str], None]
 
 def newest_checkpoint_step(root: Path) -> int:
     """Return the step of the newest complete checkpoint, or 0 if there is none. Reads no weights."""
-    return max((_step(path) for path in _complete(root)), default=0)
+    return max((_step_of(path) for path in _complete_checkpoints(root)), default=0)
 
 
 def delete_old_checkpoints(root: Path, keep: int) -> None:
     """Delete all checkpoints except the newest ``keep``."""
-    for old in _complete(root)[:-keep]:
+    for old in _complete_checkpoints(root)[:-keep]:
         shutil.rmtree(old)
 
 
@@ -254,17 +254,17 @@ def _rename_damaged(root: Path, damaged: Mapping[str, str], *, used: str, warn: 
         warn(f"the checkpoint {root / name} is damaged ({problem}): renamed to {renamed.name}; resuming from {used}")
 
 
-def _step(path: Path) -> int:
-    found = _NAME.fullmatch(path.name)
+def _step_of(path: Path) -> int:
+    found = _DIRECTORY_NAME.fullmatch(path.name)
     return int(found[1] or found[2]) if found else -1
 
 
-def _complete(root: Path) -> list[Path]:
+def _complete_checkpoints(root: Path) -> list[Path]:
     """Return complete checkpoints in the order of their steps."""
     if not root.is_dir():
         return []
-    found = [path for path in root.iterdir() if _step(path) >= 0 and (path / _STATE).is_file()]
-    return sorted(found, key=lambda path: (_step(path), path.name.startswith(".")))
+    found = [path for path in root.iterdir() if _step_of(path) >= 0 and (path / _STATE).is_file()]
+    return sorted(found, key=lambda path: (_step_of(path), path.name.startswith(".")))
 
 
 class AdapterRecord(TypedDict):

@@ -52,10 +52,10 @@ class RowExchange:
         rows = torch.bincount(home_ranks, minlength=ranks)
         tokens = torch.zeros_like(rows).index_add_(0, home_ranks, lengths)
         sent = torch.stack([rows, tokens], dim=-1)
-        received = self._swap(sent, [1] * ranks, [1] * ranks)
+        received = self._exchange(sent, [1] * ranks, [1] * ranks)
         self._rows_out, self._tokens_out = sent.t().tolist()
         self._rows_in, self._tokens_in = received.t().tolist()
-        self._home_lengths = self._swap(self._lengths, self._rows_out, self._rows_in)
+        self._home_lengths = self._exchange(self._lengths, self._rows_out, self._rows_in)
 
     def send(self, parts: Sequence[_Record]) -> _Record:
         """Apply :meth:`send_home` to each tensor of a dataclass. A field that is None on one rank is None on all."""
@@ -65,21 +65,21 @@ class RowExchange:
     def send_home(self, parts: Sequence[Tensor]) -> Tensor:
         """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
         if parts[0].dim() == 1:
-            return self._swap(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
-        flat = _flat(_stacked(parts)[self._order], self._lengths)
-        return _padded(self._swap(flat, self._tokens_out, self._tokens_in), self._home_lengths)
+            return self._exchange(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
+        flat = _flatten_rows(_concatenate_rows(parts)[self._order], self._lengths)
+        return _pad_rows(self._exchange(flat, self._tokens_out, self._tokens_in), self._home_lengths)
 
     def send_back(self, values: Tensor) -> list[Tensor]:
         """Return results for home rows [R, longest] to their senders. Returns one tensor [b, T] per micro-batch."""
-        flat = self._swap(_flat(values, self._home_lengths), self._tokens_in, self._tokens_out)
-        sorted_by_home = _padded(flat, self._lengths)
+        flat = self._exchange(_flatten_rows(values, self._home_lengths), self._tokens_in, self._tokens_out)
+        sorted_by_home = _pad_rows(flat, self._lengths)
         rows = torch.empty_like(sorted_by_home)
         rows[self._order] = sorted_by_home
         parts = rows.split([count for count, _ in self._shapes])
         # Padding copies: a view would keep every micro-batch's memory alive.
         return [_with_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
-    def _swap(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return all_to_all(values, sent, received, self._group)
 
 
@@ -89,25 +89,25 @@ def _lengths(mask: Tensor) -> Tensor:
     return torch.where(mask, positions, 0).amax(-1)
 
 
-def _inside(lengths: Tensor, width: int) -> Tensor:
+def _length_mask(lengths: Tensor, width: int) -> Tensor:
     """Return a mask [B, width] of the first ``lengths`` positions of each row."""
     return torch.arange(width, device=lengths.device) < lengths.unsqueeze(-1)
 
 
-def _flat(values: Tensor, lengths: Tensor) -> Tensor:
+def _flatten_rows(values: Tensor, lengths: Tensor) -> Tensor:
     """Concatenate the first ``lengths`` positions of each row [B, T]."""
-    return values[_inside(lengths, values.shape[1])]
+    return values[_length_mask(lengths, values.shape[1])]
 
 
-def _padded(flat: Tensor, lengths: Tensor) -> Tensor:
-    """Invert :func:`_flat`: return rows as wide as the longest one, padded with zeros."""
+def _pad_rows(flat: Tensor, lengths: Tensor) -> Tensor:
+    """Invert :func:`_flatten_rows`: return rows as wide as the longest one, padded with zeros."""
     width = max(1, int(lengths.max())) if lengths.numel() else 1
     padded = flat.new_zeros(len(lengths), width)
-    padded[_inside(lengths, width)] = flat
+    padded[_length_mask(lengths, width)] = flat
     return padded
 
 
-def _stacked(parts: Sequence[Tensor]) -> Tensor:
+def _concatenate_rows(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate along rows, as wide as the widest part."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([_with_width(part, width) for part in parts])

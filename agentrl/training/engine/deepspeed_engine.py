@@ -53,7 +53,7 @@ class Stopwatch:
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Add the duration of the block to ``name``, even if the block raises."""
-        seconds = (_of_stream if self._device.type == "cuda" else _of_clock)()
+        seconds = (_start_stream_timer if self._device.type == "cuda" else _start_clock)()
         try:
             yield
         finally:
@@ -70,7 +70,7 @@ class Stopwatch:
         return totals
 
 
-def _of_clock() -> Callable[[], Callable[[], float]]:
+def _start_clock() -> Callable[[], Callable[[], float]]:
     began = time.monotonic()
 
     def end() -> Callable[[], float]:
@@ -80,7 +80,7 @@ def _of_clock() -> Callable[[], Callable[[], float]]:
     return end
 
 
-def _of_stream() -> Callable[[], Callable[[], float]]:
+def _start_stream_timer() -> Callable[[], Callable[[], float]]:
     """Start a measurement on the current stream, readable once the GPU has reached its end."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
@@ -309,7 +309,7 @@ class TrainingEngine(Generic[_Module_co]):
         self._clips_here = self._stage == 0
         self._norm = math.nan
         if self._clips_here:
-            adamw.register_step_pre_hook(self._clip(decayed + others, optimizer.gradient_clip))
+            adamw.register_step_pre_hook(self._clipping_hook(decayed + others, optimizer.gradient_clip))
         config = deepspeed_config(
             training,
             bfloat16=bfloat16,
@@ -349,7 +349,7 @@ class TrainingEngine(Generic[_Module_co]):
             self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
-    def _clip(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
+    def _clipping_hook(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
         """Return a hook that clips before the optimizer's step, when gradients are reduced over ranks."""
 
         def clip(*_: object) -> None:

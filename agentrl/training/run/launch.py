@@ -79,7 +79,7 @@ def launch_ranks(settings: Settings, run_path: Path, *, resume: bool, poll: Call
         attempt = 0
         while True:
             try:
-                return _attempt(
+                return _run_attempt(
                     cluster, reserver, settings, run_path, resume=resume or attempt > 0, again=attempt > 0, poll=poll
                 )
             except (NodeLostError, OutOfMemoryError, _RanksLostError) as error:
@@ -96,7 +96,7 @@ class _RanksLostError(WorldError):
     """A rank failed in a way that a restart may fix."""
 
 
-def _attempt(
+def _run_attempt(
     cluster: Cluster,
     reserver: RankReserver,
     settings: Settings,
@@ -271,7 +271,7 @@ def _visible_gpus_of_process() -> list[str] | None:
 
 @dataclass(frozen=True, kw_only=True)
 class RankExit:
-    """The end of a rank: its exit ``code``, negative for a signal, and the reason if its node was ``lost``."""
+    """The end of a rank: its exit ``code``, negative for a signal, and the reason if its node was lost (``lost``)."""
 
     rank: ProcessHandle
     code: int
@@ -300,15 +300,15 @@ class RankExit:
     def __str__(self) -> str:
         if self.lost is not None:
             return f"training {self.rank.spec.name} is lost: {self.lost}"
-        if self.code == EXIT_PEER_LOST:
-            return f"training {self.rank.spec.name} on {self.rank.reservation.node} lost the rollout worker"
-        if self.code == EXIT_STUCK:
-            return f"training {self.rank.spec.name} on {self.rank.reservation.node} was stuck"
-        if self.code == OutOfMemoryError.exit_code:
-            return f"training {self.rank.spec.name} on {self.rank.reservation.node} ran out of memory"
-        if self.code == EXIT_REPORTED_ERROR:
-            return f"training {self.rank.spec.name} on {self.rank.reservation.node} ended with an error"
-        how = f"was killed by {signal.Signals(-self.code).name}" if self.killed else f"exited with code {self.code}"
+        reasons = {
+            EXIT_PEER_LOST: "lost the rollout worker",
+            EXIT_STUCK: "was stuck",
+            OutOfMemoryError.exit_code: "ran out of memory",
+            EXIT_REPORTED_ERROR: "ended with an error",
+        }
+        how = reasons.get(self.code, f"exited with code {self.code}")
+        if self.killed:
+            how = f"was killed by {signal.Signals(-self.code).name}"
         return f"training {self.rank.spec.name} on {self.rank.reservation.node} {how}"
 
 
@@ -321,8 +321,8 @@ class RankProcesses:
         self._report = report
         self._stop_requested = threading.Event()
         self._killed = threading.Event()
-        self._killing = threading.Event()
-        self._ending = False
+        self._killed_by_timer = threading.Event()
+        self._terminating = False
         self._cause: RankExit | None = None
         self._reported: RankExit | None = None
         self._cause_found_at = 0.0
@@ -338,34 +338,34 @@ class RankProcesses:
     def request_stop(self) -> None:
         """Stop the ranks at the next safe point."""
         self._stop_requested.set()
-        _signal(self._handles, signal.SIGTERM)
+        _send_signal(self._handles, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the ranks."""
         self._killed.set()
-        _signal(self._handles, signal.SIGKILL)
+        _send_signal(self._handles, signal.SIGKILL)
 
     def wait(self, poll: Callable[[], object] = lambda: None) -> RankExit | None:
         """Wait until all ranks have exited, calling ``poll`` often. Returns the root cause of a failure, or None."""
         running = list(self._handles)
         while running:
-            ends = {index: end for index, one in enumerate(running) if (end := _end_of(one)) is not None}
+            ends = {index: end for index, one in enumerate(running) if (end := _exit_of(one)) is not None}
             running = [one for index, one in enumerate(running) if index not in ends]
             for end in ends.values():
-                self._judge(end)
+                self._update_cause(end)
             if self._cause is not None and self._cause.code != EXIT_INTERRUPTED:
                 self._report_once(self._cause, at_once=not running)
-                if not self._ending:
-                    self._ending = True
-                    self._end_soon(running, _EXIT_SECONDS if self._cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS)
+                if not self._terminating:
+                    self._terminating = True
+                    self._terminate(running, _EXIT_SECONDS if self._cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS)
             if running:
                 poll()
                 time.sleep(_POLL_INTERVAL)
         return self._cause
 
-    def _judge(self, end: RankExit) -> None:
-        if self._killing.is_set() and end.lost is None:
-            return  # it was killed here
+    def _update_cause(self, end: RankExit) -> None:
+        if self._killed_by_timer.is_set() and end.lost is None:
+            return  # killed by the timer of _terminate
         if end.code and (self._cause is None or end.severity > self._cause.severity):
             self._cause = end
             self._cause_found_at = time.monotonic()
@@ -378,20 +378,20 @@ class RankProcesses:
             if self._report is not None:
                 self._report(cause)
 
-    def _end_soon(self, running: Sequence[ProcessHandle], seconds: float) -> None:
+    def _terminate(self, running: Sequence[ProcessHandle], seconds: float) -> None:
         """Send SIGTERM to the ranks, and kill the remaining ranks after ``seconds`` in a daemon thread."""
 
         def kill() -> None:
-            self._killing.set()
-            _signal(running, signal.SIGKILL)
+            self._killed_by_timer.set()
+            _send_signal(running, signal.SIGKILL)
 
-        _signal(running, signal.SIGTERM)
+        _send_signal(running, signal.SIGTERM)
         timer = threading.Timer(seconds, kill)
         timer.daemon = True
         timer.start()
 
 
-def _end_of(rank: ProcessHandle) -> RankExit | None:
+def _exit_of(rank: ProcessHandle) -> RankExit | None:
     try:
         code = rank.wait(0.0)
     except NodeLostError as error:
@@ -399,7 +399,7 @@ def _end_of(rank: ProcessHandle) -> RankExit | None:
     return None if code is None else RankExit(rank=rank, code=code)
 
 
-def _signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
+def _send_signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
     for rank in ranks:
         rank.send_signal(number)
 
@@ -408,11 +408,11 @@ class RankReserver:
     """Reserves resources for all ranks of a run, or for fewer ranks if ``cluster.elastic`` allows it."""
 
     def __init__(self, settings: Settings, bundles_of: Callable[[Settings], list[Bundle]], checkpoints: Path) -> None:
-        sizes = [settings, *(_smaller(settings) if settings.cluster.elastic else ())]
-        self._sizes = [(size, bundles_of(size)) for size in sizes]
-        self._largest = self._last = 0
+        sizes = [settings, *(_with_fewer_ranks(settings) if settings.cluster.elastic else ())]
+        self._sizes = [(size, bundles_of(size)) for size in sizes]  # in descending order
+        self._largest_allowed = self._current = 0  # indices into the sizes
         self._checkpoints = checkpoints
-        self._lost: tuple[str, int, str] | None = None
+        self._last_failure: tuple[str, int, str] | None = None  # address of the node, rank, newest checkpoint
 
     def reserve(
         self, cluster: Cluster, *, wait_seconds: float = 0.0, notify: Callable[[str], None]
@@ -422,49 +422,47 @@ class RankReserver:
         Waits up to ``wait_seconds`` for the size of the last attempt, and calls ``notify`` with a message. Raises
         UnplaceableError if no size fits.
         """
-        last = self._last = max(self._last, self._largest)
-        attempts = [(number, 0.0) for number in range(self._largest, last + 1)]
-        attempts += [(last, wait_seconds)] if wait_seconds else []
-        attempts += [(number, 0.0) for number in range(last + 1, len(self._sizes))]
+        current = self._current = max(self._current, self._largest_allowed)
+        attempts = [(index, 0.0) for index in range(self._largest_allowed, current + 1)]
+        attempts += [(current, wait_seconds)] if wait_seconds else []
+        attempts += [(index, 0.0) for index in range(current + 1, len(self._sizes))]
         refused: UnplaceableError | None = None
-        for number, seconds in attempts:
+        for index, seconds in attempts:
             if seconds and refused is not None:
                 notify(f"{refused}; waiting up to {seconds:g} s")
-            size, bundles = self._sizes[number]
+            size, bundles = self._sizes[index]
             try:
                 reservations = cluster.reserve(bundles, wait_seconds=seconds)
             except UnplaceableError as error:
                 refused = error
             else:
-                self._last = number
+                self._current = index
                 return size, reservations
         assert refused is not None
         raise refused
 
     def record_failure(self, cluster: Cluster, end: RankExit) -> None:
-        """Exclude the resource of a rank that failed there twice without a new checkpoint in between."""
-        reservation, slot = end.rank.reservation, end.rank.spec.number
-        lost = (reservation.address, slot, max((one.name for one in self._checkpoints.glob("step-*")), default=""))
-        again, self._lost = lost == self._lost, lost
-        if again and end.failed_on_available_node and len(self._sizes) > 1:
-            cluster.exclude_resource(reservation, slot % self._ranks_a_node())
-            if not reservation.gpus and not has_many_nodes(self._sizes[0][0].cluster.kind):  # CPUs are not counted
-                self._largest = min(self._last + 1, len(self._sizes) - 1)
-
-    def _ranks_a_node(self) -> int:
-        size, _ = self._sizes[self._last]
-        return size.training.num_processes // size.cluster.nodes
+        """Exclude the GPU or node of a rank that failed there twice without a new checkpoint in between."""
+        reservation, number = end.rank.reservation, end.rank.spec.number
+        newest = max((checkpoint.name for checkpoint in self._checkpoints.glob("step-*")), default="")
+        failure = (reservation.address, number, newest)
+        repeated, self._last_failure = failure == self._last_failure, failure
+        if repeated and end.failed_on_available_node and len(self._sizes) > 1:
+            size, _ = self._sizes[self._current]
+            cluster.exclude_resource(reservation, number % (size.training.num_processes // size.cluster.nodes))
+            if not reservation.gpus and not has_many_nodes(size.cluster.kind):  # CPUs are not counted
+                self._largest_allowed = min(self._current + 1, len(self._sizes) - 1)
 
 
-def _smaller(settings: Settings) -> Iterator[Settings]:
+def _with_fewer_ranks(settings: Settings) -> Iterator[Settings]:
     """Yield the settings with fewer ranks, in descending order."""
     ranks, nodes = settings.training.num_processes, settings.cluster.nodes
     if nodes > 1:
-        counts: Sequence[tuple[int, int]] = [(one * ranks // nodes, one) for one in range(nodes - 1, 0, -1)]
+        counts = [(fewer * ranks // nodes, fewer) for fewer in range(nodes - 1, 0, -1)]
     else:
-        shared = settings.training.sequence_parallel
-        counts = [(fewer, 1) for fewer in range(ranks - shared, 0, -shared)]
-    for fewer, there in counts:
-        training = settings.training.model_copy(update={"num_processes": fewer})
-        cluster = settings.cluster.model_copy(update={"nodes": there})
+        group = settings.training.sequence_parallel
+        counts = [(fewer, 1) for fewer in range(ranks - group, 0, -group)]
+    for num_processes, num_nodes in counts:
+        training = settings.training.model_copy(update={"num_processes": num_processes})
+        cluster = settings.cluster.model_copy(update={"nodes": num_nodes})
         yield settings.model_copy(update={"training": training, "cluster": cluster})

@@ -110,7 +110,7 @@ class Session:
         self._settings = settings
         self._run = run
         self._console = console
-        self._changed = on_change
+        self._on_change = on_change
         self._world = world
         self._progress = _Progress()
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
@@ -160,7 +160,7 @@ class Session:
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
             self._engines["critic"] = self._critic.engine
-        self._writer = CheckpointWriter(self._checkpoints, settings.checkpoint, published=self._published)
+        self._writer = CheckpointWriter(self._checkpoints, settings.checkpoint, published=self._publish_best_policy)
         opened.callback(self._writer.close)
         self._moves_state = bool(engine_facts(settings.rollout).shares_gpus) and settings.training.offload == "none"
         self._offload_state()
@@ -248,9 +248,9 @@ class Session:
     def loop(self) -> int:
         """Run all steps and return the exit code."""
         try:
-            self._advance()
+            self._run_remaining_steps()
         except InterruptedRunError:
-            return self._stopped()
+            return self._stop()
         self._finish()
         return 0
 
@@ -269,25 +269,25 @@ class Session:
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
-    def _advance(self) -> None:
+    def _run_remaining_steps(self) -> None:
         """Run the remaining steps with their evaluations and checkpoints. Raises InterruptedRunError."""
         steps, every = self._settings.training.steps, self._settings.checkpoint.every
         self._evaluate_if_due()  # at the start, or if a stop skipped it
         with self._console.progress(steps, self._progress.step) as progress:
             for step in range(self._progress.step + 1, steps):
                 with span("step", step=step):
-                    self._step(step, progress)
+                    self._run_step(step, progress)
                 self._evaluate_if_due()
                 if is_due(step, every):
-                    self._save()
+                    self._save_checkpoint()
             if self._progress.step < steps:
                 with span("step", step=steps):
-                    self._step(steps, progress)
+                    self._run_step(steps, progress)
         self._evaluate()
         if self._settings.evaluation.falsified:
             self._evaluate(falsified=True)
 
-    def _step(self, step: int, progress: RunProgress) -> None:
+    def _run_step(self, step: int, progress: RunProgress) -> None:
         """Roll out, train and send the weights. Raises InterruptedRunError only before the step changes anything."""
         began = time.monotonic()
         with span("wait for rollouts"):
@@ -317,11 +317,11 @@ class Session:
         }
         self._commit(step, updates, metrics)
         self._tokens.write(plan, recorder)
-        self._alert(metrics)
+        self._report_alerts(metrics)
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
-        self._changed()
+        self._on_change()
 
     def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
         """Record a finished step. The state of a run advances only here.
@@ -335,7 +335,7 @@ class Session:
         self._trackers.log_metrics(metrics)
         self._writer.finish(wait=False)
 
-    def _alert(self, metrics: Metrics) -> None:
+    def _report_alerts(self, metrics: Metrics) -> None:
         """Report the alerts that start at this step, and stop the run if ``telemetry.stop_on`` contains one of them."""
         if self._run is None:
             return
@@ -389,11 +389,11 @@ class Session:
                 how, kind = "evaluated with falsified observations", " that reveals a value by execution"
             self._console.note(f"step {self._progress.step}: not {how}, because data.eval has no problem{kind}")
             return
-        self._record(report)
+        self._record_evaluation(report)
         if not falsified and self._settings.checkpoint.best:
             self._export_if_best()
 
-    def _record(self, report: EvaluationReport) -> None:
+    def _record_evaluation(self, report: EvaluationReport) -> None:
         self._progress.evaluations.append(evaluation_record(report))
         if self._run is not None:
             self._run.append_metrics(report.metrics())
@@ -406,7 +406,7 @@ class Session:
             f"step {self._progress.step}: avg@{report.samples} {name} {score.mean:.3f} "
             f"[{score.this_benchmark.low:.3f}, {score.this_benchmark.high:.3f}] on {score.problems} problems"
         )
-        self._changed()
+        self._on_change()
 
     def _export_if_best(self) -> None:
         """Export the policy if this step's evaluation is the best so far. Collective."""
@@ -419,7 +419,7 @@ class Session:
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
-    def _save(self) -> None:
+    def _save_checkpoint(self) -> None:
         self._tokens.wait()
         worker = self._service.state_dict()
         self._heartbeat.start_work(f"the checkpoint of step {self._progress.step}")
@@ -438,7 +438,7 @@ class Session:
             self._writer.save(self._engines, state)
         self._saved = (self._progress.step, len(self._progress.evaluations))
 
-    def _published(self, saved: RunState) -> None:
+    def _publish_best_policy(self, saved: RunState) -> None:
         """Publish the export of the best policy once a checkpoint contains all evaluations so far."""
         if (
             self.rank == 0
@@ -446,7 +446,7 @@ class Session:
             and len(saved.evaluations) == len(self._progress.evaluations)
         ):
             self._best.keep_only(best_evaluation(self._progress.evaluations))
-        self._changed()
+        self._on_change()
 
     def _restore(self) -> None:
         """Load the newest checkpoint if one exists."""
@@ -464,7 +464,7 @@ class Session:
             self._saved = (state.step, len(state.evaluations))
             rows = state.rows
             if state.ranks != self._world:
-                change = f", from a checkpoint of {_ranks(state.ranks)}, on {_ranks(self._world)}"
+                change = f", from a checkpoint of {_format_ranks(state.ranks)}, on {_format_ranks(self._world)}"
             self._offload_state()
             self._sender.send(state.updates)
         if self._run is not None:
@@ -482,9 +482,9 @@ class Session:
                 "viewed or regraded; training is not affected"
             )
 
-    def _stopped(self) -> int:
+    def _stop(self) -> int:
         if self._saved != (self._progress.step, len(self._progress.evaluations)):
-            self._save()
+            self._save_checkpoint()
         self._writer.finish()
         if self._run is not None:
             reprint_alerts(self._run, self._console)
@@ -497,7 +497,7 @@ class Session:
     # -- end ------------------------------------------------------------------------------------------------------
 
     def _finish(self) -> None:
-        self._save()
+        self._save_checkpoint()
         self._writer.finish()
         export = self._export()
         if self._run is not None:
@@ -543,5 +543,5 @@ def _address_for_servers() -> str:
     return socket.gethostname() if known in ("127.0.0.1", "localhost") else known
 
 
-def _ranks(count: int) -> str:
+def _format_ranks(count: int) -> str:
     return f"{count} rank{'s' if count > 1 else ''}"

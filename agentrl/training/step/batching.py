@@ -28,7 +28,7 @@ from agentrl.training.step.objective_settings import (
 )
 from agentrl.trajectory import Group, Trajectory
 
-_TOO_LARGE = (
+_LARGE_GROUP_REASON = (
     "a group of {tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget}), and the other "
     "ranks would wait for its rank"
 )
@@ -126,11 +126,11 @@ def unshared_tokens(rows: Sequence[Trajectory]) -> list[int]:
     tree = PrefixTree()
     counts = [0] * len(rows)
     for number in sorted(range(len(rows)), key=lambda number: len(rows[number].prompt_ids)):
-        counts[number] = _add(tree, rows[number])
+        counts[number] = _add_to_tree(tree, rows[number])
     return counts
 
 
-def _add(tree: PrefixTree, row: Trajectory) -> int:
+def _add_to_tree(tree: PrefixTree, row: Trajectory) -> int:
     """Add a trajectory to the tree, and return the number of its tokens that it does not share."""
     tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
     return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
@@ -152,10 +152,10 @@ def split_group(group: Sequence[Trajectory], max_tokens: int) -> list[Sequence[T
     parts: list[list[Trajectory]] = []
     tree, tokens = PrefixTree(), math.inf
     for row in sorted(group, key=lambda item: (-longest[item.sample], item.sample, item.branch)):
-        tokens += _add(tree, row)
+        tokens += _add_to_tree(tree, row)
         if tokens > max_tokens:
             tree, parts = PrefixTree(), [*parts, []]
-            tokens = _add(tree, row)
+            tokens = _add_to_tree(tree, row)
         parts[-1].append(row)
     return [*parts]
 
@@ -206,7 +206,7 @@ def plan_step(
             shares = balance_over_ranks([*split, *pack(whole)], ranks=ranks, attention_length=attention_length)
             scored = 0 if advantages_known_before_forward(settings) else 1
             if _one_forward_is_slower(shares, scored, attention_length):
-                reasons = (_TOO_LARGE.format(tokens=largest, budget=budget),)
+                reasons = (_LARGE_GROUP_REASON.format(tokens=largest, budget=budget),)
         if reasons and not head_exact:
             parts = [piece for rows in every for piece in split_group(rows, budget // 4)]
             shares = deal_to_ranks(pack(parts), ranks=ranks)

@@ -124,7 +124,11 @@ class LossRowBuilder:
         call is collective.
         """
         inputs = [self._reward_inputs(batch, meter) for batch in batches]
-        estimates = self._over_ranks(batches, inputs, engine) if self.step_wide else self._together(inputs)
+        estimates = (
+            self._advantages_over_ranks(batches, inputs, engine)
+            if self.step_wide
+            else self._advantages_on_this_rank(inputs)
+        )
         return _with_estimates(batches, inputs, estimates)
 
     def corrected(self, batch: Batch, *, meter: Meter) -> Batch:
@@ -139,10 +143,10 @@ class LossRowBuilder:
     def build(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
         """Add rewards, advantages and corrections to the batches of whole groups."""
         parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
-        inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in parts]
-        return _with_estimates(parts, inputs, self._together(inputs))
+        inputs = [self._advantage_inputs(batch, beta=beta, meter=meter) for batch in parts]
+        return _with_estimates(parts, inputs, self._advantages_on_this_rank(inputs))
 
-    def _together(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
+    def _advantages_on_this_rank(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
         """Return the advantages of each micro-batch, for groups that span these micro-batches."""
         joined = inputs[0]
         if len(inputs) > 1:
@@ -174,14 +178,14 @@ class LossRowBuilder:
             for update, normalizer in zip(updates, self._normalizers(updates, engine), strict=True)
             for batch in update
         ]
-        inputs = [self._inputs(batch, beta=beta, meter=meter) for batch in every]
-        completed = _with_estimates(every, inputs, self._over_ranks(every, inputs, engine))
+        inputs = [self._advantage_inputs(batch, beta=beta, meter=meter) for batch in every]
+        completed = _with_estimates(every, inputs, self._advantages_over_ranks(every, inputs, engine))
         if every[0].values is not None:
             meter.add_mean("critic/explained_variance", explained_variance(completed, engine), 1.0)
         following = iter(completed)
         return [[next(following) for _ in update] for update in updates]
 
-    def _over_ranks(
+    def _advantages_over_ranks(
         self, batches: Sequence[Batch], inputs: Sequence[AdvantageInputs], engine: TrainingEngine[nn.Module]
     ) -> list[Advantages]:
         """Compute the advantages of each micro-batch on the home ranks of the groups. Collective.
@@ -217,7 +221,7 @@ class LossRowBuilder:
                     sums[number] += self.corrector.normalizer_sums(batch)
         return engine.sum_over_replicas(sums).unbind()
 
-    def _inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
+    def _advantage_inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
         statistics, final_values, correction = batch.scores, batch.final_values, batch.correction
         known = self._reward_inputs(batch, meter)
         self._record_divergences(batch, meter)

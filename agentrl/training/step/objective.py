@@ -91,18 +91,22 @@ class PolicyObjective:
             selected=batch.selected,
             **self._options,
         )
-        value = self._aggregated(per_token, batch, normalizer)
+        value = self._aggregate(per_token, batch, normalizer)
         if self._algorithm.entropy_coefficient:
-            bonus = self._aggregated(statistics.entropy, batch, normalizer)
+            bonus = self._aggregate(statistics.entropy, batch, normalizer)
             value = value - self._algorithm.entropy_coefficient * bonus
         for estimator, others, full, coefficient in (
             (self._kl_estimator, batch.reference_log_probs, statistics.full_kl, beta),
             (self._teacher_estimator, batch.teacher_log_probs, statistics.teacher_divergence, teacher_coefficient),
         ):
             if estimator is not None and others is not None:
-                ratio = None if estimator == "full" else _ratio(log_probs, batch, ratio_is_one=ratio_is_one)
+                ratio = (
+                    None
+                    if estimator == "full"
+                    else _ratio_to_sampling_policy(log_probs, batch, ratio_is_one=ratio_is_one)
+                )
                 penalty = kl_penalty(log_probs, others, estimator, mask=mask, full=full, ratio=ratio)
-                value = value + coefficient * self._aggregated(penalty, batch, normalizer)
+                value = value + coefficient * self._aggregate(penalty, batch, normalizer)
         return value, metrics
 
     def token_factors(self, batch: Batch, normalizer: float | None) -> Tensor:
@@ -145,7 +149,7 @@ class PolicyObjective:
         parts = zip(exchange.send_back(chosen), batches, strict=True)
         return [mask if len(mask) else torch.zeros_like(part.loss_mask) for mask, part in parts]
 
-    def _aggregated(self, per_token: Tensor, batch: Batch, normalizer: float | None) -> Tensor:
+    def _aggregate(self, per_token: Tensor, batch: Batch, normalizer: float | None) -> Tensor:
         return aggregate(
             per_token,
             batch.trained_mask,
@@ -158,7 +162,7 @@ class PolicyObjective:
         )
 
 
-def _ratio(log_probs: Tensor, batch: Batch, *, ratio_is_one: bool) -> Tensor | None:
+def _ratio_to_sampling_policy(log_probs: Tensor, batch: Batch, *, ratio_is_one: bool) -> Tensor | None:
     """Return the ratio of the present policy to the sampling policy [B, T], detached; None if every ratio is 1.
 
     The factor between the sampling policy and the policy before the step is the weight of the rollout correction, with

@@ -65,8 +65,8 @@ class ObjectiveSettings:
         Raises SettingsError if the loss or estimator is unknown, or if the loss does not support the aggregation.
         """
         algorithm = self.algorithm
-        _entry("loss", LOSSES, algorithm.loss)
-        _entry("estimator", ESTIMATORS, algorithm.estimator)
+        _registry_entry("loss", LOSSES, algorithm.loss)
+        _registry_entry("estimator", ESTIMATORS, algorithm.estimator)
         if algorithm.aggregation is None:
             return default_aggregation(algorithm.loss, algorithm.estimator)
         try:
@@ -95,7 +95,7 @@ class ObjectiveSettings:
 def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
     """Return the options of ``algorithm.estimator``. Raises SettingsError for an unsupported changed setting."""
     algorithm = settings.algorithm
-    options = _options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
+    options = _checked_options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
         # An optimal baseline weights tokens like the loss (docs/reference/formulas.md 4).
         options.setdefault("loss_aggregation", settings.aggregation)
@@ -108,7 +108,7 @@ def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
     Calls the loss on one token. Raises SettingsError if the result is not as ``register_loss`` requires.
     """
     name = settings.algorithm.loss
-    options = _options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)
+    options = _checked_options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)
     zero, mask = torch.zeros(1, 1), torch.ones(1, 1, dtype=torch.bool)
     try:
         log_probs = zero.clone().requires_grad_()
@@ -132,7 +132,7 @@ def advantages_known_before_forward(settings: ObjectiveSettings) -> bool:
     return not (needed.inputs - {"greedy_returns"} or corrected or penalty)
 
 
-def _entry(kind: str, registry: OptionsRegistry[E], name: str) -> E:
+def _registry_entry(kind: str, registry: OptionsRegistry[E], name: str) -> E:
     """Return the entry of ``algorithm.KIND=name``. Raises SettingsError if the name is unknown."""
     try:
         return registry[name]
@@ -140,7 +140,7 @@ def _entry(kind: str, registry: OptionsRegistry[E], name: str) -> E:
         raise SettingsError(f"algorithm.{kind}={name}: {_REMOVED.get(name, error)}") from error
 
 
-def _options(
+def _checked_options(
     settings: AlgorithmSettings,
     kind: str,
     registry: OptionsRegistry[Any],
@@ -148,7 +148,7 @@ def _options(
     further: dict[str, Any],
 ) -> dict[str, Any]:
     name = getattr(settings, kind)
-    entry = _entry(kind, registry, name)
+    entry = _registry_entry(kind, registry, name)
     known = set(registry.option_names(name))
     changed = settings.model_dump(include=set(keys), exclude_defaults=True)
     for key, value in changed.items():
@@ -159,7 +159,7 @@ def _options(
             )
         if key in further:
             raise SettingsError(
-                f"algorithm.{key}={value} and algorithm.{kind}_options.{key}={further[key]}: set only one"
+                f"algorithm.{key}={value} and algorithm.{kind}_checked_options.{key}={further[key]}: set only one"
             )
     options = changed | further
     try:

@@ -62,7 +62,7 @@ class ServedTeacher:
         prompts, ids = batch.prompt_lengths.tolist(), batch.input_ids.tolist()
         lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
         try:
-            scores = asyncio.run(self._scores([row[:length] for row, length in zip(ids, lengths, strict=True)]))
+            scores = asyncio.run(self._score_rows([row[:length] for row, length in zip(ids, lengths, strict=True)]))
         except ServerCallError as error:
             raise WorldError(f"the teacher {self._model} at {self._url} does not score trajectories: {error}") from None
         sampled, top_ids, top = [], [], []
@@ -83,15 +83,15 @@ class ServedTeacher:
         values = torch.tensor([row[:count] for row in top], device=device)
         return log_probs, TopTokens(ids=tokens, log_probs=values, beta=self._beta)
 
-    async def _scores(self, rows: Sequence[list[int]]) -> list[list[dict[int, float]]]:
+    async def _score_rows(self, rows: Sequence[list[int]]) -> list[list[dict[int, float]]]:
         """Return the log-probabilities by token id at every position of each row; the first position is empty."""
         client = JSONClient(self._url)
         try:
-            return await asyncio.gather(*(self._scored(client, row) for row in rows))
+            return await asyncio.gather(*(self._score_row(client, row) for row in rows))
         finally:
             await client.close()
 
-    async def _scored(self, client: JSONClient, row: list[int]) -> list[dict[int, float]]:
+    async def _score_row(self, client: JSONClient, row: list[int]) -> list[dict[int, float]]:
         body = {"model": self._model, "prompt": row, "max_tokens": 1, "temperature": 1.0}
         body["prompt_logprobs"] = self._top
         async for attempt in stamina.retry_context(on=_is_transient, attempts=None, timeout=self._deadline):

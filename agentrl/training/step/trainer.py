@@ -138,7 +138,7 @@ class Trainer:
             before_update=before_update,
             recorder=recorder,
         )
-        self._passes(step)
+        self._run_passes(step)
         metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
         metrics |= effective_sample_size_metrics(metrics)
         if step.norms:
@@ -168,7 +168,7 @@ class Trainer:
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
-    def _passes(self, step: _Step) -> None:
+    def _run_passes(self, step: _Step) -> None:
         plan = step.plan
         if plan.updates and not plan.statistics_pass_reasons:
             self._one_forward(step)
@@ -187,15 +187,15 @@ class Trainer:
         whole_step = self._known_before_forward and self._rows.step_wide
         for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
             if self._known_before_forward:
-                self._unit_from_rewards(step, unit, normalizer)
+                self._train_unit_from_rewards(step, unit, normalizer)
             else:
-                self._unit_from_statistics(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
+                self._train_unit_from_statistics(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
         self._heartbeat.finish_passes()
-        self._update(step)
+        self._apply_update(step)
 
-    def _unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
+    def _train_unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
         """Compute advantages first, then run one forward and backward for each micro-batch."""
-        batches = [self._on_device(micro) for micro in unit]
+        batches = [self._to_device(micro) for micro in unit]
         for batch in self._rows.estimate_before_forward(batches, self._engine, meter=step.meter):
             with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
                 scored, statistics, hidden = self._score(batch, step)
@@ -203,11 +203,11 @@ class Trainer:
                 self._record_metrics(step, scored, hidden)
                 self._backward(step, statistics, scored, normalizer, ratio_is_one=True)
 
-    def _unit_from_statistics(
+    def _train_unit_from_statistics(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
     ) -> None:
         """Complete the group with the last micro-batch's forward, then run the ``earlier`` micro-batches again."""
-        batch = self._on_device(unit[-1])
+        batch = self._to_device(unit[-1])
         with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
             last, statistics, hidden = self._score(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
@@ -251,7 +251,7 @@ class Trainer:
         """
         normalizer = self._objective.normalizer_over_ranks(batches, self._engine)
         if self._objective.needs_selection:
-            batches = self._selected(step, batches, weights_unchanged=weights_unchanged)
+            batches = self._select_tokens(step, batches, weights_unchanged=weights_unchanged)
 
         def work(batch: Batch) -> None:
             statistics, _, _ = self._forward(batch, step)
@@ -261,9 +261,9 @@ class Trainer:
                 record_algorithm_metrics(step.meter, "critic", measured, batch.counted_mask.sum())
 
         self._over_micro_batches(work, batches)
-        self._update(step)
+        self._apply_update(step)
 
-    def _selected(self, step: _Step, batches: Sequence[Batch], *, weights_unchanged: bool) -> list[Batch]:
+    def _select_tokens(self, step: _Step, batches: Sequence[Batch], *, weights_unchanged: bool) -> list[Batch]:
         """Return the batches with the tokens that the loss selects. Collective."""
 
         def log_probs(batch: Batch) -> Tensor:
@@ -274,7 +274,7 @@ class Trainer:
         selected = self._objective.select_tokens(current, batches, self._engine, seed=step.plan.step)
         return [replace(batch, selected=chosen) for batch, chosen in zip(batches, selected, strict=True)]
 
-    def _update(self, step: _Step) -> None:
+    def _apply_update(self, step: _Step) -> None:
         worst = step.meter.largest_over_ranks("policy/engine_abs_diff_max", self._engine)
         check_fidelity(
             step.meter.mean_over_ranks("policy/engine_abs_diff", self._engine),
@@ -316,13 +316,13 @@ class Trainer:
         statistics = flat.map(lambda values: scatter_tokens(values, batch.response_mask))
         return statistics, hidden, {name: log_probs for name, (log_probs, _) in scored.items()}
 
-    def _on_device(self, micro: MicroBatch) -> Batch:
+    def _to_device(self, micro: MicroBatch) -> Batch:
         return Batch.from_micro_batch(
             micro, device=self._engine.device, multiple=self._engine.module.row_length_multiple
         )
 
     def _score_micro_batch(self, micro: MicroBatch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
-        return self._score(self._on_device(micro), step)
+        return self._score(self._to_device(micro), step)
 
     def _score(self, batch: Batch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
         """Run all forwards over a batch. Collective under ZeRO-3.

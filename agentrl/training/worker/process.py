@@ -40,7 +40,7 @@ from agentrl_envs.registry import PluginError, load_plugins
 from agentrl_sandbox.client import SandboxError
 
 # Errors that end the run with a message and no traceback.
-_REPORTED = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
+_REPORTED_ERRORS = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
 # Exit code of a run after an error of these types that does not define an exit code.
 _DEFAULT_EXIT_CODE = 2
 _CONNECT_SECONDS = 600.0  # for all ranks to connect
@@ -97,7 +97,7 @@ class WorkerServer:
                     message = ready.recv()
                 except (EOFError, OSError):
                     rank = {**talks, **controls}[ready]
-                    self._end(f"training rank {rank} disconnected")
+                    self._shut_down(f"training rank {rank} disconnected")
                     return
                 if ready in talks:
                     self._requests.put((talks[ready], message))
@@ -107,18 +107,18 @@ class WorkerServer:
                     monitor.record(controls[ready], message, time.monotonic())
             now = time.monotonic()
             if ranks := monitor.stuck_ranks(now):
-                self._end_stuck(ranks, "; ".join(monitor.describe_rank(rank, now) for rank in ranks))
+                self._report_stuck_ranks(ranks, "; ".join(monitor.describe_rank(rank, now) for rank in ranks))
                 return
 
-    def _end_stuck(self, ranks: list[int], message: str) -> None:
+    def _report_stuck_ranks(self, ranks: list[int], message: str) -> None:
         """Report stuck ranks on the console and to all ranks, and shut down."""
         print(f"rollout worker: {message}", file=sys.stderr, flush=True)
         for control in self._controls.values():
             with contextlib.suppress(OSError):  # a rank that has exited needs no message
                 control.send(StuckRanks(ranks=ranks, message=message))
-        self._end(message)
+        self._shut_down(message)
 
-    def _end(self, why: str) -> None:
+    def _shut_down(self, why: str) -> None:
         """Wake the main thread because a rank is lost, and end the process if shutting down takes too long."""
         self._lost = why
         timer = threading.Timer(_EXIT_SECONDS, os._exit, args=(1,))
@@ -149,7 +149,7 @@ class WorkerServer:
             self._execute_requests(service)
         except _RankLostError as error:
             self._reply_to_all(CallReply(failure=CallFailure(message=str(error), lost=True)))
-        except _REPORTED as error:
+        except _REPORTED_ERRORS as error:
             code = error.exit_code if isinstance(error, AgentRLError) else _DEFAULT_EXIT_CODE
             self._reply_to_all(CallReply(failure=CallFailure(message=str(error), exit_code=code)))
         finally:

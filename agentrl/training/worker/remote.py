@@ -100,7 +100,7 @@ class RemoteService:
             self._control = _connect(endpoint, RankConnection(rank=rank, control=True), tcp_timeout)
         heartbeat.shortened = self._send_beat
         callback_handler.register_start_callback(heartbeat.allow_compilation)
-        threading.Thread(target=self._beat_and_end_with_worker, daemon=True, name="beat").start()
+        threading.Thread(target=self._send_beats_until_worker_exits, daemon=True, name="beat").start()
         self._receive("the rollout worker's set-up", _START_SECONDS + engine_facts(settings.rollout).start_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
@@ -165,13 +165,13 @@ class RemoteService:
                 while_waiting=self._heartbeat.refresh,
             )
         except WorkerLostError as error:
-            raise WorkerLostError(f"rollout worker: {error}{self._how_it_ended()}") from error
+            raise WorkerLostError(f"rollout worker: {error}{self._describe_exit()}") from error
         self._heartbeat.start_work(f"the work after waiting for {waiting_for}")
         if reply.failure is not None:
-            raise _error_of(reply.failure)
+            raise _error_from(reply.failure)
         return reply.value
 
-    def _beat_and_end_with_worker(self) -> None:
+    def _send_beats_until_worker_exits(self) -> None:
         """Send a heartbeat every second. Exit soon after the worker, because a rank in a collective may not notice."""
         stuck = StuckRanks(ranks=[], message="the rollout worker or another rank has exited")
         seconds, code = _REPORT_SECONDS, EXIT_PEER_LOST
@@ -194,7 +194,7 @@ class RemoteService:
             if writable.poll(0):
                 self._control.send(self._heartbeat.beat)
 
-    def _how_it_ended(self) -> str:
+    def _describe_exit(self) -> str:
         if self._process is None:
             return ""
         code = self._process.wait(1.0)
@@ -205,7 +205,7 @@ class RemoteService:
         return f" (it was killed by {signal.Signals(-code).name}, which the system sends when memory runs out)"
 
 
-def _error_of(failure: CallFailure) -> Exception:
+def _error_from(failure: CallFailure) -> Exception:
     if failure.interrupted:
         return InterruptedRunError()
     if failure.lost:

@@ -67,10 +67,10 @@ class WeightSender:
         target = self._service.transfer_target()
         self._probe = self._service.probe_tokens()
         if target is not None:
-            self._source = self._source_of(target)
+            self._source = self._source_for(target)
             for _ in self._source:
                 pass  # iterating computes the checksums
-        problem = self._service.verify(0, self._score())
+        problem = self._service.verify(0, self._score_probe())
         if problem is not None and target is None:
             raise WeightMismatchError(
                 f"trainer and engine compute different log-probabilities from equal weights: {problem}"
@@ -88,9 +88,9 @@ class WeightSender:
         if target is None:
             self._service.install(None, version, None)
             return
-        probe = self._score()
+        probe = self._score_probe()
         for attempt in range(_ATTEMPTS):
-            problem = self._attempt(target, version, probe)
+            problem = self._try_to_send(target, version, probe)
             if problem is None:
                 return
             self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version} failed: {problem}")
@@ -106,18 +106,18 @@ class WeightSender:
         if self._engine.rank == 0:
             shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _attempt(self, target: TransferTarget, version: int, probe: Probe) -> str | None:
+    def _try_to_send(self, target: TransferTarget, version: int, probe: Probe) -> str | None:
         directory = None if target.opener else run_on_every_rank(partial(self._export, target, version))[0]
         self._service.pause()
         if target.opener:
             now = self._service.transfer_target()  # servers may have been lost or restarted before they paused
-            self._direct_to(target if now is None else now).send()
+            self._open_direct_transfer(target if now is None else now).send()
             if torch.cuda.is_available():
                 # Free the transfer's buffer and copy, because colocated servers allocate their caches next.
                 torch.cuda.empty_cache()
         return self._service.install(directory, version, self._with_checksums(probe))
 
-    def _source_of(self, target: TransferTarget) -> ParameterSource:
+    def _source_for(self, target: TransferTarget) -> ParameterSource:
         module, summed = self._engine.module.causal_lm, self._engine.rank == 0
         if target.form == "merged":
             return MergedSource(module, self._lora, summed=summed)
@@ -140,7 +140,7 @@ class WeightSender:
             for _ in tensors:
                 pass
 
-    def _direct_to(self, target: TransferTarget) -> DirectTransfer:
+    def _open_direct_transfer(self, target: TransferTarget) -> DirectTransfer:
         """Return the open transfer, or a new one if the set of servers has changed."""
         if self._direct is not None and self._direct[0] != target:
             self._direct[1].close()
@@ -150,7 +150,7 @@ class WeightSender:
             self._direct = (target, opener(target, self._source, rank=self._engine.rank, host=self._host))
         return self._direct[1]
 
-    def _score(self) -> Probe:
+    def _score_probe(self) -> Probe:
         return self._with_checksums(score_probe(self._engine, self._probe))
 
     def _with_checksums(self, probe: Probe) -> Probe:
