@@ -225,7 +225,7 @@ def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -
     loads_teacher = teacher.active and teacher.url is None and not (model.lora.rank and other.path == model.path)
     setup = TrainingSetup(
         ranks=training.num_processes,
-        stage=training.stage_that_runs(bfloat16=bfloat16),
+        stage=training.effective_zero_stage(bfloat16=bfloat16),
         bfloat16=bfloat16,
         tokens=training.micro_batch_tokens,
         checkpointing=model.gradient_checkpointing,

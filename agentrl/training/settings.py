@@ -352,7 +352,7 @@ class TrainingSettings(_Settings):
     time in an update, a transfer, a checkpoint or the first step counts as stuck; in other activities, cluster.deadline
     applies"""
 
-    def stage_that_runs(self, *, bfloat16: bool) -> int:
+    def effective_zero_stage(self, *, bfloat16: bool) -> int:
         """Return the ZeRO stage that DeepSpeed runs.
 
         In bfloat16, stage 0 would accumulate in bfloat16, and stage 1 would keep the accumulated gradients on the GPU.

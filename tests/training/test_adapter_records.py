@@ -8,7 +8,8 @@ import pytest
 
 from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
-from agentrl.training.engine.checkpoint import adapter_record, check_adapter_matches, policy_optimizer_settings
+from agentrl.training.engine.checkpoint import adapter_record, check_adapter_matches
+from agentrl.training.engine.deepspeed_engine import policy_optimizer_settings
 from agentrl.training.settings import OptimizerSettings
 
 WRITTEN = adapter_record(LoRASettings(rank=8, targets=["v_proj", "q_proj"]), base="base")

@@ -37,7 +37,7 @@ from agentrl.training.engine.deepspeed_engine import (
     run_on_rank_zero,
 )
 from agentrl.training.engine.parts import RankState
-from agentrl.training.settings import CheckpointSettings, OptimizerSettings
+from agentrl.training.settings import CheckpointSettings
 
 _Value = TypeVar("_Value")
 _STATE = "state.json"
@@ -302,20 +302,3 @@ def check_adapter_matches(checkpoint: Path, written: AdapterRecord | None, now: 
         )
     others = f"model.lora.alpha={written['alpha']} and model.lora.targets=[{', '.join(written['targets'])}]"
     raise SettingsError(f"{adapters}, {others}: set the same values to resume")
-
-
-def policy_optimizer_settings(settings: OptimizerSettings, lora: LoRASettings) -> OptimizerSettings:
-    """Return the optimizer settings of the policy, with the learning rate scaled for adapters."""
-    if lora.rank == 0:
-        return settings
-    return settings.model_copy(update={"learning_rate": settings.learning_rate * lora.learning_rate_factor})
-
-
-def describe_parameter_count(module: nn.Module) -> str:
-    """Describe the number of a module's parameters, and the number of trained parameters if some are frozen."""
-    sizes = [(getattr(item, "ds_numel", item.numel()), item.requires_grad) for item in module.parameters()]
-    total = sum(size for size, _ in sizes)
-    trained = sum(size for size, learns in sizes if learns)
-    if trained == total:
-        return f"{total / 1e6:.2f}M parameters"
-    return f"adapters with {trained / 1e6:.2f}M parameters on {(total - trained) / 1e6:.2f}M frozen parameters"

@@ -25,7 +25,7 @@ from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.loading import read_model
 from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
-from agentrl.models.settings import ModelSettings
+from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.planning.memory import REDUCE_BUCKET
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.engine.parts import RankState, copy_rank_state, restore_rank_state
@@ -111,6 +111,13 @@ def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> 
     return settings.final_fraction + (1 - settings.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def policy_optimizer_settings(settings: OptimizerSettings, lora: LoRASettings) -> OptimizerSettings:
+    """Return the optimizer settings of the policy, with the learning rate scaled for adapters."""
+    if lora.rank == 0:
+        return settings
+    return settings.model_copy(update={"learning_rate": settings.learning_rate * lora.learning_rate_factor})
+
+
 def deepspeed_config(
     training: TrainingSettings,
     *,
@@ -129,7 +136,7 @@ def deepspeed_config(
     1 to a sum of 256 would not change the sum.
     """
     zero: dict[str, Any] = {
-        "stage": training.stage_that_runs(bfloat16=bfloat16),
+        "stage": training.effective_zero_stage(bfloat16=bfloat16),
         "overlap_comm": False,
         "reduce_bucket_size": min(REDUCE_BUCKET, trained),
         "stage3_param_persistence_threshold": training.persistence_threshold,
@@ -305,7 +312,7 @@ class TrainingEngine(Generic[_Module_co]):
             fused=True,
         )
         # Without ZeRO, DeepSpeed clips but does not return the norm, so clip here instead.
-        self._stage = training.stage_that_runs(bfloat16=bfloat16)
+        self._stage = training.effective_zero_stage(bfloat16=bfloat16)
         self._clips_here = self._stage == 0
         self._norm = math.nan
         if self._clips_here:

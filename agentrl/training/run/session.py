@@ -31,11 +31,9 @@ from agentrl.training.engine.checkpoint import (
     adapter_record,
     check_adapter_matches,
     check_reference_matches,
-    describe_parameter_count,
     open_newest_checkpoint,
-    policy_optimizer_settings,
 )
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, read_policy
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, policy_optimizer_settings, read_policy
 from agentrl.training.engine.heartbeat import Heartbeat
 from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.run.outputs import (
@@ -236,7 +234,7 @@ class Session:
         self._warn_of_damaged_trajectories()
         settings = self._settings
         self._console.note(
-            f"training: {describe_parameter_count(self._policy)}, {settings.algorithm.estimator} with "
+            f"training: {_describe_parameters(self._policy)}, {settings.algorithm.estimator} with "
             f"{settings.algorithm.loss}, {settings.rollout.problems_per_step} problems x "
             f"{settings.rollout.group_size} a step, steps {self._progress.step + 1} to {settings.training.steps}, "
             f"run directory {self._checkpoints.parent}"
@@ -535,6 +533,16 @@ def _describe_attention(policy: PolicyModel) -> str:
     """Describe a policy's attention backend and its number of sequence-parallel ranks."""
     ranks = "" if policy.sequence is None else f", with each row shared by {policy.sequence.size} ranks"
     return f"{policy.attention} attention over packed trajectories{ranks}"
+
+
+def _describe_parameters(module: nn.Module) -> str:
+    """Describe the number of a module's parameters, and the number of trained parameters if some are frozen."""
+    sizes = [(getattr(item, "ds_numel", item.numel()), item.requires_grad) for item in module.parameters()]
+    total = sum(size for size, _ in sizes)
+    trained = sum(size for size, learns in sizes if learns)
+    if trained == total:
+        return f"{total / 1e6:.2f}M parameters"
+    return f"adapters with {trained / 1e6:.2f}M parameters on {(total - trained) / 1e6:.2f}M frozen parameters"
 
 
 def _address_for_servers() -> str:

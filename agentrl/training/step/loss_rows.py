@@ -103,8 +103,11 @@ def _record_metrics(correction: Correction, batch: Batch, meter: Meter) -> None:
             meter.add_mean(f"correction/{name}", value, weight)
 
 
-class LossRowBuilder:
-    """Adds rewards, advantages and corrections to batches. ``beta`` is the coefficient of the KL penalty."""
+class BatchCompleter:
+    """Adds rewards with penalties, advantages and rollout corrections to scored batches.
+
+    The argument ``beta`` is the coefficient of the KL penalty.
+    """
 
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Resolve the options. Raises SettingsError if the estimator or the correction does not accept them."""
@@ -115,7 +118,7 @@ class LossRowBuilder:
         self.needs_exact_energy = "trajectory_energy" in estimator_requirements(settings).inputs
         self.step_wide = estimator_requirements(settings).step_wide
 
-    def estimate_before_forward(
+    def add_advantages_before_forward(
         self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
     ) -> list[Batch]:
         """Add penalized rewards and advantages to the batches of whole groups, before any forward.
@@ -124,23 +127,20 @@ class LossRowBuilder:
         call is collective.
         """
         inputs = [self._reward_inputs(batch, meter) for batch in batches]
-        estimates = (
-            self._advantages_over_ranks(batches, inputs, engine)
-            if self.step_wide
-            else self._advantages_on_this_rank(inputs)
-        )
-        return _with_estimates(batches, inputs, estimates)
+        if self.step_wide:
+            return _with_estimates(batches, inputs, self._advantages_over_ranks(batches, inputs, engine))
+        return _with_estimates(batches, inputs, self._advantages_on_this_rank(inputs))
 
-    def corrected(self, batch: Batch, *, meter: Meter) -> Batch:
+    def add_correction(self, batch: Batch, *, meter: Meter) -> Batch:
         """Add the rollout correction (importance weights and loss mask) to a scored batch.
 
-        The batch comes from :meth:`estimate_before_forward`. Its divergences from the reference policy and the teacher
-        are recorded in ``meter``.
+        The batch comes from :meth:`add_advantages_before_forward`. Its divergences from the reference policy and the
+        teacher are recorded in ``meter``.
         """
         self._record_divergences(batch, meter)
         return replace(batch, correction=self.corrector.correct(batch, meter=meter))
 
-    def build(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
+    def complete_groups(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
         """Add rewards, advantages and corrections to the batches of whole groups."""
         parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
         inputs = [self._advantage_inputs(batch, beta=beta, meter=meter) for batch in parts]
@@ -165,7 +165,7 @@ class LossRowBuilder:
             for part, values in zip(inputs, split, strict=True)
         ]
 
-    def build_over_ranks(
+    def complete_over_ranks(
         self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module], *, beta: float, meter: Meter
     ) -> list[list[Batch]]:
         """Complete the micro-batches of each update, whose groups may span micro-batches and ranks. Collective.

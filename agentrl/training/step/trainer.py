@@ -31,7 +31,7 @@ from agentrl.training.step.diagnostics import (
     record_forward_metrics,
     variance_proxies,
 )
-from agentrl.training.step.loss_rows import LossRowBuilder, effective_sample_size_metrics
+from agentrl.training.step.loss_rows import BatchCompleter, effective_sample_size_metrics
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, advantages_known_before_forward
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, kl_controller
@@ -83,7 +83,7 @@ class Trainer:
         self.fidelity_bound = fidelity_bound
         # In other dtypes, rounding alone can exceed the bound on short trajectories.
         self._exact = next(engine.module.parameters()).dtype == torch.float32
-        self._rows = LossRowBuilder(settings)
+        self._completer = BatchCompleter(settings)
         self._known_before_forward = advantages_known_before_forward(settings)
         self._objective = PolicyObjective(settings)
         self._reference = reference
@@ -184,7 +184,7 @@ class Trainer:
         with torch.no_grad():
             scored = self._over_micro_batches(partial(self._score_micro_batch, step=step), plan.statistics_pass_batches)
         earlier = iter(batch for batch, _, _ in scored if batch.counted)
-        whole_step = self._known_before_forward and self._rows.step_wide
+        whole_step = self._known_before_forward and self._completer.step_wide
         for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
             if self._known_before_forward:
                 self._train_unit_from_rewards(step, unit, normalizer)
@@ -196,10 +196,10 @@ class Trainer:
     def _train_unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
         """Compute advantages first, then run one forward and backward for each micro-batch."""
         batches = [self._to_device(micro) for micro in unit]
-        for batch in self._rows.estimate_before_forward(batches, self._engine, meter=step.meter):
+        for batch in self._completer.add_advantages_before_forward(batches, self._engine, meter=step.meter):
             with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
                 scored, statistics, hidden = self._score(batch, step)
-                scored = self._rows.corrected(scored, meter=step.meter)
+                scored = self._completer.add_correction(scored, meter=step.meter)
                 self._record_metrics(step, scored, hidden)
                 self._backward(step, statistics, scored, normalizer, ratio_is_one=True)
 
@@ -211,7 +211,7 @@ class Trainer:
         with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
             last, statistics, hidden = self._score(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
-            last, *others = self._rows.build([last, *earlier], beta=step.beta, meter=step.meter)
+            last, *others = self._completer.complete_groups([last, *earlier], beta=step.beta, meter=step.meter)
             self._record_metrics(step, last, hidden)
             self._backward(step, statistics, last, normalizer, ratio_is_one=True)
         del statistics
@@ -236,7 +236,7 @@ class Trainer:
             updates = [list(chain(*update)) for update in step.plan.updates]
             scored = iter(self._over_micro_batches(partial(self._score_micro_batch, step=step), [*chain(*updates)]))
             parts = [[next(scored) for _ in update] for update in updates]
-            completed = self._rows.build_over_ranks(
+            completed = self._completer.complete_over_ranks(
                 [[batch for batch, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
             )
         for update, others in zip(completed, parts, strict=True):
@@ -346,12 +346,12 @@ class Trainer:
             values=values,
             final_values=final_values,
         )
-        if self._rows.needs_exact_energy:
+        if self._completer.needs_exact_energy:
             energies = self._engine.module.trajectory_energies(
                 batch.input_ids,
                 batch.prompt_lengths,
                 batch.response_mask,
-                importance_weights=self._rows.corrector.energy_weights(scored),
+                importance_weights=self._completer.corrector.energy_weights(scored),
                 temperature=self._temperature,
             )
             scored = replace(scored, trajectory_energy=energies)
