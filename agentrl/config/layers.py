@@ -75,16 +75,17 @@ def load_settings(
     if env.startswith(HARBOR):  # harbor:DIRECTORY and harbor:DIRECTORY:COMMAND train on the tasks in the directory
         path = HARBOR + env.removeprefix(HARBOR).partition(":")[0]
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": path}]}}), *files]
-    files = _without_unsuitable_values(files, basics)
-    if resume:
-        return _resumed_settings(find_run_to_resume(basics), _add_heldout_evaluation(files, top), top)
+    model, presets = basics["model"], _preset_origins()
     # An evaluation has a model or an endpoint, and never uses the embedded policy.
-    preset = (
-        []
-        if command in ("eval", "check-data", "regrade")
-        else _tiny_preset_layers(basics, {layer.origin for layer in files})
-    )
-    settings = _validate(_add_heldout_evaluation([*preset, *files], top), top, command)
+    uses_preset = not resume and command not in ("eval", "check-data", "regrade")
+    if uses_preset and isinstance(model, dict) and model.get("path") is None:
+        named_origins = {layer.origin for layer in files}
+        files = [*(layer for layer in overlay_chain(PRESET) if layer.origin not in named_origins), *files]
+    layers = [_without_unsuitable_values(layer, basics) if layer.origin in presets else layer for layer in files]
+    layers = _add_heldout_evaluation(layers, presets, top)
+    if resume:
+        return _resumed_settings(find_run_to_resume(basics), layers, top)
+    settings = _validate(layers, top, command)
     if settings.name is not None:
         return settings
     model_name = PRESET if settings.model.path is None else Path(settings.model.path).name
@@ -95,14 +96,13 @@ def load_settings(
     return settings.model_copy(update={"name": next(name for name in names if name not in taken)})
 
 
-def _add_heldout_evaluation(layers: list[Layer], top: Sequence[Override]) -> list[Layer]:
+def _add_heldout_evaluation(layers: list[Layer], presets: set[str], top: Sequence[Override]) -> list[Layer]:
     """Add a layer that evaluates the held-out part of ``data.train``, directly above presets and ``--env`` layers.
 
     Layers above it and ``top`` override it. Without presets and ``--env`` layers, ``layers`` are returned unchanged.
     """
-    origins = _preset_origins()
     presets = {
-        layer.origin for layer in layers if layer.origin in origins or layer.origin.startswith(f"{_ENV_OPTION} ")
+        layer.origin for layer in layers if layer.origin in presets or layer.origin.startswith(f"{_ENV_OPTION} ")
     }
     if not presets:
         return layers
@@ -205,53 +205,35 @@ def find_run_to_resume(merged: Mapping[str, object]) -> Path:
     return runs / str(name)
 
 
-def _tiny_preset_layers(requested: Mapping[str, object], named: set[str]) -> list[Layer]:
-    """Return the tiny preset's layers, except layers that ``named`` already contains. Empty if a model is set."""
-    model = requested["model"]
-    if not isinstance(model, dict) or model.get("path") is not None:
-        return []
-    return _without_unsuitable_values(
-        [layer for layer in overlay_chain(PRESET) if layer.origin not in named], requested
-    )
-
-
-def _without_unsuitable_values(layers: list[Layer], requested: Mapping[str, object]) -> list[Layer]:
-    """Remove preset settings of the embedded policy that do not fit the user's environment, model or data.
-
-    For other environments, the settings of SimpleTIR's environment are removed. With the user's demonstrations, the
-    settings of direct answers are removed, because only generated demonstrations support them. With the user's model,
-    the cold start is removed.
-    """
-    presets = _preset_origins()
-    return [
-        replace(layer, values=_suitable_values(layer.values, requested)) if layer.origin in presets else layer
-        for layer in layers
-    ]
-
-
 def _preset_origins() -> set[str]:
     """Return the paths of the presets for the embedded policy."""
     return {layer.origin for name in _PRESETS for layer in overlay_chain(name)}
 
 
-def _suitable_values(values: Mapping[str, object], requested: Mapping[str, object]) -> dict[str, object]:
-    kept = dict(values)
-    evaluation = kept.get("evaluation")
+def _without_unsuitable_values(preset: Layer, requested: Mapping[str, object]) -> Layer:
+    """Remove settings of a preset layer that do not fit the user's environment, model or data.
+
+    For other environments, the settings of SimpleTIR's environment are removed. With the user's demonstrations, the
+    settings of direct answers are removed, because only generated demonstrations support them. With the user's model,
+    the cold start is removed.
+    """
+    values = dict(preset.values)
+    evaluation, coldstart = values.get("evaluation"), values.get("coldstart")
     if requested["env"] != SIMPLETIR:
-        kept.pop("environment", None)
-    if requested["env"] != SIMPLETIR and isinstance(evaluation, dict):
-        kept["evaluation"] = {key: value for key, value in evaluation.items() if key != "falsified"}
-    coldstart, requested_coldstart, model = kept.get("coldstart"), requested["coldstart"], requested["model"]
+        values.pop("environment", None)
+        if isinstance(evaluation, dict):
+            values["evaluation"] = {key: value for key, value in evaluation.items() if key != "falsified"}
+    requested_coldstart, model, dropped = requested["coldstart"], requested["model"], set[str]()
     assert isinstance(requested_coldstart, dict)
     assert isinstance(model, dict)
-    demonstrations, dropped = requested_coldstart.get("demonstrations"), set[str]()
+    demonstrations = requested_coldstart.get("demonstrations")
     if isinstance(demonstrations, str) and not demonstrations.startswith((BUILTIN, FORMULA)):
         dropped.update(_DIRECT_ANSWER_KEYS)
     if model.get("path") is not None:
         dropped.add("demonstrations")
     if isinstance(coldstart, dict):
-        kept["coldstart"] = {key: value for key, value in coldstart.items() if key not in dropped}
-    return kept
+        values["coldstart"] = {key: value for key, value in coldstart.items() if key not in dropped}
+    return replace(preset, values=values)
 
 
 def _layer_selecting_values(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
@@ -298,25 +280,27 @@ def _set_value(merged: dict[str, object], keys: list[str], value: object) -> Non
     """Set one dotted key. A number is a list index, and the index after the last entry appends."""
     key = ".".join(keys)
 
-    def assigned(here: object, depth: int) -> object:
+    def updated(section: object, depth: int) -> object:
         if depth == len(keys):
             return value
         part = keys[depth]
-        if here is None:
-            here = [] if part.isdigit() else {}
-        if isinstance(here, dict):
-            here[part] = assigned(here.get(part), depth + 1)
-        elif isinstance(here, list):
-            at, size = ".".join(keys[:depth]), len(here)
+        if section is None:
+            section = [] if part.isdigit() else {}
+        if isinstance(section, dict):
+            section[part] = updated(section.get(part), depth + 1)
+        elif isinstance(section, list):
+            path, size = ".".join(keys[:depth]), len(section)
             if not part.isdigit() or int(part) > size:
-                raise SettingsError(f"{key}={format_value(value)}: {at} has {size} entries; valid indices: 0 to {size}")
+                raise SettingsError(
+                    f"{key}={format_value(value)}: {path} has {size} entries; valid indices: 0 to {size}"
+                )
             index = int(part)
-            here[index : index + 1] = [assigned(here[index] if index < size else {}, depth + 1)]
+            section[index : index + 1] = [updated(section[index] if index < size else {}, depth + 1)]
         else:
             raise SettingsError(unknown_key(key, value, str(merged.get("env", SIMPLETIR)), f" ({COMMAND_LINE})"))
-        return here
+        return section
 
-    assigned(merged, 0)
+    updated(merged, 0)
 
 
 def _command_line_layers(top: Sequence[Override]) -> list[Layer]:
