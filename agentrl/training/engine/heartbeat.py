@@ -71,10 +71,10 @@ class Heartbeat:
         self._slow = max(deadline, slow)
         self._clock = clock
         self._step = ""
-        self._kernels_loaded = False  # True once an earlier step had a pass
-        self._step_had_pass = False  # this step had a pass
-        self._began: float | None = None  # of the current pass, if it is measured
-        self._longest = 0.0
+        self._kernels_loaded = False  # True if an earlier step had a pass
+        self._had_pass = False
+        self._pass_began: float | None = None  # None unless a measured pass runs
+        self._longest_pass = 0.0
         self.beat = HeartbeatState(
             node=THIS_MACHINE.node, position=(0, 0), activity="the start", allowed_seconds=self._slow
         )
@@ -97,21 +97,21 @@ class Heartbeat:
 
     def start_step(self, step: int) -> None:
         """Mark the start of a step's training."""
-        self._kernels_loaded = self._kernels_loaded or self._step_had_pass
+        self._kernels_loaded = self._had_pass
         self._step = f"the training of step {step}"
         self.start_work(self._step)
 
     def start_pass(self) -> None:
         """Mark the start of a forward or backward pass over a micro-batch."""
         self._end_pass()
-        allowed = max(self._deadline, _TOLERANCE * self._longest) if self._longest else self._slow
+        allowed = max(self._deadline, _TOLERANCE * self._longest_pass) if self._longest_pass else self._slow
         self._mark(self._next_position(), self._step, allowed)
-        self._began = self._clock() if self._kernels_loaded else None
-        self._step_had_pass = True
+        self._pass_began = self._clock() if self._kernels_loaded else None
+        self._had_pass = True
 
     def allow_compilation(self, *_: object) -> None:
         """Allow the current work more time and do not measure it. Torch calls this when a compilation starts."""
-        self._began = None
+        self._pass_began = None
         self.beat = replace(
             self.beat,
             allowed_seconds=max(self._slow, self.beat.allowed_seconds),
@@ -123,9 +123,9 @@ class Heartbeat:
         self.start_work(f"{self._step}, after its micro-batches")
 
     def _end_pass(self) -> None:
-        if self._began is not None:
-            self._longest = max(self._longest, self._clock() - self._began)
-            self._began = None
+        if self._pass_began is not None:
+            self._longest_pass = max(self._longest_pass, self._clock() - self._pass_began)
+            self._pass_began = None
 
     def _next_position(self) -> tuple[int, int]:
         calls, marks = self.beat.position

@@ -87,20 +87,20 @@ class WorkerServer:
 
     def _receive_messages(self, monitor: HeartbeatMonitor) -> None:
         """Queue requests, record heartbeats and cancel on interrupts, until a rank exits or is stuck."""
-        talks = {connection: rank for rank, connection in self._connections.items()}
+        calls = {connection: rank for rank, connection in self._connections.items()}
         controls = {connection: rank for rank, connection in self._controls.items()}
         while True:
-            for ready in wait([*talks, *controls], timeout=INTERVAL):
+            for ready in wait([*calls, *controls], timeout=INTERVAL):
                 if not isinstance(ready, Connection):
                     raise TypeError(f"waited for connections, got {ready!r}")
                 try:
                     message = ready.recv()
                 except (EOFError, OSError):
-                    rank = {**talks, **controls}[ready]
+                    rank = {**calls, **controls}[ready]
                     self._shut_down(f"training rank {rank} disconnected")
                     return
-                if ready in talks:
-                    self._requests.put((talks[ready], message))
+                if ready in calls:
+                    self._requests.put((calls[ready], message))
                 elif message is None:
                     self._cancel()
                 else:
