@@ -144,8 +144,8 @@ def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
 class MergedSource(ParameterSource):
     """Source of the model's parameters with adapters merged."""
 
-    def __init__(self, module: nn.Module, settings: LoRASettings, *, summed: bool = True) -> None:
-        super().__init__(module, summed=summed)
+    def __init__(self, module: nn.Module, settings: LoRASettings, *, with_checksums: bool = True) -> None:
+        super().__init__(module, with_checksums=with_checksums)
         self._settings = settings
 
     def shapes(self) -> list[ParameterShape]:
@@ -162,8 +162,8 @@ class MergedSource(ParameterSource):
 class AdapterSource(ParameterSource):
     """Source of the adapters under their exported names. Its checksums also cover the frozen model."""
 
-    def __init__(self, module: nn.Module, *, summed: bool = True) -> None:
-        super().__init__(module, summed=summed)
+    def __init__(self, module: nn.Module, *, with_checksums: bool = True) -> None:
+        super().__init__(module, with_checksums=with_checksums)
         self._frozen: dict[str, Checksum] | None = None
 
     def shapes(self) -> list[ParameterShape]:
@@ -180,7 +180,7 @@ class AdapterSource(ParameterSource):
         if self._frozen is None:
             frozen = full_parameters(self._module, wanted=lambda name: not is_adapter_factor(name))
             self._frozen = add_tied_head(
-                {name_without_adapter(name): checksum(value) for name, value in frozen if self._summed}
+                {name_without_adapter(name): checksum(value) for name, value in frozen if self._with_checksums}
             )
         yield from super().__iter__()
         self.checksums = self._frozen | self.checksums

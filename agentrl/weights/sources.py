@@ -76,11 +76,11 @@ class ParameterSource:
     the checksums of the last iteration's values.
     """
 
-    def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, summed: bool = True) -> None:
-        """With ``summed``, compute checksums, which only one rank needs."""
+    def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, with_checksums: bool = True) -> None:
+        """With ``with_checksums``, compute checksums, which only one rank needs."""
         self._module = module
         self._group_elements = group_elements
-        self._summed = summed
+        self._with_checksums = with_checksums
         self.checksums: dict[str, Checksum] = {}
 
     def shapes(self) -> list[ParameterShape]:
@@ -93,7 +93,7 @@ class ParameterSource:
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         found: dict[str, Checksum] = {}
         for name, tensor in self._values():
-            if self._summed:
+            if self._with_checksums:
                 found[name] = checksum(tensor)
             yield name, tensor
         self.checksums = add_tied_head(found)

@@ -99,7 +99,7 @@ def test_a_source_knows_the_checksums_of_what_it_gave_tied_heads_included() -> N
     assert source.checksums == {}
     values = next(value for _, value in list(source))
     assert source.checksums == {name: checksum(values) for name in ("model.embed_tokens.weight", "lm_head.weight")}
-    unneeded = ParameterSource(model, summed=False)
+    unneeded = ParameterSource(model, with_checksums=False)
     assert [name for name, _ in unneeded] == ["model.embed_tokens.weight"]
     assert unneeded.checksums == {}
 

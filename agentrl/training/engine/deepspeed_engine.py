@@ -124,13 +124,13 @@ def deepspeed_config(
     bfloat16: bool,
     gradient_clip: float = 0.0,
     world_size: int = 1,
-    trained: int = REDUCE_BUCKET,
-    leaves: Sequence[str] = (),
+    trained_parameters: int = REDUCE_BUCKET,
+    leaf_classes: Sequence[str] = (),
 ) -> dict[str, Any]:
     """Return DeepSpeed's configuration, in which ``step()`` ends an accumulation of any number of micro-batches.
 
-    ``trained``: number of trained parameters, which bounds the reduction bucket, because DeepSpeed allocates all of it.
-    ``leaves``: classes of modules whose parameters ZeRO-3 gathers together (:func:`expert_blocks`).
+    The number of ``trained_parameters`` bounds the reduction bucket, because DeepSpeed allocates the whole bucket.
+    ``leaf_classes`` are classes of modules whose parameters ZeRO-3 gathers together (:func:`expert_blocks`).
 
     Gradients are accumulated in float32 over micro-batches and ranks for any dtype of the weights. In bfloat16, adding
     1 to a sum of 256 would not change the sum.
@@ -138,12 +138,12 @@ def deepspeed_config(
     zero: dict[str, Any] = {
         "stage": training.effective_zero_stage(bfloat16=bfloat16),
         "overlap_comm": False,
-        "reduce_bucket_size": min(REDUCE_BUCKET, trained),
+        "reduce_bucket_size": min(REDUCE_BUCKET, trained_parameters),
         "stage3_param_persistence_threshold": training.persistence_threshold,
     }
     on_the_host = {"device": "cpu", "pin_memory": torch.cuda.is_available()}
-    if leaves:
-        zero["leaf_module"] = {"classes": list(leaves)}
+    if leaf_classes:
+        zero["leaf_module"] = {"classes": list(leaf_classes)}
     if training.offload != "none":
         zero["offload_optimizer"] = on_the_host
     if training.offload == "all":
@@ -322,8 +322,8 @@ class TrainingEngine(Generic[_Module_co]):
             bfloat16=bfloat16,
             gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
-            trained=sum(getattr(item, "ds_numel", item.numel()) for item in trained),
-            leaves=expert_blocks(module),
+            trained_parameters=sum(getattr(item, "ds_numel", item.numel()) for item in trained),
+            leaf_classes=expert_blocks(module),
         )
         with _visible_statistics(module):
             self._engine, *_ = deepspeed.initialize(
@@ -453,7 +453,7 @@ def frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloat16: b
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         return module.to(device)
     world_size = torch.distributed.get_world_size()
-    config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size, leaves=expert_blocks(module))
+    config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size, leaf_classes=expert_blocks(module))
     with _visible_statistics(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()

@@ -49,7 +49,7 @@ class WeightSender:
         """
         self._service = service
         self._engine = engine
-        self._source = ParameterSource(engine.module.causal_lm, summed=engine.rank == 0)
+        self._source = ParameterSource(engine.module.causal_lm, with_checksums=engine.rank == 0)
         self._lora = lora
         self._base = base
         self._probe: tuple[int, ...] = ()
@@ -118,10 +118,10 @@ class WeightSender:
         return self._service.install(directory, version, self._with_checksums(probe))
 
     def _source_for(self, target: TransferTarget) -> ParameterSource:
-        module, summed = self._engine.module.causal_lm, self._engine.rank == 0
+        module, with_checksums = self._engine.module.causal_lm, self._engine.rank == 0
         if target.form == "merged":
-            return MergedSource(module, self._lora, summed=summed)
-        return AdapterSource(module, summed=summed) if target.form == "adapter" else self._source
+            return MergedSource(module, self._lora, with_checksums=with_checksums)
+        return AdapterSource(module, with_checksums=with_checksums) if target.form == "adapter" else self._source
 
     def _export(self, target: TransferTarget, version: int) -> str:
         """Write the weights on rank 0. Every rank completes the gathering, even if writing fails."""
