@@ -1,12 +1,15 @@
-"""Sections add up by name, one that raises too."""
+"""Seconds of named sections, and modules hidden while DeepSpeed is imported."""
 
 from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
 
 import pytest
 import torch
 
 from agentrl.training.engine import deepspeed_engine
-from agentrl.training.engine.deepspeed_engine import Stopwatch
+from agentrl.training.engine.deepspeed_engine import Stopwatch, hidden_module
 
 
 def test_seconds_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -21,3 +24,15 @@ def test_seconds_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
         pass
     assert watch.take_seconds() == {"forward": 6.0, "backward": 0.5}
     assert watch.take_seconds() == {}
+
+
+def test_a_hidden_module_cannot_be_imported_until_the_block_ends(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hidden_for_a_while.py").touch()
+    monkeypatch.syspath_prepend(tmp_path)
+    with hidden_module("hidden_for_a_while"), pytest.raises(ImportError):
+        import_module("hidden_for_a_while")
+    module = import_module("hidden_for_a_while")
+    with hidden_module("hidden_for_a_while"):  # hides only modules that are not imported yet
+        assert import_module("hidden_for_a_while") is module

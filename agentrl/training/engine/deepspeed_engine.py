@@ -186,7 +186,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
     # DeepSpeed's autotuner, which is not used here, imports MLflow if it is installed, and with it pandas: 70 MB.
-    with _hidden_module("mlflow"):
+    with hidden_module("mlflow"):
         import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -208,7 +208,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
 
 
 @contextmanager
-def _hidden_module(name: str) -> Iterator[None]:
+def hidden_module(name: str) -> Iterator[None]:
     """Make ``import name`` fail inside the block, unless the module was imported before."""
     hidden = name not in sys.modules
     if hidden:
