@@ -198,7 +198,7 @@ def _walk_keys(root: _SchemaNode, node: _SchemaNode, path: str) -> Iterable[str]
 
 
 def _describe_valid_values(root: _SchemaNode, node: _SchemaNode) -> str:
-    """Describe the valid values of a node, for example ``a whole number at least 1, or none``."""
+    """Describe the valid values of a node, for example ``a whole number at least 1 or null``."""
     options = _alternatives(root, node)
     form = node.get("form")  # description of a pattern in words
     words = [str(form)] if form else [_describe_alternative(option) for option in options]

@@ -279,7 +279,7 @@ class CorrectionSettings(_Settings):
 
     @property
     def masks(self) -> bool:
-        """True if the loss mask depends on the forward."""
+        """True if the loss mask depends on the log-probabilities of the forward pass."""
         return self.ratio_mask is not None or self.divergence_mask is not None
 
 

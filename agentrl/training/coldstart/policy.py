@@ -73,7 +73,7 @@ class StartScore:
         atomic_write(policy / _SCORE_FILE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
 
     def print(self, console: Console) -> None:
-        """Print how many problems the policy solves, and a warning with advice if there were hardly any."""
+        """Print how many problems the policy solves, and a warning with advice if it solves hardly any."""
         line = f"cold start: the policy solves {self.solved} of {self.problems} problems of {self.source}, "
         line += f"{self.solved / self.problems:.3f} [{self.low:.3f}, {self.high:.3f}]"
         if not self.solved and self.highest_reward > 0:

@@ -44,7 +44,7 @@ def get_random_state() -> dict[str, Tensor]:
 
 
 def set_random_state(state: dict[str, Tensor]) -> None:
-    """Restore a :func:`get_random_state` on the available devices."""
+    """Restore a state from :func:`get_random_state` on the available devices."""
     torch.set_rng_state(state["cpu"])
     if torch.cuda.is_available() and "cuda" in state:
         torch.cuda.set_rng_state(state["cuda"])

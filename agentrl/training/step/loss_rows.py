@@ -121,7 +121,7 @@ class BatchCompleter:
     def add_advantages_before_forward(
         self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
     ) -> list[Batch]:
-        """Add penalized rewards and advantages to the batches of whole groups, before any forward.
+        """Add penalized rewards and advantages to the batches of whole groups, before any forward pass.
 
         If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all batches of this rank, and the
         call is collective.
@@ -240,7 +240,7 @@ class BatchCompleter:
         )
 
     def _reward_inputs(self, batch: Batch, meter: Meter) -> AdvantageInputs:
-        """Return the inputs that are known before a forward."""
+        """Return the inputs that are known before the forward pass."""
         return AdvantageInputs(
             rewards=self._with_length_penalty(batch, meter),
             response_mask=batch.response_mask,

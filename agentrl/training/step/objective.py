@@ -73,7 +73,7 @@ class PolicyObjective:
         """Compute this batch's part of the step's loss, and metrics that are means over the tokens of their loss mask.
 
         ``statistics``, each [B, T], are connected to the graph. ``ratio_is_one``: ``batch`` was scored with the same
-        statistics, so the ratio of the present policy to the policy that scored is 1.
+        statistics, so the ratio of the current policy to the policy that scored the batch is 1.
 
         A penalty that depends on the sampled token is weighted like the policy loss: with ratio = p / p_behaviour,
         E_behaviour[ratio f(y)] = E_p[f(y)] at every prefix. Entropy and exact KL do not depend on the sampled token, so
@@ -163,7 +163,7 @@ class PolicyObjective:
 
 
 def _ratio_to_sampling_policy(log_probs: Tensor, batch: Batch, *, ratio_is_one: bool) -> Tensor | None:
-    """Return the ratio of the present policy to the sampling policy [B, T], detached; None if every ratio is 1.
+    """Return the ratio of the current policy to the sampling policy [B, T], detached; None if every ratio is 1.
 
     The factor between the sampling policy and the policy before the step is the weight of the rollout correction, with
     its bounds.
