@@ -336,12 +336,10 @@ class OpenEnvEnvironment(Environment):
 
     def describe(self) -> list[str]:
         """Return the server's address and its text fields."""
-        shown = (
-            ""
-            if self._fields is None
-            else f", action {json.dumps(self._fields.action)}, observation {self._fields.later_observation}"
-        )
-        return [f"OpenEnv server {self.server.url}: up to {self.settings.max_turns} turns{shown}"]
+        line = f"OpenEnv server {self.server.url}: up to {self.settings.max_turns} turns"
+        if self._fields is not None:
+            line += f", action {json.dumps(self._fields.action)}, observation {self._fields.later_observation}"
+        return [line]
 
 
 class OpenEnvEpisode:

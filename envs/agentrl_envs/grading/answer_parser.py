@@ -120,7 +120,7 @@ _RELATION_SIGNS = {
 }  # fmt: skip
 FLIPPED = {"<": ">", ">": "<", "<=": ">=", ">=": "<=", "=": "=", "!=": "!="}
 _TOKEN_PATTERN = re.compile(r"\\[A-Za-z]+|\\.|<=|>=|:=|==|(?<![\d)}])!=|.", re.DOTALL)
-_CLOSING_OF = {"(": ")", "[": "]", "{": "}", r"\{": r"\}", r"\langle": r"\rangle", r"\lfloor": "", r"\lceil": ""}
+_OPENING_BRACKETS = frozenset({"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"})
 _CLOSING_BRACKETS = frozenset({")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"})
 _BRACKET_KINDS = {"()": "()", "[]": "[]", "(]": "(]", "[)": "[)", r"\{\}": "set", "{}": "set", r"\langle\rangle": "<>"}
 _REVERSED_BRACKETS = {"]": "(", "[": ")"}  # ]1,2[ is the open interval
@@ -185,15 +185,11 @@ def _parse_list(text: str, *, bracketed: bool = False) -> Answer:
 
 def _expand_two_signs(parts: Iterable[Answer]) -> tuple[Answer, ...]:
     r"""Return the parts, with each ``\pm`` replaced by its two values."""
-    return tuple(
-        value
-        for part in parts
-        for value in (
-            part.parts
-            if isinstance(part, Bracketed) and part.kind == "list" and _TWO_SIGNS.search(part.text)
-            else [part]
-        )
-    )
+    values: list[Answer] = []
+    for part in parts:
+        two_signs = isinstance(part, Bracketed) and part.kind == "list" and _TWO_SIGNS.search(part.text)
+        values += part.parts if isinstance(part, Bracketed) and two_signs else [part]
+    return tuple(values)
 
 
 def _words_or_unparsed(text: str) -> Answer:
@@ -212,7 +208,7 @@ def _split_outside_brackets(text: str, marks: Container[str]) -> tuple[list[str]
     start = depth = 0
     for token in _TOKEN_PATTERN.finditer(text):
         symbol = token.group()
-        depth += (symbol in _CLOSING_OF) - (symbol in _CLOSING_BRACKETS)
+        depth += (symbol in _OPENING_BRACKETS) - (symbol in _CLOSING_BRACKETS)
         if depth == 0 and symbol in marks:
             pieces.append(text[start : token.start()])
             separators.append(symbol)
@@ -319,7 +315,7 @@ def _parse_part(text: str) -> Answer:
     if len(union) > 1:
         return _bracketed_or_unparsed(text, "union", [_parse_part(piece) for piece in union])
     signs = _TWO_SIGNS.findall(text)
-    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, or Unread if the signs are independent
+    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, unless the signs are independent
         return _parse_two_signs(text) or UnparsedText(text)
     return (
         _parse_brackets(text)
@@ -331,24 +327,21 @@ def _parse_part(text: str) -> Answer:
 
 
 def _bracketed_or_unparsed(text: str, kind: str, parts: Sequence[Answer]) -> Answer:
-    return (
-        UnparsedText(text)
-        if any(isinstance(part, UnparsedText) for part in parts)
-        else Bracketed(text, kind, tuple(parts))
-    )
+    if any(isinstance(part, UnparsedText) for part in parts):
+        return UnparsedText(text)
+    return Bracketed(text, kind, tuple(parts))
 
 
 def _parse_brackets(text: str) -> Answer | None:
     if text[:1] == "]" or text[-1:] == "[":
-        text = (
-            _REVERSED_BRACKETS.get(text[:1], text[:1]) + text[1:-1] + _REVERSED_BRACKETS.get(text[-1:], text[-1:])
-            if len(text) > 2
-            else text
-        )
-        if text[:1] not in "([" or text[-1:] not in ")]":
+        first, last = text[:1], text[-1:]
+        if len(text) > 2:
+            first, last = _REVERSED_BRACKETS.get(first, first), _REVERSED_BRACKETS.get(last, last)
+            text = first + text[1:-1] + last
+        if first not in "([" or last not in ")]":
             return None
     tokens = list(_TOKEN_PATTERN.finditer(text))
-    if len(tokens) < 2 or tokens[0].group() not in _CLOSING_OF or not _closes_at_the_end(tokens):
+    if len(tokens) < 2 or tokens[0].group() not in _OPENING_BRACKETS or not _closes_at_the_end(tokens):
         return None
     kind = _BRACKET_KINDS.get(tokens[0].group() + tokens[-1].group())
     inner = text[tokens[0].end() : tokens[-1].start()].strip().removesuffix(",")
@@ -369,7 +362,7 @@ def _parse_brackets(text: str) -> Answer | None:
 def _closes_at_the_end(tokens: Sequence[re.Match[str]]) -> bool:
     depth = 0
     for index, token in enumerate(tokens):
-        depth += (token.group() in _CLOSING_OF) - (token.group() in _CLOSING_BRACKETS)
+        depth += (token.group() in _OPENING_BRACKETS) - (token.group() in _CLOSING_BRACKETS)
         if depth == 0:
             return index == len(tokens) - 1
     return False
@@ -396,11 +389,9 @@ def _parse_time_of_day(text: str) -> TimeOfDay | None:
 
 def _parse_ratio(text: str) -> Answer | None:
     pieces, _ = _split_outside_brackets(text, (":", TO))
-    return (
-        _bracketed_or_unparsed(text, "ratio", [_parse_single(piece.strip()) for piece in pieces])
-        if len(pieces) > 1
-        else None
-    )
+    if len(pieces) < 2:
+        return None
+    return _bracketed_or_unparsed(text, "ratio", [_parse_single(piece.strip()) for piece in pieces])
 
 
 def _parse_single(text: str) -> Answer:
@@ -448,11 +439,9 @@ def _parse_quantity(text: str) -> Quantity | None:
     scaled = split_scaling_word(text)
     if scaled is not None:
         number = _parse_single(scaled[0].strip())
-        return (
-            replace(number, text=text, tree=FunctionCall("*", (number.tree, Number(scaled[1]))))
-            if isinstance(number, Quantity)
-            else None
-        )
+        if not isinstance(number, Quantity):
+            return None
+        return replace(number, text=text, tree=FunctionCall("*", (number.tree, Number(scaled[1]))))
     split = split_unit_words(text)
     return None if split is None else _quantity_with_unit(text, *split)
 

@@ -247,12 +247,13 @@ def _same_angle(reference: Quantity, answer: Quantity) -> bool:
     if len(degrees) != 1:
         return False
     other = answer if degrees[0] is reference else reference
-    radians = (
-        not functions_in(other.tree).isdisjoint(_RADIAN_FUNCTIONS)
-        if other.unit is None
-        else other.unit.dimension == (("rad", 1),)
+    if other.unit is None:
+        is_radians = not functions_in(other.tree).isdisjoint(_RADIAN_FUNCTIONS)
+    else:
+        is_radians = other.unit.dimension == (("rad", 1),)
+    return (
+        is_radians and expressions_equal(FunctionCall("*", (degrees[0].tree, _RADIANS_PER_DEGREE)), other.tree) is True
     )
-    return radians and expressions_equal(FunctionCall("*", (degrees[0].tree, _RADIANS_PER_DEGREE)), other.tree) is True
 
 
 def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
@@ -281,11 +282,9 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
             return reference.kind in ("()", "<>") and _same_parts(reference, vector, ordered=True)
         if reference.kind == "ratio":
             return _ratio_equals_number(reference, answer)
-        parts = (
-            _without_repeats(reference.parts, allowed=len(reference.parts))
-            if reference.kind == "set"
-            else reference.parts
-        )
+        parts: Sequence[Answer] = reference.parts
+        if reference.kind == "set":
+            parts = _without_repeats(parts, allowed=len(parts))
         return reference.kind in ("set", "[]") and len(parts) == 1 and answers_match(parts[0], answer)
     if ordered:
         return len(reference.parts) == len(answer.parts) and all(map(answers_match, reference.parts, answer.parts))

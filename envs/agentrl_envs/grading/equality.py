@@ -253,11 +253,9 @@ def needs_math_verify(text: str) -> bool:
 @lru_cache(maxsize=512)
 def parse_latex(text: str) -> Basic | None:
     """Return the SymPy object of a LaTeX text, or None if the text cannot be parsed."""
-    return (
-        None
-        if _DROPPED_BY_MATH_VERIFY.search(text)
-        else _parse_normalized(latex2sympy2.normalize_latex(text, config=_NORMALIZATION))
-    )
+    if _DROPPED_BY_MATH_VERIFY.search(text):
+        return None
+    return _parse_normalized(latex2sympy2.normalize_latex(text, config=_NORMALIZATION))
 
 
 def _parse_normalized(text: str) -> Basic | None:

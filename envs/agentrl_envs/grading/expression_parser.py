@@ -27,13 +27,11 @@ _PLAIN_NAMES = {  # names in plain notation, with their LaTeX commands
     "abs": r"\abs", "Abs": r"\abs", "asin": r"\arcsin", "acos": r"\arccos", "atan": r"\arctan",
     "ceiling": r"\ceil", "Fraction": r"\Rational",
 }  # fmt: skip
-_NAMES_LIKE_COMMANDS = (
-    "sqrt cbrt root Rational Integer Float exp sin cos tan sec csc cot sinh cosh tanh binomial factorial floor ceil"
+_NAMES_OF_COMMANDS = (
+    "sqrt cbrt root Rational Integer Float exp sin cos tan sec csc cot sinh cosh tanh binomial factorial floor ceil "
+    "arcsin arccos arctan gcd lcm max min"
 )
-_PLAIN_NAMES |= {
-    name: f"\\{name}"
-    for name in (*_NAMES_LIKE_COMMANDS.split(), "arcsin", "arccos", "arctan", "gcd", "lcm", "max", "min")
-}
+_PLAIN_NAMES |= {name: f"\\{name}" for name in _NAMES_OF_COMMANDS.split()}
 # Scientific notation, except 2e+1, 3e-4 and the like, which are multiples of Euler's number.
 _SCIENTIFIC = r"(?:\d*\.\d+[eE][-+]?\d+|1[eE][-+]?\d+|\d+[eE](?:\d+|[-+]\d{2,}))(?![\d.])"
 _TOKEN_PATTERN = re.compile(
@@ -97,9 +95,9 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 def parse_expression(text: str) -> Expression:
     """Parse the whole text as one expression. Raises ExpressionSyntaxError."""
     try:
-        reader = _Parser(_tokenize(text))
-        tree = reader.sum_or_fraction()
-        reader.expect_end()
+        parser = _Parser(_tokenize(text))
+        tree = parser.sum_or_fraction()
+        parser.expect_end()
     except RecursionError as error:
         raise ExpressionSyntaxError("too deep") from error
     return tree
@@ -193,12 +191,8 @@ class _Parser:
                 raise ExpressionSyntaxError("a number next to a factor")
             start = self._position
             before, factor = factors[-1], self._factor()
-            ahead = (
-                {token.text for token in self._tokens[start : self._position]}
-                if self._tokens[start].text == "{"
-                else ()
-            )
-            fraction = self._tokens[start].text == r"\frac" or r"\over" in ahead
+            texts = [token.text for token in self._tokens[start : self._position]]
+            fraction = texts[0] == r"\frac" or (texts[0] == "{" and r"\over" in texts)
             if (
                 fraction
                 and len(factors) == 1
@@ -491,13 +485,13 @@ _COMMAND_PARSERS: dict[str, Callable[[_Parser], Expression]] = {
     r"\imath": lambda _: FunctionCall("i", ()),
     r"\frac": _Parser._fraction,
     r"\sqrt": _Parser._root,
-    r"\binom": lambda reader: FunctionCall("binomial", (reader._argument(), reader._argument())),
-    r"\sum": lambda reader: reader._series("sum"),
-    r"\prod": lambda reader: reader._series("product"),
+    r"\binom": lambda parser: FunctionCall("binomial", (parser._argument(), parser._argument())),
+    r"\sum": lambda parser: parser._series("sum"),
+    r"\prod": lambda parser: parser._series("product"),
     r"\begin": _Parser._matrix,
-    r"\lfloor": lambda reader: FunctionCall("floor", (reader._group_until(r"\rfloor"),)),
-    r"\lceil": lambda reader: FunctionCall("ceil", (reader._group_until(r"\rceil"),)),
-    r"\lvert": lambda reader: FunctionCall("abs", (reader._group_until(r"\rvert"),)),
+    r"\lfloor": lambda parser: FunctionCall("floor", (parser._group_until(r"\rfloor"),)),
+    r"\lceil": lambda parser: FunctionCall("ceil", (parser._group_until(r"\rceil"),)),
+    r"\lvert": lambda parser: FunctionCall("abs", (parser._group_until(r"\rvert"),)),
 }
 
 
