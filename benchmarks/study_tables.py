@@ -14,7 +14,10 @@ from pathlib import Path
 
 STUDIES = Path(__file__).parent / "studies"
 BASELINES = ("grpo", "tir_otb")
-OTHER_VARIANTS = ("rates_2", "rates_8", "stability_2", "distill_2")  # studies without the variants of BASELINES
+# Studies without the variants of BASELINES
+OTHER_VARIANTS = (
+    "rates_2", "rates_8", "stability_2", "distill_2", "forks_4", "budgets_2", "distill_sft_2", "routes_2"
+)  # fmt: skip
 
 
 def main(names: list[str]) -> None:
