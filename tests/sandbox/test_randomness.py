@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 MAKE = """
 import random
 import numpy as np
-from agentrl_sandbox.runner.interpreter import find_random_generators
+from agentrl_sandbox.runner.interpreter import make_random_seeders
 
 class Dice(random.Random):
     pass
@@ -43,7 +43,7 @@ def after(seeds):
 
 
 if __name__ == "__main__":
-    seeds = find_random_generators()
+    seeds = make_random_seeders()
     states = [dice.getstate(), generator.bit_generator.state, old.get_state(legacy=False), rare.get_state(legacy=False)]
     rounds = []
     for _ in range(3):
