@@ -24,7 +24,7 @@ def settings() -> SandboxSettings:
 
 @pytest.mark.asyncio(loop_scope="module")
 @pytest.mark.parametrize("case", CASES, ids=[case.name for case in CASES])
-async def test_this_sandbox_holds(sandbox, case: Case) -> None:
+async def test_this_sandbox_passes(sandbox, case: Case) -> None:
     if case.name == NEEDS_EVERY_LIBRARY:
         pytest.importorskip("scipy", reason="scipy is not installed")
         pytest.importorskip("pandas", reason="pandas is not installed")
@@ -34,7 +34,7 @@ async def test_this_sandbox_holds(sandbox, case: Case) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
-async def test_what_takes_several_programs_holds(sandbox) -> None:
+async def test_cases_with_several_programs_pass(sandbox) -> None:
     findings = [finding async for finding in run_suite(sandbox, cases=())]
     assert [finding.why for finding in findings if not finding.passed] == []
     assert len(findings) == 3
@@ -74,7 +74,7 @@ HARMLESS = (
 )
 
 
-async def test_a_careless_sandbox_is_found_out(tmp_path, monkeypatch) -> None:
+async def test_the_suite_detects_a_sandbox_without_isolation(tmp_path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = [case for case in CASES if case.name in HARMLESS]
     assert len(chosen) == len(HARMLESS)

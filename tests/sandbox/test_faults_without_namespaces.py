@@ -41,7 +41,7 @@ def holding(mark: str) -> list[str]:
 
 
 @pytest.mark.parametrize("which", ["reaper", "server", "interpreter"])
-async def test_whatever_is_killed_leaves_no_process_and_no_file(everywhere, which):
+async def test_no_process_or_file_remains_after_a_kill(everywhere, which):
     mark = secrets.token_hex(8)
     program = "open('left', 'w')\n" + DAEMON.format(mark=mark) + "import time; time.sleep(30)"
     call = asyncio.ensure_future(everywhere.execute(program))

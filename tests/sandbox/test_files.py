@@ -114,7 +114,7 @@ async def test_a_program_larger_than_its_memory_is_a_memory_limit(in_session):
         "f = open('a', 'wb'); f.truncate(7 << 20); f.close(); os.rename('a', 'c'); os.symlink('/scratch/c', 'a')",
     ],
 )
-async def test_what_is_no_plain_file_does_not_come_back(run, plant):
+async def test_only_regular_files_are_returned(run, plant):
     done = await run(f"import os\n{plant}", fetch_files=["a"])
     assert (done.outcome, dict(done.files)) == (Outcome.OK, {})
 
@@ -125,7 +125,7 @@ async def test_a_directory_that_is_a_link_is_not_followed(run):
     assert dict(done.files) == {"real/f": b"x"}
 
 
-async def test_what_comes_back_is_bounded():
+async def test_returned_files_are_bounded():
     sandbox = await open_sandbox(SandboxSettings(fetch_limit=1000, workers=4))
     sizes = {"a": 600, "b": 600, "huge": 1 << 20, "c": 400, "d": 1}
     program = f"for name, size in {sizes}.items():\n    open(name, 'w').write(name[0] * size)"

@@ -52,7 +52,7 @@ class Filter:
 
 @pytest.mark.parametrize("machine", MACHINES)
 @pytest.mark.parametrize("separate_user", [True, False])
-def test_what_is_listed_is_refused_and_nothing_else(machine, separate_user):
+def test_only_listed_calls_are_denied(machine, separate_user):
     verdict = Filter(machine, separate_user=separate_user)
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     names = [name for group in groups.values() for name in group]
@@ -119,5 +119,5 @@ def test_calls_with_the_bit_of_x32_end_the_process():
         ("mmap", (0, 4096, 3, 0x40022), PERMISSION),
     ],
 )
-def test_arguments_decide(machine, name, arguments, expected):
+def test_calls_are_filtered_by_their_arguments(machine, name, arguments, expected):
     assert Filter(machine)(system_call_number(name, machine), *arguments) == expected

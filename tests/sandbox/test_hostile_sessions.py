@@ -28,7 +28,7 @@ SERIAL = (
 
 
 @pytest.mark.parametrize("data", ["b'x'", "b'x' * 60_000", "frame", "frame[:-1]", 'b\'{"op": "rested"}\''])
-async def test_forged_words_end_the_session_that_says_them(sandbox, data):
+async def test_forged_messages_end_the_session_that_sends_them(sandbox, data):
     session = await sandbox.open_session()
     program = FRAME.format(serial=1) + SPEAK.format(data=data) + "import time; time.sleep(60)"
     done = await sandbox.execute(program, session=session)
@@ -36,7 +36,7 @@ async def test_forged_words_end_the_session_that_says_them(sandbox, data):
     assert "an unexpected message" in await ended(sandbox, session)
 
 
-async def test_a_forged_done_stops_the_program_that_says_it(sandbox):
+async def test_a_forged_done_message_stops_its_program(sandbox):
     """The program sends the correct serial number, so it counts as done and is stopped."""
     session = await sandbox.open_session()
     forge = SERIAL + FRAME.format(serial="serial") + SPEAK.format(data="frame")
@@ -118,7 +118,7 @@ async def test_a_fork_that_is_refused_in_time_ends_the_origin_alone(sandbox, ses
     assert (await sandbox.execute("print(1)", session=session)).stdout == "1\n"
 
 
-async def test_a_fork_that_dies_at_birth_is_an_error(sandbox, session):
+async def test_a_fork_that_exits_immediately_is_an_error(sandbox, session):
     await sandbox.execute(
         "import os, shutil\nreal = os.scandir\nos.scandir = lambda *a: os.abort()\nos.listdir = None", session=session
     )

@@ -94,7 +94,7 @@ async def test_memory_that_the_kernel_holds_counts(everywhere, what, in_session)
         await everywhere.close_session(session)
 
 
-async def test_buffers_of_an_ordinary_size_are_no_offence(everywhere):
+async def test_buffers_of_an_ordinary_size_are_allowed(everywhere):
     program = (
         "import socket, select, os, time\nkept = [socket.socketpair() for _ in range(40)]\n"
         "pipes = [os.pipe() for _ in range(40)]\np = select.epoll()\n"
@@ -132,7 +132,7 @@ async def test_the_scratch_directory_holds_no_more_than_its_share(everywhere, wh
         await everywhere.close_session(session)
 
 
-async def test_a_share_that_is_used_whole_is_no_offence(everywhere, settings):
+async def test_a_program_may_use_its_whole_scratch_quota(everywhere, settings):
     program = (
         "import time\n"
         f"for n in range(8):\n    with open(str(n), 'wb') as f:\n        f.write(bytes({settings.scratch_mb} << 16))\n"

@@ -28,7 +28,7 @@ ALIVE = "import os, time\nopen('f', 'w').close()\ntime.sleep(1)\nprint('alive')"
 
 
 @pytest.mark.parametrize("name", MISSING)
-async def test_what_is_missing_is_named_and_refused(world, name):
+async def test_missing_properties_are_named_and_refused(world, name):
     with pytest.raises(UnisolatedError, match="Fix:") as refused:
         await world(name, SandboxSettings(workers=4))
     assert set(refused.value.missing) == MISSING[name]
@@ -59,7 +59,7 @@ async def test_two_runners_use_different_users(world):
         await sandbox.close()
 
 
-async def test_the_first_user_can_be_chosen(world):
+async def test_the_first_user_can_be_set(world):
     sandbox = await world("container", SandboxSettings(workers=2, first_user=70_000))
     done = await sandbox.execute("import os; print(os.getuid(), os.getgid(), os.getgroups())")
     assert done.stdout in ("70000 70000 []\n", "70001 70001 []\n")

@@ -30,7 +30,7 @@ def test_frames_survive_any_cutting(frames, cut):
     assert seen == frames
 
 
-def test_a_frame_that_cannot_be_is_refused():
+def test_an_invalid_frame_is_refused():
     with pytest.raises(FrameError):
         FrameBuffer().feed(b"\xff" * 8)
 
@@ -76,7 +76,7 @@ def test_a_capture_keeps_head_and_tail(pieces, half):
         ("importlib.import_module(name)", True),
     ],
 )
-def test_routes(program, science):
+def test_the_interpreter_is_chosen_by_imports(program, science):
     assert needs_science_interpreter(program) is science
 
 

@@ -22,7 +22,7 @@ from agentrl_sandbox.client import (
 )
 
 
-class Toy:
+class ToySandbox:
     """A sandbox that runs nothing."""
 
     def __init__(self, settings: SandboxSettings) -> None:
@@ -41,12 +41,12 @@ class Toy:
         self.closed = True
 
 
-opened: list[Toy] = []
+opened: list[ToySandbox] = []
 
 
-async def open_toy(settings: SandboxSettings) -> Toy:
+async def open_toy(settings: SandboxSettings) -> ToySandbox:
     """Open a sandbox, as the function of the entry point."""
-    return Toy(settings)
+    return ToySandbox(settings)
 
 
 @pytest.fixture

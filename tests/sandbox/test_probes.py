@@ -61,7 +61,7 @@ class LeakyRunner(Runner):
         return Execution(outcome=Outcome.TIMEOUT, **CUT_SHORT)
 
 
-class BusyPort(Runner):
+class BusyPorts(Runner):
     """Sends unrelated messages to the ports of the network probe."""
 
     async def execute(self, program: str, *, timeout: float) -> Execution:
@@ -72,7 +72,7 @@ class BusyPort(Runner):
         return await super().execute(program, timeout=timeout)
 
 
-class LonelyReader(Runner):
+class EndedNeighbour(Runner):
     """Reports that the first neighbour ended before its files were searched."""
 
     looks = 0
@@ -93,7 +93,7 @@ async def missing(runner: Any, settings: SandboxSettings) -> tuple[str, ...]:
     return (await probe_isolation(runner, mode="root", layers=NOTHING, settings=settings)).missing
 
 
-async def test_what_was_cut_short_is_tried_again_with_more_time(sandbox, settings):
+async def test_interrupted_probes_are_repeated_with_more_time(sandbox, settings):
     runner = SlowRunner(sandbox, times=1)
     assert await missing(runner, settings) == ()
     assert {round(seconds, 1) for seconds in runner.deadlines} - {180.0} == {60.0, 0.9}  # three times the first
@@ -108,21 +108,21 @@ async def test_a_sandbox_that_keeps_little_output_keeps_what_probes_say():
         await opened.close()
 
 
-async def test_a_runner_that_never_gets_to_an_end_is_no_missing_isolation(sandbox, settings):
+async def test_a_probe_that_never_finishes_is_not_missing_isolation(sandbox, settings):
     with pytest.raises(StartError, match="ended as timeout, then timeout, then timeout"):
         await missing(SlowRunner(sandbox, times=3), settings)
 
 
-async def test_what_got_through_is_seen_also_when_its_program_is_cut_short(sandbox, settings):
+async def test_a_successful_attack_counts_even_if_its_program_is_interrupted(sandbox, settings):
     assert await missing(LeakyRunner(sandbox), settings) == ("no_network",)
 
 
-async def test_a_stranger_that_calls_is_not_the_program(sandbox, settings):
-    assert await missing(BusyPort(sandbox), settings) == ()
+async def test_messages_of_other_processes_do_not_count(sandbox, settings):
+    assert await missing(BusyPorts(sandbox), settings) == ()
 
 
 async def test_files_of_a_neighbour_are_looked_for_until_there_is_one(sandbox, settings):
-    runner = LonelyReader(sandbox)
+    runner = EndedNeighbour(sandbox)
     assert await missing(runner, settings) == ()
     assert runner.looks >= 2
 

@@ -74,7 +74,7 @@ async def test_a_session_that_never_was_is_unknown(sandbox):
             await call
 
 
-async def test_closing_ends_what_runs_and_what_waits(sandbox):
+async def test_closing_ends_running_and_waiting_calls(sandbox):
     session = await sandbox.open_session()
     running = await start(sandbox, session)
     waiting = asyncio.ensure_future(sandbox.execute("1", session=session))

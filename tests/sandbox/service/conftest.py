@@ -27,7 +27,7 @@ TOKEN = "the-token"
 HELD = Isolation(layers=dict.fromkeys(PROPERTIES, "a layer"), mode="root")
 
 
-class SteeredSandbox(CallSandbox):
+class ControlledSandbox(CallSandbox):
     """Programs are commands: ``wait`` until released, ``impossible``, ``bug``, ``broken``, or text to echo."""
 
     def __init__(self) -> None:
@@ -96,7 +96,7 @@ class RunningRunner:
     """A real runner service with a controlled sandbox."""
 
     def __init__(self, directory: Path, name: str, workers: int) -> None:
-        self.sandbox = SteeredSandbox()
+        self.sandbox = ControlledSandbox()
         self.hello = links.hello_header(SandboxSettings(workers=workers), HELD)
         self.service = RunnerService(self.sandbox, self.hello)
         self._directory, self._name = directory, name

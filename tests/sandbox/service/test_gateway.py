@@ -102,7 +102,7 @@ async def test_one_id_for_two_programs_mixes_nothing_up(gateway):
     assert answers == ["a", "b"]
 
 
-async def test_whatever_a_runner_trips_over_is_answered_at_once(gateway, runner):
+async def test_an_error_of_a_runner_is_answered_immediately(gateway, runner):
     answer = (await gateway.run("bug")).json()
     assert answer["outcome"] == "infrastructure_failure"
     assert "RuntimeError: nobody thought of this" in answer["stderr"]
@@ -116,7 +116,7 @@ async def test_an_infrastructure_failure_is_not_remembered(gateway, runner):
     assert runner.sandbox.started == ["broken"] * 2
 
 
-async def test_beyond_the_queue_429_says_when_to_come_back(sockets, runner, running_gateway, until):
+async def test_a_full_queue_is_429_with_retry_after(sockets, runner, running_gateway, until):
     async with running_gateway(sockets, queue_limit=1) as gateway:
         calls = [asyncio.ensure_future(gateway.run("wait")) for _ in range(3)]  # two run, one waits
         await until(lambda: len(gateway.pool.queue) == 1)
@@ -150,7 +150,7 @@ async def test_a_client_that_leaves_while_waiting_never_starts_its_program(gatew
     assert runner.sandbox.started == ["wait", "wait", "next"]
 
 
-async def test_of_two_who_share_a_run_one_may_leave(gateway, runner, until):
+async def test_one_of_two_calls_that_share_a_run_may_be_cancelled(gateway, runner, until):
     staying, leaving = (asyncio.ensure_future(gateway.run("wait", request_id="x")) for _ in range(2))
     await until(lambda: gateway.gateway.calls == 2)
     leaving.cancel()
@@ -189,9 +189,7 @@ async def test_a_runner_that_dies_fails_what_ran_there_and_the_queue_goes_on(
     assert sorted(second.sandbox.started) == ["q0", "q1", "q2"]
 
 
-async def test_a_runner_that_leaves_finishes_what_it_has_and_gets_nothing_more(
-    sockets, start_runner, running_gateway, until
-):
+async def test_a_stopping_runner_finishes_its_programs_and_gets_no_more(sockets, start_runner, running_gateway, until):
     old, new = await start_runner("old"), await start_runner("new")
     async with running_gateway(sockets) as gateway:
         await until(lambda: gateway.pool.registry.runner_count == 2)
@@ -207,7 +205,7 @@ async def test_a_runner_that_leaves_finishes_what_it_has_and_gets_nothing_more(
     assert "later" in new.sandbox.started
 
 
-async def test_a_request_on_its_way_to_a_runner_that_leaves_is_answered(sockets, start_runner):
+async def test_a_request_in_transit_to_a_stopping_runner_is_answered(sockets, start_runner):
     runner = await start_runner("old")
     link = await RunnerLink.connect(str(sockets / "old.sock"), "old", lambda link: None)
     header, blobs = Call(program="on its way").frame()
@@ -221,7 +219,7 @@ async def test_a_request_on_its_way_to_a_runner_that_leaves_is_answered(sockets,
         await link.request({"op": "execute", **header}, blobs, timeout=5.0)
 
 
-async def test_draining_finishes_what_runs_and_refuses_the_rest(gateway, runner, until):
+async def test_draining_finishes_running_calls_and_refuses_others(gateway, runner, until):
     call = asyncio.ensure_future(gateway.run("wait"))
     await until(lambda: runner.sandbox.started)
     gateway.server.handle_exit(15, None)
@@ -250,13 +248,13 @@ async def test_ready_tells_isolation_and_limits_of_all_runners(sockets, start_ru
     assert state["limits"]["memory_mb"] == 100.0
 
 
-async def test_without_runners_it_lives_and_is_not_ready(sockets, running_gateway):
+async def test_a_gateway_without_runners_is_healthy_but_not_ready(sockets, running_gateway):
     async with running_gateway(sockets, runners=0) as gateway:
         assert (await gateway.client.get("/health")).status_code == 200
         assert (await gateway.client.get("/ready")).status_code == 503
 
 
-async def test_closing_a_pool_lets_nobody_wait(sockets):
+async def test_closing_a_pool_fails_waiting_calls(sockets):
     pool = RunnerPool(sockets, queue_limit=4, queue_seconds=60.0)
     pool.open()
     waiting = asyncio.ensure_future(pool.execute("p"))
@@ -286,7 +284,7 @@ async def test_the_interface_describes_itself(gateway):
     assert (await gateway.client.get("/docs")).status_code == 200
 
 
-async def test_what_finished_is_forgotten_by_size():
+async def test_cached_results_are_limited_by_size():
     once, runs = SharedRuns(cache_bytes=5000), []
 
     async def run(key):

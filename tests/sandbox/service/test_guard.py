@@ -20,7 +20,7 @@ async def post(gateway, **headers):
     return await gateway.client.post("/v1/execute", content=BODY, headers={**JSON, **wanted})
 
 
-async def test_the_right_token_is_let_in(gateway):
+async def test_the_right_token_is_accepted(gateway):
     assert (await post(gateway)).status_code == 200
 
 
@@ -58,7 +58,7 @@ async def test_a_foreign_host_is_refused(gateway, runner, host):
 
 
 @pytest.mark.parametrize("host", ["localhost", "LOCALHOST:99", "127.0.0.1:1"])
-async def test_our_own_names_are_served(gateway, host):
+async def test_requests_to_allowed_hosts_are_served(gateway, host):
     assert (await post(gateway, Host=host)).status_code == 200
 
 
@@ -189,7 +189,7 @@ async def test_a_client_that_leaves_in_the_middle_of_its_body_leaves_nothing(gat
     assert runner.sandbox.started == ["p"]
 
 
-def test_a_made_token_is_kept_for_its_owner_alone(tmp_path):
+def test_only_the_owner_can_read_a_generated_token(tmp_path):
     file = tmp_path / "token"
     token = read_or_create_token(file)
     assert len(token) >= 32
@@ -201,7 +201,7 @@ def test_without_a_file_every_start_has_another_token():
     assert read_or_create_token(None) != read_or_create_token(None)
 
 
-def test_it_binds_to_this_machine_unless_told():
+def test_the_default_address_is_local():
     assert GatewaySettings().host == "127.0.0.1"
 
 

@@ -87,7 +87,7 @@ BREACHES: dict[str, Callable[[dict[str, Any]], bytes]] = {
 
 
 @pytest.mark.parametrize("breach", BREACHES)
-async def test_who_breaks_the_protocol_is_dropped_and_others_serve(
+async def test_a_runner_that_violates_the_protocol_is_disconnected_and_others_serve(
     sockets, start_runner, running_gateway, until, breach
 ):
     async def reply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -114,7 +114,7 @@ async def test_who_breaks_the_protocol_is_dropped_and_others_serve(
         b"SSH-2.0-OpenSSH\r\n" * 10,
     ],
 )
-async def test_who_does_not_say_hello_gets_nothing(sockets, start_runner, running_gateway, hello):
+async def test_a_runner_without_hello_gets_no_programs(sockets, start_runner, running_gateway, hello):
     asked: list[object] = []
 
     async def reply(request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
@@ -139,7 +139,7 @@ async def test_a_runner_that_takes_a_program_and_goes_away_fails_it_once(sockets
     assert len(asked) == 1
 
 
-async def test_what_is_no_socket_is_left_alone(sockets, start_runner, running_gateway):
+async def test_other_files_in_the_directory_are_ignored(sockets, start_runner, running_gateway):
     (sockets / "file.sock").write_text("x")
     (sockets / "link.sock").symlink_to("/run/other.sock")
     (sockets / "folder.sock").mkdir()

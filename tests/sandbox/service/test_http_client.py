@@ -80,7 +80,7 @@ async def test_a_limit_that_is_not_the_services_is_refused(gateway):
         await open_sandbox(settings(gateway, memory_mb=100))
 
 
-async def test_where_nothing_listens_it_says_so():
+async def test_an_address_without_a_service_is_named():
     with pytest.raises(StartError, match="no sandbox is ready"):
         await open_sandbox(SandboxSettings(url="http://127.0.0.1:9", retry_deadline=0.2))
 
@@ -226,7 +226,7 @@ async def answering(*answers: bytes) -> AsyncIterator[tuple[str, list[bytes]]]:
 
 
 @pytest.mark.parametrize("unreadable", [b'{"outcome": "won"}', b"no JSON", b'"\xff"'])
-async def test_an_answer_that_cannot_be_read_is_asked_for_again(unreadable):
+async def test_a_request_is_repeated_after_an_unreadable_answer(unreadable):
     ready, good = json.dumps(READY).encode(), json.dumps(GOOD).encode()
     async with answering(ready, good, unreadable, good) as (url, asked):
         sandbox = await open_sandbox(SandboxSettings(url=url, allow_unisolated=True))

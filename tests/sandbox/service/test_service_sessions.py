@@ -47,11 +47,11 @@ async def test_a_closed_session_is_gone_and_may_be_closed_again(gateway, runner)
     assert (answer.status_code, answer.json()["error"]) == (404, "UnknownSessionError")
 
 
-async def test_one_that_never_was_cannot_be_closed(gateway):
+async def test_a_session_that_was_never_opened_cannot_be_closed(gateway):
     assert (await gateway.client.delete("/v1/sessions/never")).status_code == 404
 
 
-async def test_it_stays_at_its_runner_though_others_are_freer(sockets, start_runner, running_gateway, until):
+async def test_a_session_stays_at_its_runner(sockets, start_runner, running_gateway, until):
     runners = [await start_runner(name, workers=4) for name in ("a", "b")]
     async with running_gateway(sockets) as gateway:
         await until(lambda: gateway.pool.registry.runner_count == 2)

@@ -30,7 +30,7 @@ from .conftest import RunningGateway, RunningRunner, running_gateway
 pytestmark = pytest.mark.slow
 
 
-class Place:
+class ReplaceableGateway:
     """A gateway with a runner. The address remains the same when the gateway is replaced."""
 
     def __init__(self, folder: Path, workers: int) -> None:
@@ -89,14 +89,14 @@ class Place:
 
 
 @pytest.fixture(autouse=True)
-def _frequent_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+def _frequent_health_checks(monkeypatch: pytest.MonkeyPatch) -> None:
     for pause in ("_CHECK_EVERY", "_RECHECK_EVERY"):
         monkeypatch.setattr(f"agentrl_sandbox.several.{pause}", 0.2)
 
 
 @pytest_asyncio.fixture
-async def places(tmp_path: Path) -> AsyncIterator[list[Place]]:
-    made = [Place(tmp_path / name, workers) for name, workers in (("a", 2), ("b", 6))]
+async def places(tmp_path: Path) -> AsyncIterator[list[ReplaceableGateway]]:
+    made = [ReplaceableGateway(tmp_path / name, workers) for name, workers in (("a", 2), ("b", 6))]
     try:
         for place in made:
             await place.open()
@@ -107,7 +107,7 @@ async def places(tmp_path: Path) -> AsyncIterator[list[Place]]:
             await place.close()
 
 
-def settings(places: list[Place], **fields: object) -> SandboxSettings:
+def settings(places: list[ReplaceableGateway], **fields: object) -> SandboxSettings:
     own = {
         "url": [place.url for place in places],
         "token": "the-token",
@@ -118,7 +118,7 @@ def settings(places: list[Place], **fields: object) -> SandboxSettings:
 
 
 @asynccontextmanager
-async def opened(places: list[Place], **fields: object) -> AsyncIterator[Sandbox]:
+async def opened(places: list[ReplaceableGateway], **fields: object) -> AsyncIterator[Sandbox]:
     sandbox = await open_sandbox(settings(places, **fields))
     try:
         yield sandbox
@@ -126,7 +126,7 @@ async def opened(places: list[Place], **fields: object) -> AsyncIterator[Sandbox
         await sandbox.close()
 
 
-def ran(place: Place) -> list[str]:
+def ran(place: ReplaceableGateway) -> list[str]:
     return [program for program in place.runner.sandbox.started if program != "pass"]
 
 
@@ -143,7 +143,7 @@ async def test_programs_are_shared_by_what_each_service_runs_at_once(places, unt
         assert sorted([(await call).stdout for call in calls]) == [f"wait{i}" for i in range(8)]
 
 
-async def test_what_runs_at_a_service_that_dies_runs_at_another(places, until):
+async def test_programs_of_a_lost_service_run_at_another(places, until):
     """Every program gets its result, and none fails."""
     first, second = places
     second.runner.sandbox.release.set()
@@ -158,7 +158,7 @@ async def test_what_runs_at_a_service_that_dies_runs_at_another(places, until):
         assert (await sandbox.execute("later")).stdout == "later"
 
 
-async def test_a_service_that_came_back_is_proved_and_used_again(places, until, caplog):
+async def test_a_recovered_service_is_checked_and_used_again(places, until, caplog):
     first, second = places
     async with opened(places) as sandbox:
         await first.kill()
@@ -249,7 +249,7 @@ async def test_calls_wait_for_the_first_service_that_comes_back(places):
         assert [(await call).stdout for call in calls] == [f"p{i}" for i in range(4)]
 
 
-async def test_a_program_that_services_die_of_is_given_up(places, until):
+async def test_a_program_is_given_up_after_three_lost_services(places, until):
     """It ran three times at services that were lost, and does not run a fourth time."""
     async with opened(places) as sandbox:
         call = asyncio.ensure_future(sandbox.execute("wait"))
@@ -275,14 +275,14 @@ async def test_a_service_that_is_absent_at_the_start_may_join_later(places, unti
         await until(lambda: first.runner.sandbox.started == ["pass"])
 
 
-async def test_without_any_service_it_does_not_open(places):
+async def test_opening_fails_without_any_service(places):
     for place in places:
         await place.kill()
     with pytest.raises(StartError, match=r"no sandbox is ready at .*: http://\S+ \(.*\); http://\S+ \(.*\)"):
         await open_sandbox(settings(places, retry_deadline=0.3))
 
 
-async def test_one_that_does_not_isolate_is_refused(places, until):
+async def test_a_service_without_isolation_is_refused(places, until):
     first, _ = places
     assert first.gateway is not None
     registry = first.gateway.pool.registry
@@ -296,7 +296,7 @@ async def test_one_that_does_not_isolate_is_refused(places, until):
         assert sandbox.isolation.missing == ("no_network",)
 
 
-async def test_closing_ends_what_runs_and_what_waits(places, until):
+async def test_closing_ends_running_and_waiting_calls(places, until):
     sandbox = await open_sandbox(settings(places))
     calls = [asyncio.ensure_future(sandbox.execute(f"wait{i}")) for i in range(3)]
     await until(lambda: sum(len(ran(place)) for place in places) == 3)
@@ -317,6 +317,6 @@ def test_lists_of_anything_else_are_refused(url):
         SandboxSettings(url=url)
 
 
-async def test_what_only_a_run_on_ray_starts_says_so():
+async def test_ray_urls_are_refused_outside_of_runs_on_ray():
     with pytest.raises(StartError, match="agentrl train cluster=ray"):
         await open_sandbox(SandboxSettings(url="ray://"))
