@@ -233,42 +233,38 @@ async def probe_isolation(
             raise StartError(f"the sandbox cannot run programs: {ran.stderr}")
         return ran
 
+    def attack(program: str, succeeded: Callable[[Execution], bool], *blocked: Outcome) -> Probe:
+        return partial(_probe_attack, execute, program, succeeded, blocked)
+
     with _victim_process() as victim:
-        pid, held = victim.process.pid, (Outcome.OK,)
+        pid = victim.process.pid
         memory = MEMORY.format(size=2 * settings.memory_mb << 20)
         processes = PROCESSES.format(most=settings.max_processes + 8)
         output = OUTPUT.format(size=2 * settings.flood_limit + UNCOUNTED_BYTES)
-        tracing = TRACING.format(pid=pid, start=victim.start)
+        tracing = TRACING.format(pid=pid, start=victim.secret_start)
         probes: dict[str, Probe] = {
             "no_network": partial(_probe_network, execute),
             "scratch_only_writes": partial(_probe_writes, execute),
             "no_foreign_reads": partial(_probe_reads, execute, victim, settings.concurrency > 1),
-            "bounded_memory": partial(_probe_program, execute, memory, _ended_normally, (Outcome.MEMORY_LIMIT,)),
+            "bounded_memory": attack(memory, _ended_normally, Outcome.MEMORY_LIMIT),
             # Either further forks fail, or the program is killed.
-            "bounded_processes": partial(
-                _probe_program, execute, processes, _reported_success, (Outcome.OK, Outcome.KILLED)
-            ),
+            "bounded_processes": attack(processes, _reported_success, Outcome.OK, Outcome.KILLED),
             "bounded_time": partial(_probe_time, execute),
-            "bounded_output": partial(_probe_program, execute, output, _ended_normally, (Outcome.OUTPUT_LIMIT,)),
-            "no_tracing": partial(
-                _probe_program, execute, tracing, lambda ran: _reported_success(ran) or victim.rest in ran.stdout, held
+            "bounded_output": attack(output, _ended_normally, Outcome.OUTPUT_LIMIT),
+            "no_tracing": attack(
+                tracing, lambda ran: _reported_success(ran) or victim.secret_end in ran.stdout, Outcome.OK
             ),
         }
-        found = dict(
-            zip(
-                probes, await asyncio.gather(*(_repeat_until_conclusive(*item) for item in probes.items())), strict=True
-            )
-        )
-        signals = partial(
-            _probe_program,
-            execute,
+        results = await asyncio.gather(*(_repeat_until_conclusive(name, probe) for name, probe in probes.items()))
+        holds = dict(zip(probes, results, strict=True))
+        kill = attack(
             SIGNALS.format(pid=pid),
             lambda ran: _reported_success(ran) or victim.process.poll() is not None,
-            held,
+            Outcome.OK,
         )
-        found["no_foreign_signals"] = await _repeat_until_conclusive("no_foreign_signals", signals)
+        holds["no_foreign_signals"] = await _repeat_until_conclusive("no_foreign_signals", kill)
     names = layers_by_property(mode, layers)
-    return Isolation(layers={name: names[name] if found[name] else None for name in PROPERTIES}, mode=mode)
+    return Isolation(layers={name: names[name] if holds[name] else None for name in PROPERTIES}, mode=mode)
 
 
 async def _repeat_until_conclusive(name: str, probe_once: Probe) -> bool:
@@ -285,9 +281,9 @@ async def _repeat_until_conclusive(name: str, probe_once: Probe) -> bool:
     )
 
 
-def _property_holds(ran: Execution, *, attack_succeeded: bool, held: tuple[Outcome, ...] = (Outcome.OK,)) -> bool:
-    """Return True if the property holds. ``held``: outcomes of a failed attack."""
-    if not attack_succeeded and ran.outcome not in held:
+def _is_blocked(ran: Execution, *blocked: Outcome, attack_succeeded: bool) -> bool:
+    """Return True if an attack was blocked. ``blocked``: its possible outcomes then. Raises InconclusiveProbeError."""
+    if not attack_succeeded and ran.outcome not in blocked:
         raise InconclusiveProbeError(ran)
     return not attack_succeeded
 
@@ -295,23 +291,23 @@ def _property_holds(ran: Execution, *, attack_succeeded: bool, held: tuple[Outco
 class _Victim:
     """A process of this user with a secret in its environment, its memory and an unnamed open file."""
 
-    def __init__(self, process: subprocess.Popen[bytes], start: str, rest: str) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], secret_start: str, secret_end: str) -> None:
         self.process = process
-        self.start = start  # first half of the secret, which programs search for
-        self.rest = rest
+        self.secret_start = secret_start  # programs search for it
+        self.secret_end = secret_end  # the searching programs do not contain it
 
 
 @contextmanager
 def _victim_process() -> Iterator[_Victim]:
-    start, rest = secrets.token_hex(8), secrets.token_hex(8)
+    start, end = secrets.token_hex(8), secrets.token_hex(8)
     with tempfile.TemporaryFile() as file:
-        file.write((start + rest).encode())
+        file.write((start + end).encode())
         file.flush()
         process = subprocess.Popen(
-            [sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={"SECRET": start + rest}, stdin=file
+            [sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={"SECRET": start + end}, stdin=file
         )
         try:
-            yield _Victim(process, start, rest)
+            yield _Victim(process, start, end)
         finally:
             process.kill()
             process.wait()
@@ -327,7 +323,9 @@ async def _probe_network(execute: ExecuteProbe, factor: int) -> bool:
         tcp.listen()
         program = NETWORK.format(tcp=tcp.getsockname()[1], udp=udp.getsockname()[1], word=word)
         ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
-        return _property_holds(ran, attack_succeeded="sent" in ran.stdout or word.encode() in _received_data(tcp, udp))
+        return _is_blocked(
+            ran, Outcome.OK, attack_succeeded="sent" in ran.stdout or word.encode() in _received_data(tcp, udp)
+        )
 
 
 def _received_data(tcp: socket.socket, udp: socket.socket) -> bytes:
@@ -365,7 +363,7 @@ async def _probe_writes(execute: ExecuteProbe, factor: int) -> bool:
         leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
         for path in leaked:
             path.unlink(missing_ok=True)
-    return _property_holds(ran, attack_succeeded=bool(leaked) or changed)
+    return _is_blocked(ran, Outcome.OK, attack_succeeded=bool(leaked) or changed)
 
 
 def _is_unchanged(file: Path) -> bool:
@@ -380,19 +378,19 @@ async def _probe_reads(execute: ExecuteProbe, victim: _Victim, neighbours: bool,
     timeout = factor * _PROBE_TIMEOUT_SECONDS
     with _public_directory() as public:
         secret = Path(public, "secret")
-        secret.write_text(victim.start + victim.rest)
+        secret.write_text(victim.secret_start + victim.secret_end)
         seconds = factor * _NEIGHBOUR_SECONDS
-        neighbour = NEIGHBOUR.format(secret=victim.start + victim.rest, seconds=2 * seconds)
+        neighbour = NEIGHBOUR.format(secret=victim.secret_start + victim.secret_end, seconds=2 * seconds)
         places = [str(secret), f"/proc/{victim.process.pid}/environ", f"/proc/{victim.process.pid}/fd/0"]
-        reader = READS.format(places=places, start=victim.start, seconds=seconds)
+        reader = READS.format(places=places, start=victim.secret_start, seconds=seconds)
         neighbour_run, ran = await asyncio.gather(execute(neighbour, timeout=timeout), execute(reader, timeout=timeout))
-        held = _property_holds(ran, attack_succeeded=victim.rest in ran.stdout)
-        if held and neighbours and not _searched_while_present(neighbour_run, ran):
+        blocked = _is_blocked(ran, Outcome.OK, attack_succeeded=victim.secret_end in ran.stdout)
+        if blocked and neighbours and not _searched_while_present(neighbour_run, ran):
             raise InconclusiveProbeError(neighbour_run)
-        if held and os.access("/etc/shadow", os.R_OK):
+        if blocked and os.access("/etc/shadow", os.R_OK):
             ran = await execute(SHADOW, timeout=timeout)
-            held = _property_holds(ran, attack_succeeded=ran.exit_code == ATTACK_SUCCEEDED)
-        return held
+            blocked = _is_blocked(ran, Outcome.OK, attack_succeeded=ran.exit_code == ATTACK_SUCCEEDED)
+        return blocked
 
 
 def _searched_while_present(neighbour: Execution, reader: Execution) -> bool:
@@ -402,16 +400,16 @@ def _searched_while_present(neighbour: Execution, reader: Execution) -> bool:
     return any(begin <= look[0] and look[1] <= end for begin, end in spans for look in looks)
 
 
-async def _probe_program(
+async def _probe_attack(
     execute: ExecuteProbe,
     program: str,
-    attack_succeeded: Callable[[Execution], bool],
-    held: tuple[Outcome, ...],
+    succeeded: Callable[[Execution], bool],
+    blocked: tuple[Outcome, ...],
     factor: int,
 ) -> bool:
-    """Run an attack whose result shows whether it succeeded. ``held``: outcomes of a failed attack."""
+    """Run an attack whose result shows whether it succeeded. ``blocked``: outcomes of a blocked attack."""
     ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
-    return _property_holds(ran, attack_succeeded=attack_succeeded(ran), held=held)
+    return _is_blocked(ran, *blocked, attack_succeeded=succeeded(ran))
 
 
 def _reported_success(ran: Execution) -> bool:
@@ -427,4 +425,4 @@ async def _probe_time(execute: ExecuteProbe, factor: int) -> bool:
     ran = await execute(TIME, timeout=factor * _PROBE_SECONDS)
     if "spins" not in ran.stdout:
         raise InconclusiveProbeError(ran)
-    return _property_holds(ran, attack_succeeded=False, held=(Outcome.TIMEOUT,))
+    return _is_blocked(ran, Outcome.TIMEOUT, attack_succeeded=False)
