@@ -97,7 +97,7 @@ def _draw_boxes_then_less(rng: Random) -> Numbers:
     return {"a": a, "b": b, "c": rng.randint(2, min(99, a * b))}
 
 
-def _draw_paid(rng: Random) -> Numbers:
+def _draw_price_and_payment(rng: Random) -> Numbers:
     a, b = rng.randint(2, 20), rng.randint(2, 9)
     return {"a": a, "b": b, "c": a * b + rng.randint(1, 50)}
 
@@ -159,7 +159,7 @@ _ALL_FAMILIES = (
         "{n} shares {a} {t} among {b} friends. Each had {c}. How many {t} does each have now?",
     ),
     _plain_family(
-        "change", _draw_paid, lambda a, b, c: c - a * b, "{c}-{a}*{b}",
+        "change", _draw_price_and_payment, lambda a, b, c: c - a * b, "{c}-{a}*{b}",
         "{t} cost {a} dollars each. {n} buys {b} and pays {c} dollars. How many dollars come back?",
     ),
     _plain_family(

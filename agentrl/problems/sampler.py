@@ -285,5 +285,5 @@ class ProblemSampler:
         return cached[1]
 
 
-def _posterior_key(source: ProblemSource, part: int | str | None) -> str:
-    return f"{source.name}/{part}"
+def _posterior_key(source: ProblemSource, index_or_family: int | str) -> str:
+    return f"{source.name}/{index_or_family}"

@@ -148,7 +148,7 @@ class SimpleTIREnvironment(Environment):
     ) -> None:
         """Load the tools. Raises PluginError for an invalid tool and EpisodeUsageError if ``chat`` is missing."""
         self.settings = settings or SimpleTIRSettings()
-        self._tools = _tools(self.settings)
+        self._tools = _load_tools_of_protocol(self.settings)
         self._protocol = make_protocol(self.settings, chat=chat, tools=self._tools)
         self._sandbox_settings = sandbox_settings or SandboxSettings()
         self._grader = Grader(grader_settings or GraderSettings())
@@ -165,7 +165,7 @@ class SimpleTIREnvironment(Environment):
         return SimpleTIREpisode(
             problem,
             settings=self.settings,
-            sandbox=self._opened() if self._runs_programs else None,
+            sandbox=self._require_sandbox() if self._runs_programs else None,
             grader=self._grader,
             protocol=self._protocol,
             tools=self._tools,
@@ -196,14 +196,14 @@ class SimpleTIREnvironment(Environment):
         if self._tools.schemas:
             lines.append(f"tools: {', '.join(schema.name for schema in self._tools.schemas)}")
         if self._runs_programs:
-            lines.append(f"sandbox: {self._opened().isolation.describe()}")
+            lines.append(f"sandbox: {self._require_sandbox().isolation.describe()}")
         return [*lines, f"grading: {self._grader.describe()}"]
 
     @property
     def _runs_programs(self) -> bool:
         return self.settings.protocol != "hermes" or self._tools.needs_sandbox
 
-    def _opened(self) -> Sandbox:
+    def _require_sandbox(self) -> Sandbox:
         if self._sandbox is None:
             raise EpisodeUsageError("the environment is not open: await environment.open() first")
         return self._sandbox
@@ -232,7 +232,7 @@ class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
             return TemplateUse(
                 settings=settings,
                 setting="environment.protocol=hermes",
-                tools=[schema.as_openai_function() for schema in _tools(settings).schemas],
+                tools=[schema.as_openai_function() for schema in _load_tools_of_protocol(settings).schemas],
                 rerendered=settings.history == "template",
             )
         if settings.chat != "always":
@@ -245,7 +245,7 @@ class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
         )
 
 
-def _tools(settings: SimpleTIRSettings) -> ToolSet:
+def _load_tools_of_protocol(settings: SimpleTIRSettings) -> ToolSet:
     """Load the tools of protocol hermes. Raises `PluginError` for an invalid tool."""
     if settings.protocol != "hermes":
         return NO_TOOLS

@@ -79,7 +79,7 @@ class GymnasiumEpisode:
                 f"problem {self.problem.id}: step() returned the invalid reward {error}"
             ) from None
         self._actions.append(action)
-        ended = _ended(bool(terminated), bool(truncated), info)
+        ended = _end_of_episode(bool(terminated), bool(truncated), info)
         self._ended = ended is not None
         return Step(
             observation=_require_text(observation, "step"),
@@ -144,7 +144,7 @@ def _require_text(observation: object, method: str) -> str:
     return observation
 
 
-def _ended(terminated: bool, truncated: bool, info: dict[str, object]) -> Ended | None:
+def _end_of_episode(terminated: bool, truncated: bool, info: dict[str, object]) -> Ended | None:
     if not (terminated or truncated):
         return None
     if info.get("ended"):

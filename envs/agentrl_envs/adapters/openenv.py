@@ -398,7 +398,7 @@ class OpenEnvEpisode:
             logger.warning("problem %s: %s", self.problem.id, error)
             self._ended = True
             return Step(observation="", reward=0.0, ended=Ended.INFRASTRUCTURE_FAILURE)
-        step = self._step(reply)
+        step = self._step_of_response(reply)
         self._ended = step.ended is not None
         return step
 
@@ -420,7 +420,7 @@ class OpenEnvEpisode:
         if session is not None:
             await self._environment.server.close_session(session, forked=self._is_forked)
 
-    def _step(self, reply: StepResult | ErrorResponse) -> Step:
+    def _step_of_response(self, reply: StepResult | ErrorResponse) -> Step:
         last = Ended.TURN_LIMIT if len(self._actions) >= self._environment.settings.max_turns else None
         if isinstance(reply, ErrorResponse):
             calls = (ToolCall(outcome=MALFORMED, seconds=0.0),)

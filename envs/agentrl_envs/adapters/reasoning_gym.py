@@ -37,7 +37,7 @@ class ReasoningGymSource:
             raise PluginError(f"{PREFIX}{name}: unknown split {split!r}; valid: {', '.join(SPLITS)}")
         self._first = seed * _DATASET_SIZE + (_HELDOUT_SEED_OFFSET if split == "heldout" else 0)
         self._options = dict(options)
-        self._dataset = _dataset(name, json.dumps(self._options, sort_keys=True), self._first)
+        self._dataset = _load_dataset(name, json.dumps(self._options, sort_keys=True), self._first)
         self._kind = name
         self.name = f"{PREFIX}{name}" + (":heldout" if split == "heldout" else "")
         self.identity = f"{self.name}-{seed}-{json.dumps(self._options, sort_keys=True)}"
@@ -58,12 +58,12 @@ class ReasoningGymSource:
 def score(answer: str, problem: Problem) -> float:
     """Return the data set's score of an answer, from 0 to 1 (`grader.function`)."""
     info = problem.info
-    dataset = _dataset(str(info["dataset"]), json.dumps(info["options"], sort_keys=True), int(info["first"]))
+    dataset = _load_dataset(str(info["dataset"]), json.dumps(info["options"], sort_keys=True), int(info["first"]))
     return min(1.0, max(0.0, float(dataset.score_answer(answer, dataset[int(info["index"])]))))
 
 
 @functools.lru_cache(maxsize=64)
-def _dataset(name: str, options: str, seed: int) -> ProceduralDataset:
+def _load_dataset(name: str, options: str, seed: int) -> ProceduralDataset:
     try:
         from reasoning_gym import create_dataset
         from reasoning_gym.factory import DATASETS

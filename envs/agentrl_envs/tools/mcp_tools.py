@@ -125,7 +125,7 @@ class _Connection:
         try:
             async with AsyncExitStack() as stack:
                 async with asyncio.timeout(OPENING_SECONDS):
-                    client = await stack.enter_async_context(_client(self._target))
+                    client = await stack.enter_async_context(_make_client(self._target))
                 self._client.set_result(client)
                 await self._done.wait()
         except Exception as error:  # noqa: BLE001  (transports raise any exception, also in groups)
@@ -165,7 +165,7 @@ def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
 
 async def _list_tools(target: str) -> tuple[ToolSchema, ...]:
     tools = []
-    async with asyncio.timeout(OPENING_SECONDS), _client(target) as client:
+    async with asyncio.timeout(OPENING_SECONDS), _make_client(target) as client:
         cursor: str | None = None
         while True:
             page = await client.list_tools(cursor=cursor)
@@ -178,7 +178,7 @@ async def _list_tools(target: str) -> tuple[ToolSchema, ...]:
     )
 
 
-def _client(target: str) -> AbstractAsyncContextManager[Client]:
+def _make_client(target: str) -> AbstractAsyncContextManager[Client]:
     from mcp import Client, StdioServerParameters
     from mcp.client.stdio import stdio_client
 
