@@ -91,7 +91,7 @@ class ProblemSourceSettings(BaseModel):
         return self.is_generated or self.path.startswith(HARBOR) or self.path.lower().endswith(FILE_KINDS)
 
     @model_validator(mode="after")
-    def _check_combinations(self) -> ProblemSourceSettings:
+    def _consistent(self) -> ProblemSourceSettings:
         needed = [name for name in get_args(FieldName) if name in self.fields and self.fields[name] is None]
         if needed:
             raise ValueError(f"fields.{needed[0]} must name a column; only other fields can be set to null")
