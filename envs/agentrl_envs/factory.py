@@ -9,7 +9,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Generic
+from typing import Generic, cast
 
 from pydantic import BaseModel
 
@@ -44,9 +44,12 @@ class TemplateUse:
 class EnvironmentFactory(ABC, Generic[Section]):
     """Creates the environments of one name. The defaults describe a plain-text environment without tools."""
 
-    @abstractmethod
     def settings(self, section: BaseModel) -> Section:
-        """Validate the section ``environment`` of a run. Raises PluginError for an invalid setting."""
+        """Validate the section ``environment`` of a run. Raises PluginError for an invalid setting.
+
+        By default, returns the section, because the settings of a run already validate the built-in environments.
+        """
+        return cast(Section, section)
 
     @abstractmethod
     def __call__(

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import cast
-
-from pydantic import BaseModel
 
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
@@ -81,9 +78,6 @@ class ReasoningEnvironment(Environment):
 
 class ReasoningFactory(EnvironmentFactory[ReasoningSettings]):
     """Factory of the environment ``reasoning``."""
-
-    def settings(self, section: BaseModel) -> ReasoningSettings:
-        return cast(ReasoningSettings, section)
 
     def __call__(
         self,

@@ -10,9 +10,6 @@ import asyncio
 import copy
 import logging
 from dataclasses import replace
-from typing import cast
-
-from pydantic import BaseModel
 
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, EpisodeUsageError
@@ -211,9 +208,6 @@ class SimpleTIREnvironment(Environment):
 
 class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
     """Factory of the environment ``simpletir``."""
-
-    def settings(self, section: BaseModel) -> SimpleTIRSettings:
-        return cast(SimpleTIRSettings, section)
 
     def __call__(
         self,
