@@ -53,11 +53,11 @@ def compute_advantages(
         raise InvalidInputError(f"estimator {estimator!r} has no baseline for forked rollouts: use tir_otb")
     rollouts = leaves or RolloutRowMapping.from_inputs(inputs)
     if rollouts is None:
-        return _in_blocks(entry, record, inputs, communicator)
-    return rollouts.split_by_row(_in_blocks(entry, record, rollouts.merge_rows(inputs), communicator))
+        return _compute_by_blocks(entry, record, inputs, communicator)
+    return rollouts.split_by_row(_compute_by_blocks(entry, record, rollouts.merge_rows(inputs), communicator))
 
 
-def _in_blocks(
+def _compute_by_blocks(
     entry: EstimatorEntry, record: object, inputs: AdvantageInputs, calls: Communicator | None
 ) -> Advantages:
     normalize = getattr(record, "normalize", None)
@@ -79,7 +79,7 @@ def _in_blocks(
         block = EstimatorInputs.from_checked(select_rows(inputs, rows), rows, weighted=entry.weighted)
         estimate = entry.function(block, record) if whole is None else whole.select_rows(rows)
         block.check_loss_ratio()  # even if the estimator does not use the weights
-        advantages = _advantages(estimate, block, normalize)
+        advantages = _check_and_normalize(estimate, block, normalize)
         if normalize == "whiten":
             moments = moments.merge(Moments.of_advantages(advantages, block.mask, block.groups.weights))
         raw[rows] = advantages.to(raw.dtype)
@@ -91,7 +91,7 @@ def _in_blocks(
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
 
 
-def _advantages(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
+def _check_and_normalize(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
     """Check an estimate and normalize it by group. Returns [b, T] float64 before whitening, 0 off the mask."""
     mask = block.mask
     advantages = estimate.advantages.masked_fill(~mask, 0.0)

@@ -123,7 +123,7 @@ def rollout_correction(
     InvalidInputError for invalid tensors.
     """
     record = correction_options(**options)
-    parts = _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
+    parts = _correction_parts(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
     metrics = {
         **mismatch_metrics(train_log_probs, rollout_log_probs, parts.model),
         **perplexity_metrics(train_log_probs, rollout_log_probs, parts.model),
@@ -148,7 +148,7 @@ def correction_weight_sums(
 ) -> Tensor:
     """Return [sum of weights, number of weights] (float64) of this part of the step, to be summed for `normalizer`."""
     record = correction_options(**options)
-    return _correct(train_log_probs, rollout_log_probs, response_mask, loss_mask, record).sums(record)
+    return _correction_parts(train_log_probs, rollout_log_probs, response_mask, loss_mask, record).sums(record)
 
 
 def correction_options(**options: object) -> CorrectionOptions:
@@ -158,7 +158,7 @@ def correction_options(**options: object) -> CorrectionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Parts:
+class _CorrectionParts:
     """Intermediate results of the correction, each [B, T]. `log_rho` is 0 off the model tokens."""
 
     log_rho: Tensor
@@ -180,23 +180,23 @@ class _Parts:
         tokens, left = self.model.sum().clamp(min=1), self.left.sum().clamp(min=1)
         inside = self.log_rho[self.model] if bool(self.model.any()) else self.log_rho.new_zeros(1)
         return {
-            "rho_min": _exp(inside.min()),
-            "rho_max": _exp(inside.max()),
+            "rho_min": _exp_without_overflow(inside.min()),
+            "rho_max": _exp_without_overflow(inside.max()),
             "truncated_fraction": self.bounded.sum().double() / tokens,
             "masked_fraction": (self.before & ~self.left).sum().double() / self.before.sum().clamp(min=1),
             "weight_mean": torch.where(self.left, self.weights, 0.0).sum() / left,
         }
 
 
-def _correct(
+def _correction_parts(
     train: Tensor, rollout: Tensor, response_mask: Tensor, loss_mask: Tensor | None, record: CorrectionOptions
-) -> _Parts:
+) -> _CorrectionParts:
     model = validated_response_mask(train, rollout, response_mask)
     before = as_loss_mask(loss_mask, model)
     log_rho = torch.where(model, train.double(), 0.0) - torch.where(model, rollout.double(), 0.0)
     weights, bounded = _weights(log_rho, model, record)
-    left = before & _ratio_kept(log_rho, model, record) & _divergence_kept(log_rho, model, record)
-    return _Parts(log_rho=log_rho, model=model, before=before, left=left, weights=weights, bounded=bounded)
+    left = before & _mask_by_ratio(log_rho, model, record) & _mask_by_divergence(log_rho, model, record)
+    return _CorrectionParts(log_rho=log_rho, model=model, before=before, left=left, weights=weights, bounded=bounded)
 
 
 def _weights(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> tuple[Tensor, Tensor]:
@@ -213,7 +213,7 @@ def _weights(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> tuple
     return torch.where(model, weights, 0.0), model & outside
 
 
-def _ratio_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
+def _mask_by_ratio(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
     """Return the mask for masked importance sampling: True where the ratio is in [ratio_low, ratio_high]."""
     if record.ratio_mask is None:
         return torch.ones_like(model)
@@ -221,7 +221,7 @@ def _ratio_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Te
     return (ratio >= record.ratio_low) & (ratio <= record.ratio_high)
 
 
-def _divergence_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
+def _mask_by_divergence(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
     """Return a mask that is True where the divergence estimate is at most `divergence_high`."""
     if record.divergence_mask is None:
         return torch.ones_like(model)
@@ -230,7 +230,7 @@ def _divergence_kept(log_rho: Tensor, model: Tensor, record: CorrectionOptions) 
     else:
         divergence = torch.expm1(log_rho.clamp(max=_LOG_LARGEST)) - log_rho
     if record.divergence_level == "sequence_mean":
-        divergence = _mean(divergence, model)
+        divergence = _mean_by_row(divergence, model)
     elif record.divergence_level == "sequence_max":
         divergence = divergence.amax(-1, keepdim=True) if model.numel() else divergence
     return divergence <= record.divergence_high
@@ -241,15 +241,15 @@ def _ratio(log_rho: Tensor, model: Tensor, level: str) -> Tensor:
     if level == "sequence":
         log_rho = log_rho.sum(-1, keepdim=True).expand_as(model)
     elif level == "geometric":
-        log_rho = _mean(log_rho, model)
-    return _exp(log_rho)
+        log_rho = _mean_by_row(log_rho, model)
+    return _exp_without_overflow(log_rho)
 
 
-def _exp(log_rho: Tensor) -> Tensor:
+def _exp_without_overflow(log_rho: Tensor) -> Tensor:
     return log_rho.clamp(max=_LOG_LARGEST).exp()
 
 
-def _mean(values: Tensor, model: Tensor) -> Tensor:
+def _mean_by_row(values: Tensor, model: Tensor) -> Tensor:
     """Return each row's mean over its model tokens, at every position [B, T]. Values must be 0 off model tokens."""
     return (values.sum(-1, keepdim=True) / model.sum(-1, keepdim=True).clamp(min=1)).expand_as(model)
 

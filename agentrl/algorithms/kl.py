@@ -53,21 +53,21 @@ def kl_penalty(
             )
     if mask is not None:
         mask = as_mask("mask", mask)
-    difference = _masked(reference_log_probs.detach(), mask) - _masked(log_probs, mask)
-    penalty = _value(difference, estimator.removesuffix("+"), None if full is None else _masked(full, mask))
+    difference = _zero_off_mask(reference_log_probs.detach(), mask) - _zero_off_mask(log_probs, mask)
+    penalty = _estimate(difference, estimator.removesuffix("+"), None if full is None else _zero_off_mask(full, mask))
     if estimator.endswith("+"):
         square = difference.square() / 2
         penalty = square - square.detach() + penalty.detach()
     if ratio is not None:
-        penalty = penalty * _masked(ratio.detach(), mask)
+        penalty = penalty * _zero_off_mask(ratio.detach(), mask)
     return penalty if mask is None else torch.where(mask, penalty, 0.0)
 
 
-def _masked(tensor: Tensor, mask: Tensor | None) -> Tensor:
+def _zero_off_mask(tensor: Tensor, mask: Tensor | None) -> Tensor:
     return tensor if mask is None else torch.where(mask, tensor, 0.0)
 
 
-def _value(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
+def _estimate(difference: Tensor, estimator: str, full: Tensor | None) -> Tensor:
     if estimator == "full":
         if full is None:
             raise MissingInputError(

@@ -63,9 +63,9 @@ class HeadGradients:
         """
         hidden, weight, _ = self._inputs
         if self._bias is not None:
-            self._bias += _tempered(d_logits.sum(0), temperature)
+            self._bias += _divide_by_temperature(d_logits.sum(0), temperature)
         if self._hidden is not None:
-            self._hidden[rows] = _tempered(head_input_gradient(d_logits, weight), temperature)
+            self._hidden[rows] = _divide_by_temperature(head_input_gradient(d_logits, weight), temperature)
         if self._weight is None:
             return
         # float16 would underflow for the smallest gradients; bfloat16 has the range of float32.
@@ -73,7 +73,9 @@ class HeadGradients:
             d_logits = d_logits if temperature == 1.0 else d_logits.div_(temperature)
             matmul_into(d_logits.t().bfloat16(), hidden[rows], self._weight, accumulate=True)
         else:
-            add_head_weight_gradient(d_logits, _tempered(hidden[rows].to(d_logits.dtype), temperature), self._weight)
+            add_head_weight_gradient(
+                d_logits, _divide_by_temperature(hidden[rows].to(d_logits.dtype), temperature), self._weight
+            )
 
     def results(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
@@ -84,5 +86,5 @@ class HeadGradients:
         )
 
 
-def _tempered(values: Tensor, temperature: float) -> Tensor:
+def _divide_by_temperature(values: Tensor, temperature: float) -> Tensor:
     return values if temperature == 1.0 else values / temperature

@@ -151,15 +151,17 @@ class _SlicedStatistics(torch.autograd.Function):
         slope = torch.zeros_like(offset) if slope is None else slope
         coefficients = torch.stack([offset, slope, at_target], dim=-1) / ctx.heat
         with torch.autocast(hidden.device.type, enabled=False):
-            gradients = _Gradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
+            gradients = _TileGradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
             # Deleted below, so that the tile's memory is free when the gradients are converted.
             tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True, cap=ctx.cap)
-            _collect(ctx, tiles, targets, normalisers, gradients)
+            _add_tile_gradients(ctx, tiles, targets, normalisers, gradients)
             del tiles
             return (*gradients.results(), *nothing[3:])
 
 
-def _collect(ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, gradients: _Gradients) -> None:
+def _add_tile_gradients(
+    ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, gradients: _TileGradients
+) -> None:
     """Recompute every tile's logits, and add their gradient's contribution to the products."""
     for columns, rows in tiles:
         z = tiles.logits(rows, columns)
@@ -196,8 +198,8 @@ class _Tiles:
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:
         """Yield (slice of the vocabulary, block of rows), with all blocks of a slice in succession."""
-        rows = list(_ranges(self._hidden.shape[0], self._height))
-        return ((columns, block) for columns in _ranges(self._weight.shape[0], self._width) for block in rows)
+        rows = list(_slices_of(self._hidden.shape[0], self._height))
+        return ((columns, block) for columns in _slices_of(self._weight.shape[0], self._width) for block in rows)
 
     def bias(self, columns: slice) -> Tensor | None:
         """Return the bias that the epilogue must add to :meth:`logits`."""
@@ -222,7 +224,7 @@ class _Tiles:
         return self._gradient[: logits.numel()].view(logits.shape)
 
 
-class _Gradients:
+class _TileGradients:
     """Gradients of hidden, weight and bias, accumulated tile by tile; None where not wanted.
 
     `coefficients` are the constructor's, multiplied by a power of two if gradients of logits are rounded to
@@ -260,7 +262,7 @@ class _Gradients:
             total = self._weight[columns] if self._slice is None else self._slice[: columns.stop - columns.start]
             matmul_into(dz.t(), hidden[rows], total, accumulate=rows.start > 0)
             if rows.stop == hidden.shape[0]:  # the last block of rows of this slice
-                self._unscaled(total)
+                self._undo_scale(total)
                 if self._slice is not None:
                     self._weight[columns] = total
         if self._bias is not None:
@@ -270,12 +272,12 @@ class _Gradients:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:
-            self._hidden = self._unscaled(self._hidden).to(hidden.dtype)
+            self._hidden = self._undo_scale(self._hidden).to(hidden.dtype)
         if self._bias is not None and bias is not None:
-            self._bias = self._unscaled(self._bias).to(bias.dtype)
+            self._bias = self._undo_scale(self._bias).to(bias.dtype)
         return self._hidden, self._weight, self._bias
 
-    def _unscaled(self, total: Tensor) -> Tensor:
+    def _undo_scale(self, total: Tensor) -> Tensor:
         return total if self._scale is None else total.div_(self._scale)
 
 
@@ -290,6 +292,6 @@ def _float16_scale(coefficients: Tensor) -> Tensor:
     return torch.ldexp(torch.ones_like(bounds[0]), (15 - exponent).clamp(max=100))
 
 
-def _ranges(total: int, step: int) -> Iterator[slice]:
+def _slices_of(total: int, step: int) -> Iterator[slice]:
     for start in range(0, total, step):
         yield slice(start, min(start + step, total))

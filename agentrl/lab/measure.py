@@ -101,7 +101,7 @@ class Gradients:
             mask = self._sample.batch.response_mask[chosen]
             left: dict[int, Tensor] = {}
             for index, values in enumerate(advantages):
-                constant = _constant_by_row(values[group], mask)
+                constant = _row_constants(values[group], mask)
                 if constant is None:
                     left[index] = values[group] / len(chosen)
                 else:
@@ -194,7 +194,7 @@ class _RunningProducts:
         )
 
 
-def _constant_by_row(values: Tensor, mask: Tensor) -> Tensor | None:
+def _row_constants(values: Tensor, mask: Tensor) -> Tensor | None:
     """Return the value of each row [N] if ``values`` [N, T] are constant over its model tokens, else None."""
     high = torch.where(mask, values, -torch.inf).amax(-1)
     low = torch.where(mask, values, torch.inf).amin(-1)

@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from agentrl_envs.episode import Environment
 
 # At this temperature, sampling almost always returns the most likely token.
-_GREEDY = 1e-4
+_GREEDY_TEMPERATURE = 1e-4
 # Ratio of sampled to required trajectories, because some are excluded. More rounds are sampled if too few remain.
-_MORE_SAMPLES = 1.2
-_ROUNDS = 4
-_DATA = FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=False)
+_SAMPLING_MARGIN = 1.2
+_MAX_ROUNDS = 4
+_USABLE = FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=False)
 # Ratio of sampled to required problems, because some are always or never solved.
-_MORE_PROBLEMS = 8
+_PROBLEM_MARGIN = 8
 
 
 def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None) -> tuple[LabSettings, list[Problem]]:
@@ -60,7 +60,7 @@ def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None)
             "there are no problems to measure, because data.train is empty: use --problems FILE or "
             "data.train.0.path=FILE"
         )
-    most = lab.problems * _MORE_PROBLEMS
+    most = lab.problems * _PROBLEM_MARGIN
     answered = compares_with_references(settings)
     loaded = [load_source(entry, seed=settings.seed, answered=answered).source for entry in settings.data.train]
     turns = itertools.zip_longest(*(_problems_in_order(source, most, settings.seed) for source in loaded))
@@ -135,14 +135,16 @@ class GroupSampler:
 
     def sample_groups(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
         """Sample numbered problems with `sample_until_usable`. Returns their rollouts, ordered by number."""
-        return self._runner.run(self._play(problems))
+        return self._runner.run(self._sample(problems))
 
-    async def _play(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
+    async def _sample(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
         requests = [Group(index=number, problem=problem) for number, problem in problems]
         groups = await sample_until_usable(self._driver, requests, samples=self._samples)
         greedy: dict[int, float | None] = dict.fromkeys(groups, None if self._greedy else 0.0)
         if self._greedy:
-            async for group in self._driver.run(requests, step=_ROUNDS, group_size=1, temperature=_GREEDY):
+            async for group in self._driver.run(
+                requests, step=_MAX_ROUNDS, group_size=1, temperature=_GREEDY_TEMPERATURE
+            ):
                 for item in group.trajectories:
                     if not item.is_excluded:
                         greedy[group.index] = item.reward
@@ -167,12 +169,12 @@ async def sample_until_usable(driver: Driver, requests: Sequence[Group], *, samp
     bias the selection towards problems on which the policy is certain.
     """
     groups = {item.index: item for item in requests}
-    for step in range(_ROUNDS):
+    for step in range(_MAX_ROUNDS):
         short = [item for item in requests if len(groups[item.index].trajectories) < samples]
         if not short:
             break
-        async for group in driver.run(short, step=step, group_size=round(samples * _MORE_SAMPLES)):
-            for usable in filter_groups([group], _DATA)[0]:
+        async for group in driver.run(short, step=step, group_size=round(samples * _SAMPLING_MARGIN)):
+            for usable in filter_groups([group], _USABLE)[0]:
                 before = groups[group.index].trajectories
                 groups[group.index] = replace(usable, trajectories=(*before, *usable.trajectories))
     return groups

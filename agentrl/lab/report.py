@@ -95,7 +95,7 @@ def report_results(
 
     Raises WorldError if fewer than two problems were measured.
     """
-    lines = _counted(results.lines(), lab, console)
+    lines = _lines_to_report(results.lines(), lab, console)
     problems = measured_problems(lines)
     labels = list(next(iter(problems[0].moments.values())))
     baseline = lab.baseline or (_BASELINE if _BASELINE in labels else None)
@@ -103,7 +103,7 @@ def report_results(
         [item.moments for item in problems], resamples=_RESAMPLES, seed=seed, baseline=baseline
     )
     messages = describe_findings(summary)
-    _show(console, summary, messages, baseline)
+    _print_table(console, summary, messages, baseline)
     record = {
         "settings": results.settings(),
         "baseline": baseline,
@@ -122,7 +122,7 @@ def report_results(
     return summary
 
 
-def _counted(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -> list[ProblemLine]:
+def _lines_to_report(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -> list[ProblemLine]:
     """Return the lines up to the last requested problem. Prints counts of measured and omitted problems."""
     kept: list[ProblemLine] = []
     for line in lines:
@@ -141,7 +141,9 @@ def _counted(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -
     return kept
 
 
-def _show(console: Console, lines: Sequence[EstimatorResult], messages: Sequence[str], baseline: str | None) -> None:
+def _print_table(
+    console: Console, lines: Sequence[EstimatorResult], messages: Sequence[str], baseline: str | None
+) -> None:
     columns: dict[str, Callable[[EstimatorResult], str]] = {
         "N": lambda line: str(line.group_size),
         "estimator": lambda line: line.estimator,

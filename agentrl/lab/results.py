@@ -88,9 +88,8 @@ class MeasurementFiles:
             for name, value in asked.items():
                 if name not in _PATHS and before.get(name) != value:
                     raise SettingsError(
-                        f"--output {self.folder} contains a measurement with {name}={_short(before.get(name))}, but "
-                        f"{name} is now {_short(value)}: use another --output, or the same settings to "
-                        "continue"
+                        f"--output {self.folder} contains a measurement with {name}={_shortened(before.get(name))}, "
+                        f"but {name} is now {_shortened(value)}: use another --output, or the same settings to continue"
                     )
         else:
             with os_errors_as_world_errors(self.folder, "create"):
@@ -144,6 +143,6 @@ def _read_object(path: Path) -> dict[str, object]:
     return content
 
 
-def _short(value: object) -> str:
+def _shortened(value: object) -> str:
     text = json.dumps(value, ensure_ascii=False)
     return text if len(text) <= 120 else text[:120] + " ..."

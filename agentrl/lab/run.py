@@ -52,7 +52,7 @@ def variance_command(
     Moments, results and a plot are written to ``output``. An existing measurement is continued.
     """
     console = Console(settings.telemetry)
-    bench = _Bench(settings, lab, model, behaviour, head_backend)
+    bench = _Measurement(settings, lab, model, behaviour, head_backend)
     results = MeasurementFiles(output)
     lines = results.open(bench.conditions)
     done = {line["number"] for line in lines}
@@ -76,7 +76,7 @@ def variance_command(
     return report_results(results, lab, console, seed=settings.seed)
 
 
-class _Bench:
+class _Measurement:
     """The measured policy, and the policy that samples: the same policy or an older one."""
 
     def __init__(

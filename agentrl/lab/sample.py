@@ -74,7 +74,7 @@ def score_group(
     then multiplied by the importance weights.
     """
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(group.trajectories))
-    alike = _alike(batch, weighted=correction is not None)
+    alike = _first_equal_rows(batch, weighted=correction is not None)
     distinct, inverse = alike.unique(return_inverse=True)
     unique = Batch.from_micro_batch(
         MicroBatch.from_trajectories([group.trajectories[row] for row in distinct.tolist()])
@@ -108,7 +108,7 @@ def score_group(
     )
 
 
-def _alike(batch: Batch, *, weighted: bool) -> Tensor:
+def _first_equal_rows(batch: Batch, *, weighted: bool) -> Tensor:
     """Return, for each row, the index [S] of the first row with the same tokens and origins.
 
     If ``weighted``, the sampling probabilities must be equal too.

@@ -58,7 +58,7 @@ def parse_estimator_choices(texts: Sequence[str]) -> tuple[EstimatorChoice, ...]
     twice = sorted({text for text in chosen if chosen.count(text) > 1})
     if twice:
         raise SettingsError(f"--estimators lists {', '.join(twice)} twice: list each estimator once")
-    return tuple(_read(text) for text in chosen)
+    return tuple(_parse_choice(text) for text in chosen)
 
 
 def measurable_estimators() -> list[str]:
@@ -67,14 +67,14 @@ def measurable_estimators() -> list[str]:
     return [CROSS, *(name for name in names if name != _NO_GRADIENT)]
 
 
-def _read(text: str) -> EstimatorChoice:
+def _parse_choice(text: str) -> EstimatorChoice:
     name, *parts = text.split(":")
     options = {}
     for part in parts:
         option, equals, value = part.partition("=")
         if not equals:
             raise SettingsError(f"--estimators: options of {text} must be written option=value, such as tail=carry")
-        options[option] = _value(value)
+        options[option] = _parse_option_value(value)
     cross = name == CROSS
     if cross:
         name = "otb_isolated"
@@ -92,7 +92,7 @@ def _read(text: str) -> EstimatorChoice:
     return EstimatorChoice(label=text, name=name, options=options, cross=cross)
 
 
-def _value(text: str) -> Any:
+def _parse_option_value(text: str) -> Any:
     known = {"true": True, "false": False, "none": None}
     if text.lower() in known:
         return known[text.lower()]

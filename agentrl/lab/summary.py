@@ -14,7 +14,7 @@ from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.lab.settings import CROSS
 
 Floats = NDArray[np.float64]
-_LEAST_FITTED = 8  # minimum number of problems for the fit in `_columns`
+_MIN_FITTED_PROBLEMS = 8  # minimum number of problems for the fit in `_moment_columns`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,7 @@ def summarize_estimators(
 def _at_one_size(
     size: int, problems: Sequence[Mapping[str, GradientMoments]], weights: Floats, baseline: str | None
 ) -> Iterator[EstimatorResult]:
-    columns = {label: _columns([moments[label] for moments in problems]) for label in problems[0]}
+    columns = {label: _moment_columns([moments[label] for moments in problems]) for label in problems[0]}
     noises = {label: _noise(fields, weights) for label, fields in columns.items()}
     directional = {label: _directional(fields, weights) for label, fields in columns.items()}
     ranked = sorted(noises, key=lambda label: (not np.isfinite(noises[label][0]), noises[label][0]))
@@ -87,11 +87,11 @@ def _at_one_size(
             directional=_interval(directional[label]),
             cosine=_interval(_cosine(fields, weights)),
             bias=_interval(_bias(fields, weights)),
-            to_best=_interval(_relative(noises[label], best)),
-            to_baseline=None if baseline is None else _interval(_relative(noises[label], noises[baseline])),
+            to_best=_interval(_noise_ratio(noises[label], best)),
+            to_baseline=None if baseline is None else _interval(_noise_ratio(noises[label], noises[baseline])),
             directional_to_baseline=None
             if baseline is None
-            else _interval(_relative(directional[label], directional[baseline])),
+            else _interval(_noise_ratio(directional[label], directional[baseline])),
             head_variance=head if math.isfinite(head) else None,
             diagonal=float(fields["diagonal"].mean()),
         )
@@ -137,16 +137,16 @@ def _verdict_on_tokens(line: EstimatorResult, best: EstimatorResult) -> str:
 
 def as_records(lines: Sequence[EstimatorResult]) -> list[dict[str, object]]:
     """Convert lines to JSON values. Non-finite numbers become null."""
-    return [{key: _finite(value) for key, value in asdict(line).items()} for line in lines]
+    return [{key: _without_infinities(value) for key, value in asdict(line).items()} for line in lines]
 
 
-def _finite(value: object) -> object:
+def _without_infinities(value: object) -> object:
     if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
+        return {key: _without_infinities(item) for key, item in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
+def _moment_columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
     """Return moments as columns over problems, with ``along`` corrected for the drawn groups. Missing values are nan.
 
     x = reference_along - reference_squared has expectation 0: it is the error due to the drawn groups. A least-squares
@@ -158,7 +158,7 @@ def _columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
     records = [asdict(item) for item in moments]
     columns = {name: np.array([record[name] for record in records], dtype=float) for name in records[0]}
     true, error = columns["reference_squared"], columns["reference_along"] - columns["reference_squared"]
-    if len(records) < _LEAST_FITTED:
+    if len(records) < _MIN_FITTED_PROBLEMS:
         return columns
     shares, *_ = np.linalg.lstsq(np.stack([true, error], axis=1), columns["along"], rcond=None)
     return {**columns, "along": columns["along"] - shares[1] * error}
@@ -168,7 +168,7 @@ def _ratio(above: Floats, below: Floats) -> Floats:
     return np.divide(above, below, out=np.full_like(above, np.inf), where=below > 0)
 
 
-def _relative(noise: Floats, best: Floats) -> Floats:
+def _noise_ratio(noise: Floats, best: Floats) -> Floats:
     """Compute the ratio of two noises, which is nan if both are infinite or both are 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return noise / best

@@ -23,7 +23,7 @@ PADDED_ROWS_NOT_SHAREABLE = (
     "training.sequence_parallel needs packed trajectories, but the model reads padded ones (model.rows): set "
     "training.sequence_parallel=1"
 )
-_KINDS = ("full_attention", "sliding_attention")
+_PACKABLE_LAYERS = ("full_attention", "sliding_attention")
 _FLASH_HEAD_DIM = 256
 _FLASH_CAPABILITY = (8, 0)
 
@@ -168,7 +168,7 @@ def reason_too_long_to_pack(config: PreTrainedConfig, longest: int) -> str | Non
 def reason_not_packable(config: PreTrainedConfig) -> str | None:
     """Return the reason why a model's configuration does not support packed documents, or None if it does."""
     kinds = getattr(config.get_text_config(), "layer_types", None) or ()
-    others = sorted({kind for kind in kinds if kind not in _KINDS})
+    others = sorted({kind for kind in kinds if kind not in _PACKABLE_LAYERS})
     if not others:
         return None
     return (

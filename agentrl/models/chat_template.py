@@ -29,7 +29,7 @@ Tool = Mapping[str, Any]  # a JSON schema of a function
 _SLOT, _GUARD, _END = "\ue000", "\ue001", "\ue002"
 # The quote in a slot is escaped if the template writes the content as a JSON string (Llama's tool responses). The word
 # "Text" detects templates that alter contents, for example their case: an altered placeholder does not match.
-_PLACE = re.compile(f'({_SLOT}\\\\?"Text|{_GUARD})([0-9]+){_END}')
+_PLACEHOLDER = re.compile(f'({_SLOT}\\\\?"Text|{_GUARD})([0-9]+){_END}')
 _OPENINGS = 256  # number of cached role sequences of prompts
 
 PLAIN_TEMPLATE = (
@@ -139,7 +139,7 @@ class ChatTemplate:
         options: Mapping[str, object] | None = None,
     ) -> TemplateLayout:
         """Render ``messages`` with placeholders and return the texts around them. Raises ChatTemplateError."""
-        pieces = _PLACE.split(self.render(messages, tools, options))
+        pieces = _PLACEHOLDER.split(self.render(messages, tools, options))
         texts: list[list[Part]] = [[TemplateMark(pieces[0])] if pieces[0] else []]
         slots: list[int] = []
         quoted: list[bool] = []
@@ -178,7 +178,7 @@ class ChatTemplate:
         self, tool: str, tools: Sequence[Any], before: Sequence[Message] = ()
     ) -> ToolCallFormat | None:
         """Return the format in which the template writes a call to ``tool``, or None if no parser supports it."""
-        rendered = self.render([*before, *_conversation(_called(tool, 1), _tool_message(tool, 2))], tools)
+        rendered = self.render([*before, *_conversation(_assistant_call(tool, 1), _tool_message(tool, 2))], tools)
         schema = {"properties": {"place": {"type": "string"}}}
         for form in TOOL_CALL_FORMATS.values():
             found = form.find_calls(rendered.partition(content_placeholder(0))[2], lambda _: schema)
@@ -191,7 +191,7 @@ def _conversation(*behind: Message) -> list[Message]:
     return [{"role": "user", "content": content_placeholder(0)}, *behind]
 
 
-def _called(tool: str, number: int) -> Message:
+def _assistant_call(tool: str, number: int) -> Message:
     function = {"name": tool, "arguments": {"place": content_placeholder(number)}}
     call = {"id": CALL_ID_PLACEHOLDER, "type": "function", "function": function}
     return {"role": "assistant", "content": "", "tool_calls": [call]}
@@ -231,7 +231,7 @@ def read_chat_format(
             f"{setting}, but the tokenizer of {name} has no chat template; use an instruction-tuned model, or set "
             f"{plain}"
         )
-    template = _Reader(ChatTemplate(tokenizer, options=options), name, tools, setting, system)
+    template = _TemplateReader(ChatTemplate(tokenizer, options=options), name, tools, setting, system)
     before_problem, after_problem = template.pieces(_conversation()).plain_texts
     shown = before_problem + after_problem
     if missing := [tool for tool in template.tools if tool not in shown]:
@@ -257,7 +257,7 @@ def read_chat_format(
     )
 
 
-class _Reader:
+class _TemplateReader:
     """Extracts the texts of a template from synthetic conversations.
 
     Raises SettingsError if the template is unsuitable.
@@ -350,7 +350,11 @@ class _Reader:
         tool = self.tools[0]
 
         def turn(number: int) -> Message:
-            return _called(tool, number) if called else {"role": "assistant", "content": content_placeholder(number)}
+            return (
+                _assistant_call(tool, number)
+                if called
+                else {"role": "assistant", "content": content_placeholder(number)}
+            )
 
         one = self.pieces(_conversation(turn(1), _tool_message(tool, 2)))
         two = self.pieces(_conversation(turn(1), _tool_message(tool, 2), _tool_message(tool, 3)))

@@ -59,19 +59,19 @@ def uses_padded_rows(model: ModelSettings, config: PreTrainedConfig) -> bool:
     return model.rows == "padded" or (model.rows == "auto" and packing_error(config) is not None)
 
 
-_problems: dict[str, SettingsError | None] = {}  # cached by configuration, because a test takes up to two seconds
+_packing_errors: dict[str, SettingsError | None] = {}  # cached by configuration, because a test takes up to two seconds
 
 
 def packing_error(config: PreTrainedConfig) -> SettingsError | None:
     """Return the error of :func:`check_architecture` for packed rows, or None if a model can be packed. Cached."""
     key = config.to_json_string()
-    if key not in _problems:
+    if key not in _packing_errors:
         try:
             check_architecture("model.path", config, "sdpa")
-            _problems[key] = None
+            _packing_errors[key] = None
         except SettingsError as error:
-            _problems[key] = error
-    return _problems[key]
+            _packing_errors[key] = error
+    return _packing_errors[key]
 
 
 @torch.no_grad()
@@ -102,7 +102,7 @@ def check_architecture(name: str, config: PreTrainedConfig, backend: AttentionBa
                 small, attention=None if backend == "padded" else register_attention(), weights_from=own
             )
             found = packed_log_probs(PolicyModel(copied, attention=backend), rows)
-            _compare((found - wanted).abs().max(), _COPY_BOUND, backend)
+            _check_difference((found - wanted).abs().max(), _COPY_BOUND, backend)
     return True
 
 
@@ -123,7 +123,7 @@ def check_packed_forward(name: str, policy: PolicyModel) -> None:
             wanted = unpacked_log_probs(model, rows)
         finally:
             model.set_attn_implementation(implementation)
-        _compare((found - wanted).abs().mean(), MAX_DIFFERENCES[model.dtype], policy.attention)
+        _check_difference((found - wanted).abs().mean(), MAX_DIFFERENCES[model.dtype], policy.attention)
 
 
 _CAUSES = {
@@ -137,13 +137,13 @@ _REMEDIES = {
 }
 
 
-def _mode(reader: AttentionBackend) -> str:
+def _row_layout(reader: AttentionBackend) -> str:
     return "padded" if reader == "padded" else "packed"
 
 
-def _compare(difference: Tensor, bound: float, reader: AttentionBackend) -> None:
+def _check_difference(difference: Tensor, bound: float, reader: AttentionBackend) -> None:
     if not float(difference) <= bound:
-        mode = _mode(reader)
+        mode = _row_layout(reader)
         raise KernelInputError(
             f"log-probabilities of {mode} trajectories differ from those of un{mode} ones by {float(difference):.2g} "
             f"nats (rounding explains at most {bound:g}). {_CAUSES[mode]}"
@@ -163,7 +163,7 @@ def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> I
             cause = "its layers accept only the attention functions of their class"
         elif not isinstance(error, KernelInputError | SettingsError):
             cause = f"{type(error).__name__}: {cause}"
-        mode = _mode(reader)
+        mode = _row_layout(reader)
         raise SettingsError(
             f"model.path={name!r}: {kind} cannot be trained on {mode} trajectories: {cause}. {_REMEDIES[mode]}"
         ) from error
@@ -205,10 +205,10 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     :func:`two_test_sequences`.
     """
     small = copy.deepcopy(config)
-    for part in _parts(small):
+    for part in _nested_configs(small):
         _keep_few_layers(part)
         _keep_few_heads(part)
-        for name, value in _sizes(part):
+        for name, value in _integer_fields(part):
             if "vocab" in name:
                 setattr(part, name, min(value, _VOCABULARY))
             elif "window" in name or name == "local_attention":
@@ -218,15 +218,15 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
     return small
 
 
-def _parts(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
+def _nested_configs(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yield the configuration and all nested configurations."""
     yield config
     for value in list(vars(config).values()):
         if hasattr(value, "model_type"):
-            yield from _parts(value)
+            yield from _nested_configs(value)
 
 
-def _sizes(config: PreTrainedConfig) -> list[tuple[str, int]]:
+def _integer_fields(config: PreTrainedConfig) -> list[tuple[str, int]]:
     return [(name, value) for name, value in vars(config).items() if type(value) is int]
 
 
@@ -238,7 +238,7 @@ def _keep_few_layers(config: PreTrainedConfig) -> None:
     kept = min(layers, max([_LAYERS, *(value.index(kind) + 1 for value in lists.values() for kind in value)]))
     for name, kinds in lists.items():
         setattr(config, name, kinds[:kept])
-    for name, value in _sizes(config):
+    for name, value in _integer_fields(config):
         if ("layer" in name and value == layers) or name.endswith(("num_layers", "coder_layers")):
             setattr(config, name, kept)
 
@@ -254,10 +254,10 @@ def _keep_few_heads(config: PreTrainedConfig) -> None:
     few = min(heads, _HEADS)
     few_keys = few if keys == heads else min(keys, few // 2)
     # Keep the width of a head if rotary factors are listed per dimension. Latent attention splits a head into parts.
-    listed = _holds_list(getattr(config, "rope_parameters", None))
+    listed = _contains_list(getattr(config, "rope_parameters", None))
     head = width // heads if listed else min(width // heads, _HEAD_WIDTH)
     divided = listed or hasattr(config, "qk_rope_head_dim")
-    for name, value in _sizes(config):
+    for name, value in _integer_fields(config):
         if value == width:
             setattr(config, name, head * few)
         elif "intermediate" in name or "ffn" in name:
@@ -270,8 +270,8 @@ def _keep_few_heads(config: PreTrainedConfig) -> None:
             setattr(config, name, few_keys)
 
 
-def _holds_list(value: object) -> bool:
-    return isinstance(value, list | tuple) or (isinstance(value, dict) and any(map(_holds_list, value.values())))
+def _contains_list(value: object) -> bool:
+    return isinstance(value, list | tuple) or (isinstance(value, dict) and any(map(_contains_list, value.values())))
 
 
 def count_parameters(config: PreTrainedConfig) -> int:

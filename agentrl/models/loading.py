@@ -84,7 +84,7 @@ def build_tiny_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizer
         return Qwen2ForCausalLM(config)
 
 
-_CHANCES = ("drop", "jitter")
+_DROPOUT_NAMES = ("drop", "jitter")
 """Substrings of the names of probabilities in configurations and modules (attention_dropout, resid_pdrop, layerdrop,
 ...).
 """
@@ -99,21 +99,21 @@ def disable_dropout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, nn.modules.dropout._DropoutNd):
             module.p = 0.0
-        _clear(vars(module))
-    _clear_config(model.config)
+        _zero_dropout(vars(module))
+    _zero_dropout_in_config(model.config)
 
 
-def _clear_config(config: PreTrainedConfig) -> None:
-    _clear(vars(config))
+def _zero_dropout_in_config(config: PreTrainedConfig) -> None:
+    _zero_dropout(vars(config))
     for name in config.sub_configs:
         part = getattr(config, name, None)
         if part is not None:
-            _clear_config(part)
+            _zero_dropout_in_config(part)
 
 
-def _clear(values: dict[str, object]) -> None:
+def _zero_dropout(values: dict[str, object]) -> None:
     for name, value in values.items():
-        if isinstance(value, float) and any(chance in name for chance in _CHANCES):
+        if isinstance(value, float) and any(chance in name for chance in _DROPOUT_NAMES):
             values[name] = 0.0
 
 

@@ -72,13 +72,13 @@ def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
         if any(item is head and _ends_with(name, target) for name, item in linear.items()):
             raise SettingsError(
                 f"model.lora.targets: {target} is the model's head, which cannot have an adapter, because training "
-                f"computes statistics from the head's weight alone; valid: {_kinds(names)}"
+                f"computes statistics from the head's weight alone; valid: {_name_suffixes(names)}"
             )
         matched = [name for name in names if _ends_with(name, target)]
         if not matched:
             raise SettingsError(
                 f"model.lora.targets: no linear layer of {type(model).__name__} has a name that ends in {target}; "
-                f"valid: {_kinds(names)}, or an empty list for all layers"
+                f"valid: {_name_suffixes(names)}, or an empty list for all layers"
             )
         found.update(matched)
     return [name for name in names if name in found]
@@ -154,7 +154,7 @@ def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRA
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
-        target_modules=sorted({_layer(name) for name in factors}),
+        target_modules=sorted({_layer_suffix(name) for name in factors}),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,
@@ -162,7 +162,7 @@ def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRA
     config.save_pretrained(str(directory))
 
 
-def _layer(exported: str) -> str:
+def _layer_suffix(exported: str) -> str:
     """Return the last component of the layer name in a factor's exported name."""
     return exported.rpartition(".lora_")[0].rpartition(".")[2]
 
@@ -171,5 +171,5 @@ def _ends_with(name: str, target: str) -> bool:
     return name == target or name.endswith(f".{target}")
 
 
-def _kinds(names: Sequence[str]) -> str:
+def _name_suffixes(names: Sequence[str]) -> str:
     return ", ".join(dict.fromkeys(name.rpartition(".")[2] for name in names))

@@ -264,7 +264,9 @@ class PolicyModel(nn.Module):
         selected = states[own]
         sets = None if support is None else support.select(held)
         statistics = self.head(selected, targets[held], temperature, reference, teacher, sets)
-        return _gathered(statistics, numbers, len(indices), self.sequence), selected.detach() if keep_hidden else None
+        return _gather_statistics(
+            statistics, numbers, len(indices), self.sequence
+        ), selected.detach() if keep_hidden else None
 
     def local_token_indices(self, row: PackedRow, rows: Tensor, columns: Tensor) -> Tensor | None:
         """Return the indices [n] of the tokens whose hidden states this rank computes, or None for all tokens.
@@ -322,7 +324,7 @@ def _at_least_one(numbers: Tensor) -> Tensor:
     return numbers if len(numbers) else numbers.new_zeros(1)
 
 
-def _gathered(own: TokenStatistics, numbers: Tensor, total: int, sequence: SequenceGroup) -> TokenStatistics:
+def _gather_statistics(own: TokenStatistics, numbers: Tensor, total: int, sequence: SequenceGroup) -> TokenStatistics:
     """Gather the statistics of all tokens to every rank. ``numbers`` are the indices of this rank's tokens."""
     given = {name: values for name, values in vars(own).items() if values is not None}
     every = sequence.all_gather(torch.stack([*given.values()], dim=-1)[: len(numbers)], numbers, total).unbind(-1)

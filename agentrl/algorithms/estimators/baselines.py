@@ -35,10 +35,10 @@ def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     check_choice("energy", energy, ENERGIES)
     if energy == "length":
         return inputs.mask.double()
-    proxy = _proxy(inputs, energy)
+    proxy = _proxy_energy(inputs, energy)
     if energy == "logit_proxy":
         return proxy
-    return proxy.mul_(_read(inputs, "hidden_norm_squared", energy, negative=False))
+    return proxy.mul_(_read_energy_input(inputs, "hidden_norm_squared", energy, negative=False))
 
 
 def weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
@@ -51,20 +51,20 @@ def weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     return energies if ratio is None else energies.mul_(ratio.square())
 
 
-def _proxy(inputs: EstimatorInputs, energy: str) -> Tensor:
+def _proxy_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     if inputs.source.token_energy is not None:
-        return _read(inputs, "token_energy", energy, negative=False)
+        return _read_energy_input(inputs, "token_energy", energy, negative=False)
     if inputs.source.log_probs is None and inputs.source.sum_pi_squared is None:
         raise MissingInputError(
             f"energy={energy!r} needs token_energy (TokenStatistics.energy of the policy's forward), or log_probs and "
             "sum_pi_squared; energy='length' needs no input"
         )
-    log_probs = _read(inputs, "log_probs", energy)
-    sum_pi_squared = _read(inputs, "sum_pi_squared", energy)
+    log_probs = _read_energy_input(inputs, "log_probs", energy)
+    sum_pi_squared = _read_energy_input(inputs, "sum_pi_squared", energy)
     return logit_proxy_energy(log_probs, sum_pi_squared).masked_fill_(~inputs.mask, 0.0)
 
 
-def _read(inputs: EstimatorInputs, name: str, energy: str, *, negative: bool = True) -> Tensor:
+def _read_energy_input(inputs: EstimatorInputs, name: str, energy: str, *, negative: bool = True) -> Tensor:
     if getattr(inputs.source, name) is None:
         raise MissingInputError(
             f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); energy='length' "
@@ -96,14 +96,14 @@ def column_baselines(columns: BaselineColumns, *, tail: str, leave_one_out: bool
     sets b: `zero` is 0, `self` is G, and `carry` is the row's last baseline in a column with two or more entries, or 0
     without such a column. A group with one row has baseline 0 everywhere. Values outside the mask are arbitrary.
     """
-    sums = _Sums.of(columns)
+    sums = _ColumnSums.of(columns)
     shared = sums.mean_of_others() if leave_one_out else sums.mean()
-    baselines = _with_tail(columns, sums.count, shared, tail)
+    baselines = _apply_tail(columns, sums.count, shared, tail)
     return baselines.masked_fill_((columns.sizes == 1)[:, None, None], 0.0)
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Sums:
+class _ColumnSums:
     """Group sums per column. Returns are relative to the column's minimum, so the mean of equal returns is exact."""
 
     weights: Tensor  # [J, N, C], 0 where invalid
@@ -113,7 +113,7 @@ class _Sums:
     valid: Tensor  # [J, N, C]
 
     @classmethod
-    def of(cls, columns: BaselineColumns) -> _Sums:
+    def of(cls, columns: BaselineColumns) -> _ColumnSums:
         invalid = ~columns.valid
         lowest = columns.returns.masked_fill(invalid, torch.inf).amin(1, keepdim=True)
         lowest = lowest.masked_fill_(lowest == torch.inf, 0.0)
@@ -138,18 +138,18 @@ class _Sums:
         """
         weighted = self.weights * self.above
         heaviest = self.weights.max(1, keepdim=True).indices
-        total = self._without_own(self.weights, heaviest)
-        moment = self._without_own(weighted, heaviest)
+        total = self._sums_without_row(self.weights, heaviest)
+        moment = self._sums_without_row(weighted, heaviest)
         others = self.count - self.valid.long()
         return self.lowest + moment / total.masked_fill_(others == 0, 1.0)
 
     @staticmethod
-    def _without_own(terms: Tensor, heaviest: Tensor) -> Tensor:
+    def _sums_without_row(terms: Tensor, heaviest: Tensor) -> Tensor:
         rest = terms.scatter(1, heaviest, 0.0).sum(1, keepdim=True)
         return (terms.sum(1, keepdim=True) - terms).scatter_(1, heaviest, rest)
 
 
-def _with_tail(columns: BaselineColumns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
+def _apply_tail(columns: BaselineColumns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
     alone = count == 1
     if tail == "zero":
         return shared.masked_fill(alone, 0.0)

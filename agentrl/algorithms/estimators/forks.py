@@ -121,7 +121,9 @@ class LeafRowMapping:
         given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         rows = {name: tensor[self.leaf] for name, tensor in given.items() if tensor is not None and tensor.dim() == 1}
         tokens = {
-            name: self._along(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
+            name: self._gather_along_paths(tensor)
+            for name, tensor in given.items()
+            if tensor is not None and tensor.dim() == 2
         }
         ungrouped = dict.fromkeys(("samples", "branches", "parents", "forks", "path_weights"))
         leaves = LeafInputs(
@@ -138,12 +140,12 @@ class LeafRowMapping:
 
     def split_by_row(self, advantages: Advantages) -> Advantages:
         """Convert results for leaves [L, D] to results for edges [B, T]: the weighted mean of each token's leaves."""
-        return Advantages(**{name: self._mean(values) for name, values in vars(advantages).items()})
+        return Advantages(**{name: self._mean_over_leaves(values) for name, values in vars(advantages).items()})
 
-    def _along(self, tensor: Tensor) -> Tensor:
+    def _gather_along_paths(self, tensor: Tensor) -> Tensor:
         return self.layout.gather(tensor).flatten()[self.tokens].masked_fill_(~self.valid, 0)
 
-    def _mean(self, values: Tensor) -> Tensor:
+    def _mean_over_leaves(self, values: Tensor) -> Tensor:
         places, width = self.tokens[self.valid], self.layout.valid.shape
         weights = self.weights.unsqueeze(-1).expand_as(self.tokens)[self.valid]
         total, moment = weights.new_zeros(2, self.layout.valid.numel())
@@ -253,10 +255,10 @@ def sibling_baselines(
 
 def sum_excluding_self(terms: Tensor) -> Tensor:
     """Sum all other entries along the last dimension. Subtraction from a total would lose small entries."""
-    return _before(terms) + _before(terms.flip(-1)).flip(-1)
+    return _exclusive_sums(terms) + _exclusive_sums(terms.flip(-1)).flip(-1)
 
 
-def _before(terms: Tensor) -> Tensor:
+def _exclusive_sums(terms: Tensor) -> Tensor:
     sums = torch.zeros_like(terms)
     sums[..., 1:] = cumulative_sum(terms[..., :-1])
     return sums

@@ -43,7 +43,7 @@ def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
 
     The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
     """
-    return _advantages_of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
+    return _advantages_by_total_energy(inputs, weighted_energy(inputs, options.energy), options)
 
 
 @register_estimator("eob", options=ExactEnergyOptions, weighted=True, requires=("trajectory_energy",), group_based=True)
@@ -55,8 +55,8 @@ def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     group of one: A = R.
     """
     energy = inputs.read_trajectories("trajectory_energy", allow_negative=False)
-    weights = _softened(inputs, energy.unsqueeze(-1), inputs.groups.mean(energy), options).squeeze(-1)
-    return _scalar(inputs, weights, options)
+    weights = _add_epsilon(inputs, energy.unsqueeze(-1), inputs.groups.mean(energy), options).squeeze(-1)
+    return _trajectory_advantages(inputs, weights, options)
 
 
 @_token_baseline("otb", options=ColumnBaselineOptions, by_column=True)
@@ -69,7 +69,7 @@ def otb(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
     """
     groups = inputs.groups
     if inputs.paths is not None:
-        return _advantages_of_rollouts(inputs, weighted_energy(inputs, options.energy), options)
+        return _advantages_by_total_energy(inputs, weighted_energy(inputs, options.energy), options)
     returns = inputs.returns(options.gamma)
     energies = cumulative_sum(weighted_energy(inputs, options.energy))
     columns = BaselineColumns(
@@ -93,46 +93,48 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
     """
     energies = weighted_energy(inputs, options.energy)
     sums = cumulative_sum(energies) if inputs.paths is None else inputs.paths.sum_along_paths(energies)
-    return _by_compact_index(inputs, sums, options)
+    return _token_advantages(inputs, sums, options)
 
 
 @_token_baseline("otb_isolated", options=TokenBaselineOptions)
 def otb_isolated(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """Compute `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
-    return _by_compact_index(inputs, weighted_energy(inputs, options.energy), options)
+    return _token_advantages(inputs, weighted_energy(inputs, options.energy), options)
 
 
 @_token_baseline("otb_total", options=TokenBaselineOptions)
 def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """Compute `tir_otb` with the trajectory's total energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
     energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
-    return _by_compact_index(inputs, energies.expand(inputs.mask.shape), options)
+    return _token_advantages(inputs, energies.expand(inputs.mask.shape), options)
 
 
-def _advantages_of_rollouts(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Advantages:
+def _advantages_by_total_energy(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Advantages:
     """Compute R - b, where b is weighted by each rollout's sum of the energies [B, T]."""
-    return _scalar(inputs, baseline_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1), options)
+    return _trajectory_advantages(
+        inputs, baseline_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1), options
+    )
 
 
-def _scalar(
+def _trajectory_advantages(
     inputs: EstimatorInputs,
     weights: Tensor,
     options: ProxyEnergyOptions | ExactEnergyOptions,
 ) -> Advantages:
-    siblings, pool = _siblings(options)
+    siblings, pool = _sibling_options(options)
     means = weighted_group_means(inputs, weights, leave_one_out=options.leave_one_out, siblings=siblings, pool=pool)
     return advantages_from_baselines(inputs.totals, means)
 
 
-def _siblings(options: ProxyEnergyOptions | ExactEnergyOptions) -> tuple[str, float]:
+def _sibling_options(options: ProxyEnergyOptions | ExactEnergyOptions) -> tuple[str, float]:
     """Return the options `siblings` and `sibling_pool`, or their defaults if the estimator does not have them."""
     return getattr(options, "siblings", "none"), getattr(options, "sibling_pool", 0.0)
 
 
-def _by_compact_index(inputs: EstimatorInputs, energies: Tensor, options: TokenBaselineOptions) -> Advantages:
+def _token_advantages(inputs: EstimatorInputs, energies: Tensor, options: TokenBaselineOptions) -> Advantages:
     """Compute G_k - b_k from the energies [B, T] of model tokens, with one baseline per compact index."""
     returns, weights = inputs.returns(options.gamma), baseline_weights(inputs, energies, options)
-    siblings, pool = _siblings(options)
+    siblings, pool = _sibling_options(options)
     leave_one_out = options.leave_one_out or siblings != "none"
     if inputs.forest is not None and leave_one_out:
         columns = inputs.layout.gather_returns_and_weights(returns, weights)
@@ -164,11 +166,11 @@ def baseline_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) 
 def baseline_weights(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] that are sums of token energies."""
     if options.energy == "head_exact":
-        return _softened(inputs, energies, _hidden_scale(inputs), options)
-    return _softened(inputs, energies, torch.ones_like(inputs.totals), options)
+        return _add_epsilon(inputs, energies, _hidden_scale(inputs), options)
+    return _add_epsilon(inputs, energies, torch.ones_like(inputs.totals), options)
 
 
-def _softened(
+def _add_epsilon(
     inputs: EstimatorInputs,
     energies: Tensor,
     scale: Tensor,

@@ -58,10 +58,10 @@ def policy_loss(
             raise InvalidInputError(f"loss {name!r} selects no tokens: do not pass `selected`")
     else:
         if selected is None:
-            selected = traits.selection(inputs, record, _draws(inputs.mask, None, 0))
+            selected = traits.selection(inputs, record, _draw_for_trajectories(inputs.mask, None, 0))
         check_same_shape(log_probs=log_probs, selected=selected)
         inputs = replace(inputs, selected=as_mask("selected", selected) & inputs.mask)
-    per_token, metrics = _checked(name, entry.function(inputs, record), inputs.mask)
+    per_token, metrics = _check_loss_result(name, entry.function(inputs, record), inputs.mask)
     if weights is not None:
         check_same_shape(log_probs=log_probs, weights=weights)
         check_finite("weights", weights, inputs.mask)
@@ -96,7 +96,7 @@ def step_selection(
         raise AlgorithmError(f"loss {name!r} selects no tokens: call policy_loss without `selected`")
     record = entry.make_options(f"loss {name!r}", options)
     inputs = _loss_inputs(log_probs, old_log_probs, advantages, loss_mask, None)
-    return traits.selection(inputs, record, _draws(inputs.mask, trajectory_ids, seed))
+    return traits.selection(inputs, record, _draw_for_trajectories(inputs.mask, trajectory_ids, seed))
 
 
 def default_aggregation(loss: str, estimator: str) -> str:
@@ -115,7 +115,7 @@ def check_aggregation(loss: str, mode: str) -> None:
     check_choice(f"aggregation of loss {loss!r}", mode, LOSSES.traits(loss).aggregations)
 
 
-def _checked(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+def _check_loss_result(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     """Check and return a loss function's result. Raises AlgorithmError unless it is (loss [B, T], metrics)."""
     match made:
         case (Tensor() as per_token, dict() as metrics) if per_token.shape == mask.shape:
@@ -134,7 +134,7 @@ def _checked(name: str, made: object, mask: Tensor) -> tuple[Tensor, dict[str, T
     )
 
 
-def _draws(mask: Tensor, trajectory_ids: Tensor | None, seed: int) -> Tensor:
+def _draw_for_trajectories(mask: Tensor, trajectory_ids: Tensor | None, seed: int) -> Tensor:
     rows, width = mask.shape
     if trajectory_ids is None:
         trajectory_ids = torch.arange(rows, device=mask.device)
@@ -253,16 +253,16 @@ def draw_token_numbers(trajectory_ids: Tensor, width: int, seed: int) -> Tensor:
     """Draw uniform int64 values [B, width] that depend only on (seed, trajectory id [B] int64, position)."""
     positions = torch.arange(width, dtype=torch.int64, device=trajectory_ids.device)
     start = torch.full_like(trajectory_ids, seed)
-    return _mix(_mix(_mix(start) ^ trajectory_ids).unsqueeze(-1) ^ positions)
+    return _splitmix(_splitmix(_splitmix(start) ^ trajectory_ids).unsqueeze(-1) ^ positions)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _splitmix(x: Tensor) -> Tensor:
     x = x + _STEP
-    x = (x ^ _shifted(x, 30)) * _FIRST
-    x = (x ^ _shifted(x, 27)) * _SECOND
-    return x ^ _shifted(x, 31)
+    x = (x ^ _shift_right(x, 30)) * _FIRST
+    x = (x ^ _shift_right(x, 27)) * _SECOND
+    return x ^ _shift_right(x, 31)
 
 
-def _shifted(x: Tensor, places: int) -> Tensor:
+def _shift_right(x: Tensor, places: int) -> Tensor:
     """Compute the logical right shift of x by `places` bits, without sign extension."""
     return (x >> places) & ((1 << (64 - places)) - 1)

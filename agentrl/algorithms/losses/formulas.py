@@ -274,7 +274,9 @@ def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draw
     inside = (product > options.covariance_low) & (product < options.covariance_high)
     low, high = clipped_masks(inputs.ratio, inputs.advantages, options)
     eligible = inputs.mask & inside & ~(low | high)
-    return _first(eligible, torch.zeros_like(product), draws, _share(inputs, options.covariance_fraction))
+    return _select_smallest(
+        eligible, torch.zeros_like(product), draws, _token_count(inputs, options.covariance_fraction)
+    )
 
 
 def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: Tensor) -> Tensor:
@@ -282,13 +284,15 @@ def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: T
 
     Random draws order equal covariances, so that the order of rows has no effect.
     """
-    return _first(inputs.mask, -token_covariances(inputs), draws, _share(inputs, options.covariance_fraction))
+    return _select_smallest(
+        inputs.mask, -token_covariances(inputs), draws, _token_count(inputs, options.covariance_fraction)
+    )
 
 
 @register_loss("clip_cov", options=ClipCovarianceOptions, traits=LossTraits(selection=select_for_clip_cov))
 def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `ppo`, with loss 0 for the selected tokens. They still count in the normalizer."""
-    selected = _selected(inputs)
+    selected = _required_selection(inputs)
     loss = torch.where(selected, 0.0, clipped_surrogate(inputs.ratio, inputs.advantages, options))
     fractions = clip_fractions(inputs, inputs.ratio, options)
     return loss, {**fractions, "selected_fraction": inputs.fraction(selected)}
@@ -297,23 +301,23 @@ def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor
 @register_loss("kl_cov", options=KLCovarianceOptions, traits=LossTraits(selection=select_for_kl_cov))
 def kl_cov(inputs: LossInputs, options: KLCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute -A ratio, plus coefficient |log_ratio| on the selected tokens."""
-    selected = _selected(inputs)
+    selected = _required_selection(inputs)
     penalty = torch.where(selected, options.kl_coefficient * inputs.log_ratio.abs(), 0.0)
     return -inputs.advantages * inputs.ratio + penalty, {"selected_fraction": inputs.fraction(selected)}
 
 
-def _selected(inputs: LossInputs) -> Tensor:
+def _required_selection(inputs: LossInputs) -> Tensor:
     if inputs.selected is None:
         raise AssertionError("policy_loss must set `selected` for a loss with a selection")
     return inputs.selected
 
 
-def _share(inputs: LossInputs, fraction: float) -> int:
+def _token_count(inputs: LossInputs, fraction: float) -> int:
     """Return the token count for `fraction`, at least 1, rounded down with a tolerance for errors like 0.29 * 100."""
     return max(1, int(fraction * int(inputs.mask.sum()) + 1e-9))
 
 
-def _first(eligible: Tensor, rank: Tensor, draws: Tensor, count: int) -> Tensor:
+def _select_smallest(eligible: Tensor, rank: Tensor, draws: Tensor, count: int) -> Tensor:
     """Return a mask of the `count` eligible entries with the smallest (rank, draw), or of all if there are fewer."""
     places = eligible.flatten().nonzero().squeeze(-1)
     by_draw = draws.flatten()[places].argsort()

@@ -36,12 +36,12 @@ def attend(
     to cap tanh(z / cap). If ranks share the row, L are this rank's tokens, and H must be a multiple of their number.
     """
     if (ranks := attention_pass.sequence) is None:
-        return _attend(attention_pass, query, key, value, scale, window, cap)
+        return _attend_local_heads(attention_pass, query, key, value, scale, window, cap)
     query, key, value = ranks.tokens_to_heads(query), ranks.keys_to_heads(key), ranks.keys_to_heads(value)
-    return ranks.heads_to_tokens(_attend(attention_pass, query, key, value, scale, window, cap))
+    return ranks.heads_to_tokens(_attend_local_heads(attention_pass, query, key, value, scale, window, cap))
 
 
-def _attend(
+def _attend_local_heads(
     now: AttentionPass,
     query: Tensor,
     key: Tensor,
@@ -56,9 +56,11 @@ def _attend(
         return attend_flash(now.row, query, key, value, scale=scale, window=window, cap=cap)
     calls, places = now.row.attention_batches
     if (name := ("sdpa", window, cap is None, query.dtype)) not in now.row.masks:
-        now.row.masks[name] = [_mask(*call, window, query.dtype, needed=cap is not None) for call in calls]
+        now.row.masks[name] = [_additive_mask(*call, window, query.dtype, needed=cap is not None) for call in calls]
     parts = [
-        _causal(_rows(query, queries), _rows(key, keys), _rows(value, keys), mask, scale, cap)
+        _attend_batch(
+            _select_tokens(query, queries), _select_tokens(key, keys), _select_tokens(value, keys), mask, scale, cap
+        )
         .transpose(1, 2)
         .flatten(0, 1)
         for (queries, keys, _), mask in zip(calls, now.row.masks[name], strict=True)
@@ -66,7 +68,7 @@ def _attend(
     return torch.cat(parts).index_select(0, places)[None]
 
 
-def _mask(
+def _additive_mask(
     queries: Tensor, keys: Tensor, first: Tensor, window: int | None, dtype: torch.dtype, *, needed: bool
 ) -> Tensor | None:
     """Return the mask [n or 1, 1, w, k] to add to the scores of a call, or None if a causal call is equivalent."""
@@ -95,11 +97,11 @@ def attend_flex(
     """Run the backend `flex`: one call with a block mask. Compiled on GPUs; torch has no backward pass on CPUs."""
     if (name := ("flex", window)) not in row.masks:
         row.masks[name] = _block_mask(row, window)
-    attended = _flex(compiled=query.is_cuda)(
+    attended = _flex_function(compiled=query.is_cuda)(
         query,
         key,
         value,
-        score_mod=None if cap is None else _capped_at(cap),
+        score_mod=None if cap is None else _cap_function(cap),
         block_mask=row.masks[name],
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
@@ -108,7 +110,7 @@ def attend_flex(
 
 
 @cache
-def _capped_at(cap: float) -> Callable[..., Tensor]:
+def _cap_function(cap: float) -> Callable[..., Tensor]:
     """Return a function that caps scores. Cached, because `flex` recompiles for every new function."""
 
     def capped(score: Tensor, *_: Tensor) -> Tensor:
@@ -118,7 +120,7 @@ def _capped_at(cap: float) -> Callable[..., Tensor]:
 
 
 @cache
-def _flex(*, compiled: bool) -> Callable[..., Tensor]:
+def _flex_function(*, compiled: bool) -> Callable[..., Tensor]:
     return cast(Callable[..., Tensor], torch.compile(flex_attention) if compiled else flex_attention)
 
 
@@ -219,12 +221,12 @@ def torch_varlen_attention(
     )
 
 
-def _rows(states: Tensor, indices: Tensor) -> Tensor:
+def _select_tokens(states: Tensor, indices: Tensor) -> Tensor:
     """Select [n, H, w, E] from [1, H, L, E] at indices [n, w]."""
     return states[0].index_select(1, indices.flatten()).unflatten(1, indices.shape).transpose(0, 1)
 
 
-def _causal(
+def _attend_batch(
     query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float | None
 ) -> Tensor:
     """Compute attention of queries [n, H, w, E] to keys [n, G, k, E], causal if there is no mask."""

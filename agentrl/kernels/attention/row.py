@@ -37,7 +37,9 @@ class SequenceGroup:
 
     def tokens_to_heads(self, states: Tensor) -> Tensor:
         """Exchange this rank's tokens [1, H, l, E] for all tokens of its heads [1, H / size, L, E]."""
-        received = self._swapped(states[0].unflatten(0, (self.size, -1)))  # [size, H / size, l, E], tokens in order
+        received = self._exchange_blocks(
+            states[0].unflatten(0, (self.size, -1))
+        )  # [size, H / size, l, E], tokens in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def keys_to_heads(self, states: Tensor) -> Tensor:
@@ -50,7 +52,9 @@ class SequenceGroup:
 
     def heads_to_tokens(self, states: Tensor) -> Tensor:
         """Exchange all tokens of this rank's heads [1, L, H / size, E] for its tokens [1, l, H, E]."""
-        received = self._swapped(states[0].unflatten(0, (self.size, -1)))  # [size, l, H / size, E], heads in order
+        received = self._exchange_blocks(
+            states[0].unflatten(0, (self.size, -1))
+        )  # [size, l, H / size, E], heads in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def all_reduce(self, values: Tensor) -> Tensor:
@@ -71,30 +75,30 @@ class SequenceGroup:
         held[indices] = True
         return torch.where(held.view(-1, *[1] * (values.dim() - 1)), own, every)
 
-    def _swapped(self, blocks: Tensor) -> Tensor:
-        swapped: Tensor = _Swap.apply(blocks.contiguous(), self)
+    def _exchange_blocks(self, blocks: Tensor) -> Tensor:
+        swapped: Tensor = _AllToAll.apply(blocks.contiguous(), self)
         return swapped
 
 
-class _Context(Protocol):
+class _SavedGroup(Protocol):
     """Values that the backward pass needs."""
 
     ranks: SequenceGroup
 
 
-class _Swap(torch.autograd.Function):
+class _AllToAll(torch.autograd.Function):
     """Autograd function of (blocks [size, ...], ranks). Sends block r to rank r, and receives the result's block r."""
 
     @staticmethod
-    def forward(ctx: _Context, blocks: Tensor, ranks: SequenceGroup) -> Tensor:
+    def forward(ctx: _SavedGroup, blocks: Tensor, ranks: SequenceGroup) -> Tensor:
         ctx.ranks = ranks
         received = torch.empty_like(blocks)
         torch.distributed.all_to_all_single(received, blocks, group=ranks.group)
         return received
 
     @staticmethod
-    def backward(ctx: _Context, gradient: Tensor) -> tuple[Tensor, None]:
-        return _Swap.apply(gradient.contiguous(), ctx.ranks), None
+    def backward(ctx: _SavedGroup, gradient: Tensor) -> tuple[Tensor, None]:
+        return _AllToAll.apply(gradient.contiguous(), ctx.ranks), None
 
 
 AttentionBackend = Literal["sdpa", "flex", "flash", "padded"]
@@ -269,9 +273,9 @@ class PackedRow:
         calls = []
         places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
         device = self.token_ids.device
-        for part in _nearly_equal(counts):
-            queries = _table([self.paths[number][first[number] :] for number in part])
-            keys = _table([self.paths[number] for number in part])
+        for part in _group_similar_counts(counts):
+            queries = _stack_padded([self.paths[number][first[number] :] for number in part])
+            keys = _stack_padded([self.paths[number] for number in part])
             starts = first[part]
             starts = starts[:1] if bool((starts == starts[0]).all()) else starts
             calls.append((queries.to(device), keys.to(device), starts.to(device)))
@@ -293,8 +297,8 @@ class PackedRow:
         paths = [path for number, path in enumerate(self.paths) if number not in inner]
         tables = []
         places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
-        for part in _nearly_equal([(len(path),) for path in paths]):
-            tables.append(_table([paths[number] for number in part]))
+        for part in _group_similar_counts([(len(path),) for path in paths]):
+            tables.append(_stack_padded([paths[number] for number in part]))
             for number in part:
                 places[paths[number]] = torch.arange(offset, offset + len(paths[number]), device="cpu")
                 offset += tables[-1].shape[1]
@@ -302,7 +306,7 @@ class PackedRow:
         return [table.to(device) for table in tables], places.to(device)
 
 
-def _nearly_equal(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+def _group_similar_counts(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
     """Group indices whose counts differ by at most a fifth, or by a few tokens. Equal counts are whole documents."""
     parts: dict[tuple[int, ...], list[int]] = {}
     for number, own in enumerate(counts):
@@ -311,7 +315,7 @@ def _nearly_equal(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
     return [*parts.values()]
 
 
-def _table(lines: Sequence[Tensor]) -> Tensor:
+def _stack_padded(lines: Sequence[Tensor]) -> Tensor:
     width = max(map(len, lines))
     return torch.stack([torch.cat([line, line[-1:].expand(width - len(line))]) for line in lines])
 
@@ -447,7 +451,7 @@ def packed_states(
     if backend == "padded":
         return _padded_states(row, transformer)
     now = AttentionPass(row=row, backend=backend, sequence=sequence)
-    with _during(now):
+    with _current_pass_set(now):
         output = transformer(
             input_ids=row.input_ids[:, now.rank_slice],
             position_ids=row.position_ids[:, now.rank_slice],
@@ -491,11 +495,11 @@ def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextM
 
     The backward pass runs outside :func:`packed_states`, on GPUs in another thread.
     """
-    return nullcontext(), _during(_current.get())
+    return nullcontext(), _current_pass_set(_current.get())
 
 
 @contextmanager
-def _during(now: AttentionPass | None) -> Iterator[None]:
+def _current_pass_set(now: AttentionPass | None) -> Iterator[None]:
     token = _current.set(now)
     try:
         yield

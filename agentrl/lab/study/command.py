@@ -17,7 +17,7 @@ from agentrl.lab.study.statistics import RunCurve, StudyRecord, read_curve
 from agentrl.telemetry.files import atomic_write, os_errors_as_world_errors
 
 RECORD = "study.json"
-_ENDED = ("finished", "failed")
+_FINAL_STATUSES = ("finished", "failed")
 Check = Callable[[list[str], list[str], str], object]
 """``check(configs, overrides, env)`` raises SettingsError if ``agentrl train`` would reject the settings."""
 
@@ -67,13 +67,13 @@ def study_command(
             f"study {study.name}: {len(runs)} runs, {', '.join(counts)}; {study.jobs} at a time; logs: {home / 'logs'}"
         )
         # Written before the first run, so that an interrupted study can be identified by its settings.
-        _keep(_record_now(study, runs, kept), home)
+        _write_record(_current_record(study, runs, kept), home)
     try:
         if not report_only:
             run_study(study, missing, retry=retry, report=lambda run, text: echo(f"{run.folder.name}: {text}"))
     finally:
-        record = _record_now(study, runs, kept)
-        _keep(record, home)
+        record = _current_record(study, runs, kept)
+        _write_record(record, home)
     _report(record, home, echo)
 
 
@@ -105,7 +105,7 @@ def check_no_run_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path)
     """Raise SettingsError if a new record would lose a run that exists only in the old record."""
     listed = {(run.variant, run.seed) for run in runs}
     for curve in before.runs:
-        gone = curve.status in _ENDED and not run_folder(home, curve.variant, curve.seed).is_dir()
+        gone = curve.status in _FINAL_STATUSES and not run_folder(home, curve.variant, curve.seed).is_dir()
         if gone and (curve.variant, curve.seed) not in listed:
             raise SettingsError(
                 f"{home / RECORD} is the only copy of variant {curve.variant!r} on seed {curve.seed}, but the study "
@@ -120,7 +120,7 @@ def curves_without_directory(runs: Sequence[StudyRun], before: StudyRecord, *, r
     """
     curves = {(curve.variant, curve.seed): curve for curve in before.runs}
     ended = {run.folder: curves.get((run.variant, run.seed)) for run in runs if run.status == "waiting"}
-    wanted = ("finished",) if retry else _ENDED
+    wanted = ("finished",) if retry else _FINAL_STATUSES
     return {folder: curve for folder, curve in ended.items() if curve is not None and curve.status in wanted}
 
 
@@ -132,12 +132,12 @@ def read_record(path: Path) -> StudyRecord:
         raise SettingsError(f"{path} is not a record of a study: {error}") from error
 
 
-def _record_now(study: StudySettings, runs: Sequence[StudyRun], kept: Mapping[Path, RunCurve]) -> StudyRecord:
+def _current_record(study: StudySettings, runs: Sequence[StudyRun], kept: Mapping[Path, RunCurve]) -> StudyRecord:
     curves = tuple(kept.get(run.folder) or read_curve(run) for run in runs)
     return StudyRecord(agentrl=agentrl.__version__, study=study, runs=curves)
 
 
-def _keep(record: StudyRecord, home: Path) -> None:
+def _write_record(record: StudyRecord, home: Path) -> None:
     text = json.dumps(record.model_dump(mode="json"), allow_nan=False, separators=(",", ":")) + "\n"
     atomic_write(home / RECORD, lambda out: out.write(text.encode()))
 

@@ -37,11 +37,11 @@ if TYPE_CHECKING:
 def study_markdown(record: StudyRecord) -> str:
     """Render the report as Markdown: scores, costs, collapses, paired differences and unfinished runs."""
     study = record.study
-    lines = [f"# {study.name}", "", _describe_study(record), "", *_scores(record)]
+    lines = [f"# {study.name}", "", _describe_study(record), "", *_score_table(record)]
     if study.target is not None:
-        lines += ["", *_costs(record, study.target)]
-    lines += ["", *_differences(record, "Final score", lambda run: run.final)]
-    lines += ["", *_differences(record, "Area", lambda run: run.area)]
+        lines += ["", *_cost_table(record, study.target)]
+    lines += ["", *_difference_table(record, "Final score", lambda run: run.final)]
+    lines += ["", *_difference_table(record, "Area", lambda run: run.area)]
     if study.tokens is not None:
         lines += ["", *_equal_tokens(record, study.tokens)]
     left = [run for run in record.runs if run.status != "finished"]
@@ -68,7 +68,7 @@ def _describe_study(record: StudyRecord) -> str:
     )
 
 
-def _scores(record: StudyRecord) -> list[str]:
+def _score_table(record: StudyRecord) -> list[str]:
     lines = [
         "## Scores",
         "",
@@ -88,10 +88,10 @@ def _scores(record: StudyRecord) -> list[str]:
         cells = [
             variant,
             str(len(finals)),
-            _cell(starts, mean_over_seeds),
-            _cell(finals, mean_over_seeds),
-            _cell(finals, interquartile_mean),
-            _cell(areas, mean_over_seeds),
+            _format_estimate(starts, mean_over_seeds),
+            _format_estimate(finals, mean_over_seeds),
+            _format_estimate(finals, interquartile_mean),
+            _format_estimate(areas, mean_over_seeds),
             f"{collapsed} of {len(done)}",
             str(failed),
         ]
@@ -99,7 +99,7 @@ def _scores(record: StudyRecord) -> list[str]:
     return lines
 
 
-def _costs(record: StudyRecord, target: float) -> list[str]:
+def _cost_table(record: StudyRecord, target: float) -> list[str]:
     lines = [
         f"## Cost of a held-out score of {target:g}",
         "",
@@ -130,10 +130,10 @@ def _equal_tokens(record: StudyRecord, tokens: int) -> list[str]:
         points = [point for run in runs if (point := run.scores_by_tokens(tokens)) is not None]
         scores, areas = ([point[index] for point in points] for index in (0, 1))
         totals = [sum(run.model_tokens) for run in runs if run.status == "finished"]
-        cells = [_cell(scores, mean_over_seeds), _cell(areas, mean_over_seeds), _median(totals)]
+        cells = [_format_estimate(scores, mean_over_seeds), _format_estimate(areas, mean_over_seeds), _median(totals)]
         lines.append(f"| {variant} | {len(points)} | {' | '.join(cells)} |")
     for index, what in enumerate(("Score", "Area")):
-        lines += ["", *_differences(record, f"{what} after {tokens:,} tokens", _token_score(tokens, index))]
+        lines += ["", *_difference_table(record, f"{what} after {tokens:,} tokens", _token_score(tokens, index))]
     return lines
 
 
@@ -141,7 +141,7 @@ def _token_score(tokens: int, index: int) -> Callable[[RunCurve], float | None]:
     return lambda run: None if (point := run.scores_by_tokens(tokens)) is None else point[index]
 
 
-def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float | None]) -> list[str]:
+def _difference_table(record: StudyRecord, what: str, of: Callable[[RunCurve], float | None]) -> list[str]:
     values = {
         variant: {run.seed: value for run in runs if (value := of(run)) is not None}
         for variant, runs in curves_by_variant(record).items()
@@ -165,7 +165,7 @@ def _differences(record: StudyRecord, what: str, of: Callable[[RunCurve], float 
     return lines if differences else [*lines[:2], "No variant has two finished seeds in common with the baseline."]
 
 
-def _cell(values: Sequence[float], summary: Callable[..., MeanWithInterval]) -> str:
+def _format_estimate(values: Sequence[float], summary: Callable[..., MeanWithInterval]) -> str:
     if not values:
         return "-"
     estimate = summary(values)
@@ -200,18 +200,18 @@ def study_figure(record: StudyRecord) -> Figure:
     seeds = sorted({len(runs) for runs in variants.values()})
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
     text = f"{record.study.name}: {count} seeds, bands are 95 % intervals over seeds"
-    return (_together if len(variants) <= len(LIGHT) else _one_by_one)(variants, record.study, text)
+    return (_plot_in_one_panel if len(variants) <= len(LIGHT) else _plot_in_panels)(variants, record.study, text)
 
 
-def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, text: str) -> Figure:
+def _plot_in_one_panel(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, text: str) -> Figure:
     figure = new_figure(WIDTH, 4.8)
     scores, rewards = figure.subplots(1, 2)
     longest = max((len(run.steps) for runs in variants.values() for run in runs), default=0)
     window = _WINDOW if longest >= _WINDOW else 1
     reward_title = "Training reward, means of ten steps" if window == _WINDOW else "Training reward"
     for index, (variant, runs) in enumerate(variants.items()):
-        _band(scores, _score_points(runs, study.tokens), variant, index)
-        _band(rewards, _reward_points(runs, window), variant, index)
+        _plot_band(scores, _score_points(runs, study.tokens), variant, index)
+        _plot_band(rewards, _reward_points(runs, window), variant, index)
     for axes, title in ((scores, "Held-out score"), (rewards, reward_title)):
         style_axes(axes, title)
         axes.set_ylim(bottom=0)
@@ -223,7 +223,7 @@ def _together(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, 
     return figure
 
 
-def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, text: str) -> Figure:
+def _plot_in_panels(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings, text: str) -> Figure:
     rows = math.ceil(len(variants) / COLUMNS)
     figure = new_figure(WIDTH, 1.2 + 1.9 * rows)
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
@@ -232,7 +232,7 @@ def _one_by_one(variants: Mapping[str, Sequence[RunCurve]], study: StudySettings
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
         axes.plot(*means[study.baseline_variant], color="0.45", linestyle="--", linewidth=1.0)
-        _band(axes, _score_points(runs), variant, 0)
+        _plot_band(axes, _score_points(runs), variant, 0)
         style_axes(axes, variant)
         axes.set_title(variant, loc="left", fontsize=8)
         axes.set_ylim(bottom=0)
@@ -273,7 +273,7 @@ def _reward_points(runs: Sequence[RunCurve], window: int) -> dict[int, list[floa
     return points
 
 
-def _band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, index: int) -> None:
+def _plot_band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, index: int) -> None:
     if not points:
         return
     steps = sorted(points)

@@ -109,7 +109,7 @@ def run_study(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, re
         shares.put(share)
     # On Linux, affinity is a property of a thread, and child processes inherit the affinity of their thread.
     with ThreadPoolExecutor(at_a_time, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
-        waiting = [pool.submit(_work, study, run, stop, running, report) for run in open_runs]
+        waiting = [pool.submit(_execute_run, study, run, stop, running, report) for run in open_runs]
         try:
             for future in waiting:
                 future.result()
@@ -133,7 +133,7 @@ def split_cores(cores: Collection[int], jobs: int) -> list[set[int]]:
     return [share or {ordered[job % count]} for job, share in enumerate(whole)]
 
 
-def _work(
+def _execute_run(
     study: StudySettings, run: StudyRun, stop: Event, running: set[subprocess.Popen[bytes]], report: Report
 ) -> None:
     if stop.is_set():

@@ -131,9 +131,9 @@ def parse_study(content: object, origin: str) -> StudySettings:
     try:
         return StudySettings.model_validate(content)
     except ValidationError as error:
-        messages = [_one_mistake(origin, item["loc"], item["msg"]) for item in error.errors()]
+        messages = [_format_mistake(origin, item["loc"], item["msg"]) for item in error.errors()]
         raise SettingsError("\n".join(messages)) from error
 
 
-def _one_mistake(origin: str, keys: Sequence[str | int], message: str) -> str:
+def _format_mistake(origin: str, keys: Sequence[str | int], message: str) -> str:
     return ": ".join(part for part in (origin, ".".join(map(str, keys)), message.removeprefix("Value error, ")) if part)
