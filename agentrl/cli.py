@@ -254,7 +254,7 @@ def variance(
     overrides = [*(overrides or []), *([] if model is None else ["coldstart.demonstrations=null"])]
     run_config = None if model is None else run_config_for_model(model)
     settings = _load_settings("variance", overrides, config=config or run_config, options={"model.path": model})
-    from agentrl.lab.play import lab_problems
+    from agentrl.lab.rollouts import lab_problems
     from agentrl.lab.run import variance_command
     from agentrl.lab.settings import lab_settings
     from agentrl.rollout.environment import check_environment

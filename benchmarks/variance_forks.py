@@ -25,7 +25,7 @@ from torch import Tensor
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages
 from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.config import load_settings
-from agentrl.lab.play import lab_problems
+from agentrl.lab.rollouts import lab_problems
 from agentrl.lab.settings import LabSettings, parse_estimator_choices
 from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.loading import read_model

@@ -10,9 +10,9 @@ from agentrl.algorithms import estimator_needs
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend
 from agentrl.lab.measure import measure_problems
-from agentrl.lab.play import GroupSampler, UsableGroup
 from agentrl.lab.report import report_results
 from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, problem_line
+from agentrl.lab.rollouts import GroupSampler, UsableGroup
 from agentrl.lab.sample import ProblemSample, reason_unusable, score_group
 from agentrl.lab.settings import LabSettings
 from agentrl.lab.summary import EstimatorResult
@@ -52,22 +52,25 @@ def variance_command(
     Moments, results and a plot are written to ``output``. An existing measurement is continued.
     """
     console = Console(settings.telemetry)
-    bench = _Measurement(settings, lab, model, behaviour, head_backend)
+    measurement = _Measurement(settings, lab, model, behaviour, head_backend)
     results = MeasurementFiles(output)
-    lines = results.open(bench.conditions)
+    lines = results.open(measurement.conditions)
     done = {line["number"] for line in lines}
     kept = sum(line["outcome"] == MEASURED for line in lines)
     if lines:
         console.note(f"resuming a measurement: {kept} of {len(lines)} sampled problems are already measured")
     numbered = list(enumerate(problems))
-    with bench.sampler() as sampler, console.progress(lab.problems, min(kept, lab.problems), "problem") as progress:
+    with (
+        measurement.sampler() as sampler,
+        console.progress(lab.problems, min(kept, lab.problems), "problem") as progress,
+    ):
         for start in range(0, len(numbered), _BATCH):
             batch = numbered[start : start + _BATCH]
             # If one problem of a batch is missing, the whole batch is sampled again, because estimators that span the
             # step need all problems of the batch.
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
-            for line in bench.lines(sampler.sample_groups(batch), done):
+            for line in measurement.lines(sampler.sample_groups(batch), done):
                 results.add(line)
                 kept += line["outcome"] == MEASURED
                 progress.update(min(kept, lab.problems), {})

@@ -24,11 +24,9 @@ from agentrl.rollout.settings import EngineSections, EnvironmentSections, Reward
 from agentrl.telemetry.settings import TelemetrySettings
 
 CROSS = "otb_cross"
-"""The estimator of the laboratory alone: `otb_isolated` with the cross energies of tokens (docs/estimators.md)."""
+"""An estimator that exists only here: `otb_isolated` with the cross energies of tokens (docs/how-to/variance.md)."""
 _UNAVAILABLE = {"values": "it needs a critic that was trained for this policy"}
 """Inputs that rollouts alone do not provide, with the reason for the error message."""
-
-
 _NO_GRADIENT = "none"
 
 
@@ -55,9 +53,9 @@ def parse_estimator_choices(texts: Sequence[str]) -> tuple[EstimatorChoice, ...]
     {'leave_one_out': True}
     """
     chosen = list(texts) or measurable_estimators()
-    twice = sorted({text for text in chosen if chosen.count(text) > 1})
-    if twice:
-        raise SettingsError(f"--estimators lists {', '.join(twice)} twice: list each estimator once")
+    repeated = sorted({text for text in chosen if chosen.count(text) > 1})
+    if repeated:
+        raise SettingsError(f"--estimators lists {', '.join(repeated)} twice: list each estimator once")
     return tuple(_parse_choice(text) for text in chosen)
 
 
@@ -132,10 +130,7 @@ def compute_problem_advantages(
         dropped = torch.stack(
             [_has_equal_rewards(sample, indices, greedy) for sample, indices in zip(samples, rows, strict=True)]
         )
-    result = [
-        torch.zeros(groups, size, sample.batch.rewards.shape[1], dtype=torch.float64)  # as in inputs_of
-        for sample in samples
-    ]
+    result = [torch.zeros(groups, size, sample.batch.rewards.shape[1], dtype=torch.float64) for sample in samples]
     steps = [[index] for index in range(groups)] if needs.step_wide else [list(range(groups))]
     for step in steps:
         kept = [index for index in range(len(samples)) if not dropped[index, step].all()]

@@ -11,8 +11,8 @@ import pytest
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.lab.play import lab_problems, sample_until_usable
 from agentrl.lab.results import MeasurementFiles
+from agentrl.lab.rollouts import lab_problems, sample_until_usable
 from agentrl.lab.settings import LabSettings
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
