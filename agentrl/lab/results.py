@@ -55,8 +55,9 @@ def problem_line(group: Group, outcome: str, moments: ProblemMoments | None) -> 
         turns=mean(item.turns for item in group.trajectories),
         tokens=mean(item.model_tokens for item in group.trajectories),
         reward=mean(item.reward for item in group.trajectories),
-        moments=moments
-        and {
+        moments=None
+        if moments is None
+        else {
             str(size): {
                 label: [value if value is None else _rounded(value) for value in vars(item).values()]
                 for label, item in by_label.items()
