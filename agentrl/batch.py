@@ -299,7 +299,7 @@ class Batch:
         return len(self.groups)
 
     @property
-    def scores(self) -> TokenStatistics:
+    def computed_statistics(self) -> TokenStatistics:
         """The statistics of the policy's forward, which must have run."""
         assert self.statistics is not None
         return self.statistics
@@ -307,7 +307,7 @@ class Batch:
     @property
     def log_probs(self) -> Tensor:
         """Log-probabilities [B, T] by the weights before the step's updates."""
-        return self.scores.log_probs
+        return self.computed_statistics.log_probs
 
     @property
     def advantages(self) -> Tensor:

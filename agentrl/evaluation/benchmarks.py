@@ -63,7 +63,7 @@ class LoadedBenchmark:
         return [f"{self.name}: {len(self.problems)} problems, {count}", *(f"  {error}" for error in self.errors)]
 
 
-_BENCHMARKS = (
+_DEFINITIONS = (
     Benchmark(name="aime24", file="aime24", hub_id="HuggingFaceH4/aime_2024", split="train", problems=30),
     Benchmark(name="aime25", file="aime25", hub_id="math-ai/aime25", split="test", problems=30),
     Benchmark(name="amc23", file="amc23", hub_id="math-ai/amc23", split="test", problems=40),
@@ -88,7 +88,7 @@ _BENCHMARKS = (
     ),
 )
 
-BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark in _BENCHMARKS}
+BENCHMARKS: Mapping[str, Benchmark] = {benchmark.name: benchmark for benchmark in _DEFINITIONS}
 
 
 def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Problem]:
@@ -113,7 +113,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     Raises ProblemError if the data cannot be read (unknown name, missing or broken file, missing fields).
     """
     benchmark = BENCHMARKS.get(name)
-    settings = _source_of_file(name) if benchmark is None else _source(benchmark, data_dir)
+    settings = _file_source(name) if benchmark is None else _benchmark_source(benchmark, data_dir)
     problems, locations, unanswered = [], [], []
     try:
         for location, problem in read_with_locations(settings):
@@ -133,7 +133,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
         problems=tuple(problems),
         locations=tuple(locations),
         errors=(
-            *_count_errors(name, settings.path, rows, None if benchmark is None else benchmark.problems),
+            *_check_problem_count(name, settings.path, rows, None if benchmark is None else benchmark.problems),
             *unanswered,
             *_repetition_errors(locations, [problem.statement.strip() for problem in problems], "the problem"),
             *_repetition_errors(locations, [problem.id for problem in problems], "the id"),
@@ -156,7 +156,7 @@ async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | N
     return replace(loaded, errors=tuple(errors))
 
 
-def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceSettings:
+def _benchmark_source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceSettings:
     if data_dir is None:
         return ProblemSourceSettings(
             path=benchmark.hub_id,
@@ -171,7 +171,7 @@ def _source(benchmark: Benchmark, data_dir: str | Path | None) -> ProblemSourceS
     return ProblemSourceSettings(path=str(existing), skip_unanswered=True)
 
 
-def _source_of_file(path: str) -> ProblemSourceSettings:
+def _file_source(path: str) -> ProblemSourceSettings:
     if Path(path).suffix.lower() not in FILE_KINDS:
         raise ProblemError(
             f"unknown benchmark {path!r}; valid: {', '.join(BENCHMARKS)}, or a file ending in {' or '.join(FILE_KINDS)}"
@@ -180,7 +180,7 @@ def _source_of_file(path: str) -> ProblemSourceSettings:
     return ProblemSourceSettings(path=path, skip_unanswered=True)
 
 
-def _count_errors(name: str, path: str, rows: int, expected: int | None) -> list[str]:
+def _check_problem_count(name: str, path: str, rows: int, expected: int | None) -> list[str]:
     if expected is None:
         return [] if rows else [f"{path}: the file contains no problems"]
     if rows == expected:

@@ -175,26 +175,26 @@ def _samples_p_value(n1: Floats, c1: Floats, n2: Floats, c2: Floats, rng: np.ran
     right, wrong = (c1 + c2).astype(np.int64), (n1 + n2 - c1 - c2).astype(np.int64)
     taken = n1.astype(np.int64)
 
-    def relabelled(draws: int) -> Floats:
+    def relabelled_means(draws: int) -> Floats:
         dealt = rng.hypergeometric(right, wrong, taken, size=(draws, len(right)))  # [draws, P] correct samples of run 1
         return np.asarray(((right - dealt) / n2 - dealt / n1).mean(axis=1))
 
-    return _p_value(float((c2 / n2 - c1 / n1).mean()), relabelled)
+    return _p_value(float((c2 / n2 - c1 / n1).mean()), relabelled_means)
 
 
 def _problems_p_value(gain_P: Floats, rng: np.random.Generator) -> float:
     """Compute the two-sided p-value of a sign-flip test of gains that are symmetric around 0."""
 
-    def relabelled(draws: int) -> Floats:
+    def relabelled_means(draws: int) -> Floats:
         signs = rng.integers(0, 2, size=(draws, len(gain_P))) * 2 - 1
         return np.asarray(signs @ gain_P / len(gain_P))
 
-    return _p_value(float(gain_P.mean()), relabelled)
+    return _p_value(float(gain_P.mean()), relabelled_means)
 
 
-def _p_value(observed: float, relabelled: Callable[[int], Floats]) -> float:
+def _p_value(observed: float, relabelled_means: Callable[[int], Floats]) -> float:
     far = sum(
-        int((np.abs(relabelled(_DRAWS_AT_ONCE)) >= abs(observed) - _ROUNDING).sum())
+        int((np.abs(relabelled_means(_DRAWS_AT_ONCE)) >= abs(observed) - _ROUNDING).sum())
         for _ in range(BOOTSTRAP_DRAWS // _DRAWS_AT_ONCE)
     )
     return (far + 1) / (BOOTSTRAP_DRAWS + 1)

@@ -80,7 +80,7 @@ async def evaluate_policy(
 
 def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified: bool = False) -> EvaluationReport:
     """Score finished groups, counting excluded rollouts separately. Raises WorldError if all rollouts are excluded."""
-    if not _has_data(groups):
+    if not _has_counted_rollout(groups):
         raise WorldError(
             f"evaluation at step {step}: every rollout of {len(groups)} problems failed for reasons outside the "
             "policy; run agentrl doctor to check the sandbox and the servers"
@@ -93,17 +93,19 @@ def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified:
         step=step,
         samples=samples,
         falsified=falsified,
-        overall=_score(groups),
-        families={name: _score(part) for name, part in sorted(families.items()) if _has_data(part)},
+        overall=_avg_at_k_of_groups(groups),
+        families={
+            name: _avg_at_k_of_groups(part) for name, part in sorted(families.items()) if _has_counted_rollout(part)
+        },
         groups=tuple(groups),
         excluded=sum(item.is_excluded for item in trajectories),
     )
 
 
-def _score(groups: Sequence[Group]) -> Score:
+def _avg_at_k_of_groups(groups: Sequence[Group]) -> Score:
     data = [[item for item in group.rollouts if not item.is_excluded] for group in groups]
     return avg_at_k([len(part) for part in data], [sum(item.reward >= 1.0 for item in part) for part in data])
 
 
-def _has_data(groups: Sequence[Group]) -> bool:
+def _has_counted_rollout(groups: Sequence[Group]) -> bool:
     return any(not item.is_excluded for group in groups for item in group.rollouts)

@@ -4,7 +4,7 @@ Turns are streamed. The connection is closed as soon as the protocol considers t
 strings cannot express. Failed requests are retried for ``retry_deadline`` seconds.
 
 Not guaranteed: exact token counts. If the turn was not cut and the endpoint reports usage, its counts are used.
-Otherwise the received pieces are counted, and a piece may contain several tokens.
+Otherwise the received chunks are counted, and a chunk may contain several tokens.
 
 The module imports no heavy library, so that a wrong endpoint is reported within a second.
 """
@@ -80,7 +80,7 @@ class TextCompletion:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextSampling:
-    """Sampling options of a turn. A string in ``stop`` ends the turn only if ``complete`` returns True for its text."""
+    """Sampling options of a turn. A string in ``stop`` ends the turn only if ``is_complete`` accepts the text."""
 
     max_tokens: int
     temperature: float
@@ -160,15 +160,15 @@ class TextEngine:
         Raises ContextFullError, RequestRefusedError or SettingsError if the endpoint rejects the request, and
         EngineError if retries fail for ``retry_deadline`` seconds.
         """
-        body = self._body(conversation, sampling)
-        return await self._with_retries(lambda: self._stream(body, sampling))
+        body = self._request_body(conversation, sampling)
+        return await self._with_retries(lambda: self._request_turn(body, sampling))
 
     async def close(self) -> None:
         await self._client.close()
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def _body(self, conversation: Sequence[str], sampling: TextSampling) -> JSONObject:
+    def _request_body(self, conversation: Sequence[str], sampling: TextSampling) -> JSONObject:
         if self._settings.api == "chat":
             roles = ("user", "assistant")
             system = self._settings.system_prompt
@@ -263,7 +263,7 @@ class TextEngine:
         if rate is not None:
             self._not_before = max(self._not_before, self._clock()) + 60.0 / rate
 
-    async def _stream(self, body: JSONObject, sampling: TextSampling) -> TextCompletion:
+    async def _request_turn(self, body: JSONObject, sampling: TextSampling) -> TextCompletion:
         path = "chat/completions" if self._settings.api == "chat" else "completions"
         if self._sends_stream_options:
             body = body | {"stream_options": {"include_usage": True}}
@@ -318,7 +318,7 @@ class TextEngine:
     # -- answers --------------------------------------------------------------------------------------------------
 
     async def _read_stream(self, events: AsyncIterator[JSONObject], sampling: TextSampling) -> TextCompletion:
-        text, thought, pieces, reason = "", "", 0, None
+        text, reasoning, chunks, reason = "", "", 0, None
         usage: JSONObject = {}
         async for event in events:
             self._add_fingerprint(event)
@@ -327,15 +327,15 @@ class TextEngine:
             if choice is None:
                 continue
             delta = MessageDelta.from_choice(choice)
-            pieces += bool(delta.text or delta.thought)
+            chunks += bool(delta.text or delta.reasoning)
             reason = delta.reason if reason is None else reason
-            before, text, thought = len(text), text + delta.text, thought + delta.thought
+            before, text, reasoning = len(text), text + delta.text, reasoning + delta.reasoning
             cut = _find_turn_end(text, before, sampling)
             if cut is not None:
-                return _completion(text[:cut], thought, pieces, usage, "stop")
+                return _make_completion(text[:cut], reasoning, chunks, usage, "stop")
         if reason is None:
             raise RetryableError("the stream ended early")
-        return _completion(text, thought, pieces, usage, _FINISH_REASONS.get(reason, "eos"))
+        return _make_completion(text, reasoning, chunks, usage, _FINISH_REASONS.get(reason, "eos"))
 
     def _parse_response(self, answer: JSONObject, sampling: TextSampling) -> TextCompletion:
         self._add_fingerprint(answer)
@@ -345,7 +345,7 @@ class TextEngine:
         delta = MessageDelta.from_choice(choice)
         cut = _find_turn_end(delta.text, 0, sampling)
         reason = _FINISH_REASONS.get(delta.reason or "", "eos") if cut is None else "stop"
-        return _completion(delta.text[:cut], delta.thought, 0, find_usage(answer), reason)
+        return _make_completion(delta.text[:cut], delta.reasoning, 0, find_usage(answer), reason)
 
     def _add_fingerprint(self, event: JSONObject) -> None:
         fingerprint = event.get("system_fingerprint")
@@ -377,12 +377,12 @@ def _find_turn_end(text: str, before: int, sampling: TextSampling) -> int | None
     return next((end for end in sorted(ends) if end > before and sampling.is_complete(text[:end])), None)
 
 
-def _completion(text: str, thought: str, pieces: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:
+def _make_completion(text: str, reasoning: str, chunks: int, usage: JSONObject, reason: FinishReason) -> TextCompletion:
     completion_tokens, prompt = usage.get("completion_tokens"), usage.get("prompt_tokens")
     return TextCompletion(
         text=replace_lone_surrogates(text),
-        tokens=completion_tokens if isinstance(completion_tokens, int) else pieces,
+        tokens=completion_tokens if isinstance(completion_tokens, int) else chunks,
         prompt_tokens=prompt if isinstance(prompt, int) else None,
         finish_reason=reason,
-        reasoning=replace_lone_surrogates(thought),
+        reasoning=replace_lone_surrogates(reasoning),
     )

@@ -28,7 +28,7 @@ class MessageDelta:
     """A piece of a turn: its text, its reasoning if the endpoint separates them, and its finish reason."""
 
     text: str
-    thought: str
+    reasoning: str
     reason: str | None
 
     @classmethod
@@ -37,11 +37,11 @@ class MessageDelta:
         part = choice.get("delta") or choice.get("message")
         message = part if isinstance(part, dict) else choice
         text = message.get("content") if "content" in message else message.get("text")
-        refusal = _text(message.get("refusal"))
+        refusal = _text_or_empty(message.get("refusal"))
         reason = choice.get("finish_reason")
         return cls(
-            text=_text(text) or refusal,
-            thought=_text(message.get("reasoning_content")) or _text(message.get("reasoning")),
+            text=_text_or_empty(text) or refusal,
+            reasoning=_text_or_empty(message.get("reasoning_content")) or _text_or_empty(message.get("reasoning")),
             reason="content_filter" if refusal else reason if isinstance(reason, str) else None,
         )
 
@@ -130,5 +130,5 @@ def parse_retry_after(value: str | None) -> float | None:
         return None
 
 
-def _text(value: object) -> str:
+def _text_or_empty(value: object) -> str:
     return value if isinstance(value, str) else ""

@@ -110,7 +110,7 @@ async def run_rollouts(
         elif sampler is None:
             sampler = await open_sampler(settings, output)
             stack.push_async_callback(sampler.close)
-        prompts = await _prompts(sets, environment)
+        prompts = await _read_prompts(sets, environment)
         too_long = sampler.prompts_too_long(prompts)
         record = build_provenance(
             settings,
@@ -258,7 +258,7 @@ def write_results(
     for transcript in directory.transcripts():
         index.add(transcript)
     ks = request.ks or default_pass_ks(settings.evaluation.samples)
-    results = asyncio.run(_results(directory, settings, sets, index, ks))
+    results = asyncio.run(_compute_results(directory, settings, sets, index, ks))
     directory.write_json("results.json", results)
     tables = result_tables(results)
     directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
@@ -284,7 +284,7 @@ def _warn_of_unparsable_references(results: Results, console: Console) -> None:
             )
 
 
-async def _results(
+async def _compute_results(
     directory: EvaluationDirectory,
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],
@@ -314,7 +314,7 @@ def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> 
     return Path("evaluations") / f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
-async def _prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
+async def _read_prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
     prompts = {}
     for one in sets:
         for problem in one.problems:

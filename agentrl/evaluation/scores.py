@@ -74,7 +74,7 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     return Score(
         mean=mean,
         this_benchmark=this_benchmark_interval(n_P, c_P),
-        problems_like_these=_problems_like_these(n_P, c_P, mean),
+        problems_like_these=_problems_like_these_interval(n_P, c_P, mean),
         problems=len(n_P),
         samples=int(n_P.sum()),
         problems_without_samples=int((~kept).sum()),
@@ -125,10 +125,10 @@ def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
     variance = max(float(within.sum()) + one / 2, one) / problems**2
     total = float(n_P.sum())
     effective = max(mean * (1 - mean) / variance, total) if 0 < mean < 1 else total
-    return _wilson(mean, effective, NormalDist().inv_cdf(0.5 + CONFIDENCE_LEVEL / 2))
+    return _wilson_interval(mean, effective, NormalDist().inv_cdf(0.5 + CONFIDENCE_LEVEL / 2))
 
 
-def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
+def _problems_like_these_interval(n_P: Floats, c_P: Floats, mean: float) -> Interval:
     """Compute the interval from the variance between problems, with Student's t and P - 1 degrees of freedom."""
     problems = len(n_P)
     if problems == 1:
@@ -137,10 +137,10 @@ def _problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
     variance = float(share.var(ddof=1)) / problems
     total = float(n_P.sum())
     effective = min(max(mean * (1 - mean) / variance, 1.0), total) if variance > 0 else float(problems)
-    return _wilson(mean, effective, student_quantile(problems - 1))
+    return _wilson_interval(mean, effective, student_quantile(problems - 1))
 
 
-def _wilson(mean: float, samples: float, quantile: float) -> Interval:
+def _wilson_interval(mean: float, samples: float, quantile: float) -> Interval:
     """Compute Wilson's interval (1927) for a rate ``mean`` of ``samples``."""
     spread = quantile**2 / samples
     centre = (mean + spread / 2) / (1 + spread)
@@ -215,7 +215,7 @@ async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: Ans
     spellings = Counter(answer for answer, verdict in votes if verdict is not Verdict.CORRECT and answer not in slow)
     groups: dict[str, int] = {}
     for answer, count in spellings.most_common():
-        groups[await _group_of(answer, groups, grader)] += count
+        groups[await _find_or_add_group(answer, groups, grader)] += count
     wrong = (*groups.values(), *slow.values())
     return VoteCounts(correct=correct, wrong=tuple(sorted(wrong, reverse=True)), abstentions=len(samples) - len(votes))
 
@@ -232,7 +232,7 @@ def maj_at_n(tallies: Sequence[VoteCounts]) -> float:
     return sum(item.majority for item in tallies) / len(tallies)
 
 
-async def _group_of(answer: str, groups: dict[str, int], grader: AnswerGrader) -> str:
+async def _find_or_add_group(answer: str, groups: dict[str, int], grader: AnswerGrader) -> str:
     for other in groups:
         if await grader.grade(answer, other) is Verdict.CORRECT:
             return other

@@ -115,7 +115,7 @@ class RunProgress:
         return (self._total - step) * (last_time - first_time) / (last_step - first_step)
 
 
-class _Figures(ProgressColumn):
+class _MetricsColumn(ProgressColumn):
     """Column with the metrics of the latest step, wrapped between metrics."""
 
     def render(self, task: Task) -> Columns:
@@ -129,7 +129,7 @@ def _progress_bar(rich: RichConsole) -> Progress:
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("[dim]{task.fields[left]}"),
-        _Figures(table_column=Column(ratio=1)),
+        _MetricsColumn(table_column=Column(ratio=1)),
         console=rich,
         expand=True,
     )

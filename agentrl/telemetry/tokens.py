@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _FACTS_KEY = b"agentrl"  # key of the facts in the schema's metadata
-_KEY_COLUMNS = ["group", "sample", "branch"]
 _MIN_BLOCK_TOKENS = 1 << 18  # minimum tokens of a row group, which is read as a whole
 
 TokenColumns = dict[str, np.ndarray]
@@ -107,7 +106,7 @@ class TrajectoryTokens:
         energy = self.energy.astype(np.float64)
         if self.hidden_norm_squared is not None:
             energy = energy * self.hidden_norm_squared
-        return energy * self._loss_weights**2
+        return energy * self._correction_weights**2
 
     @property
     def gradient_power(self) -> np.ndarray:
@@ -116,25 +115,13 @@ class TrajectoryTokens:
         The sum over the step is the diagonal proxy of the gradient's variance (docs/reference/formulas.md 7), which
         omits the cross terms between tokens.
         """
-        return token_gradient_power(self.energy, self.loss_weight, self.advantages, self._loss_weights)
+        return self.energy * (self.loss_weight * self.advantages * self._correction_weights) ** 2
 
     @property
-    def _loss_weights(self) -> np.ndarray:
+    def _correction_weights(self) -> np.ndarray:
         """Correction weights [K] float64, 0 for tokens that are not in the loss."""
-        return correction_weights(self.loss_mask, self.weights)
-
-
-def correction_weights(loss_mask: np.ndarray, weights: np.ndarray | None) -> np.ndarray:
-    """Return the correction weights [K] float64, 0 for tokens that are not in the loss."""
-    mask = loss_mask.astype(np.float64)
-    return mask if weights is None else mask * weights
-
-
-def token_gradient_power(
-    energy: np.ndarray, loss_weight: float, advantages: np.ndarray, kept: np.ndarray
-) -> np.ndarray:
-    """Compute :attr:`TrajectoryTokens.gradient_power` [K] float64."""
-    return energy * (loss_weight * advantages * kept) ** 2
+        mask = self.loss_mask.astype(np.float64)
+        return mask if self.weights is None else mask * self.weights
 
 
 ARRAY_FIELDS = tuple(item.name for item in fields(TrajectoryTokens) if "ndarray" in str(item.type))
@@ -184,7 +171,7 @@ def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]
     """Write the rows of one rank atomically. Raises WorldError if the file cannot be written."""
     import pyarrow.parquet as pq
 
-    table = _table(rows).replace_schema_metadata({_FACTS_KEY: json.dumps(asdict(facts))})
+    table = _table_of_rows(rows).replace_schema_metadata({_FACTS_KEY: json.dumps(asdict(facts))})
     floats = [f"{name}.list.element" for name in ARRAY_FIELDS if name in table.column_names and name != "loss_mask"]
 
     def write(out: IO[bytes]) -> None:
@@ -226,36 +213,16 @@ class TokenFile:
         with malformed_as_world_error(str(path)):
             self.facts = TokenFacts(**content)
 
-    def stored_keys(self) -> list[RowKey]:
-        """Return the keys of the file's trajectories, in order."""
-        return [RowKey(*key) for block in range(self._file.num_row_groups) for key in self._block_keys(block)]
-
-    def rows(self, keys: Collection[RowKey] | None = None) -> Iterator[TrajectoryTokens]:
-        """Yield the rows in the order of the file. With ``keys``, only these rows and their blocks are read."""
+    def rows(self, groups: Collection[int] | None = None) -> Iterator[TrajectoryTokens]:
+        """Yield the rows in the order of the file. With ``groups``, only their rows and their blocks are read."""
         for block in range(self._file.num_row_groups):
-            if keys is not None and not any(key in keys for key in self._block_keys(block)):
-                continue
+            if groups is not None:
+                stored = self._read_block(block, ["group"])["group"].to_pylist()
+                if not any(group in groups for group in stored):
+                    continue
             for row in _rows_of_table(self._read_block(block)):
-                if keys is None or row.key in keys:
+                if groups is None or row.group in groups:
                     yield row
-
-    def gradient_powers(self) -> Iterator[tuple[RowKey, float]]:
-        """Yield the key and the total ``token_gradient_power`` of every trajectory. Reads only the required columns."""
-        names = [*_KEY_COLUMNS, "loss_weight", "energy", "advantages", "loss_mask", "weights"]
-        for block in range(self._file.num_row_groups):
-            table = self._read_block(block, names)
-            present = [name for name in names if name in table.column_names]
-            columns = {name: _split_lists(table[name].combine_chunks()) for name in present if name in ARRAY_FIELDS}
-            numbers = {name: table[name].to_pylist() for name in present if name not in ARRAY_FIELDS}
-            for row in range(table.num_rows):
-                cells = {name: values[row] for name, values in (numbers | columns).items()}
-                kept = correction_weights(cells["loss_mask"], cells.get("weights"))
-                power = token_gradient_power(cells["energy"], cells["loss_weight"], cells["advantages"], kept)
-                yield RowKey(*(cells[name] for name in _KEY_COLUMNS)), float(power.sum())
-
-    def _block_keys(self, block: int) -> list[RowKey]:
-        table = self._read_block(block, _KEY_COLUMNS)
-        return [RowKey(*key) for key in zip(*(table[name].to_pylist() for name in _KEY_COLUMNS), strict=True)]
 
     def _read_block(self, block: int, columns: list[str] | None = None) -> pa.Table:
         import pyarrow as pa
@@ -278,7 +245,7 @@ def _blocks(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
         yield start, len(rows) - start
 
 
-def _table(rows: Sequence[TrajectoryTokens]) -> pa.Table:
+def _table_of_rows(rows: Sequence[TrajectoryTokens]) -> pa.Table:
     import pyarrow as pa
 
     columns: dict[str, pa.Array] = {}
@@ -441,8 +408,7 @@ def _read_token_files(
     for path in run.token_files(step):
         try:
             file = TokenFile(resolve_inside(path, run.path))
-            wanted = None if groups is None else {key for key in file.stored_keys() if key.group in groups}
-            file_rows = list(file.rows(wanted))
+            file_rows = list(file.rows(groups))
         except WorldError as error:
             warnings.append(str(error))
             continue

@@ -34,11 +34,11 @@ _TASK_LANE: ContextVar[Lane | None] = ContextVar("lane", default=None)
 
 
 class Trace:
-    """Trace writer of one process. ``main_lane`` is the group name of the default lane."""
+    """Trace writer of one process. ``main`` is the group of the default lane, ``main_lane``."""
 
     def __init__(self, path: Path, main: str) -> None:
         with os_errors_as_world_errors(path, "write"):
-            _begin_file(path)
+            _create_trace_file(path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
         self._path, self._failed = path, False
         self._lock = threading.Lock()
@@ -175,7 +175,7 @@ def add_slice_since(began: int, name: str, **facts: Fact) -> None:
         _current.add_slice(name, _TASK_LANE.get() or _current.main_lane, began, facts)
 
 
-def _begin_file(path: Path) -> None:
+def _create_trace_file(path: Path) -> None:
     """Create the file with its first line, unless it exists."""
     if path.exists():
         return

@@ -124,13 +124,13 @@ class WandbTracker:
         self._wandb = wandb
         self.id = run.resume_id or uuid.uuid4().hex[:12]
         try:
-            self._run = self._begin(run, mode=None)
+            self._run = self._init_run(run, mode=None)
         except (wandb.errors.CommError, TimeoutError):
             wandb.teardown()  # otherwise the service keeps the run's id
-            self._run = self._begin(run, mode="offline")
+            self._run = self._init_run(run, mode="offline")
         self.location = str(run.folder) if self._run.offline else str(self._run.url)
 
-    def _begin(self, run: TrackedRun, *, mode: Literal["offline"] | None) -> Run:
+    def _init_run(self, run: TrackedRun, *, mode: Literal["offline"] | None) -> Run:
         return self._wandb.init(
             project=run.project,
             name=run.name,
@@ -237,11 +237,11 @@ class MlflowTracker:
         if self.location.startswith("file:"):
             os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")  # otherwise MLflow requires a database
         self._client = MlflowClient(tracking_uri=self.location)
-        self.id = run.resume_id or self._create(run)
+        self.id = run.resume_id or self._create_run(run)
         if run.resume_id:
             self._client.update_run(self.id, status="RUNNING")
 
-    def _create(self, run: TrackedRun) -> str:
+    def _create_run(self, run: TrackedRun) -> str:
         from mlflow.entities import Param
 
         found = self._client.get_experiment_by_name(run.project)

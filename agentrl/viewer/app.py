@@ -131,8 +131,8 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
         return FileResponse(STATIC / "index.html")
 
     api = [
-        Route(f"/api{path}", _endpoint(answer, token))
-        for path, answer in _Handlers(library, calculate).by_path().items()
+        Route(f"/api{path}", _endpoint(handler, token))
+        for path, handler in _Handlers(library, calculate).by_path().items()
     ]
     return Starlette(
         routes=[
@@ -166,7 +166,7 @@ class _Handlers:
             "/runs/{id}": lambda request: run_facts(self._run(request)),
             "/runs/{id}/series": self.series,
             "/runs/{id}/trajectories": self.trajectories,
-            "/runs/{id}/estimators": lambda request: self._calculated(request, {"ask": "estimators"}),
+            "/runs/{id}/estimators": lambda request: self._calculate_for_run(request, {"ask": "estimators"}),
             trajectory: self.trajectory,
             f"{trajectory}/what_if": self.what_if,
             f"{trajectory}/tokens/{{token:int}}": self.explanation,
@@ -218,17 +218,17 @@ class _Handlers:
         return trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
 
     def what_if(self, request: Request) -> object:
-        return self._calculated_for_trajectory(request, parse_what_if(request.query_params))
+        return self._calculate_for_trajectory(request, parse_what_if(request.query_params))
 
     def explanation(self, request: Request) -> object:
-        return self._calculated_for_trajectory(request, {"ask": "explain", "token": request.path_params["token"]})
+        return self._calculate_for_trajectory(request, {"ask": "explain", "token": request.path_params["token"]})
 
-    def _calculated(self, request: Request, question: dict[str, object]) -> object:
+    def _calculate_for_run(self, request: Request, question: dict[str, object]) -> object:
         return self._calculate(self._run(request).path, question)
 
-    def _calculated_for_trajectory(self, request: Request, question: dict[str, object]) -> object:
+    def _calculate_for_trajectory(self, request: Request, question: dict[str, object]) -> object:
         path = request.path_params
-        return self._calculated(request, {"step": path["step"], "trajectory": path["number"], **question})
+        return self._calculate_for_run(request, {"step": path["step"], "trajectory": path["number"], **question})
 
     def _run(self, request: Request) -> RunDirectory:
         return self._library.run(request.path_params["id"])
@@ -237,7 +237,7 @@ class _Handlers:
         return self._library.evaluation(request.path_params[name])
 
 
-def _endpoint(answer: Handler, token: str) -> Callable[[Request], Response]:
+def _endpoint(handler: Handler, token: str) -> Callable[[Request], Response]:
     """Wrap a handler, which checks the token and converts failures to messages that the page displays."""
 
     def endpoint(request: Request) -> Response:
@@ -246,7 +246,7 @@ def _endpoint(answer: Handler, token: str) -> Callable[[Request], Response]:
         if not secrets.compare_digest(token_sent.encode(), token.encode()):
             return _json({"error": "the token is invalid: open the address that `agentrl view` printed"}, 401)
         try:
-            return _json(answer(request), 200)
+            return _json(handler(request), 200)
         except SettingsError as error:
             return _json({"error": str(error)}, 404)
         except (AgentRLError, OSError) as error:

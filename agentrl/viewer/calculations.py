@@ -54,7 +54,7 @@ class RequestHandlers:
         self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
     ) -> object:
         """Compute the group of a trajectory under another estimator. ``fields`` contains the trajectory's columns."""
-        stored, chosen = self._group_of(step, trajectory)
+        stored, chosen = self._read_group(step, trajectory)
         if estimator_needs(estimator, **options_with_defaults(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
         result = what_if(stored, chosen, estimator=estimator, options=options, size=size)
@@ -65,14 +65,14 @@ class RequestHandlers:
             "power": result.power,
             "power_before": result.power_before,
             "fields": {name: json_numbers(result.columns[chosen.key][column]) for name, column in names.items()},
-            "siblings": [_curves(item, result) for item in stored.trajectories if item.key in result.columns],
+            "siblings": [_sibling_curves(item, result) for item in stored.trajectories if item.key in result.columns],
         }
 
     def explain(self, step: int, trajectory: int, token: int) -> object:
         """Return the lines of ``agentrl explain``."""
         return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
 
-    def _group_of(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
+    def _read_group(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
         self._run.require_trajectories(step)
         records = self._run.select_trajectories(step, lambda index, _line: index == number)
         groups = {record["group"] for _, record in records}
@@ -82,7 +82,7 @@ class RequestHandlers:
         return stored, next(item for item in stored.trajectories if item.number == number)
 
 
-def _curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
+def _sibling_curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
     columns = result.columns[item.key]
     indices = plotted_indices(len(item.positions))
     return {

@@ -163,16 +163,16 @@ def _mathml_tree(tex: str) -> list[object] | None:
     if not tex or len(tex) > _LONGEST_FORMULA:
         return None
     try:
-        return _tree(convert_to_element(tex))
+        return _element_tree(convert_to_element(tex))
     except Exception:  # noqa: BLE001  # for text of a model, the library raises many kinds of errors, also IndexError
         return None
 
 
-def _tree(element: Element) -> list[object]:
+def _element_tree(element: Element) -> list[object]:
     """Convert an element to ``[tag, attributes, children ...]``, where a child is text or a tree."""
     attributes = {name: value for name, value in element.attrib.items() if name not in ("xmlns", "display")}
     children: list[object] = [html.unescape(element.text)] if element.text else []  # the library returns entities
-    return [element.tag, attributes, *children, *map(_tree, element)]
+    return [element.tag, attributes, *children, *map(_element_tree, element)]
 
 
 def _excerpt(problem: ProblemRow) -> str:

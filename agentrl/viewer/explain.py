@@ -13,7 +13,7 @@ from agentrl.algorithms import ESTIMATORS, LOSSES, compute_advantages, policy_lo
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFacts, TrajectoryTokens, read_step
-from agentrl.viewer.run_files import load_run_plugins, token_text
+from agentrl.viewer.run_files import load_run_plugins, run_tokenizer
 from agentrl.viewer.what_if import recompute_advantages, require_token_facts, stored_inputs
 from agentrl_envs.registry import UnknownNameError
 
@@ -172,7 +172,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
     if chosen.tokens is None:
         reasons = "; ".join(stored.warnings) or "a filter removed it (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
-    text = token_text(run)
+    text = run_tokenizer(run)
     return Explanation(
         step=stored,
         trajectory=chosen,

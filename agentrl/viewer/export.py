@@ -32,7 +32,7 @@ from agentrl.viewer.evaluations import (
     rollout_rows,
 )
 from agentrl.viewer.metrics_file import metrics_of
-from agentrl.viewer.run_files import to_json, token_text
+from agentrl.viewer.run_files import run_tokenizer, to_json
 from agentrl.viewer.runs import run_facts
 from agentrl.viewer.trajectories import build_page, step_rows
 
@@ -156,7 +156,7 @@ def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) ->
     yield "/metrics", defined_metrics()
     yield f"/runs/{RUN_ID}", facts
     yield f"/runs/{RUN_ID}/series", metrics_of(run.metrics_file, run.path).series()
-    text = token_text(run)
+    text = run_tokenizer(run)
     included = []
     for step in steps:
         rows, stored = step_rows(run, step), read_step(run, step)

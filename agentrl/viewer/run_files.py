@@ -108,7 +108,7 @@ _TOKENIZER = "tokenizer.json"
 _LARGEST_TOKENIZER = 1 << 28  # the largest vocabularies take about 40 MB
 
 
-class TokenText:
+class RunTokenizer:
     """Tokenizer of a run, which splits token ids into pieces of text. Without a tokenizer, every piece is None.
 
     ``error`` is the reason why an existing tokenizer cannot be used, or empty.
@@ -135,23 +135,23 @@ class TokenText:
         return [index for index, token in enumerate(token_ids) if token in self._special]
 
 
-def token_text(run: RunDirectory) -> TokenText:
+def run_tokenizer(run: RunDirectory) -> RunTokenizer:
     """Return the tokenizer of a run, from its ``tokenizer.json`` or from a saved policy."""
     for folder in (run.path, run.path / "policy", run.path / "best"):
         if (folder / _TOKENIZER).is_file():
             return _open_tokenizer(folder / _TOKENIZER, run.path, (folder / _TOKENIZER).stat().st_mtime_ns)
-    return TokenText(None)
+    return RunTokenizer(None)
 
 
 # The modification time is part of the cache key, so that a changed tokenizer is read again.
 @lru_cache(maxsize=4)
-def _open_tokenizer(path: Path, folder: Path, _changed: int) -> TokenText:
+def _open_tokenizer(path: Path, folder: Path, _changed: int) -> RunTokenizer:
     try:
         path = resolve_inside(path, folder)
         if path.stat().st_size > _LARGEST_TOKENIZER:
-            return TokenText(None, f"{path} is damaged: larger than {_LARGEST_TOKENIZER >> 20} MB")
-        return TokenText(Tokenizer.from_file(str(path)))
+            return RunTokenizer(None, f"{path} is damaged: larger than {_LARGEST_TOKENIZER >> 20} MB")
+        return RunTokenizer(Tokenizer.from_file(str(path)))
     except (WorldError, OSError) as error:
-        return TokenText(None, str(error))
+        return RunTokenizer(None, str(error))
     except Exception as error:  # noqa: BLE001  (tokenizers raises a plain Exception for a damaged file)
-        return TokenText(None, f"{path} is damaged: not a tokenizer ({error})")
+        return RunTokenizer(None, f"{path} is damaged: not a tokenizer ({error})")

@@ -152,7 +152,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
     newest = {str(alert["alert"]): alert for alert in alerts}
     steps = settings.get("training.steps")
     return {
-        "state": _state(run, progress),
+        "state": _run_state(run, progress),
         "step": progress.step,
         "steps": steps if isinstance(steps, int) else None,
         "seconds": progress.seconds,
@@ -178,7 +178,7 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
     }
 
 
-def _state(run: RunDirectory, progress: Progress) -> str:
+def _run_state(run: RunDirectory, progress: Progress) -> str:
     """Return the state of a run. If its lock cannot be checked, a run counts as running while rows arrive."""
     in_use = run.in_use()
     if in_use is None and not run.summary.is_file():

@@ -18,7 +18,7 @@ from agentrl.evaluation.formats import JSONObject
 from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFile, read_step, row_key_of_record
-from agentrl.viewer.run_files import TokenText, json_numbers, plotted_indices, token_text
+from agentrl.viewer.run_files import RunTokenizer, json_numbers, plotted_indices, run_tokenizer
 from agentrl_envs.types import Ended, Verdict
 
 _MOST_CACHED_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
@@ -53,9 +53,9 @@ class Search:
                 not self.tool or self.tool in row["tools"],
                 self.dropped in ("", row["dropped"]),
                 self.group in (None, row["group"]),
-                _between(self.least_reward, row["reward"], self.most_reward),
-                _between(self.least_turns, row["turns"], self.most_turns),
-                _between(self.least_staleness, row["staleness"], None),
+                _is_between(self.least_reward, row["reward"], self.most_reward),
+                _is_between(self.least_turns, row["turns"], self.most_turns),
+                _is_between(self.least_staleness, row["staleness"], None),
             )
         )
 
@@ -134,7 +134,7 @@ def _trained_powers(run: RunDirectory, step: int) -> tuple[int | None, dict[RowK
         try:
             file = TokenFile(resolve_inside(path, run.path))
             with malformed_as_world_error(str(path)):
-                powers |= dict(file.gradient_powers())
+                powers |= {row.key: float(row.gradient_power.sum()) for row in file.rows()}
         except AgentRLError:
             continue  # the page of a trajectory reports the damaged file
         version = file.facts.version
@@ -218,7 +218,7 @@ def conversation_text(record: JSONObject) -> str:
     return "\n".join((problem["id"], problem["statement"], json.dumps(problem["answer"]), *texts))
 
 
-def _between(low: float | None, value: float | None, high: float | None) -> bool:
+def _is_between(low: float | None, value: float | None, high: float | None) -> bool:
     if value is None:
         return low is None and high is None
     return (low is None or value >= low) and (high is None or value <= high)
@@ -235,11 +235,11 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
     files = (run.trajectory_file(step), *run.token_files(step))
     stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
     with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
-        return build_page(run, stored, rows, number, token_text(run))
+        return build_page(run, stored, rows, number, run_tokenizer(run))
 
 
 def build_page(
-    run: RunDirectory, stored: StoredStep, rows: Sequence[JSONObject], number: int, text: TokenText
+    run: RunDirectory, stored: StoredStep, rows: Sequence[JSONObject], number: int, text: RunTokenizer
 ) -> dict[str, object]:
     """Build the content of a trajectory's page from ``stored``, which must contain its group."""
     (chosen,) = (item for item in stored.trajectories if item.number == number)
@@ -250,12 +250,14 @@ def build_page(
         "row": rows[number],
         "problem": record["problem"],
         "reward_parts": record["reward_parts"],
-        "prompt": _segment("prompt", record["prompt_ids"], "", text),
-        "segments": [_segment(item["origin"], item["token_ids"], item["text"], text) for item in record["segments"]],
+        "prompt": _segment_record("prompt", record["prompt_ids"], "", text),
+        "segments": [
+            _segment_record(item["origin"], item["token_ids"], item["text"], text) for item in record["segments"]
+        ],
         "tool_calls": record["tool_calls"],
         "fields": {name: json_numbers(values) for name, values in _token_fields(stored, chosen, rows).items()},
         "facts": None if stored.facts is None else asdict(stored.facts),
-        "siblings": [_sibling(stored, item, rows[item.number]) for item in group],
+        "siblings": [_sibling_record(stored, item, rows[item.number]) for item in group],
         "warnings": [*stored.warnings, *([text.error] if text.error else [])],
         "tokenizer": text.has_tokenizer,
     }
@@ -266,7 +268,7 @@ def _cached_group(path: Path, step: int, group: int, _changed: tuple[int, ...]) 
     return read_step(RunDirectory(path), step, groups={group})
 
 
-def _segment(origin: str, token_ids: list[int], segment_text: str, text: TokenText) -> dict[str, object]:
+def _segment_record(origin: str, token_ids: list[int], segment_text: str, text: RunTokenizer) -> dict[str, object]:
     return {
         "origin": origin,
         "text": segment_text,
@@ -289,7 +291,7 @@ def _token_fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSO
     return columns
 
 
-def _sibling(stored: StoredStep, item: StoredTrajectory, row: dict[str, object]) -> dict[str, object]:
+def _sibling_record(stored: StoredStep, item: StoredTrajectory, row: dict[str, object]) -> dict[str, object]:
     """Summarise a trajectory of the group, with curves over its model tokens if it was trained on."""
     facts = ("number", "sample", "branch", "path_weight", "reward", "ended", "verdict", "answer", "turns", "tokens")
     about: dict[str, object] = {name: row[name] for name in (*facts, "dropped")}

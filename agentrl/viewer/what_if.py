@@ -75,15 +75,15 @@ def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
         hidden_norm_squared=tokens("hidden_norm_squared"),
         importance_weights=None if weights is None else torch.where(loss_mask, weights, 0.0),
         loss_mask=loss_mask,
-        trajectory_energy=_numbers(rows, "trajectory_energy"),
+        trajectory_energy=_floats(rows, "trajectory_energy"),
         values=tokens("values"),
-        bootstrap_values=_numbers(rows, "bootstrap_value"),
-        greedy_returns=_numbers(rows, "greedy_return"),
+        bootstrap_values=_floats(rows, "bootstrap_value"),
+        greedy_returns=_floats(rows, "greedy_return"),
         samples=_integers(rows, "sample"),
         branches=_integers(rows, "branch"),
         parents=_integers(rows, "parent"),
         forks=_integers(rows, "fork"),
-        path_weights=_numbers(rows, "path_weight"),
+        path_weights=_floats(rows, "path_weight"),
     )
 
 
@@ -95,7 +95,7 @@ def _integers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor:
     return torch.tensor([getattr(row, name) for row in rows], dtype=torch.int64)
 
 
-def _numbers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor | None:
+def _floats(rows: Sequence[TrajectoryTokens], name: str) -> Tensor | None:
     numbers = [getattr(row, name) for row in rows]
     return None if any(value is None for value in numbers) else torch.tensor(numbers, dtype=torch.float64)
 
@@ -189,13 +189,13 @@ def option_forms(estimator: str) -> list[OptionForm]:
         OptionForm(
             name=item.name,
             default=None if item.default is MISSING else item.default,
-            choices=_choices(item.default, item.metadata.get("limits", ())),
+            choices=_option_choices(item.default, item.metadata.get("limits", ())),
         )
         for item in fields(ESTIMATORS[estimator].options)
     ]
 
 
-def _choices(default: object, limits: tuple[object, ...]) -> list[object]:
+def _option_choices(default: object, limits: tuple[object, ...]) -> list[object]:
     if isinstance(default, bool):
         return [False, True]
     return list(limits[0]) if len(limits) == 1 and isinstance(limits[0], tuple) else []

@@ -10,7 +10,6 @@ import pytest
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import (
-    RowKey,
     TokenFacts,
     TokenFile,
     TrajectoryTokens,
@@ -95,14 +94,6 @@ def test_rows_come_back_to_the_last_digit(tmp_path: Path) -> None:
     assert rows[1].ratios == pytest.approx(np.exp(-0.7 + np.arange(5) / 3))
 
 
-def test_powers_are_read_without_the_other_columns(tmp_path: Path) -> None:
-    weights = np.array([0.1, 1.3], dtype=np.float32)
-    rows = [row(1, weights=weights), row(2, loss_mask=np.array([True, False]))]
-    write_tokens(tmp_path / "tokens.parquet", facts(), rows)
-    found = dict(TokenFile(tmp_path / "tokens.parquet").gradient_powers())
-    assert found == {item.key: item.gradient_power.sum() for item in rows}
-
-
 def test_a_rank_without_rows_writes_a_file_without_rows(tmp_path: Path) -> None:
     write_tokens(tmp_path / "t", facts(), [])
     assert list(TokenFile(tmp_path / "t").rows()) == []
@@ -112,8 +103,8 @@ def test_only_the_blocks_that_are_asked_for_are_read(tmp_path: Path, monkeypatch
     monkeypatch.setattr("agentrl.telemetry.tokens._MIN_BLOCK_TOKENS", 4)
     write_tokens(tmp_path / "t", facts(), [row(group) for group in range(5)])
     file = TokenFile(tmp_path / "t")
-    assert [key.group for key in file.stored_keys()] == [0, 1, 2, 3, 4]
-    assert [found.key for found in file.rows({RowKey(3, 0, 0)})] == [RowKey(3, 0, 0)]
+    assert [found.group for found in file.rows()] == [0, 1, 2, 3, 4]
+    assert [found.group for found in file.rows({3})] == [3]
 
 
 def test_a_step_joins_trajectories_with_the_statistics_of_all_ranks(run: RunDirectory) -> None:

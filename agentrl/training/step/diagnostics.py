@@ -47,7 +47,7 @@ def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
     their keys and values may come from two versions. ``policy/engine_abs_diff_max`` is the mean of the trajectory with
     the largest mean.
     """
-    mask, statistics = batch.counted_mask, batch.scores
+    mask, statistics = batch.counted_mask, batch.computed_statistics
     tokens, trajectories = mask.sum(), mask.any(-1).sum()
     meter.add_total("policy/tokens", tokens)
     for name in ("entropy", "sum_pi_squared", "energy"):
@@ -207,7 +207,7 @@ class TokenRecorder:
 
     def _columns(self, batch: Batch, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
         """Return values [B, T] by field of TrajectoryTokens."""
-        statistics, estimate = batch.scores, batch.computed_estimate
+        statistics, estimate = batch.computed_statistics, batch.computed_estimate
         return {
             "log_probs": statistics.log_probs,
             "entropy": statistics.entropy,

@@ -222,7 +222,7 @@ class BatchCompleter:
         return engine.sum_over_replicas(sums).unbind()
 
     def _advantage_inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
-        statistics, final_values, correction = batch.scores, batch.final_values, batch.correction
+        statistics, final_values, correction = batch.computed_statistics, batch.final_values, batch.correction
         known = self._reward_inputs(batch, meter)
         self._record_divergences(batch, meter)
         return replace(
@@ -270,7 +270,7 @@ class BatchCompleter:
 
     def _record_divergences(self, batch: Batch, meter: Meter) -> None:
         """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher."""
-        mask, statistics, settings = batch.response_mask, batch.scores, self._settings
+        mask, statistics, settings = batch.response_mask, batch.computed_statistics, self._settings
         tokens = mask.sum()
         for name, others, estimator, full in (
             ("kl/mean", batch.reference_log_probs, settings.kl.resolved_estimator, statistics.full_kl),
@@ -285,7 +285,7 @@ class BatchCompleter:
         reference, mask, settings = batch.reference_log_probs, batch.response_mask, self._settings.kl
         if reference is None or settings.placement == "loss":
             return rewards
-        estimator, full = settings.resolved_estimator, batch.scores.full_kl
+        estimator, full = settings.resolved_estimator, batch.computed_statistics.full_kl
         return reward_kl(rewards, batch.log_probs, reference, mask, beta=beta, estimator=estimator, full=full).rewards
 
 
