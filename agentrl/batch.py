@@ -300,7 +300,7 @@ class Batch:
 
     @property
     def computed_statistics(self) -> TokenStatistics:
-        """The statistics of the policy's forward, which must have run."""
+        """Statistics of the policy's forward pass, which must have run."""
         assert self.statistics is not None
         return self.statistics
 

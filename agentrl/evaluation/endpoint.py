@@ -117,7 +117,7 @@ class TextEngine:
             transport=transport,
         )
         self._sleep, self._clock = sleep, clock
-        self._not_before = self._next_log = 0.0  # by the clock
+        self._not_before = self._next_log = 0.0  # times of the clock
         self._sends_stream_options = True
         self._model: str | None = settings.model
         self._served_model: Mapping[str, str] = {}
@@ -315,7 +315,7 @@ class TextEngine:
             )
         raise RequestRefusedError(message)
 
-    # -- answers --------------------------------------------------------------------------------------------------
+    # -- responses ------------------------------------------------------------------------------------------------
 
     async def _read_stream(self, events: AsyncIterator[JSONObject], sampling: TextSampling) -> TextCompletion:
         text, reasoning, chunks, reason = "", "", 0, None

@@ -242,9 +242,8 @@ def _below_the_best(rows: Sequence[Metrics]) -> str | None:
         return None
     means = [statistics.fmean(values[end - _RECENT_STEPS : end]) for end in range(_RECENT_STEPS, len(values) + 1)]
     best, lowest, now = max(means[:-_RECENT_STEPS]), min(values), means[-1]
-    noise = (
-        max(_values_of(rows, "reward/stderr"), default=0.0) * (2 / _RECENT_STEPS) ** 0.5
-    )  # of the difference of two means
+    # Standard error of the difference of two means.
+    noise = max(_values_of(rows, "reward/stderr"), default=0.0) * (2 / _RECENT_STEPS) ** 0.5
     if best - now <= 5 * noise or best - now <= 0.5 * (best - lowest) or best == lowest:
         return None
     return f"the reward fell from {best:.3g} to {now:.3g} (means of {_RECENT_STEPS} steps)"
@@ -313,7 +312,7 @@ def constant_reward(rows: Sequence[Metrics]) -> str | None:
     if len(recent) < _RECENT_STEPS or value is None:
         return None
     if value <= 0 and not any(row.get("rollout/verdict/correct") for row in recent):
-        return None  # rare successes: no_signal
+        return None  # the rule no_signal covers rare successes
     when = "since the first step" if _constant_reward(rows) is not None else f"of the last {_RECENT_STEPS} steps"
     return f"every rollout {when} has the reward {value:.3g}"
 

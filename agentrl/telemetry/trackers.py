@@ -109,7 +109,7 @@ def check_trackers(names: Iterable[str]) -> None:
 
 
 _LONGEST_PARAMETER = 6000  # characters that MLflow stores of a parameter
-_PARAMETERS = 100  # of one request to MLflow
+_PARAMETERS_PER_REQUEST = 100  # limit of MLflow
 
 
 class WandbTracker:
@@ -248,8 +248,8 @@ class MlflowTracker:
         experiment = self._client.create_experiment(run.project) if found is None else found.experiment_id
         created: str = self._client.create_run(experiment, run_name=run.name).info.run_id
         parameters = [Param(key, str(value)[:_LONGEST_PARAMETER]) for key, value in run.settings.items()]
-        for start in range(0, len(parameters), _PARAMETERS):
-            self._client.log_batch(created, params=parameters[start : start + _PARAMETERS])
+        for start in range(0, len(parameters), _PARAMETERS_PER_REQUEST):
+            self._client.log_batch(created, params=parameters[start : start + _PARAMETERS_PER_REQUEST])
         return created
 
     def metrics(self, step: int, row: Mapping[str, float]) -> None:

@@ -109,10 +109,9 @@ _NOTES_FILE = "notes.md"
 _LONGEST_NOTES = 20_000  # bytes
 _MOST_CACHED_RUNS = 4_096  # runs whose facts stay in memory until their files change
 _COLLAPSES = ("reward_collapse", "entropy_collapse")
-_STOPPED_AFTER = (
-    120.0  # seconds without a new row before a run counts as stopped, to allow for checkpoints and evaluations
-)
-_STOPPED_AFTER_STEPS = 10  # step times without a new row before a run counts as stopped
+# A run without a new row for this long counts as stopped. The minimum allows for checkpoints and evaluations.
+_STOPPED_AFTER = 120.0  # seconds
+_STOPPED_AFTER_STEPS = 10  # usual durations of a step
 _LONGEST_START = 900.0  # seconds that a run may take to complete its first step
 _NO_PROGRESS = Progress(step=0, seconds=0.0, step_seconds=None, result=None, warnings=())
 

@@ -1,4 +1,4 @@
-"""Small evaluations for tests: written answers, no model, no sandbox."""
+"""Small evaluations for tests, with scripted answers and without a model or a sandbox."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def settings(*overrides: str) -> Settings:
 
 
 def transcript(sample: Sample, *, correct: bool = True, **changes: Any) -> Transcript:
-    """One turn with a program and an answer."""
+    """Return a rollout with one program and an answer."""
     values: dict[str, Any] = {
         "benchmark": sample.benchmark,
         "problem": sample.problem.id,
@@ -63,7 +63,7 @@ def transcript(sample: Sample, *, correct: bool = True, **changes: Any) -> Trans
 
 
 def failed(sample: Sample) -> Transcript:
-    """Failed outside the policy."""
+    """Return a rollout that failed for reasons outside the policy."""
     return transcript(
         sample,
         ended=Ended.INFRASTRUCTURE_FAILURE,
@@ -101,7 +101,7 @@ class WrittenSampler:
         return {problem: len(prompt) for problem, prompt in prompts.items() if len(prompt) > self.longest}
 
     async def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, because there are no resources."""
 
 
 async def play(sampler: WrittenSampler, output: Path, sets: Sequence[ProblemSet], *overrides: str) -> None:
@@ -113,7 +113,7 @@ async def play(sampler: WrittenSampler, output: Path, sets: Sequence[ProblemSet]
 
 
 def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request: Any) -> dict[str, Any]:
-    """Finish ``output``."""
+    """Write the results of the complete evaluation in ``output``."""
     from agentrl.evaluation.directory import EvaluationDirectory
 
     chosen = settings(*overrides)

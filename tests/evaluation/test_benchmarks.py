@@ -1,4 +1,4 @@
-"""Benchmarks: the right number of problems, each once and with an answer that can be read, or an error."""
+"""Loading and checking benchmarks: counts, repeated problems, missing and unreadable answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Comparing two evaluations and grading one again."""
+"""Comparison of two evaluations, and regrading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from agentrl_envs.types import Ended, Verdict
 
 
 def run(output: Path, counts: tuple[int, ...], *overrides: str, fingerprint: str = "f1") -> dict[str, Any]:
-    """An evaluation of which problem ``p<i>``'s first ``counts[i]`` samples are right."""
+    """Write an evaluation in which the first ``counts[i]`` samples of problem ``p<i>`` are correct."""
     sets = [problem_set(len(counts))]
 
     def write(sample: Sample) -> Any:

@@ -1,4 +1,4 @@
-"""Two runs compared by problem: hand-computed differences, exact p-values, coverage of both intervals."""
+"""Paired differences of two runs: values computed by hand, exact p-values, coverage of both intervals."""
 
 import math
 from fractions import Fraction
@@ -49,7 +49,7 @@ def test_problems_like_these_by_hand():
 
 
 def exact_fixed_p(n1: list[int], c1: list[int], n2: list[int], c2: list[int]) -> float:
-    """The p-value by listing every way to deal each problem's right answers to the runs, with its probability."""
+    """Compute the p-value by enumerating every assignment of each problem's correct answers to the runs."""
     seen = abs(sum(Fraction(b, m) - Fraction(a, n) for n, a, m, b in zip(n1, c1, n2, c2, strict=True)))
     sums = {Fraction(0): Fraction(1)}
     for n, a, m, b in zip(n1, c1, n2, c2, strict=True):

@@ -1,4 +1,4 @@
-"""The real command against a real endpoint over HTTP: killed, continued, compared, graded again."""
+"""The real command with an endpoint over HTTP: interrupted, resumed, compared and regraded."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ NUMBER = re.compile(r"What is (\d+) \+ (\d+)\?")
 
 
 class Endpoint:
-    """Serves one model over HTTP that adds by a program; every fifth request is refused with a Retry-After."""
+    """HTTP server of one model that adds with a program. Rejects every fifth request with a Retry-After header."""
 
     def __init__(self) -> None:
         self.requests = 0
@@ -38,7 +38,7 @@ class Endpoint:
             protocol_version = "HTTP/1.1"
 
             def log_message(self, *arguments: Any) -> None:
-                """Say nothing."""
+                """Log nothing."""
 
             def do_GET(self) -> None:
                 self._send(200, "application/json", json.dumps({"data": [{"id": "adder"}]}))
@@ -71,14 +71,14 @@ class Endpoint:
             daemon_threads = True
 
             def handle_error(self, request: Any, client_address: Any) -> None:
-                """A client that was killed is part of the test."""
+                """Ignore errors of clients that the test kills."""
 
         self.server = Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1"
 
 
 def reply(messages: list[dict[str, str]]) -> str:
-    """First a program, then its output in a box; problem 3 is answered wrongly."""
+    """Return a program in the first turn, then its output in a box. The answer to problem 3 is wrong."""
     found = NUMBER.search(messages[0]["content"])
     if found is None:
         return "Hello"
@@ -163,7 +163,7 @@ def test_an_endpoint_that_is_down_is_said_after_its_retry_deadline(tmp_path: Pat
 
 
 def test_an_endpoint_that_writes_half_characters_is_evaluated(endpoint: Endpoint, tmp_path: Path) -> None:
-    """The halves of one character come in two events, and a lone half stands in the answer."""
+    """The halves of one character arrive in two events, and the answer contains a lone half."""
     data = write_problems(tmp_path)
     endpoint.reply = lambda messages: "six by\ud83d\ude00 \\boxed{\ud83d}"
     command = agentrl("eval", "--base-url", endpoint.url, "--benchmarks", "aime24", "--data-dir", str(data), "--n", "1")

@@ -1,4 +1,4 @@
-"""Scores of played groups: what is no data is left out, and nothing but no data is an error of the world."""
+"""Scores of finished groups: excluded rollouts are left out, and a WorldError is raised if all are excluded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from agentrl_envs.types import Ended, Problem
 
 
 def group(index: int, *rewards: float | None) -> Group:
-    """Trajectories with these rewards; None is an infrastructure failure."""
+    """Build a group with these rewards. None is an infrastructure failure."""
     problem = Problem(id=f"p{index}", statement="?", answer="1", source="toy", family=f"family{index % 2}")
     trajectories = tuple(
         Trajectory(

@@ -1,4 +1,4 @@
-"""A whole evaluation: scores that equal closed forms, rollouts that no kill loses, failures that are no data."""
+"""Complete evaluations: scores that equal closed forms, interruptions without lost rollouts, excluded failures."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from agentrl_envs.types import Ended, Verdict
 
 
 def right_below(*counts: int) -> Any:
-    """Problem ``p<i>`` is solved by its first ``counts[i]`` samples."""
+    """Write samples of which the first ``counts[i]`` of problem ``p<i>`` are correct."""
     return lambda sample: transcript(sample, correct=sample.number < counts[int(sample.problem.id[1:])])
 
 
@@ -140,7 +140,7 @@ def test_what_an_environment_without_answers_ends_is_incorrect() -> None:
 
 
 async def test_rows_with_half_characters_are_read_and_the_evaluation_goes_on(tmp_path: Path) -> None:
-    """As an endpoint's text may have been stored: escaped, for nothing else can hold a lone surrogate."""
+    """Text of an endpoint may have been stored with escapes, the only form of a lone surrogate in JSON."""
 
     def write(sample: Sample) -> Any:
         return transcript(sample, turns=(Turn(origin="model", text="so \\boxed{1}", tokens=3),))
@@ -392,7 +392,7 @@ async def test_a_prompt_without_room_for_a_response_is_wrong_and_truncated(tmp_p
 @pytest.mark.parametrize("correct", [False, True])
 @pytest.mark.parametrize("problems", [3, 7, 30])
 async def test_scores_of_exactly_zero_and_one_are_drawn(tmp_path: Path, problems: int, correct: bool) -> None:
-    """Bounds at such a mean once lay 7e-18 on its wrong side, and error bars cannot be negative."""
+    """Rounding once moved a bound past such a mean by 7e-18, and error bars cannot be negative."""
     sets = [problem_set(problems)]
     overrides = ("evaluation.samples=2", "telemetry.plots=true")
     await play(WrittenSampler(lambda sample: transcript(sample, correct=correct)), tmp_path, sets, *overrides)

@@ -1,4 +1,4 @@
-"""Answers found again in stored conversations are those of play; what another rule finds shows."""
+"""Extraction from stored conversations: the same rule returns the same answers, another rule shows its changes."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ OUTPUTS = (
 
 
 async def played(turns: list[tuple[str, str, str]]) -> Transcript:
-    """What an evaluation stores of an episode whose turns and programs' stdout and stderr are given."""
+    """Build the transcript of an episode with these turns and outputs of programs."""
     sandbox = ScriptedSandbox([ran(stdout, stderr=stderr) for _, stdout, stderr in turns])
     grader = Grader(GraderSettings(workers=1))
     episode = SimpleTIREpisode(
@@ -104,7 +104,7 @@ def test_an_answer_before_the_kept_end_of_the_output_stays() -> None:
 
 @dataclass(frozen=True)
 class AnotherRule:
-    """Reads ``Answer: X`` in words, and no box in a program's output."""
+    """Protocol that extracts ``Answer: X`` from text and ignores boxes in the output of programs."""
 
     def parse(self, text: str) -> ParsedTurn:
         words = text.rpartition("Answer: ")[2] if "Answer: " in text else None

@@ -1,4 +1,4 @@
-"""Evaluation's own limits stand in the place of training's, and nowhere else."""
+"""Limits of evaluation replace the limits of training in evaluations only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which problems an evaluation has, and whether they can be graded."""
+"""Problems of an evaluation, and the check of their reference answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_file_is_a_benchmark_by_its_name(tmp_path: Path) -> None:
 
 
 def test_other_columns_are_part_of_the_problems(tmp_path: Path) -> None:
-    """An environment reads them, so an evaluation must not continue with others."""
+    """Environments may read other columns, so an evaluation with changed columns must not be resumed."""
     digests = [
         problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1, **columns))], None)[0].sha256
         for columns in ({}, {"db": "a"}, {"db": "b"}, {"db": "a"})

@@ -1,4 +1,4 @@
-"""The log of rollouts: what was appended is read again, a torn end is cut, damage is named."""
+"""The file of rollouts: appending, reading, removal of an incomplete end, messages about damage."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Players: the same conversations by tokens and by text, nothing lost, failures told from endings."""
+"""Rollouts of both samplers: equal transcripts from tokens and text, complete sets of samples, endings and failures."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def answered(**changes: Any) -> Any:
 
 
 class ScriptedText:
-    """Answers the n-th request by ``script(conversation, n)``; exceptions are raised, waits awaited."""
+    """Endpoint that answers request n with ``script(conversation, n)``. Raises exceptions and awaits coroutines."""
 
     def __init__(self, script: Callable[[Sequence[str], int], Any]) -> None:
         self._script = script
@@ -68,7 +68,7 @@ def chosen(**changes: Any) -> Settings:
 
 
 def sampled_text(engine: ScriptedText, environment: ScriptedEnvironment, *samples: Sample, **changes: Any) -> Any:
-    """Rollouts of ``samples`` with an endpoint."""
+    """Return the rollouts of ``samples`` with an endpoint."""
     sampler = EndpointSampler(engine=engine, settings=chosen(**changes))  # type: ignore[arg-type]
     return listed(sampler.sample_rollouts(environment, samples))
 
@@ -174,7 +174,7 @@ async def test_a_bug_in_an_episode_is_raised() -> None:
 async def sampled_tokens(
     script: Callable[[str, int], Any], steps: Callable[[], list[Any]], *samples: Sample
 ) -> tuple[list[Transcript], ScriptedEngine]:
-    """Rollouts of ``samples`` with a model, and the engine with its requests."""
+    """Return the rollouts of ``samples`` with a model, and the engine with its requests."""
     engine = ScriptedEngine(script)
     sampler = ModelSampler(
         engine=engine,  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""What an evaluation opens: a model that is read here, its template, its lengths."""
+"""Opening a sampler: local models, chat templates, and limits of prompt lengths."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def test_intervals_hold_the_mean_and_stay_in_range(pairs: list[tuple[int, int]])
 
 @pytest.mark.parametrize("share", [0, 1])
 def test_intervals_hold_a_mean_of_zero_and_of_one_exactly(share: int):
-    """Every number of samples and of problems with a product from 1 to 600: no bound lies beside the mean."""
+    """No bound excludes the mean, for all numbers of samples and problems with a product up to 600."""
     sizes = [(n, problems) for n in range(1, 601) for problems in range(1, 600 // n + 1)]
     assert len(sizes) == 3944
     for n, problems in sizes:

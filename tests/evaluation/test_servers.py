@@ -1,4 +1,4 @@
-"""An evaluation on vLLM servers: opened by the door of training, proved to serve the model, named in the results."""
+"""Evaluations with vLLM servers: opening, verification of the weights, and the record in the results."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture
 async def servers() -> AsyncIterator[list[FakeVLLM]]:
-    """Two that score the probe as the model does."""
+    """Start two servers that return the model's scores of the probe."""
     ids = torch.tensor([byte_codec().encode(PROBE)[:100]])
     with torch.inference_mode():
         log_probs = torch.log_softmax(tiny_model()(input_ids=ids).logits[0, :-1], dim=-1)

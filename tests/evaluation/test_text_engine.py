@@ -1,4 +1,4 @@
-"""An OpenAI-compatible endpoint: what is sent, where a turn is cut, what is tried again and what is the user's."""
+"""Client of an OpenAI-compatible endpoint: requests, ends of turns, retries, and errors of the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = httpx.Response | Exception
 
 
 class Pieces(httpx.AsyncByteStream):
-    """A stream of server-sent events; an exception in it breaks the connection."""
+    """Stream of server-sent events. An exception in it breaks the connection."""
 
     def __init__(self, parts: Sequence[dict[str, Any] | str | Exception]) -> None:
         self._parts = parts
@@ -39,7 +39,7 @@ class Pieces(httpx.AsyncByteStream):
 
 
 class Raw(httpx.AsyncByteStream):
-    """A stream of these very bytes."""
+    """Stream of exactly these bytes."""
 
     def __init__(self, parts: Sequence[bytes]) -> None:
         self._parts = parts
@@ -50,7 +50,7 @@ class Raw(httpx.AsyncByteStream):
 
 
 def said(*texts: str, reason: str | None = "stop", usage: int | None = None, api: str = "chat") -> Pieces:
-    """What an endpoint streams for these pieces of one turn."""
+    """Return the events that an endpoint streams for these chunks of one turn."""
     events: list[Any] = [
         {"choices": [{"delta": {"content": text}} if api == "chat" else {"text": text}]} for text in texts
     ]
@@ -70,7 +70,7 @@ def refused(status: int, message: str = "no", **headers: str) -> httpx.Response:
 
 
 class Endpoint:
-    """Answers each request by the next of ``answers``; keeps the requests and how long was slept."""
+    """Endpoint that returns the next of ``answers`` for each request. Records requests and waiting times."""
 
     def __init__(self, *answers: Answer, models: Sequence[str] = ("m",), **settings: Any) -> None:
         self.answers = list(answers)

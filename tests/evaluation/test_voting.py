@@ -1,4 +1,4 @@
-"""maj@n: votes by mathematical equality, ties split, silence does not vote."""
+"""maj@n: answers grouped by mathematical equality, split ties, abstentions."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ async def test_answers_are_grouped_by_what_they_mean() -> None:
 
 
 class SameText:
-    """A grader for which answers are equal when they are spelled alike."""
+    """Grader that considers answers equal only if their text is equal."""
 
     async def grade(self, answer: str | None, gold: str) -> Verdict:
         return RIGHT if answer == gold else WRONG

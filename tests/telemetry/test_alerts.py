@@ -140,7 +140,7 @@ def test_standstill_needs_reward_and_entropy_to_stay() -> None:
 
 
 def scored(*rewards: tuple[float, float], **more: float) -> list[Metrics]:
-    """Rows with a mean reward and its standard error over 16 groups, after one update each."""
+    """Build rows with a mean reward and its standard error over 16 groups, with one update each."""
     rows = [{"reward/mean": mean, "reward/stderr": error} for mean, error in rewards]
     constants: Metrics = {"groups/issued": 16, "policy/updates": 1, "reward/count": 128, **more}
     return [constants | row | {"step": step} for step, row in enumerate(rows, 1)]

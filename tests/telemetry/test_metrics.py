@@ -25,7 +25,7 @@ CODE = {
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    """Leaves no metric behind."""
+    """Remove the metrics that a test registers."""
     yield
     USER_METRICS._entries.clear()
 
@@ -37,7 +37,7 @@ def test_names_are_unique_and_every_metric_says_what_it_is() -> None:
 
 @pytest.mark.parametrize("name", METRICS)
 def test_a_metric_is_measured_somewhere(name: str) -> None:
-    """Its last word, or that of its family, is spelled in the code that measures it."""
+    """The last word of a metric's or a family's name occurs in the code that computes it."""
     word = re.sub(r"/?_?\{\w+\}$", "", name).rpartition("/")[2]
     assert any(re.search(rf"\b_?{word}\b|{word}_", text) for text in CODE.values()), name
 

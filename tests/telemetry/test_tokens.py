@@ -57,7 +57,7 @@ def row(group: int, sample: int = 0, *, energies: tuple[float, ...] = (0.5, 0.25
 
 
 def record(group: int, sample: int = 0) -> dict[str, Any]:
-    """Two model tokens around an observation of one."""
+    """Build a record with an observation of one token between two model tokens."""
     model = {"origin": "model", "text": "a", "reward": 0.0}
     return {
         "group": group,

@@ -31,7 +31,7 @@ from agentrl_envs.settings import ExecutionSettings
 
 @pytest.fixture
 def path(tmp_path: Path) -> Iterator[Path]:
-    """Where this process is traced."""
+    """Trace this process, and return the file."""
     start_trace(tmp_path / "trace.json", "rank 0")
     yield tmp_path / "trace.json"
     stop_trace()

@@ -25,7 +25,7 @@ DEADLINE = 60.0
 
 
 class Recorded:
-    """A tracker that keeps what it is told."""
+    """Tracker that records its calls."""
 
     location = "nowhere"
 
@@ -49,7 +49,7 @@ class Recorded:
 
 @pytest.fixture
 def opened() -> Iterator[list[Recorded]]:
-    """The runs of the tracker ``recorded``, in order."""
+    """Register the tracker ``recorded``, and return its runs in order."""
     made: list[Recorded] = []
 
     @register_tracker("recorded")
@@ -194,7 +194,7 @@ def test_a_name_that_is_none_and_a_package_that_is_missing_end_with_one_message(
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What the trackers hold of a run of three steps that was stopped after its checkpoint at step 2, and resumed."""
+    """Return the trackers' data of a run of three steps that was stopped after its checkpoint at step 2 and resumed."""
     folder = tmp_path_factory.mktemp("tracked")
     places = {"HOME": str(folder), "TRACKIO_DIR": str(folder / "trackio"), "WANDB_MODE": "offline"}
     switches = {"MLFLOW_DISABLE_TELEMETRY": "true", "MLFLOW_ALLOW_FILE_STORE": "true", "OMP_NUM_THREADS": "1"}

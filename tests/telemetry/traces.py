@@ -1,4 +1,4 @@
-"""Reads a trace as Perfetto does, and checks that its slices fit."""
+"""Reader of traces that follows Perfetto's rules, and a check that slices are nested."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Slices = list[dict[str, Any]]
 
 
 def read_trace(path: Path) -> dict[tuple[str, str], Slices]:
-    """The slices of each lane, by the names of its group and its own, in order. The array need not be closed."""
+    """Return the slices of each lane in order, by the names of group and lane. The array need not be closed."""
     events = json.loads(path.read_text().rstrip().rstrip(",") + "]")
     named = {(row["name"], row["pid"], row["tid"]): row["args"]["name"] for row in events if row["ph"] == "M"}
     slices = [row for row in events if row["ph"] == "X"]
@@ -21,7 +21,7 @@ def read_trace(path: Path) -> dict[tuple[str, str], Slices]:
 
 
 def check_nested(lanes: dict[tuple[str, str], Slices]) -> None:
-    """Of two slices of a lane, one lies within the other or before it."""
+    """Check that any two slices of a lane are nested or disjoint."""
     for lane, slices in lanes.items():
         around: list[int] = []  # the ends of the slices that are open
         for row in slices:

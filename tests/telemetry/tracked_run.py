@@ -1,4 +1,5 @@
-"""A run told to the real trackers: ``tell FOLDER DONE STEPS`` (resumed if DONE > 0), and ``read FOLDER``, as JSON."""
+"""Log a run to the real trackers (``tell FOLDER DONE STEPS``, resumed if DONE > 0), or print their data as JSON
+(``read FOLDER``)."""
 
 from __future__ import annotations
 

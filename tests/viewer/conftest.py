@@ -1,4 +1,4 @@
-"""A made run, and the viewer over it."""
+"""A generated run, and a client of the viewer that serves it."""
 
 from __future__ import annotations
 

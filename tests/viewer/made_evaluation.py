@@ -1,4 +1,4 @@
-"""An evaluation directory, made without a model."""
+"""An evaluation directory that is generated without a model."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 
 
 def written(sample: Sample) -> Transcript:
-    """Two of a problem's four samples are correct."""
+    """Write samples of which two per problem are correct."""
     turns = (Turn(origin="model", text=f"I am sample {sample.number}.", tokens=9),)
     return transcript(sample, correct=sample.number > 1, turns=turns)
 
 
 def better(sample: Sample) -> Transcript:
-    """Problem 1 is always solved."""
+    """Write samples that always solve problem 1."""
     turns = (Turn(origin="model", text="</script><img src=x onerror=alert(1)>", tokens=9),)
     return transcript(sample, correct=sample.number > 1 or sample.problem.id == "p1", turns=turns)
 

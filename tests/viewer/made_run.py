@@ -1,4 +1,4 @@
-"""A run directory as training writes it, made without training: conversations, exact advantages, metrics, alerts."""
+"""A run directory that is generated without training: conversations, exact advantages, metrics, alerts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def make_run(
     estimator: str = "tir_otb",
     forked: bool = False,
 ) -> RunDirectory:
-    """A run of ``steps`` steps. The first turn of each trajectory contains ``said`` ``words`` times.
+    """Write a run of ``steps`` steps. The first turn of each trajectory contains ``said`` ``words`` times.
 
     ``forked``: the trajectories of a group are one tree, which forks into all others after the first one.
     """
@@ -69,7 +69,7 @@ def make_run(
 
 
 def make_tokenizer() -> Tokenizer:
-    """Bytes, a few merges, and one special token."""
+    """Build a tokenizer of bytes, a few merges, and one special token."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -80,7 +80,7 @@ def make_tokenizer() -> Tokenizer:
 
 
 def metrics_row(step: int, draw: np.random.Generator) -> dict[str, float]:
-    """The metrics of a step, of the names that training gives."""
+    """Return a step's metrics, with the names of training."""
     reward = float(draw.uniform(0.2, 0.8))
     return {
         "step": step,
@@ -162,7 +162,7 @@ def _segment(origin: str, ids: list[int], text: str, step: int, draw: np.random.
 
 
 def _statistics(records: Sequence[dict[str, Any]], draw: np.random.Generator, estimator: str) -> list[TrajectoryTokens]:
-    """What the step made of every record but the void ones; the advantages are the estimator's."""
+    """Compute token statistics of all records without a void turn, with the estimator's advantages."""
     kept = [record for record in records if record["ended"] != "void_turn"]
     model = [[item for item in record["segments"] if item["origin"] == "model"] for record in kept]
     engine = [np.concatenate([item["log_probs"] for item in items]).astype(np.float32) for items in model]

@@ -1,4 +1,4 @@
-"""The viewer's JSON over a made run: what is stored is what is told, to the last digit."""
+"""The viewer's JSON of a generated run equals the stored data, to the last digit."""
 
 from __future__ import annotations
 

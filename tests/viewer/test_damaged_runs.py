@@ -1,4 +1,4 @@
-"""Runs with damaged or hostile files: each is its own notice, and the others are shown."""
+"""Damaged or hostile files of a run cause a message, and other runs are still shown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Evaluations in the viewer: scores, rollouts, one conversation, and an evaluation that goes on."""
+"""Evaluations in the viewer: scores, rollouts, conversations, comparison, and unfinished evaluations."""
 
 from __future__ import annotations
 

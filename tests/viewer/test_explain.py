@@ -65,7 +65,7 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def make_run(folder: Path, estimator: str, *, said: str = "", config: str = "name: x\n") -> RunDirectory:
-    """A step that was made by ``estimator``, which its files call ``said``."""
+    """Write a step computed by ``estimator``, which the files name ``said``."""
     made = RunDirectory.create(folder, config)
     made.tokens.mkdir()
     advantages = compute_advantages(estimator, inputs())
@@ -197,7 +197,7 @@ def test_an_estimator_without_a_group_says_why_it_lists_no_weights(tmp_path: Pat
 
 
 def test_weights_on_returns_make_the_stored_baseline(tmp_path: Path, own_registries: None) -> None:
-    """Squares: the weights of returns 0 and 1 agree with that of equal returns, and miss the baseline of others."""
+    """For squares, the weights from returns of 0 and 1 fit equal returns, but no other returns."""
 
     @register_estimator("squares", options=ScalarOptions, group_based=True)
     def squares(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:

@@ -1,4 +1,4 @@
-"""A run as one page: what it holds is packed, and what cannot be written is one message."""
+"""Export of a run as one page: packed content, and one message if the page cannot be written."""
 
 from __future__ import annotations
 

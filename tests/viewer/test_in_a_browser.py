@@ -1,4 +1,4 @@
-"""The viewer in a real browser, over a made run: every screen, hostile contents, keys, a phone, a run that grows."""
+"""The viewer in a real browser: every screen, hostile content, keyboard, phone, and a growing run."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ LONG_LINE = "x" * 100_000
 
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
-    """The address of a viewer over ``folder``, in a thread."""
+    """Serve ``folder`` in a thread, and yield the address."""
     listener = listen(None)
     calculator = Calculator()
     app = make_app(Library([folder]), token=TOKEN, calculate=calculator.request)
@@ -76,7 +76,7 @@ def address(run: RunDirectory) -> Iterator[str]:
 
 @pytest.fixture
 def page(browser: sync_api.Browser) -> Iterator[Page]:
-    """A page whose scripts raise nothing and break no security policy."""
+    """Open a page, and fail if a script raises or violates the security policy."""
     yield from pages(browser)
 
 
@@ -100,7 +100,7 @@ def pages(browser: sync_api.Browser, **options: object) -> Iterator[Page]:
 
 
 def open_tokens(page: Page, address: str, number: int = 0) -> None:
-    """From the table of runs to a trajectory, as a user goes."""
+    """Navigate from the table of runs to a trajectory."""
     page.goto(address)
     page.get_by_role("link", name="first").click()
     page.get_by_role("link", name="newest step").click()
@@ -125,7 +125,7 @@ def test_the_tree_of_a_forked_rollout_leads_to_its_tokens(
 
 
 def click_in(chart: sync_api.Locator, share: float, to: float | None = None) -> None:
-    """Click in a chart's plot at a share of its width, or drag from there to another share."""
+    """Click in a chart at a fraction of its width, or drag from there to another fraction."""
     expect(chart.locator(".plot")).to_be_visible()
     rectangle = "({x, y, width, height}) => [x, y, width, height]"
     x, y, width, height = chart.evaluate(

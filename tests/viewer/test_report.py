@@ -1,4 +1,4 @@
-"""`report.html`: the page of an evaluation as one file, in which a model's text is never markup."""
+"""`report.html`: one file with an evaluation's page, in which text of a model is never markup."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The report in a real browser, where there is one: its script runs under its own security policy."""
+"""The report in a real browser, if one is installed: its script runs under the page's security policy."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HERE, reason="no chromium
 
 
 def dom(page: str, folder: Path) -> str:
-    """The page's elements once its script has run."""
+    """Return the page's elements after its script has run."""
     command = [str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--virtual-time-budget=10000"]
     done = subprocess.run(
         [*command, f"--user-data-dir={folder / 'profile'}", "--dump-dom", page],

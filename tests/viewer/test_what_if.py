@@ -1,4 +1,4 @@
-"""A stored group under another estimator: what compute_advantages gives for the same statistics."""
+"""A stored group under another estimator equals compute_advantages on the same statistics."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def step(run: RunDirectory) -> StoredStep:
 
 
 def straight(step: StoredStep, kept: list[StoredTrajectory], name: str, options: dict[str, Any]) -> list[np.ndarray]:
-    """compute_advantages over ``kept``, each row's model tokens first and padding behind them."""
+    """Call compute_advantages on ``kept``, with padding after each row's model tokens."""
     rows = [item.tokens for item in kept if item.tokens is not None]
     width = max(map(len, rows))
 
