@@ -53,8 +53,8 @@ export class Link {
     this.each((chart) => chart.render());
   }
 
-  point(x) {
-    this.each((chart) => chart.point(x));
+  showValuesAt(x) {
+    this.each((chart) => chart.showValuesAt(x));
   }
 
   each(act) {
@@ -84,7 +84,7 @@ class Chart {
     this.svg = svg("svg", {});
     this.svg.addEventListener("pointerdown", (event) => (this.from = event.pointerType === "mouse" ? this.at(event) : null));
     this.svg.addEventListener("pointermove", (event) => this.moved(event));
-    this.svg.addEventListener("pointerleave", () => ((this.from = null), this.select(null), this.link.point(null)));
+    this.svg.addEventListener("pointerleave", () => ((this.from = null), this.select(null), this.link.showValuesAt(null)));
     this.svg.addEventListener("pointerup", (event) => this.released(event));
     this.svg.addEventListener("dblclick", () => this.link.zoom(null));
     element.replaceChildren(this.legend, this.svg);
@@ -118,7 +118,7 @@ class Chart {
     if (this.range[0] === this.range[1]) this.range = [this.range[0] - 0.5, this.range[1] + 0.5];
     const plot = width - MARGIN.right;
     // Reduced to the full width, because the width of the y labels depends on the reduced values.
-    const parts = spec.stacked ? stack(shown, this.range, plot, spec.share) : shown.map((series) => reduced(series, this.range, plot, y.log));
+    const parts = spec.stacked ? stackSeries(shown, this.range, plot, spec.share) : shown.map((series) => reduceSeries(series, this.range, plot, y.log));
     const scaleY = axis(valuesOf(parts, spec), { ...y, zero: y.zero || spec.stacked }, height - MARGIN.bottom, MARGIN.top, Math.max(2, Math.floor(height / 42)));
     const left = Math.max(24, 10 + FONT * Math.max(...scaleY.ticks.map(([, text]) => text.length), 1));
     const scaleX = axis(this.range, { ...x, tight: true }, left, width - MARGIN.right, Math.max(2, Math.floor(width / 90)));
@@ -138,8 +138,8 @@ class Chart {
       (this.selection = svg("rect", { class: "selection", y: MARGIN.top, height: bottom - MARGIN.top, width: 0 })),
       svg("rect", { class: "plot", x: left, y: 0, width: Math.max(0, width - left - MARGIN.right), height: bottom }),
     );
-    this.describe();
-    this.point(null);
+    this.drawLegend();
+    this.showValuesAt(null);
   }
 
   paths({ series, x, y, low, high, right, base }) {
@@ -174,7 +174,7 @@ class Chart {
   }
 
   // Draws the legend: names of the series with their values at the cursor. A click hides or shows a series.
-  describe() {
+  drawLegend() {
     this.values = new Map();
     const whole = this.spec.series.every((series) => series.y.every((value) => value === null || Number.isInteger(value)));
     this.among = [whole ? 0 : 0.5]; // all values of a chart have the same decimals
@@ -194,19 +194,19 @@ class Chart {
   }
 
   // Shows the values at `x` in the legend, or the last values for null.
-  point(x) {
+  showValuesAt(x) {
     if (!this.scaleX) return;
     for (const [series, shown] of this.values) {
       const index = x === null ? series.x.length - 1 : nearest(series.x, x);
       shown.textContent = series.points ? "" : number((x === null ? series.last : undefined) ?? series.y[index], this.among);
     }
-    const nearestX = x === null ? null : this.snap(x);
+    const nearestX = x === null ? null : this.nearestX(x);
     this.cursor.setAttribute("d", nearestX === null ? "" : `M${round(this.scaleX.at(nearestX))} ${MARGIN.top}V${this.height - MARGIN.bottom}`);
     this.where.textContent = nearestX === null ? "" : `${this.spec.x?.title ?? ""} ${number(nearestX)}`;
   }
 
   // Returns the x of the nearest value.
-  snap(x) {
+  nearestX(x) {
     const candidates = this.shown.filter((series) => series.x.length).map((series) => series.x[nearest(series.x, x)]);
     return candidates.reduce((best, value) => (best === null || Math.abs(value - x) < Math.abs(best - x) ? value : best), null);
   }
@@ -218,7 +218,7 @@ class Chart {
   moved(event) {
     const x = this.at(event);
     this.select(this.from === null || this.from === undefined ? null : [this.from, x]);
-    this.link.point(x);
+    this.link.showValuesAt(x);
   }
 
   select(range) {
@@ -234,13 +234,13 @@ class Chart {
     this.select(null);
     const dragged = Math.abs(this.scaleX.at(from) - this.scaleX.at(x)) > 6;
     if (dragged) return this.link.zoom([Math.max(this.range[0], Math.min(from, x)), Math.min(this.range[1], Math.max(from, x))]);
-    const point = this.spec.onpoint ? this.hit(x, event.clientY - this.svg.getBoundingClientRect().top) : null;
+    const point = this.spec.onpoint ? this.nearestValue(x, event.clientY - this.svg.getBoundingClientRect().top) : null;
     if (point) this.spec.onpoint(point.custom, point.x);
   }
 
   // Returns the value nearest to the pointer, by x and then by y.
-  hit(x, down) {
-    const x0 = this.snap(x);
+  nearestValue(x, down) {
+    const x0 = this.nearestX(x);
     let best = null;
     for (const series of this.shown) {
       series.x.forEach((value, index) => {
@@ -254,10 +254,10 @@ class Chart {
 }
 
 // Reduces a series to a range of x, with at most three values per pixel: the least, the greatest and the last.
-function reduced(series, [from, to], pixels, log) {
+function reduceSeries(series, [from, to], pixels, log) {
   const { low: lows, high: highs } = series;
-  const start = Math.max(0, first(series.x, from) - 1);
-  const end = Math.min(series.x.length, first(series.x, to) + 2);
+  const start = Math.max(0, firstIndexFrom(series.x, from) - 1);
+  const end = Math.min(series.x.length, firstIndexFrom(series.x, to) + 2);
   const value = (values, index) => (values[index] === null || (log && !(values[index] > 0)) ? null : values[index]);
   const made = { series, x: [], y: [], ...(lows ? { low: [], high: [] } : {}) };
   const keep = (index, low, high) => {
@@ -285,7 +285,7 @@ function reduced(series, [from, to], pixels, log) {
 }
 
 // Stacks series as bars. Bars narrower than two pixels are merged with their neighbours into a bar of their mean.
-function stack(shown, [from, to], pixels, share) {
+function stackSeries(shown, [from, to], pixels, share) {
   const byX = new Map();
   shown.forEach((series, part) => {
     series.x.forEach((x, index) => {
@@ -342,7 +342,7 @@ function axis([least, most], { log, ticks, zero, whole, tight }, start, end, cou
     return log ? 10 ** value : value;
   };
   const chosen = ticks ?? (log ? decades(low, high, count) : steps(low, high, count, whole));
-  return { at, from, ticks: chosen.map((value) => [round(at(value)), tick(value, log ? Math.min(value, (chosen[1] ?? Infinity) - chosen[0]) : (chosen[1] ?? value) - chosen[0])]) };
+  return { at, from, ticks: chosen.map((value) => [round(at(value)), formatTick(value, log ? Math.min(value, (chosen[1] ?? Infinity) - chosen[0]) : (chosen[1] ?? value) - chosen[0])]) };
 }
 
 function steps(low, high, count, whole) {
@@ -363,7 +363,7 @@ function decades(low, high, count) {
 }
 
 // Formats the label of a tick with enough digits to differ from the next tick, which is `step` away.
-function tick(value, step) {
+function formatTick(value, step) {
   const size = Math.abs(value);
   if (size >= 1e6 || (size > 0 && size < 1e-3)) return value.toExponential(1).replace(".0e", "e").replace("e+", "e");
   return value.toLocaleString("en", { maximumFractionDigits: Math.max(0, Math.min(6, Math.ceil(-Math.log10(Math.abs(step) || 1)) + 1)) });
@@ -380,7 +380,7 @@ function extent(values) {
 }
 
 // Returns the first index whose x is at least `value`.
-function first(x, value) {
+function firstIndexFrom(x, value) {
   let [low, high] = [0, x.length];
   while (low < high) {
     const middle = (low + high) >> 1;
@@ -391,7 +391,7 @@ function first(x, value) {
 }
 
 function nearest(x, value) {
-  const after = first(x, value);
+  const after = firstIndexFrom(x, value);
   return after > 0 && (after === x.length || value - x[after - 1] <= x[after] - value) ? after - 1 : after;
 }
 

@@ -3,12 +3,12 @@
 import { el } from "./dom.js";
 
 const token = new URLSearchParams(location.search).get("token") ?? "";
-const held = new Map([...document.querySelectorAll("script[data-answer]")].map((script) => [script.dataset.answer, script]));
+const storedAnswers = new Map([...document.querySelectorAll("script[data-answer]")].map((script) => [script.dataset.answer, script]));
 
-export const isExported = held.size > 0;
+export const isExported = storedAnswers.size > 0;
 
 // Returns true if `ask` can return this path. An exported page may contain only some of the rollouts.
-export const isAvailable = (path) => !isExported || held.has(path);
+export const isAvailable = (path) => !isExported || storedAnswers.has(path);
 
 export async function ask(path, query = {}) {
   if (isExported) return answerFromPage(path, query);
@@ -26,30 +26,30 @@ export async function ask(path, query = {}) {
   return body;
 }
 
-const trouble = document.getElementById("trouble");
+const connectionNotice = document.getElementById("trouble");
 
 // Repeats a task until the user leaves its screen. If the task fails, shows the error and the time of the last success, and
 // retries. Waits at least ten times as long as the task took, so that a slow disk is not read continuously.
 export function every(seconds, signal, task) {
   if (isExported) return;
-  let good = new Date();
+  let lastSuccess = new Date();
   let timer = setTimeout(once, seconds * 1000);
   signal.addEventListener("abort", () => {
     clearTimeout(timer);
-    trouble.hidden = true;
+    connectionNotice.hidden = true;
   });
   async function once() {
     const began = performance.now();
     try {
       if (!document.hidden) {
         await task();
-        good = new Date();
-        if (!signal.aborted) trouble.hidden = true;
+        lastSuccess = new Date();
+        if (!signal.aborted) connectionNotice.hidden = true;
       }
     } catch (error) {
       if (signal.aborted) return;
-      trouble.textContent = `${error.message} This page shows data from ${good.toLocaleTimeString()}.`;
-      trouble.hidden = false;
+      connectionNotice.textContent = `${error.message} This page shows data from ${lastSuccess.toLocaleTimeString()}.`;
+      connectionNotice.hidden = false;
     }
     if (!signal.aborted) timer = setTimeout(once, Math.max(seconds * 1000, 10 * (performance.now() - began)));
   }
@@ -57,14 +57,14 @@ export function every(seconds, signal, task) {
 
 async function answerFromPage(path, query) {
   if (path.endsWith("/search")) return searchRollouts(path.slice(0, -"/search".length), query.text.toLowerCase());
-  const answer = await unpacked(path);
+  const answer = await unpackAnswer(path);
   if (!path.endsWith("/trajectories")) return answer;
   const rows = answer.rows.filter((row) => accepts(row, query));
-  return { ...answer, rows: query.text ? await withText(path, rows, query.text.toLowerCase()) : rows };
+  return { ...answer, rows: query.text ? await rowsWithText(path, rows, query.text.toLowerCase()) : rows };
 }
 
-async function unpacked(path) {
-  const script = held.get(path);
+async function unpackAnswer(path) {
+  const script = storedAnswers.get(path);
   if (!script) throw new Error("The exported page does not contain these data.");
   const bytes = Uint8Array.from(atob(script.textContent), (letter) => letter.charCodeAt(0));
   return new Response(new Blob([bytes]).stream().pipeThrough(new DecompressionStream("gzip"))).json();
@@ -92,19 +92,19 @@ function accepts(row, query) {
 // Searches the conversations in the page like the server (find_rollouts in agentrl/viewer/evaluations.py).
 async function searchRollouts(evaluation, text) {
   const matching = [];
-  for (const { index } of (await unpacked(evaluation)).rollouts) {
-    if (!held.has(`${evaluation}/${index}`)) continue;
-    const { rollout, problem } = await unpacked(`${evaluation}/${index}`);
+  for (const { index } of (await unpackAnswer(evaluation)).rollouts) {
+    if (!storedAnswers.has(`${evaluation}/${index}`)) continue;
+    const { rollout, problem } = await unpackAnswer(`${evaluation}/${index}`);
     const texts = [problem.id, problem.statement, problem.answer, JSON.stringify(problem.info ?? ""), rollout.answer, ...rollout.turns.map((turn) => turn.text)];
     if (texts.join("\n").toLowerCase().includes(text)) matching.push(index);
   }
   return matching;
 }
 
-async function withText(path, rows, text) {
+async function rowsWithText(path, rows, text) {
   const kept = [];
   for (const row of rows) {
-    const page = await unpacked(path.replace("/trajectories", `/steps/${row.step}/${row.number}`));
+    const page = await unpackAnswer(path.replace("/trajectories", `/steps/${row.step}/${row.number}`));
     const texts = [row.problem, page.problem.statement, JSON.stringify(page.problem.answer), ...page.segments.map((segment) => segment.text)];
     if (texts.join("\n").toLowerCase().includes(text)) kept.push(row);
   }
@@ -141,7 +141,7 @@ export class Series {
   }
 
   // Reads the curves again with up to ALL_POINTS points. Returns true if this adds points.
-  async closely(wanted) {
+  async refine(wanted) {
     if (this.points === ALL_POINTS || !(this.rows > POINTS)) return false;
     this.points = ALL_POINTS;
     this.version = "";
@@ -153,15 +153,15 @@ export class Series {
   line(name, kind = "step", window = 1, less = []) {
     const { axis, value, low, high, last } = this.curves[name];
     const xs = this.axes[axis];
-    const parts = less.map((part) => this.beside(part, axis));
+    const parts = less.map((part) => this.valuesAt(part, axis));
     const rest = value.map((whole, index) => (whole === null ? null : parts.reduce((sum, part) => sum - (part[index] ?? 0), whole)));
     const each = low ? this.rows / value.length : 1; // steps per value
     const spread = low && window === 1 && !less.length;
-    return { x: xs[kind], y: smoothed(rest, Math.round(window / each)), steps: xs.step, low: spread ? low : null, high: spread ? high : null, last: less.length ? rest.at(-1) : last };
+    return { x: xs[kind], y: smooth(rest, Math.round(window / each)), steps: xs.step, low: spread ? low : null, high: spread ? high : null, last: less.length ? rest.at(-1) : last };
   }
 
   // Returns the values of a metric at the steps of an axis, undefined at steps without a value.
-  beside(name, axis) {
+  valuesAt(name, axis) {
     const curve = this.curves[name];
     if (!curve) return [];
     if (curve.axis === axis) return curve.value;
@@ -184,7 +184,7 @@ export class Series {
 }
 
 // Computes the moving average over `window` values, or fewer at the ends. Nulls are ignored.
-function smoothed(values, window) {
+function smooth(values, window) {
   const half = Math.floor(window / 2);
   if (half === 0) return values;
   const [sums, counts] = [[0], [0]];

@@ -28,30 +28,30 @@ let remember = () => {};
 async function show(event) {
   current.abort();
   remember = () => {};
-  const mine = (current = new AbortController());
+  const controller = (current = new AbortController());
   const [path, view = ""] = location.hash.replace(/^#?\/?(?=\?|$)/, START).replace("#", "").split("?");
   const query = new URLSearchParams(view);
   const [pattern, screen] = screens.find(([each]) => each.test(path)) ?? screens[0];
   const parts = (pattern.exec(path) ?? []).slice(1);
   const page = document.getElementById("page");
-  const keep = rememberer(path, query, mine.signal, page);
+  const writeAddress = addressWriter(path, query, controller.signal, page);
   try {
-    const { title, trail = [], content, ready } = await screen({ parts, query: new URLSearchParams(query), signal: mine.signal, remember: keep });
-    if (mine.signal.aborted) return;
+    const { title, trail = [], content, ready } = await screen({ parts, query: new URLSearchParams(query), signal: controller.signal, remember: writeAddress });
+    if (controller.signal.aborted) return;
     document.title = `${title} · agentrl`;
     const links = trail.filter(([, address]) => !isExported || address !== "#/").map(([text, address]) => el("a", { href: address }, text));
     document.getElementById("trail").replaceChildren(...links, el("span", { "aria-current": "page" }, title));
     page.replaceChildren(...content.filter(Boolean));
-    await framed(); // wait until charts have their heights
-    if (mine.signal.aborted) return;
+    await nextFrames(); // wait until charts have their heights
+    if (controller.signal.aborted) return;
     window.scrollTo(0, Number(query.get("at") ?? 0));
     if (event) page.focus({ preventScroll: true }); // move keyboard and screen reader to the new screen
     ready?.();
-    remember = keep;
+    remember = writeAddress;
     const [, id] = /^\/run\/(\w+)\//.exec(path) ?? [];
-    if (id) every(CHECKED, mine.signal, () => ask(`/runs/${id}`));
+    if (id) every(CHECKED, controller.signal, () => ask(`/runs/${id}`));
   } catch (error) {
-    if (mine.signal.aborted) return;
+    if (controller.signal.aborted) return;
     document.getElementById("trail").replaceChildren(el("a", { href: "#/" }, "Runs"));
     page.replaceChildren(el("p", { class: "notice", role: "alert" }, error.message));
   }
@@ -59,7 +59,7 @@ async function show(event) {
 }
 
 // Returns a function that writes values by name into the address, without a new history entry; null removes a name.
-function rememberer(path, query, signal, page) {
+function addressWriter(path, query, signal, page) {
   let timer;
   return (values) => {
     for (const [name, value] of Object.entries(values)) value === null || value === "" ? query.delete(name) : query.set(name, value);
@@ -73,7 +73,7 @@ function rememberer(path, query, signal, page) {
   };
 }
 
-const framed = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
+const nextFrames = () => new Promise((resolve) => requestAnimationFrame(() => requestAnimationFrame(resolve)));
 
 history.scrollRestoration = "manual";
 window.addEventListener("scroll", () => remember({ at: Math.round(window.scrollY) || null }));

@@ -58,7 +58,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
   const state = curveState(query);
   const wanted = (names) => names.filter((name) => name === state.metric || drawnMetrics.has(name) || PREFIXES.some((prefix) => name.startsWith(prefix)));
   await series.refresh(wanted);
-  if (state.range) await series.closely(wanted);
+  if (state.range) await series.refine(wanted);
   const charts = el("div", { class: "grid" });
   const alerts = el("div");
   const head = el("div");
@@ -69,9 +69,9 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     state.range = range;
     whole.hidden = !range;
     remember({ range: range && range.map((x) => Number(x.toPrecision(6))).join("~") });
-    if (range) closely();
+    if (range) refine();
   });
-  const closely = async () => (await series.closely(wanted)) && show();
+  const refine = async () => (await series.refine(wanted)) && show();
   whole.hidden = !state.range;
 
   const open = (step) => {
@@ -157,8 +157,8 @@ export function metricLine(metric, series, { axis, window }, less = []) {
   const line = { ...series.line(metric, axis, window, less) };
   const [names, ends] = INTERVALS[metric] ?? [];
   if (names && window === 1 && !line.low) {
-    const beside = names.map((name) => series.beside(name, series.curves[metric].axis));
-    const both = line.y.map((value, index) => (value === null ? [null, null] : ends(value, ...beside.map((values) => values[index] ?? undefined))));
+    const others = names.map((name) => series.valuesAt(name, series.curves[metric].axis));
+    const both = line.y.map((value, index) => (value === null ? [null, null] : ends(value, ...others.map((values) => values[index] ?? undefined))));
     [line.low, line.high] = [both.map(([low]) => low), both.map(([, high]) => high)];
   }
   return { ...line, custom: line.steps };

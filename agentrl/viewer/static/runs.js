@@ -20,7 +20,7 @@ export async function runsScreen({ query, signal, remember }) {
   const series = new Map();
   const [runs, rows, evaluations] = [[], [], []];
   const chart = el("div", { class: "chart", role: "img", "aria-label": "Curves of the chosen runs" });
-  const [metrics, about, differing, troubles, scores] = [el("div"), el("div"), el("div"), el("div"), el("div")];
+  const [metrics, about, differing, warnings, scores] = [el("div"), el("div"), el("div"), el("div"), el("div")];
   const style = (run) => lineStyle(styles.get(run.id));
   const shown = () => [...chosen].map((id) => runs.find((run) => run.id === id)).filter(Boolean);
   const full = () => shown().length >= LINE_STYLES;
@@ -61,7 +61,7 @@ export async function runsScreen({ query, signal, remember }) {
       newest.sort().forEach((id) => chosen.add(id));
     }
     assignStyles(styles, shown());
-    troubles.replaceChildren(...notices([...answer.runs, ...answer.evaluations].flatMap((one) => [one.error, ...(one.warnings ?? [])].filter(Boolean).map((text) => `${one.name}: ${text}`))));
+    warnings.replaceChildren(...notices([...answer.runs, ...answer.evaluations].flatMap((one) => [one.error, ...(one.warnings ?? [])].filter(Boolean).map((text) => `${one.name}: ${text}`))));
     return JSON.stringify([runs, evaluations]) !== before;
   }
 
@@ -115,7 +115,7 @@ export async function runsScreen({ query, signal, remember }) {
   const find = el("label", { class: "field" }, el("span", {}, "Search runs"), el("input", { type: "search", value: state.search, oninput: search }));
   const all = el("section", { class: "card" }, el("div", { class: "bar" }, find), runTable.element);
   const card = el("section", { class: "card", "aria-label": "Curves" }, controls, chart, about);
-  return { title: "Runs", content: [el("h1", {}, "Runs"), troubles, card, all, scores, differing] };
+  return { title: "Runs", content: [el("h1", {}, "Runs"), warnings, card, all, scores, differing] };
 }
 
 // Assigns a line style to every run in `shown`. A run keeps its style unless an earlier run has it, and otherwise gets the

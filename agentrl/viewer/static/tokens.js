@@ -50,17 +50,17 @@ export function scaleOf(name, values) {
   const far = numbers.map((value) => Math.abs(value - origin)).sort((a, b) => a - b);
   const end = far[Math.min(far.length - 1, Math.floor(0.98 * far.length))] || far.at(-1);
   const [below, above] = [least < origin, most > origin];
-  const shade = (value) => (end ? ink(value < origin ? "--down" : "--up", Math.abs(value - origin) / end) : "");
+  const shade = (value) => (end ? colorOf(value < origin ? "--down" : "--up", Math.abs(value - origin) / end) : "");
   return { low: below ? origin - end : origin, high: above ? origin + end : origin, below, above, shade };
 }
 
-const STRONGEST = 0.75;
-const ink = (name, strength) => `rgb(var(${name}) / ${(STRONGEST * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
+const STRONGEST_COLOR = 0.75;
+const colorOf = (name, strength) => `rgb(var(${name}) / ${(STRONGEST_COLOR * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
 
 // The colors of a scale from low to high, as a CSS background.
 export function gradientOf({ below, above }) {
-  const colours = [...(below ? [ink("--down", 1)] : []), "transparent", ...(above ? [ink("--up", 1)] : [])];
-  return `linear-gradient(to right, ${colours.length > 1 ? colours : "transparent, transparent"})`;
+  const colors = [...(below ? [colorOf("--down", 1)] : []), "transparent", ...(above ? [colorOf("--up", 1)] : [])];
+  return `linear-gradient(to right, ${colors.length > 1 ? colors : "transparent, transparent"})`;
 }
 
 // Renders the text of a token. The style sheet draws marks for white space, so that copied text does not contain them.
@@ -125,7 +125,7 @@ export class TokenView {
   }
 
   // Colors every token by its value of a field. Returns the scale.
-  colour(name, values) {
+  color(name, values) {
     const scale = scaleOf(name, values);
     this.items.forEach(({ item }, index) => {
       const value = values[index];

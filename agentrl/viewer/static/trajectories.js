@@ -33,8 +33,8 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   const status = el("p", { class: "hint", role: "status" });
   const more = el("button", { class: "act", type: "button", onclick: () => next() }, "Continue search");
   let after = "";
-  const course = section("This problem over the steps", el("div", { class: "chart", role: "img", "aria-label": "Reward of this problem over the steps" }));
-  course.hidden = true;
+  const problemSection = section("This problem over the steps", el("div", { class: "chart", role: "img", "aria-label": "Reward of this problem over the steps" }));
+  problemSection.hidden = true;
 
   async function next() {
     const answer = await ask(`/runs/${id}/trajectories`, { ...asked, after });
@@ -44,12 +44,12 @@ export async function trajectoriesScreen({ parts: [id], query }) {
     more.hidden = !after;
     status.textContent = `${rows.length} trajectories${after ? `, so far: searched up to step ${after.split(":")[0]}` : ""}`;
     shown.fill();
-    draw(chart, histogram(rows.map((row) => row.reward), ([low, high]) => go(id, { ...asked, least_reward: low, most_reward: high })));
-    overSteps();
+    draw(chart, histogram(rows.map((row) => row.reward), ([low, high]) => openSearch(id, { ...asked, least_reward: low, most_reward: high })));
+    drawProblemOverSteps();
   }
 
   // Draws the rewards of one problem over the steps.
-  function overSteps() {
+  function drawProblemOverSteps() {
     if (!asked.problem || new Set(rows.map((row) => row.problem)).size !== 1) return;
     const ordered = rows.filter((row) => row.ended !== "forked").sort((a, b) => a.step - b.step);
     const steps = [...new Set(ordered.map((row) => row.step))];
@@ -59,9 +59,9 @@ export async function trajectoriesScreen({ parts: [id], query }) {
     };
     const points = { name: "trajectories", points: true, color: lineStyle(0).color, x: ordered.map((row) => row.step), y: ordered.map((row) => row.reward), custom: ordered.map((row) => `${row.step}/${row.number}`) };
     const line = { name: "mean", color: lineStyle(1).color, x: steps, y: steps.map(mean) };
-    const believed = posterior(ordered, steps, facts.settings["data.posterior_decay"] ?? 1);
-    course.hidden = false;
-    draw(course.querySelector(".chart"), { series: [points, line, believed], x: { title: "step", whole: true }, y: { title: "reward" }, onpoint: (trajectory) => (location.hash = `#/run/${id}/${trajectory}`) });
+    const posteriorCurve = posterior(ordered, steps, facts.settings["data.posterior_decay"] ?? 1);
+    problemSection.hidden = false;
+    draw(problemSection.querySelector(".chart"), { series: [points, line, posteriorCurve], x: { title: "step", whole: true }, y: { title: "reward" }, onpoint: (trajectory) => (location.hash = `#/run/${id}/${trajectory}`) });
   }
 
   await next();
@@ -69,7 +69,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
   const name = facts.path.split("/").at(-1);
   const results = el("section", { class: "card" }, el("div", { class: "results" }, el("div", {}, status, more), chart), shown.element);
   const heading = el("div", { class: "heading" }, el("h1", {}, `${steps} of ${name}`), neighbours(id, asked, facts.trajectory_steps));
-  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), warnings, course, results] };
+  return { title: steps, trail: [["Runs", "#/"], [name, `#/run/${id}`]], content: [heading, filters(id, asked), warnings, problemSection, results] };
 }
 
 // The posterior of a problem's success after each step, as a line with a band of one standard deviation: a Beta distribution
@@ -112,7 +112,7 @@ function histogram(rewards, onbar) {
   return { series: bars.length ? [series] : [], stacked: true, height: 96, x: { title: "reward (click a bar to filter)", ticks: [...new Set([ends[0]?.[0], ends.at(-1)?.[1]])].filter(Number.isFinite) }, y: { whole: true }, onpoint: onbar };
 }
 
-function go(id, values) {
+function openSearch(id, values) {
   const present = Object.entries(values).filter(([, value]) => value !== "");
   location.hash = `#/run/${id}/trajectories?${new URLSearchParams(present)}`;
 }
@@ -139,7 +139,7 @@ function filters(id, asked) {
   const more = el("details", { class: "all" }, el("summary", {}, used.length ? `More filters (${used.join(", ")})` : "More filters"), el("div", { class: "filters" }, inputs.slice(ALWAYS)));
   const submit = (event) => {
     event.preventDefault();
-    go(id, Object.fromEntries(new FormData(event.target)));
+    openSearch(id, Object.fromEntries(new FormData(event.target)));
   };
   const buttons = [el("button", { class: "act", type: "submit" }, "Search"), el("a", { href: `#/run/${id}/trajectories` }, "Clear")];
   return el("form", { class: "card search", onsubmit: submit, role: "search" }, el("div", { class: "bar" }, inputs.slice(0, ALWAYS), buttons), more);

@@ -26,10 +26,10 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
   });
   const conversation = conversationOf(page, view);
 
-  const colour = (name) => {
+  const colorBy = (name) => {
     state.field = name;
     state.rank = 0;
-    scaleLegend(legend, view.colour(name, fields[name]), isConstant(fields[name]));
+    scaleLegend(legend, view.color(name, fields[name]), isConstant(fields[name]));
     if (view.current >= 0) view.choose(view.current, { passing: true });
   };
   const jump = (down) => {
@@ -40,16 +40,16 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
     if (order.length) view.choose(order[state.rank++][1], { scroll: "center" });
   };
   const button = (text, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, text);
-  const fieldChoice = choice("Color by", known().map((name) => [name, label(name)]), state.field, (name) => (colour(name), remember({ field: name })));
+  const fieldChoice = choice("Color by", known().map((name) => [name, label(name)]), state.field, (name) => (colorBy(name), remember({ field: name })));
   const take = (values) => {
     Object.assign(fields, values);
     const options = known().map((name) => el("option", { value: name }, label(name)));
     fieldChoice.querySelector("select").replaceChildren(...options);
     fieldChoice.querySelector("select").value = "what_if_advantages";
-    colour("what_if_advantages");
+    colorBy("what_if_advantages");
   };
   const controls = el("div", { class: "bar" }, fieldChoice, button("Largest", true), button("Smallest", false), legend);
-  if (state.field) colour(state.field);
+  if (state.field) colorBy(state.field);
 
   const unknown = page.tokenizer ? [] : ["The run has no tokenizer, so token ids are shown instead of text."];
   const without = page.fields.advantages || page.warnings.length ? [] : [reasonFor(row)];
