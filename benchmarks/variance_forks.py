@@ -116,7 +116,7 @@ class Laboratory:
         if not ESTIMATORS[choice.name].equal_groups:
             rewards: dict[int, set[float]] = {}
             for item in step:
-                if item.is_last_branch:
+                if item.receives_reward:
                     rewards.setdefault(item.group, set()).add(item.reward)
             kept = [item for item in step if len(rewards[item.group]) > 1]
         total = torch.zeros(sum(item.numel() for item in self._parameters))
