@@ -177,7 +177,7 @@ async def test_while_no_node_has_room_the_others_serve(nodes: Nodes, tmp_path: P
         done = await asyncio.gather(*(ask(engine, name=str(number)) for number in range(8)))
         assert {one.token_ids for one in done} == {(8, 9, 10, 11)}
         assert sum(is_up(engine, number) for number in range(2)) == 1
-        await eventually(lambda: "no node has room" in engine._lost)
+        await eventually(lambda: "no node has room" in engine._failure_messages)
         nodes.lost.clear()
         await eventually(lambda: is_up(engine, 0) and is_up(engine, 1))
     assert sorted(one.reservation.node for one in nodes.running) == ["a", "b", "b"]
