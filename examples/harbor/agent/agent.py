@@ -24,6 +24,13 @@ def ask(messages: list[dict[str, str]]) -> str:
         return str(json.load(response)["choices"][0]["message"]["content"])
 
 
+def execute(command: str) -> str:
+    """Return a command's output. No command may crash the agent, because a crash excludes the rollout."""
+    words = ["timeout", "30", "bash", "-c", command.replace("\0", "")]
+    run = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
+    return run.stdout + run.stderr or f"exit code {run.returncode}"
+
+
 def main() -> None:
     """Play one task: each reply is a command, until the policy replies ``done``."""
     messages = [{"role": "user", "content": os.environ["AGENTRL_STATEMENT"]}]
@@ -31,8 +38,7 @@ def main() -> None:
         reply = ask(messages).strip()
         if reply == "done":
             return
-        run = subprocess.run(["bash", "-c", reply], capture_output=True, text=True, timeout=30, check=False)
-        output = (run.stdout + run.stderr)[-2000:] or f"exit code {run.returncode}"
+        output = execute(reply)[-2000:]
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": output}]
 
 
