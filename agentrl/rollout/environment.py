@@ -126,7 +126,7 @@ def build_chat_setup(settings: EnvironmentSections, tokenizer: PreTrainedTokeniz
     return replace(chat, renderer=renderer, tools=template_use.tools)
 
 
-async def check_forks(environment: Environment, problem: Problem, settings: RolloutSettings) -> None:
+async def check_episode_can_fork(environment: Environment, problem: Problem, settings: RolloutSettings) -> None:
     """Fork a new episode of ``problem``. Raises SettingsError if its environment or a tool cannot be copied."""
     episode = environment.episode(problem)
     try:

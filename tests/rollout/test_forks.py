@@ -13,7 +13,7 @@ from rollout.test_driver import make
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import Completion, EngineError
-from agentrl.rollout.environment import check_forks
+from agentrl.rollout.environment import check_episode_can_fork
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
@@ -297,9 +297,9 @@ async def test_a_class_that_cannot_be_copied_is_named_before_the_run_starts() ->
         factory = resolve_environment(f"{__name__}:{name}")
         environment = factory(factory.settings(EnvironmentOptions()))
         if name == "Forkable":
-            await check_forks(environment, problem(0), settings)
+            await check_episode_can_fork(environment, problem(0), settings)
             continue
         with pytest.raises(SettingsError) as refused:
-            await check_forks(environment, problem(0), settings)
+            await check_episode_can_fork(environment, problem(0), settings)
         for part in ("rollout.branching.width=2", "copying Locked raised TypeError: cannot pickle '_thread.lock'"):
             assert part in str(refused.value)

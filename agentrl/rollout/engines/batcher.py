@@ -163,7 +163,7 @@ class Batcher:
         self._row_length = 0
         self._cache.clear()
 
-    def drop_all(self) -> None:
+    def drop_requests_and_prefixes(self) -> None:
         """Drop all requests and prefixes after a failure."""
         self._waiting.clear()
         for row in self._rows:
@@ -199,7 +199,7 @@ class Batcher:
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
         outdated = [index for index in running if self._count_uncached(index) > 1]
         if outdated:  # the weights changed while these requests were running
-            return ended + self._prefill(self._first_that_fit(outdated))
+            return ended + self._prefill(self._rows_that_fit(outdated))
         if self._waiting and self._should_prefill(len(running)):
             self._steps_waited = 0
             assigned = self._assign_rows(len(running))
@@ -314,7 +314,7 @@ class Batcher:
         row = self._rows[index]
         return len(_request_of(row).token_ids) + len(_request_of(row).sampled) - len(row.cached)
 
-    def _first_that_fit(self, indices: list[int]) -> list[int]:
+    def _rows_that_fit(self, indices: list[int]) -> list[int]:
         """Return the first rows (at least one) whose uncached tokens fit into one forward pass."""
         longest = 0
         for count, index in enumerate(indices):

@@ -252,7 +252,7 @@ class TransformersEngine:
             if not future.done() and error is not None:
                 future.set_exception(error)
         self._arrived.clear()
-        self._batcher.drop_all()
+        self._batcher.drop_requests_and_prefixes()
 
     def _run_until_request_ends(self) -> list[Request]:
         """Run forward passes on the engine's thread until a request ends, up to ``_MAX_FORWARD_PASSES``."""

@@ -35,7 +35,7 @@ from agentrl.rollout.engines.base import (
 from agentrl.rollout.environment import (
     build_environment_and_codec,
     build_rewards,
-    check_forks,
+    check_episode_can_fork,
     compares_with_references,
 )
 from agentrl.rollout.filters import FilterRules
@@ -182,7 +182,7 @@ class LocalService:
         )
         if settings.rollout.branching.width > 1:
             (problem,) = ProblemSampler(self._mixture, seed=settings.seed).next(1)
-            self._run(check_forks(environment, problem, settings.rollout))
+            self._run(check_episode_can_fork(environment, problem, settings.rollout))
         self._held_out = held_out_problems(settings)
         self._objective = ObjectiveSettings.from_settings(settings)
         config = read_config(settings.model)

@@ -76,7 +76,7 @@ class ManagedVLLM(ManagedServers):
         vllm = request.rollout.vllm
         self._adapter_rank = adapter_rank(request.rollout, request.policy)
         self._weight_form: Literal["full", "merged", "adapter"] = "full" if request.policy.lora.rank == 0 else vllm.lora
-        self._backend = transfer_backend(vllm) if request.trained and not self._adapter_rank else "file"
+        self._backend = choose_transfer_backend(vllm) if request.trained and not self._adapter_rank else "file"
         if self._backend != "file" and not torch.cuda.is_available():
             raise SettingsError(
                 f"rollout.vllm.transfer={vllm.transfer} needs a GPU on this machine: set rollout.vllm.transfer=file"
@@ -116,7 +116,7 @@ class ManagedVLLM(ManagedServers):
         )
 
 
-def transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
+def choose_transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
     """Return ``rollout.vllm.transfer``, or the fastest backend on this machine."""
     return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
 
@@ -147,7 +147,7 @@ def serve_policy(
             served=policy_with_untied_head(model, Path(folder)),
             longest=longest,
             training_gpus=0,
-            backend=transfer_backend(rollout.vllm),
+            backend=choose_transfer_backend(rollout.vllm),
             host=host,
             port=port,
         )
