@@ -104,7 +104,7 @@ def scripted_sampler(settings: Any, sets: Sequence[ProblemSet]) -> ModelSampler:
     codec = TextCodec(train_tokenizer([WORK, *WRONG], vocabulary_size=400))
     engine = AnsweringEngine(codec, sets, settings.evaluation.samples)
     return ModelSampler(
-        engine=engine, codec=codec, settings=settings, fingerprint=engine.fingerprint(), record={"name": "scripted"}
+        engine=engine, codec=codec, settings=settings, fingerprint="scripted", record={"name": "scripted"}
     )
 
 
