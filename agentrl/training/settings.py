@@ -403,6 +403,9 @@ class ColdstartSettings(_Settings):
     """number of final steps that include direct answers; null: all steps"""
     steps: int = Field(200, ge=1)
     """number of supervised updates"""
+    copy_steps: int = Field(0, ge=0)
+    """number of first steps whose batches also contain repeated sequences of random tokens, as many as demonstrations.
+    A new model learns from them to copy, for example the result of a tool into the next call or the answer"""
     batch_size: int = Field(48, ge=1)
     """number of demonstrations per update"""
     learning_rate: float = Field(2e-3, gt=0)

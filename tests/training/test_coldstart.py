@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
@@ -23,6 +24,7 @@ from agentrl.training.coldstart.train import (
     encode_demonstration,
     pack_demonstrations,
     read_coldstart_demonstrations,
+    repeated_tokens,
     shorten_to_direct_answers,
     shuffled_batches,
 )
@@ -202,6 +204,15 @@ def test_demonstrations_are_packed_with_the_tokens_of_the_model() -> None:
     assert [part.tolist() for part in tokens] == [[0, 0, 1], [0, 2, 0]]
     assert row.response_token_ids(*tokens).tolist() == [3, 5, 7]
     assert row.predicting_positions(*tokens).tolist() == [1, 3, 5]
+
+
+def test_repeated_tokens_can_be_predicted_only_by_copying() -> None:
+    vocabulary, generator = torch.tensor([3, 5, 8]), torch.Generator().manual_seed(0)
+    rows = [repeated_tokens(vocabulary, generator) for _ in range(200)]
+    assert {len(row.prompt_ids) for row in rows} == set(range(4, 17))
+    assert all(row.response_ids == row.prompt_ids * 3 and set(row.prompt_ids) <= {3, 5, 8} for row in rows)
+    assert all(row.response_mask == (False, *[True] * (len(row.response_ids) - 1)) for row in rows)
+    assert len(set(rows)) == 200
 
 
 def test_every_demonstration_comes_once_an_epoch() -> None:

@@ -83,9 +83,10 @@ class StartScore:
         if self.solved < _TOO_FEW_SOLVED * self.problems and (self.solved or self.highest_reward <= 0):
             few = f"only {self.solved} of {self.problems} problems" if self.solved else "no problem"
             console.warning(
-                f"the policy solves {few} after its cold start, so training has little success to reinforce: double or "
-                "triple coldstart.steps (a loss on a plateau can fall again later), add demonstrations "
-                "(coldstart.count, or more rows), or start with easier problems (docs/how-to/data.md)"
+                f"the policy solves {few} after its cold start, so training has little success to reinforce: set "
+                "coldstart.copy_steps to most of coldstart.steps if the policy must copy results, increase the steps, "
+                "add demonstrations (coldstart.count, or more rows), or start with easier problems "
+                "(docs/how-to/data.md#cold-starts-that-fail)"
             )
 
 

@@ -92,6 +92,18 @@ def shuffled_batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]
         queue = queue[size:]
 
 
+def repeated_tokens(vocabulary: Tensor, generator: torch.Generator) -> EncodedDemonstration:
+    """Return 4 to 16 random tokens of ``vocabulary`` [V] as prompt, and their three repetitions as response.
+
+    Only copying can predict them. With a plain imitation of demonstrations, a small new model learns the form of tool
+    calls long before it learns to copy results, and often stops there.
+    """
+    length = int(torch.randint(4, 17, (), generator=generator))
+    ids = tuple(vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)].tolist())
+    mask = (False, *[True] * (3 * length - 1))  # the first token is random
+    return EncodedDemonstration(prompt_ids=ids, response_ids=ids * 3, response_mask=mask)
+
+
 def fine_tune(
     model: Any,
     rows: Sequence[EncodedDemonstration],
@@ -102,8 +114,9 @@ def fine_tune(
 ) -> None:
     """Minimize the mean negative log-probability of the model's tokens, in place.
 
-    The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead. Each step calls
-    ``report`` with its number and its loss.
+    The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead. The first
+    ``coldstart.copy_steps`` steps add repeated random tokens. Each step calls ``report`` with its number and its loss
+    on demonstrations.
     """
     cold = settings.coldstart
     _, world = start_distributed(deadline=settings.training.collective_deadline)
@@ -129,16 +142,19 @@ def fine_tune(
     check_packed_forward(settings.model.path or "the embedded tiny policy", engine.module)
     model.train()
     stream = shuffled_batches(len(rows), cold.batch_size, seed=_seed(settings))
+    vocabulary = torch.tensor(sorted({token for row in rows for token in (*row.prompt_ids, *row.response_ids)}))
+    generator = torch.Generator().manual_seed(_seed(settings))
     early = 0 if cold.direct_steps is None else cold.steps - cold.direct_steps
     for step in range(1, cold.steps + 1):
         demonstrations = rows if step <= early else final_rows
         chosen = [demonstrations[index] for index in next(stream)]
         tokens = sum(sum(row.response_mask) for row in chosen)
+        if step <= cold.copy_steps:
+            chosen += [repeated_tokens(vocabulary, generator) for _ in chosen]
         statistics, _ = engine(*(part.to(engine.device) for part in pack_demonstrations(chosen)))
-        loss = -statistics.log_probs.sum() / tokens
-        engine.backward(loss)
+        engine.backward(-statistics.log_probs.sum() / len(statistics.log_probs))
         engine.step()
-        report(step, float(loss.detach()))
+        report(step, -float(statistics.log_probs[:tokens].detach().mean()))
     model.eval()
 
 
