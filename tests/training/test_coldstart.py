@@ -335,7 +335,7 @@ def test_a_cached_policy_shows_the_stored_score(tmp_path: Path, monkeypatch: pyt
     _, line, warning = shown()
     assert line == "cold start: the policy solves 0 of 8 problems of x, 0.000 [0.000, 0.400]"
     assert "warning: the policy solves no problem after its cold start" in warning
-    assert "double or triple coldstart.steps" in warning
+    assert "coldstart.copy_steps" in warning
     assert "coldstart.count" in warning
     assert len(shown(solved=1)) == 2
     *_, warning = shown(problems=64, solved=2)
