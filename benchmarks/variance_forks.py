@@ -33,7 +33,7 @@ from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import environment_and_codec
+from agentrl.rollout.environment import build_environment_and_codec
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Problem
 
@@ -42,7 +42,7 @@ PLAIN = ("rloo", "tir_otb", "ogb", "ogb_pooled")
 FORKED = ("rloo", "tir_otb", "tir_otb:siblings=only", "tir_otb:siblings=pooled", "ogb:siblings=pooled", "tree_grpo")
 # By name: the turns after which rollouts fork into two branches, the rollouts of a group, and the estimators.
 ARMS: dict[str, tuple[tuple[int, ...], int, Sequence[str]]] = {
-    REFERENCE: ((), 16, ("rloo",)),
+    REFERENCE: ((), 8, ("rloo",)),
     "independent": ((), 4, PLAIN),
     "forks after 1": ((1,), 2, FORKED),
     "forks after 1, 2": ((1, 2), 2, FORKED),
@@ -62,7 +62,7 @@ class Laboratory:
         )
         self._parameters = [item for item in self._policy.parameters() if item.requires_grad]
         tokenizer = read_tokenizer(options.model)
-        self._environment, self._codec = environment_and_codec(self.settings, tokenizer, options.model)
+        self._environment, self._codec = build_environment_and_codec(self.settings, tokenizer, options.model)
 
     async def measure(self, problems: Sequence[Problem]) -> dict[str, list[dict[str, float]]]:
         """Measure all arms on batches of ``problems``. Returns the moments of each batch by arm and estimator."""
@@ -99,6 +99,7 @@ class Laboratory:
             codec=self._codec,
             settings=self.settings.rollout.model_copy(update={"branching": branching}),
             seed=self.settings.seed,
+            trained=True,  # otherwise rollouts do not fork
         )
         steps: list[list[Trajectory]] = [[] for _ in range(self._options.steps)]
         requests = [Group(index=index, problem=problem) for index, problem in enumerate(problems)]
