@@ -81,7 +81,7 @@ async def test_a_lost_session_is_an_infrastructure_failure(environment: SimpleTI
     await run(episode, "x = 1")
     assert episode._sandbox is not None
     assert episode._sandbox._session is not None
-    await environment._opened().close_session(episode._sandbox._session)
+    await environment._require_sandbox().close_session(episode._sandbox._session)
     assert (await episode.step("```python\nprint(x)\n```")).ended is Ended.INFRASTRUCTURE_FAILURE
     await episode.close()
 
