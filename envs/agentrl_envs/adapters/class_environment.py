@@ -35,8 +35,8 @@ from agentrl_envs.protocols.hermes import HermesProtocol, PlainTextCallsProtocol
 from agentrl_envs.protocols.texts import truncate_output
 from agentrl_envs.registry import PluginError, describe_error
 from agentrl_envs.settings import ClassEnvironmentSettings, read_options
+from agentrl_envs.simpletir import ToolEpisode
 from agentrl_envs.threads import ObjectThread
-from agentrl_envs.tool_episode import ToolEpisode
 from agentrl_envs.tools import EpisodeTools, ToolSet
 from agentrl_envs.tools.calling import ToolError, is_unreachable
 from agentrl_envs.tools.schema import injected_parameters
