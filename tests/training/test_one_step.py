@@ -276,7 +276,7 @@ def test_advantages_follow_from_the_stored_statistics_to_the_last_digit(stored: 
         assert part == "rows"  # a case with whole groups only
         return
     step = read_step(RunDirectory(folder), 1)
-    assert not step.problems
+    assert not step.warnings
     trained = [item for item in step.trajectories if item.tokens is not None]
     assert len(trained) == (40 if CASES[case].forked else 20)
     made = recompute_advantages(step, trained)
