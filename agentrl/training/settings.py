@@ -104,9 +104,9 @@ class KLSettings(_Settings):
     placement: Literal["loss", "reward"] = "loss"
     """loss: add the penalty to the loss; reward: add it to each token's reward before advantages are computed"""
     estimator: Literal["k1", "abs", "k2", "k3", "full", "k1+", "abs+", "k2+", "k3+", "full+"] | None = None
-    """estimator of KL(policy || reference) at a token. full: exact over the vocabulary, which costs three more matrix
-    products with the vocabulary; X+: the value of X with the gradient of k2, only in the loss; null: k1+ in the loss,
-    k1 in the reward"""
+    """estimator of KL(policy || reference) at a token. full: exact over the vocabulary, which costs two further
+    matrix products with the vocabulary, and four in the backward pass; X+: the value of X with the gradient of k2, only
+    in the loss; null: k1+ in the loss, k1 in the reward"""
     controller: Literal["fixed", "adaptive"] = "fixed"
     """fixed: constant coefficient; adaptive: raise the coefficient while the mean penalty is above target, and lower it
     while the penalty is below target"""
