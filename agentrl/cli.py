@@ -50,8 +50,8 @@ Env = Annotated[
     str | None,
     _option(
         "NAME",
-        "simpletir, reasoning, an installed name, module:Class, agent:module:function, agent:COMMAND, trl:module:Class, "
-        "reasoning_gym:NAME, textarena:GAME, openenv:URL, verifiers:NAME, harbor:DIRECTORY",
+        "simpletir, reasoning, an installed name, module:Class, agent:module:function, agent:COMMAND, worker:COMMAND, "
+        "trl:module:Class, reasoning_gym:NAME, textarena:GAME, openenv:URL, verifiers:TASKSET, harbor:DIRECTORY",
     ),
 ]
 
