@@ -197,7 +197,15 @@ SECTIONS["Policy"] = (
 SECTIONS["Rollouts"] = (
     Metric("rollout/turns_mean", "turns", "Mean number of turns per rollout.", "", _DATA, "turns", "turns {:.1f}"),
     Metric("rollout/turns_max", "turns", "Largest number of turns of a trajectory.", "", _DATA),
-    Metric("rollout/tool_calls_mean", "calls", "Mean number of tool calls per rollout.", "", _DATA, "tool calls"),
+    Metric(
+        "rollout/tool_calls_mean",
+        "calls",
+        "Mean number of tool calls per rollout that the environment executes. An agent program executes its calls "
+        "itself, so they are not counted.",
+        "",
+        _DATA,
+        "tool calls",
+    ),
     Metric("rollout/response_tokens_mean", "tokens", "Mean number of tokens per rollout after the prompt.",
            "below the limit", _DATA, "with observations"),
     Metric("rollout/model_tokens_mean", "tokens", "Mean number of sampled tokens per rollout.", "",
