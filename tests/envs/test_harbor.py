@@ -106,6 +106,9 @@ def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> 
     (task / removed).unlink()
     with pytest.raises(PluginError, match=message):
         read_task(task)
+    (task / removed).with_suffix(".other").touch()
+    with pytest.raises(PluginError, match=message):
+        read_task(task)
     (task / removed).write_bytes(b"\xff")
     if removed.endswith(".md"):
         with pytest.raises(PluginError, match=r"instruction\.md is not encoded in UTF-8: .* byte 0xff in position 0"):

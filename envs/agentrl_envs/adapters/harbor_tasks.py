@@ -116,7 +116,8 @@ def read_task(directory: Path) -> HarborTask:
     files = [path.name for path in (directory / "environment").glob("*")]
     if "docker-compose.yaml" in files:
         used.append("docker-compose.yaml")
-    elif files and "Dockerfile" not in files:  # Harbor copies them into the container
+    elif config.environment.docker_image is not None and files and "Dockerfile" not in files:
+        # Harbor copies them into the container.
         used.append("files in environment/ without a Dockerfile")
     if used:
         raise PluginError(f"{file}: {', '.join(used)}: not supported; remove this task from the directory")
