@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import io
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -115,6 +116,16 @@ def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> 
             read_task(task)
     with pytest.raises(PluginError, match=r"contains no tasks: neither task\.toml nor \*/task\.toml exists"):
         list(task_rows(str(task / "environment")))
+
+
+def test_commands_of_the_example_s_agent_end_with_their_shell() -> None:
+    execute = runpy.run_path(str(TASKS.parent / "agent" / "agent.py"))["execute"]
+    began = time.monotonic()
+    assert execute("sleep 5 & echo started; echo failed >&2") == "started\nfailed\n"
+    assert time.monotonic() - began < 4
+    assert execute("head -c 9000000 /dev/zero | tr '\\0' y") == "y" * 2000
+    assert execute("printf '\\377'; exit 3") == "\ufffd"
+    assert execute("\0exit 3") == "exit code 3"
 
 
 @pytest.mark.parametrize("command", ["", ":python3 /agent/agent.py"])
