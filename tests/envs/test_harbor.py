@@ -137,7 +137,8 @@ def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: P
             resolve_environment(f"harbor:{TASKS}")(HarborSettings(agent_files=str(files)))
 
     load(TASKS.parent / "agent")
-    for files in (TASKS.parent, TASKS, TASKS / "write-word"):
+    task = TASKS / "write-word"
+    for files in (TASKS.parent, TASKS, task, task / "tests", task / "solution"):
         with pytest.raises(PluginError, match=r"agent_files=.* contains tasks of .*, so agents could read their tests"):
             load(files)
     with pytest.raises(PluginError, match="missing is not a directory"):
