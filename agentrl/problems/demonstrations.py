@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from agentrl.problems.rows import EmptyProblemsError, ProblemFieldError, problem_from_row, read_jsonl
+from agentrl.problems.rows import USUAL_FIELDS, EmptyProblemsError, ProblemFieldError, problem_from_row, read_jsonl
 from agentrl_envs.types import Problem
 
 _DEMONSTRATION_FIELDS = frozenset({"setup", "family", "turns"})
@@ -99,6 +99,11 @@ def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
             raise ProblemFieldError(f"{location}: turn {number} needs a non-empty string 'model'")
         if not isinstance(turn.get("observation", ""), str):
             raise ProblemFieldError(f"{location}: turn {number}: 'observation' must be text")
+    if not any(name in row for name in USUAL_FIELDS["problem"]):
+        raise ProblemFieldError(
+            f"{location}: no field for the problem (expected {', '.join(USUAL_FIELDS['problem'])}); "
+            f"fields: {', '.join(sorted(row))}"
+        )
     for field in ("setup", "family"):
         if not isinstance(row.get(field, ""), str):
             raise ProblemFieldError(f"{location}: {field!r} must be text")

@@ -66,7 +66,7 @@ class ObjectThread:
     def __init__(self, *, name: str) -> None:
         self._name = name
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._start_thread = False
+        self._is_started = False
         self._current: tuple[str, asyncio.Future[Any]] | None = None  # the running call
 
     @property
@@ -80,8 +80,8 @@ class ObjectThread:
 
         Raises TimeoutError after ``timeout`` seconds, which include the wait for earlier calls.
         """
-        if not self._start_thread:
-            self._start_thread = True
+        if not self._is_started:
+            self._is_started = True
             threading.Thread(target=self._run_queued_calls, name=self._name, daemon=True).start()
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Result] = loop.create_future()

@@ -69,7 +69,7 @@ async def open_sandbox(settings: SandboxSettings) -> Sandbox:
             "url=ray:// is supported only by `agentrl train cluster=ray`, which starts the services: set url to the "
             "addresses of services, http://HOST:PORT"
         )
-    if len(settings.addresses) > 1:
+    if settings.scheme in ("http", "https") and len(settings.addresses) > 1:
         from agentrl_sandbox.several import SeveralSandboxes
 
         return await SeveralSandboxes(settings).open()

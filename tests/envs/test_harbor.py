@@ -6,6 +6,7 @@ import asyncio
 import http.client
 import io
 import json
+import runpy
 import shutil
 import subprocess
 import sys
@@ -106,12 +107,25 @@ def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> 
     (task / removed).unlink()
     with pytest.raises(PluginError, match=message):
         read_task(task)
+    (task / removed).with_suffix(".other").touch()
+    with pytest.raises(PluginError, match=message):
+        read_task(task)
     (task / removed).write_bytes(b"\xff")
     if removed.endswith(".md"):
         with pytest.raises(PluginError, match=r"instruction\.md is not encoded in UTF-8: .* byte 0xff in position 0"):
             read_task(task)
     with pytest.raises(PluginError, match=r"contains no tasks: neither task\.toml nor \*/task\.toml exists"):
         list(task_rows(str(task / "environment")))
+
+
+def test_commands_of_the_example_s_agent_end_with_their_shell() -> None:
+    execute = runpy.run_path(str(TASKS.parent / "agent" / "agent.py"))["execute"]
+    began = time.monotonic()
+    assert execute("sleep 5 & echo started; echo failed >&2") == "started\nfailed\n"
+    assert time.monotonic() - began < 4
+    assert execute("head -c 9000000 /dev/zero | tr '\\0' y") == "y" * 2000
+    assert execute("printf '\\377'; exit 3") == "\ufffd"
+    assert execute("\0exit 3") == "exit code 3"
 
 
 @pytest.mark.parametrize("command", ["", ":python3 /agent/agent.py"])
@@ -123,7 +137,8 @@ def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: P
             resolve_environment(f"harbor:{TASKS}")(HarborSettings(agent_files=str(files)))
 
     load(TASKS.parent / "agent")
-    for files in (TASKS.parent, TASKS, TASKS / "write-word"):
+    task = TASKS / "write-word"
+    for files in (TASKS.parent, TASKS, task, task / "tests", task / "solution"):
         with pytest.raises(PluginError, match=r"agent_files=.* contains tasks of .*, so agents could read their tests"):
             load(files)
     with pytest.raises(PluginError, match="missing is not a directory"):

@@ -61,6 +61,15 @@ def test_bad_rows_are_named_by_line(tmp_path: Path, change: dict[str, object], m
         read_demonstrations(path)
 
 
+def test_a_row_without_a_statement_lists_the_names_of_the_field(tmp_path: Path):
+    """The setting ``fields`` does not apply, so it is not recommended."""
+    path = tmp_path / "d.jsonl"
+    path.write_text('{"text": "1+1?", "turns": [{"model": "2"}]}', encoding="utf-8")
+    message = r"d\.jsonl:1: no field for the problem \(expected problem, .*statement\); fields: text, turns$"
+    with pytest.raises(ProblemError, match=message):
+        read_demonstrations(path)
+
+
 def test_bad_files_are_named(tmp_path: Path):
     (tmp_path / "torn.jsonl").write_text(json.dumps(GOOD) + '\n{"id": "b", "prob', encoding="utf-8")
     with pytest.raises(ProblemFileError, match=r"torn\.jsonl:2: not valid JSON"):

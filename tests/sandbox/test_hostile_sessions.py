@@ -27,7 +27,7 @@ SERIAL = (
 )
 
 
-@pytest.mark.parametrize("data", ["b'x'", "b'x' * 60_000", "frame", "frame[:-1]", 'b\'{"op": "rested"}\''])
+@pytest.mark.parametrize("data", ["b'x'", "b'x' * 60_000", "frame", "frame[:-1]", 'b\'{"op": "stopped"}\''])
 async def test_forged_messages_end_the_session_that_sends_them(sandbox, data):
     session = await sandbox.open_session()
     program = FRAME.format(serial=1) + SPEAK.format(data=data) + "import time; time.sleep(60)"

@@ -61,8 +61,9 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-async def test_the_scheme_of_a_url_selects_the_sandbox_of_a_package() -> None:
-    sandbox: Sandbox = await open_sandbox(SandboxSettings(url="toy://here"))
+@pytest.mark.parametrize("url", ["toy://here", "toy://here?images=one,two"])
+async def test_the_scheme_of_a_url_selects_the_sandbox_of_a_package(url: str) -> None:
+    sandbox: Sandbox = await open_sandbox(SandboxSettings(url=url))
     assert (await sandbox.execute("1")).stdout == "1"
 
 

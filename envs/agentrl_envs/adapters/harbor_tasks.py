@@ -116,7 +116,8 @@ def read_task(directory: Path) -> HarborTask:
     files = [path.name for path in (directory / "environment").glob("*")]
     if "docker-compose.yaml" in files:
         used.append("docker-compose.yaml")
-    elif files and "Dockerfile" not in files:  # Harbor copies them into the container
+    elif config.environment.docker_image is not None and files and "Dockerfile" not in files:
+        # Harbor copies them into the container.
         used.append("files in environment/ without a Dockerfile")
     if used:
         raise PluginError(f"{file}: {', '.join(used)}: not supported; remove this task from the directory")
@@ -148,17 +149,25 @@ def task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def check_agent_files(files: str | None, directory: str) -> None:
-    """Raise PluginError unless ``environment.agent_files`` is a directory that contains no tasks of ``directory``."""
+    """Raise PluginError unless ``environment.agent_files`` is a directory without tasks of ``directory``.
+
+    It must also not be the tests or the solution of a task.
+    """
     if files is None:
         return
     mounted = Path(files).absolute().resolve()
     if not mounted.is_dir():  # Docker would create it
         raise PluginError(f"environment.agent_files={files} is not a directory")
     tasks = Path(directory).expanduser().absolute().resolve()
-    if tasks.is_relative_to(mounted) or (mounted.is_relative_to(tasks) and next(mounted.rglob("task.toml"), None)):
+    contains_task = mounted.is_relative_to(tasks) and next(mounted.rglob("task.toml"), None) is not None
+    is_part_of_task = any(
+        path.name in ("tests", "solution") and (path.parent / "task.toml").is_file()
+        for path in (mounted, *mounted.parents)
+    )
+    if tasks.is_relative_to(mounted) or contains_task or is_part_of_task:
         raise PluginError(
-            f"environment.agent_files={files} contains tasks of {directory}, so agents could read their tests and "
-            "solutions: name a directory with only the agent's files"
+            f"environment.agent_files={files} contains tasks of {directory} or parts of them, so agents could read "
+            "their tests and solutions: name a directory with only the agent's files"
         )
 
 

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import tempfile
 import urllib.request
 
 TURNS = 5
+OUTPUT_BYTES = 2000
 
 
 def ask(messages: list[dict[str, str]]) -> str:
@@ -25,10 +27,13 @@ def ask(messages: list[dict[str, str]]) -> str:
 
 
 def execute(command: str) -> str:
-    """Return a command's output. No command may crash the agent, because a crash excludes the rollout."""
-    words = ["timeout", "30", "bash", "-c", command.replace("\0", "")]
-    run = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
-    return run.stdout + run.stderr or f"exit code {run.returncode}"
+    """Return the end of a command's output. No command may crash the agent, because a crash excludes the rollout."""
+    limited = 'ulimit -f 1048576; exec timeout 30 bash -c "$0"'  # files of at most 1 GiB
+    words = ["bash", "-c", limited, command.replace("\0", "")]
+    with tempfile.TemporaryFile() as output:  # a pipe would wait for processes in the background
+        run = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
+        output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
+        return output.read(OUTPUT_BYTES).decode(errors="replace") or f"exit code {run.returncode}"
 
 
 def main() -> None:
@@ -38,7 +43,7 @@ def main() -> None:
         reply = ask(messages).strip()
         if reply == "done":
             return
-        output = execute(reply)[-2000:]
+        output = execute(reply)
         messages += [{"role": "assistant", "content": reply}, {"role": "user", "content": output}]
 
 
