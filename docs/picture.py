@@ -1,8 +1,7 @@
 """Draw the README's picture from a run: ``python docs/picture.py RUN STEP TRAJECTORY``.
 
 Left: training reward and held-out score. Right: a trajectory in the viewer, which needs Chromium and playwright. The
-picture in the README is ``python docs/picture.py runs/tiny-1 10 115`` after ``make train
-ARGS=telemetry.tokens_every=10``.
+picture in the README is ``python docs/picture.py runs/tiny-1 1 118`` after ``make train``.
 """
 
 from __future__ import annotations
