@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -256,6 +256,8 @@ class AgentGateway:
         body = await self._body(http)
         call = read_dialect(kind, body, model=self._settings.model)
         request = call.to_agent_request(rollout.conversation_up_to)
+        if http.headers.get("x-agentrl-train") == "0":
+            request = replace(request, trainable=False)
         return rollout, body, call, request
 
     async def _reply(self, kind: type[Dialect], http: Request) -> Response:
