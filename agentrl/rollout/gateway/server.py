@@ -207,6 +207,10 @@ class AgentGateway:
         """Return True if a limit of turns, tokens or time has stopped a rollout."""
         return self._entries[access.name].rollout.stopped is not None
 
+    def engine_failed(self, access: Access) -> bool:
+        """Return True if the engine failed to answer a request of a rollout."""
+        return self._entries[access.name].rollout.failure is not None
+
     async def wait_until_taken(self, access: Access) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
         self._waiting_names.put_nowait(access.name)
