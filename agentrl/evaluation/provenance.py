@@ -29,8 +29,11 @@ COMPARED_SECTIONS = (
 def differences(
     first: Mapping[str, object], second: Mapping[str, object], *, ignored_keys: Sequence[str] = ()
 ) -> list[tuple[str, object, object]]:
-    """List every difference as (dotted key, first value, second value). ``ignored_keys`` may be prefixes."""
-    before, after = dotted_keys(first), dotted_keys(second)
+    """List every difference as (dotted key, first value, second value). ``ignored_keys`` may be prefixes.
+
+    An empty mapping equals a missing one, because the keys of its later content are listed separately.
+    """
+    before, after = ({key: value for key, value in dotted_keys(one).items() if value != {}} for one in (first, second))
     return [
         (key, before.get(key, "(absent)"), after.get(key, "(absent)"))
         for key in dict.fromkeys([*before, *after])

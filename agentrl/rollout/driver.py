@@ -46,7 +46,7 @@ _LOWER_FACTOR = 0.75
 _MIN_AVERAGED = 8
 _MAX_AVERAGED = 512
 # Seconds before the first retry of a failed rollout, and the longest pause before a retry.
-_FIRST_PAUSE = 0.1
+_FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
 
 

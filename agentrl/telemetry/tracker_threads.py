@@ -84,6 +84,8 @@ class TrackerThread:
         except (Exception, SystemExit) as error:  # noqa: BLE001 - others' code, which must not end a run
             self._stopped = True
             self._warn(f"tracker {self._name} could not be opened: {describe_error(error)}; {_RUN_CONTINUES}")
+            with contextlib.suppress(Empty):
+                self._messages.get_nowait()  # makes room for `close`, which may wait for it
             return
         while not self._stopped and (message := self._messages.get()) is not None:
             self._send(tracker, message)

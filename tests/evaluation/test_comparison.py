@@ -13,6 +13,7 @@ from evaluation.runs import WrittenSampler, failed, play, problem_set, results, 
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.compare import compare, compare_command
+from agentrl.evaluation.provenance import differences
 from agentrl.evaluation.regrade import FunctionGrader, regrade_command
 from agentrl.evaluation.transcripts import Sample
 from agentrl_envs.registry import PluginError
@@ -65,6 +66,13 @@ def test_different_protocols_are_refused_by_name(tmp_path: Path, override: str, 
     with pytest.raises(SettingsError, match="because their protocols differ") as refused:
         compare_command(tmp_path / "a", tmp_path / "b")
     assert [line.strip() for line in str(refused.value).splitlines()[1:]] == [named]
+
+
+def test_an_empty_section_is_no_setting() -> None:
+    first: dict[str, Any] = {"protocol": {"template_options": {}}}
+    second = {"protocol": {"template_options": {"thinking": False}}}
+    assert differences(first, second) == [("protocol.template_options.thinking", "(absent)", False)]
+    assert differences(first, {"protocol": {}}) == []
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:

@@ -107,3 +107,12 @@ def test_what_an_outage_breaks_is_played_again_or_no_data_and_never_a_reward_of_
     lost = played(failing(4.5, 1e9), retries=1)
     assert [lost[turns].ended for turns in LENGTHS] == [Ended.ANSWERED] * 2 + [Ended.INFRASTRUCTURE_FAILURE] * 6
     assert all(one.is_excluded == (one.reward == 0.0) for one in lost.values())
+
+
+def test_the_retries_outlast_a_short_outage() -> None:
+    async def failing_at_first() -> None:
+        if asyncio.get_running_loop().time() < 0.7:
+            raise EngineError("gone")
+        await asyncio.sleep(1.0)
+
+    assert {one.ended for one in played(failing_at_first).values()} == {Ended.ANSWERED}

@@ -125,6 +125,22 @@ def test_a_tracker_that_cannot_be_opened_is_said_once() -> None:
     assert said[0].endswith("; the run continues, and its directory contains all data")
 
 
+def test_the_end_does_not_wait_for_a_tracker_that_cannot_be_opened() -> None:
+    full = threading.Event()
+
+    def opening() -> Recorded:
+        assert full.wait(DEADLINE)
+        time.sleep(0.1)  # until `close` waits for room in the queue
+        raise ConnectionError("no route")
+
+    thread = TrackerThread("mine", opening, notify=print, warn=print, longest_queue=1)
+    thread.put(lambda tracker: tracker.metrics(1, {}))
+    full.set()
+    began = time.monotonic()
+    thread.close(began + 10)
+    assert time.monotonic() - began < 5
+
+
 def test_a_tracker_that_raises_is_said_once_and_told_the_rest() -> None:
     said: list[str] = []
     tracker = Recorded(

@@ -59,8 +59,8 @@ class ContainerCommand(AgentProgram):
     async def run(self, problem: Problem, access: Access) -> float:
         """Run the command, then the verifier. Returns the reward. Raises AgentFailureError.
 
-        The verifier also runs if the command is stopped by the task's time limit, or fails after the policy has reached
-        a limit.
+        The verifier also runs if the command fails after the policy has reached a limit, or is stopped by the task's
+        time limit although the engine never failed.
         """
         assert self._gateway is not None, "the environment is not open"
         container, stack = self._prepared.pop(access.name)
@@ -76,10 +76,13 @@ class ContainerCommand(AgentProgram):
                         problem, replace(access, base_url=base_url_in_container), self._settings
                     ),
                 )
-                # As in Harbor, the time limit of the task is a limit of the policy, like its turns and tokens.
-                if result.exit_code and not result.stopped and not self._gateway.reached_limit(access):
+                # As in Harbor, the time limit of the task is a limit of the policy, like its turns and tokens, unless
+                # the agent may have spent the time on requests to a failed engine.
+                out_of_time = result.stopped and not self._gateway.engine_failed(access)
+                if result.exit_code and not out_of_time and not self._gateway.reached_limit(access):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
-                    raise AgentFailureError(f"{self._command}: exit code {result.exit_code}\n{log.output.strip()}")
+                    reason = result.stopped or f"exit code {result.exit_code}"
+                    raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
                 return await container.verify()
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error

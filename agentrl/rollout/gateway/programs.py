@@ -252,7 +252,7 @@ def agent_variables(problem: Problem, access: Access, settings: AgentGatewaySett
         "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": access.api_key,
         "ANTHROPIC_MODEL": access.model,
-        "AGENTRL_STATEMENT": problem.statement,
+        "AGENTRL_STATEMENT": problem.statement.replace("\0", ""),  # environment variables cannot contain it
         "AGENTRL_PROBLEM": json.dumps(settings.visible_columns(problem)),
     }
 

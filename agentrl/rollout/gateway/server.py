@@ -16,7 +16,7 @@ import os
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
 
@@ -207,6 +207,10 @@ class AgentGateway:
         """Return True if a limit of turns, tokens or time has stopped a rollout."""
         return self._entries[access.name].rollout.stopped is not None
 
+    def engine_failed(self, access: Access) -> bool:
+        """Return True if the engine failed to answer a request of a rollout."""
+        return self._entries[access.name].rollout.failure is not None
+
     async def wait_until_taken(self, access: Access) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
         self._waiting_names.put_nowait(access.name)
@@ -256,6 +260,8 @@ class AgentGateway:
         body = await self._body(http)
         call = read_dialect(kind, body, model=self._settings.model)
         request = call.to_agent_request(rollout.conversation_up_to)
+        if http.headers.get("x-agentrl-train") == "0":
+            request = replace(request, trainable=False)
         return rollout, body, call, request
 
     async def _reply(self, kind: type[Dialect], http: Request) -> Response:

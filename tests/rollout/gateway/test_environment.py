@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import inspect
 import json
@@ -242,6 +243,15 @@ async def test_a_command_sees_neither_answer_nor_credentials_nor_the_runs_files(
     assert not {"HF_TOKEN", "AGENTRL_REWARD_URL"} & set(seen["variables"])
     # The program prints 1.0, its own opinion; the function's value counts.
     assert [item.reward for item in group.trajectories] == [3.0]
+
+
+async def test_a_command_starts_for_a_statement_with_a_null_character() -> None:
+    access = Access(name="r", base_url="http://127.0.0.1/v1", api_key="key", model="policy")
+    variables = programs.agent_variables(problem(0, "\0{} + 3?".format), access, AgentGatewaySettings())
+    async with programs.agent_directory() as directory:
+        shell = ["sh", "-c", 'echo "$AGENTRL_STATEMENT"']
+        process = await programs.start_process(shell, variables, directory=directory, stdout=asyncio.subprocess.PIPE)
+        assert await process.communicate() == (b"0 + 3?\n", None)
 
 
 @pytest.mark.parametrize(

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from envs.docker_engine import BASE_IMAGE, need_docker
-from rollout.gateway.chat import chat_codec
+from rollout.gateway.chat import PROBLEM, chat_codec, rollout
 from rollout.gateway.test_environment import saying
 
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.gateway.environment import AgentEnvironment, program_for_environment
+from agentrl.rollout.gateway.harbor import ContainerCommand
+from agentrl.rollout.gateway.programs import AgentFailureError
 from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group
+from agentrl_envs.adapters.harbor_containers import CommandResult
+from agentrl_envs.settings import HarborAgentSettings
 from agentrl_envs.types import Ended, Problem
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
@@ -94,3 +101,31 @@ async def test_an_agent_that_reaches_a_limit_is_verified(tmp_path: Path) -> None
     (task / "task.toml").write_text("[agent]\ntimeout_sec = 8\n", encoding="utf-8")
     group = await play("python3 /agent/agent.py; sleep 60", saying(write, "done"), samples=1, task=task)
     assert [(row.reward, row.ended) for row in group.trajectories] == [(1.0, Ended.ANSWERED)]
+
+
+class StoppedContainer:
+    """A container whose agent is stopped by the time limit of the task, and whose verifier returns 0."""
+
+    task = SimpleNamespace(config=SimpleNamespace(agent=SimpleNamespace(timeout_sec=8, user=None)))
+
+    async def execute(self, command: str, **options: Any) -> CommandResult:
+        return CommandResult(output="", exit_code=124, stopped="it took 8 s")
+
+    async def verify(self) -> float:
+        return 0.0
+
+
+@pytest.mark.parametrize("failure", [None, "the engine failed: no server"])
+async def test_an_agent_that_waited_for_a_failed_engine_until_its_time_limit_is_not_scored(failure: str | None) -> None:
+    settings = AgentGatewaySettings()
+    gateway, program = AgentGateway(settings), ContainerCommand("agent", HarborAgentSettings(), settings)
+    one = rollout(saying("done"))
+    one.failure = failure
+    access = gateway.admit(one)
+    program._gateway = gateway
+    program._prepared[access.name] = StoppedContainer(), contextlib.AsyncExitStack()  # type: ignore[assignment]
+    if failure is None:
+        assert await program.run(PROBLEM, access) == 0.0
+        return
+    with pytest.raises(AgentFailureError):
+        await program.run(PROBLEM, access)

@@ -95,6 +95,15 @@ async def test_a_marked_repetition_is_replayed_and_an_unmarked_one_is_a_sibling(
     assert (one.counts["replayed"], len(one.tree.generations)) == (2, 3)
 
 
+async def test_a_header_or_the_frozen_model_excludes_a_call_from_training() -> None:
+    one = rollout(engine("a", "b", "c"))
+    async with talking(one) as policy:
+        await policy.chat.completions.create(model="policy", messages=HELLO, extra_headers={"X-Agentrl-Train": "0"})
+        await policy.chat.completions.create(model="policy:frozen", messages=HELLO)
+        await policy.chat.completions.create(model="policy", messages=HELLO)
+    assert [each.is_trained for each in one.tree.generations] == [False, False, True]
+
+
 async def test_stop_strings_and_max_tokens_are_honoured() -> None:
     fake = engine("x")
     async with talking(rollout(fake)) as policy:
