@@ -159,7 +159,7 @@ def _checked_options(
             )
         if key in further:
             raise SettingsError(
-                f"algorithm.{key}={value} and algorithm.{kind}_checked_options.{key}={further[key]}: set only one"
+                f"algorithm.{key}={value} and algorithm.{kind}_options.{key}={further[key]}: set only one"
             )
     options = changed | further
     try:
