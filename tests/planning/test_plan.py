@@ -89,6 +89,36 @@ def test_a_server_needs_memory_for_its_longest_request() -> None:
         )
 
 
+def test_dedicated_servers_may_take_more_of_a_gpu_than_the_largest_colocated_share() -> None:
+    dedicated = ["rollout.engine=vllm", "rollout.vllm.placement=dedicated", "rollout.vllm.gpu_memory_utilization=0.95"]
+    plan = planned(seven("model.gradient_checkpointing=true", *dedicated), gpus=8, memory=80, context=8192)
+    assert plan["rollout"]["vllm"]["placement"] == "dedicated"
+    assert plan["rollout"]["vllm"]["gpu_memory_utilization"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "message"),
+    [
+        (6, "training.sequence_parallel=4", r"training\.sequence_parallel=4 does not divide the 6 training ranks"),
+        (
+            3,
+            "training.sequence_parallel=3",
+            r"training\.sequence_parallel=3 does not divide the model's 28 query heads",
+        ),
+        (
+            6,
+            "rollout.vllm.tensor_parallel_size=3",
+            r"rollout\.vllm\.tensor_parallel_size=3 does not divide .* 28 query",
+        ),
+    ],
+)
+def test_ranks_and_servers_that_cannot_be_formed_have_no_plan(gpus: int, setting: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        plan_command(
+            seven("model.gradient_checkpointing=true", setting), critic=False, gpus=gpus, memory=80, context=8192
+        )
+
+
 def test_the_overlay_loads(tmp_path: Path) -> None:
     model = tmp_path / "model"
     tiny_shape().config.save_pretrained(model)
