@@ -3,7 +3,7 @@
     python benchmarks/teacher_demonstrations.py RUN OUTPUT N [N ...]
 
 writes OUTPUT_N.jsonl from the first N rollouts for each N, and prints the tokens that the teacher sampled for them. See
-benchmarks/studies/sft_2.yaml.
+benchmarks/studies/distill_sft_2.yaml.
 """
 
 from __future__ import annotations
