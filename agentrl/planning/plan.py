@@ -105,8 +105,9 @@ class Plan:
                 f"a rank needs {rank.total / GB:.1f} GB at the {rank.busiest_phase}, but may use {usable / GB:.1f} GB; "
                 "its largest parts, and settings that lower them:"
             ]
-            for name, size in sorted(rank.peak.items(), key=itemgetter(1), reverse=True)[:4]:
-                lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY.get(name, 'a smaller model')}")
+            lowered = [item for item in rank.peak.items() if item[0] in _LOWERED_BY]
+            for name, size in sorted(lowered, key=itemgetter(1), reverse=True)[:4]:
+                lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY[name]}")
             return "\n".join(lines)
         if self.engine.shares_gpus and self.share > self.largest_share:
             return (
@@ -114,11 +115,14 @@ class Plan:
                 "lower rollout.vllm.gpu_memory_utilization"
             )
         if self.server_tokens < self.longest_request:
-            dedicated = "set rollout.engine=vllm and rollout.vllm.placement=dedicated, "
+            remedies = ["raise rollout.vllm.tensor_parallel_size"]
+            if self.share < self.largest_share:
+                remedies.insert(0, f"raise rollout.vllm.gpu_memory_utilization to up to {self.largest_share:g}")
+            if self.engine.shares_gpus:
+                remedies.append("set rollout.engine=vllm and rollout.vllm.placement=dedicated")
             return (
                 f"a server holds {self.server_tokens:,} tokens in {self.share:g} of a GPU, but a request has up to "
-                f"{self.longest_request:,}: raise rollout.vllm.tensor_parallel_size, "
-                f"{dedicated if self.engine.shares_gpus else ''}or lower rollout.max_response_tokens and "
+                f"{self.longest_request:,}: {', '.join(remedies)}, or lower rollout.max_response_tokens and "
                 "evaluation.max_response_tokens"
             )
         return None

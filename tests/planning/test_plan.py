@@ -77,9 +77,20 @@ def test_a_shortage_names_the_largest_parts_and_the_settings_that_lower_them() -
     ]
 
 
+def test_parts_that_no_setting_lowers_are_not_listed() -> None:
+    settings = seven("model.gradient_checkpointing=true", "model.lora.rank=8", "training.zero_stage=3")
+    with pytest.raises(SettingsError, match="does not fit") as failure:  # gathered weights and the context are large
+        plan_command(settings, critic=False, gpus=8, memory=4, context=1024)
+    _, *largest = str(failure.value).splitlines()
+    assert [line.split(",")[0].strip() for line in largest] == ["weights", "backward", "activations", "gradient bucket"]
+
+
 def test_a_server_needs_memory_for_its_longest_request() -> None:
     adapters = ["model.gradient_checkpointing=true", "model.lora.rank=8"]
-    with pytest.raises(SettingsError, match=r"a server holds [\d,]+ tokens in 0\.1 of a GPU, .* up to 8,192: raise"):
+    with pytest.raises(
+        SettingsError,
+        match=r"a server holds [\d,]+ tokens in 0\.1 of a GPU, .* up to 8,192: raise rollout\.vllm\.gpu_m",
+    ):
         plan_command(
             seven(*adapters, "rollout.vllm.gpu_memory_utilization=0.1"), critic=False, gpus=8, memory=80, context=8192
         )
