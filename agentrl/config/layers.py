@@ -97,9 +97,10 @@ def load_settings(
 
 
 def _add_heldout_evaluation(layers: list[Layer], presets: set[str], top: Sequence[Override]) -> list[Layer]:
-    """Add a layer that evaluates the held-out part of ``data.train``, directly above presets and ``--env`` layers.
+    """Add a layer that evaluates the held-out part of ``data.train``, below all other layers.
 
-    Layers above it and ``top`` override it. Without presets and ``--env`` layers, ``layers`` are returned unchanged.
+    ``data.eval`` of any layer or of ``top`` overrides it. Without presets and ``--env`` layers, ``layers`` are returned
+    unchanged.
     """
     presets = {
         layer.origin for layer in layers if layer.origin in presets or layer.origin.startswith(f"{_ENV_OPTION} ")
@@ -113,8 +114,7 @@ def _add_heldout_evaluation(layers: list[Layer], presets: set[str], top: Sequenc
     entries = train if isinstance(train, list) else []
     heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout_source(entry)) is not None]
     derived = Layer(origin="held-out part of data.train", values={"data": {"eval": heldout}})
-    above = 1 + max(index for index, layer in enumerate(layers) if layer.origin in presets)
-    return [*layers[:above], _replace_overridden_sources(derived, top), *layers[above:]]
+    return [_replace_overridden_sources(derived, top), *layers]
 
 
 def _heldout_source(entry: Mapping[str, object]) -> dict[str, object] | None:

@@ -17,7 +17,7 @@ import yaml
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
-from agentrl.models.attention import reason_too_long_to_pack
+from agentrl.models.attention import reason_rows_not_shareable, reason_too_long_to_pack
 from agentrl.models.shape import ModelShape, read_shape
 from agentrl.planning.memory import CONTEXT, GB, RankMemory, TrainingSetup, rank_memory, server_tokens, usable_bytes
 from agentrl.rollout.engines.base import EngineFacts, engine_facts
@@ -105,19 +105,25 @@ class Plan:
                 f"a rank needs {rank.total / GB:.1f} GB at the {rank.busiest_phase}, but may use {usable / GB:.1f} GB; "
                 "its largest parts, and settings that lower them:"
             ]
-            for name, size in sorted(rank.peak.items(), key=itemgetter(1), reverse=True)[:4]:
-                lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY.get(name, 'a smaller model')}")
+            lowered = [item for item in rank.peak.items() if item[0] in _LOWERED_BY]
+            for name, size in sorted(lowered, key=itemgetter(1), reverse=True)[:4]:
+                lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY[name]}")
             return "\n".join(lines)
-        if self.share > self.largest_share:
+        if self.engine.shares_gpus and self.share > self.largest_share:
             return (
                 f"a server takes {self.share:g} of a GPU, but a rank's weights leave only {self.largest_share:g}: "
                 "lower rollout.vllm.gpu_memory_utilization"
             )
         if self.server_tokens < self.longest_request:
+            remedies = ["raise rollout.vllm.tensor_parallel_size"]
+            if self.share < self.largest_share:
+                remedies.insert(0, f"raise rollout.vllm.gpu_memory_utilization to up to {self.largest_share:g}")
+            if self.engine.shares_gpus:
+                remedies.append("set rollout.engine=vllm and rollout.vllm.placement=dedicated")
             return (
                 f"a server holds {self.server_tokens:,} tokens in {self.share:g} of a GPU, but a request has up to "
-                f"{self.longest_request:,}: raise rollout.vllm.tensor_parallel_size, set rollout.vllm.placement="
-                "dedicated, or lower rollout.max_response_tokens and evaluation.max_response_tokens"
+                f"{self.longest_request:,}: {', '.join(remedies)}, or lower rollout.max_response_tokens and "
+                "evaluation.max_response_tokens"
             )
         return None
 
@@ -180,6 +186,7 @@ def plan_command(
     settings = settings.model_copy(update={"rollout": rollout, "training": training})
     shape = read_shape(settings.model)
     plan = _plan(settings, shape, critic=critic, memory=size)
+    _check_divisors(settings, shape)
     if (too_long := reason_too_long_to_pack(shape.config, plan.longest_request)) is not None:
         raise SettingsError(too_long)
     if plan.shortage() is not None:
@@ -200,6 +207,22 @@ def plan_command(
     except OSError as error:
         raise SettingsError(f"--write {write}: {error.strerror}; choose a file in an existing folder") from error
     return [*lines, f"# written to {write}: agentrl train --config {write}"]
+
+
+def _check_divisors(settings: Settings, shape: ModelShape) -> None:
+    """Raise SettingsError if sequence parallelism does not fit ranks or heads, or tensor parallelism the heads."""
+    training, parallel = settings.training, settings.rollout.vllm.tensor_parallel_size
+    if training.num_processes % training.sequence_parallel:
+        raise SettingsError(
+            f"training.sequence_parallel={training.sequence_parallel} does not divide the {training.num_processes} "
+            "training ranks of these GPUs: change it or --gpus"
+        )
+    if (reason := reason_rows_not_shareable(shape.config, training.sequence_parallel)) is not None:
+        raise SettingsError(reason)
+    if shape.heads % parallel:
+        raise SettingsError(
+            f"rollout.vllm.tensor_parallel_size={parallel} does not divide the model's {shape.heads} query heads"
+        )
 
 
 def dry_run_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:

@@ -49,6 +49,13 @@ def test_a_files_problems_count_as_well_as_the_command_lines(tmp_path: Path) -> 
     assert evaluated(load_settings(config_file=file)) == [("other.jsonl", "train", "all")]
 
 
+@pytest.mark.parametrize("order", [["mine.yaml", "arithmetic"], ["arithmetic", "mine.yaml"]])
+def test_a_files_evaluation_counts_before_and_after_a_preset(order: list[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("data: {eval: [{path: other.jsonl}]}\n")
+    named = [str(tmp_path / name) if name == "mine.yaml" else name for name in order]
+    assert evaluated(load_settings(config_file=named)) == [("other.jsonl", "train", "all")]
+
+
 def test_a_path_of_the_command_line_keeps_what_ones_own_file_says_of_the_source(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
     file.write_text("base: tiny\ndata: {eval: [{path: mine/set, split: test}]}\n")

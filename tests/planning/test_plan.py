@@ -77,15 +77,56 @@ def test_a_shortage_names_the_largest_parts_and_the_settings_that_lower_them() -
     ]
 
 
+def test_parts_that_no_setting_lowers_are_not_listed() -> None:
+    settings = seven("model.gradient_checkpointing=true", "model.lora.rank=8", "training.zero_stage=3")
+    with pytest.raises(SettingsError, match="does not fit") as failure:  # gathered weights and the context are large
+        plan_command(settings, critic=False, gpus=8, memory=4, context=1024)
+    _, *largest = str(failure.value).splitlines()
+    assert [line.split(",")[0].strip() for line in largest] == ["weights", "backward", "activations", "gradient bucket"]
+
+
 def test_a_server_needs_memory_for_its_longest_request() -> None:
     adapters = ["model.gradient_checkpointing=true", "model.lora.rank=8"]
-    with pytest.raises(SettingsError, match=r"a server holds [\d,]+ tokens in 0\.1 of a GPU, .* up to 8,192: raise"):
+    with pytest.raises(
+        SettingsError,
+        match=r"a server holds [\d,]+ tokens in 0\.1 of a GPU, .* up to 8,192: raise rollout\.vllm\.gpu_m",
+    ):
         plan_command(
             seven(*adapters, "rollout.vllm.gpu_memory_utilization=0.1"), critic=False, gpus=8, memory=80, context=8192
         )
     with pytest.raises(SettingsError, match=r"takes 0\.95 of a GPU, but a rank's weights leave only 0\.\d+: lower"):
         plan_command(
             seven(*adapters, "rollout.vllm.gpu_memory_utilization=0.95"), critic=False, gpus=8, memory=80, context=8192
+        )
+
+
+def test_dedicated_servers_may_take_more_of_a_gpu_than_the_largest_colocated_share() -> None:
+    dedicated = ["rollout.engine=vllm", "rollout.vllm.placement=dedicated", "rollout.vllm.gpu_memory_utilization=0.95"]
+    plan = planned(seven("model.gradient_checkpointing=true", *dedicated), gpus=8, memory=80, context=8192)
+    assert plan["rollout"]["vllm"]["placement"] == "dedicated"
+    assert plan["rollout"]["vllm"]["gpu_memory_utilization"] == 0.95
+
+
+@pytest.mark.parametrize(
+    ("gpus", "setting", "message"),
+    [
+        (6, "training.sequence_parallel=4", r"training\.sequence_parallel=4 does not divide the 6 training ranks"),
+        (
+            3,
+            "training.sequence_parallel=3",
+            r"training\.sequence_parallel=3 does not divide the model's 28 query heads",
+        ),
+        (
+            6,
+            "rollout.vllm.tensor_parallel_size=3",
+            r"rollout\.vllm\.tensor_parallel_size=3 does not divide .* 28 query",
+        ),
+    ],
+)
+def test_ranks_and_servers_that_cannot_be_formed_have_no_plan(gpus: int, setting: str, message: str) -> None:
+    with pytest.raises(SettingsError, match=message):
+        plan_command(
+            seven("model.gradient_checkpointing=true", setting), critic=False, gpus=gpus, memory=80, context=8192
         )
 
 

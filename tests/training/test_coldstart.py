@@ -13,10 +13,13 @@ import torch
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.evaluation.scores import avg_at_k
-from agentrl.models.loading import train_tokenizer
+from agentrl.kernels.attention import PackedRow
+from agentrl.models.loading import build_tiny_model, train_tokenizer
+from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_program
 from agentrl.telemetry.console import Console
+from agentrl.training.coldstart import train
 from agentrl.training.coldstart.demonstrations import EncodedDemonstration, add_observations, check_template
 from agentrl.training.coldstart.policy import StartScore, starting_policy
 from agentrl.training.coldstart.train import (
@@ -213,6 +216,49 @@ def test_repeated_tokens_can_be_predicted_only_by_copying() -> None:
     assert all(row.response_ids == row.prompt_ids * 3 and set(row.prompt_ids) <= {3, 5, 8} for row in rows)
     assert all(row.response_mask == (False, *[True] * (len(row.response_ids) - 1)) for row in rows)
     assert len(set(rows)) == 200
+
+
+class _Engine:
+    """An engine without DeepSpeed. Records the number of sequences of each forward pass."""
+
+    device = torch.device("cpu")
+
+    def __init__(self, module: PolicyModel, **_: object) -> None:
+        self.module = module
+        self.sequences: list[int] = []
+
+    def __call__(self, row: PackedRow, rows: torch.Tensor, columns: torch.Tensor) -> Any:
+        self.sequences.append(int(rows.max()) + 1)
+        return self.module(row, rows, columns)
+
+    def backward(self, loss: torch.Tensor) -> None:
+        loss.backward()
+
+    def step(self) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("copy_steps", "sequences"), [(0, [3, 3, 3]), (2, [6, 6, 3]), (9, [6, 6, 6])])
+def test_the_first_steps_also_repeat_tokens_and_report_the_loss_on_demonstrations(
+    copy_steps: int, sequences: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines: list[_Engine] = []
+
+    def make_engine(module: PolicyModel, **options: object) -> _Engine:
+        engines.append(_Engine(module, **options))
+        return engines[-1]
+
+    monkeypatch.setattr(train, "TrainingEngine", make_engine)
+    monkeypatch.setattr(train, "start_distributed", lambda deadline: (0, 1))
+    small = ["model.tiny.layers=1", "coldstart.steps=3", "coldstart.batch_size=3", "coldstart.direct_steps=null"]
+    settings = load_settings(overrides=[*small, f"coldstart.copy_steps={copy_steps}"])
+    model = build_tiny_model(settings.model.tiny, train_tokenizer(["1 + 2"], vocabulary_size=300), seed=0)
+    mask = (True, False, True)
+    rows = [EncodedDemonstration(prompt_ids=(3, 4), response_ids=(5, 6, 7), response_mask=mask)] * 4
+    losses: list[float] = []
+    train.fine_tune(model, rows, rows, settings, report=lambda step, loss: losses.append(loss))
+    assert engines[0].sequences == sequences
+    assert losses == pytest.approx([losses[0]] * 3)  # the weights do not change
 
 
 def test_every_demonstration_comes_once_an_epoch() -> None:
