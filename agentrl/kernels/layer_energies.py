@@ -173,7 +173,7 @@ def norm_scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
 
 def embedding_energy(ids: Tensor, rows: Tensor, gradients: Tensor, count: int) -> Tensor:
     """Compute sum_v ||sum_{s: x_s = v} e_s||^2 of `count` rows, from N tokens: ids [N], rows [N], gradients [N, D]."""
-    _, entry, owner = _distinct(ids, rows)
+    _, entry, owner = _distinct_pairs(ids, rows)
     sums = gradients.new_zeros(owner.shape[0], gradients.shape[1]).index_add_(0, entry, gradients)
     result = torch.zeros(count, dtype=torch.float64, device=gradients.device)
     return result.index_add_(0, owner, squared_norm(sums))
@@ -184,7 +184,7 @@ def squared_norm(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values.flatten(1), dim=1).double().square()
 
 
-def _distinct(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _distinct_pairs(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the distinct pairs (row, id): their keys [U], the index of each token's pair [N], and their rows [U]."""
     width = int(ids.max()) + 1 if ids.numel() else 1
     keys, entry = torch.unique(rows * width + ids, return_inverse=True)

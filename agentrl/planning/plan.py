@@ -81,13 +81,15 @@ class Plan:
         return max(0.0, math.floor(20 * share + 1e-9) / 20)
 
     @property
-    def share(self) -> float:
+    def server_memory_share(self) -> float:
         """Fraction of a GPU's memory for a server: the engine's setting, or else the largest fraction."""
         return self.largest_share if self.engine.gpu_share is None else self.engine.gpu_share
 
     @property
     def server_tokens(self) -> int:
-        return server_tokens(self.shape, memory=self.memory, share=self.share, gpus=self.engine.gpus_per_server)
+        return server_tokens(
+            self.shape, memory=self.memory, share=self.server_memory_share, gpus=self.engine.gpus_per_server
+        )
 
     @property
     def largest_micro_batch(self) -> int:
@@ -108,14 +110,15 @@ class Plan:
             for name, size in sorted(rank.peak.items(), key=itemgetter(1), reverse=True)[:4]:
                 lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY.get(name, 'a smaller model')}")
             return "\n".join(lines)
-        if self.share > self.largest_share:
+        share = self.server_memory_share
+        if share > self.largest_share:
             return (
-                f"a server takes {self.share:g} of a GPU, but a rank's weights leave only {self.largest_share:g}: "
+                f"a server takes {share:g} of a GPU, but a rank's weights leave only {self.largest_share:g}: "
                 "lower rollout.vllm.gpu_memory_utilization"
             )
         if self.server_tokens < self.longest_request:
             return (
-                f"a server holds {self.server_tokens:,} tokens in {self.share:g} of a GPU, but a request has up to "
+                f"a server holds {self.server_tokens:,} tokens in {share:g} of a GPU, but a request has up to "
                 f"{self.longest_request:,}: raise rollout.vllm.tensor_parallel_size, set rollout.vllm.placement="
                 "dedicated, or lower rollout.max_response_tokens and evaluation.max_response_tokens"
             )
@@ -189,7 +192,7 @@ def plan_command(
     if not settings.model.lora.rank:
         del overlay["model"]["lora"]
     overlay["training"]["micro_batch_tokens"] = plan.setup.tokens
-    overlay["rollout"]["vllm"]["gpu_memory_utilization"] = plan.share
+    overlay["rollout"]["vllm"]["gpu_memory_utilization"] = plan.server_memory_share
     text = f"# {shape.name} on {plan.machine}, {longest} tokens: written by agentrl plan\n"
     text += yaml.safe_dump(({"base": base} if base else {}) | overlay, sort_keys=False)
     lines = [f"# {line}" for line in _estimate([plan])]

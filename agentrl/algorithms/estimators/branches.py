@@ -78,7 +78,7 @@ class TokenTrees:
     >>> paths = TokenTrees(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first
     >>> paths.sum_along_paths(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 3.0, 5.0]]
-    >>> paths.index.tolist()
+    >>> paths.depth.tolist()
     [[0, 1, 1]]
     """
 
@@ -99,7 +99,7 @@ class TokenTrees:
         return sums
 
     @cached_property
-    def index(self) -> Tensor:
+    def depth(self) -> Tensor:
         """Number of model tokens before each token on its path from the root, [R, W]; 0 off the mask."""
         return (self.sum_along_paths(self.mask.long()) - 1).clamp_(min=0)
 
@@ -156,7 +156,7 @@ class LeafPaths:
         leaves = paths.mask.clone()
         leaves[rows, back[rows, tokens]] = False
         rollout, leaf = leaves.nonzero(as_tuple=True)
-        length = paths.index[rollout, leaf].unsqueeze(-1) + 1
+        length = paths.depth[rollout, leaf].unsqueeze(-1) + 1
         column = torch.arange(int(length.max()), device=back.device)
         steps = (length - 1 - column).clamp_(min=0)  # from the leaf back to the column's token
         position = leaf.unsqueeze(-1).expand_as(steps)

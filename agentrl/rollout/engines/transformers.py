@@ -174,7 +174,7 @@ class TransformersEngine:
                 if name not in parameters or parameters[name].shape != tensor.shape:
                     raise EngineError(f"the new weights do not fit the engine's model: {name} {tuple(tensor.shape)}")
                 parameters[name].copy_(tensor)
-            self._batcher.change_weights(self._version, keep_running=self._keep_running)
+            self._batcher.update_cache_after_change(self._version, keep_running=self._keep_running)
             self._version = version
 
     @property

@@ -77,7 +77,7 @@ class RowExchange:
         rows[self._order] = sorted_by_home
         parts = rows.split([count for count, _ in self._shapes])
         # Padding copies: a view would keep every micro-batch's memory alive.
-        return [_with_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
+        return [_pad_to_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
     def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return all_to_all(values, sent, received, self._group)
@@ -110,10 +110,10 @@ def _pad_rows(flat: Tensor, lengths: Tensor) -> Tensor:
 def _concatenate_rows(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate along rows, as wide as the widest part."""
     width = max(part.shape[1] for part in parts)
-    return torch.cat([_with_width(part, width) for part in parts])
+    return torch.cat([_pad_to_width(part, width) for part in parts])
 
 
-def _with_width(values: Tensor, width: int) -> Tensor:
+def _pad_to_width(values: Tensor, width: int) -> Tensor:
     """Pad or cut [b, any] to [b, width], as a new tensor; only padding is cut off."""
     return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 

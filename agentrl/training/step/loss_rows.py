@@ -152,7 +152,7 @@ class BatchCompleter:
         if len(inputs) > 1:
             width = max(part.rewards.shape[1] for part in inputs)
             columns = {
-                name: torch.cat([_with_width(getattr(part, name), width) for part in inputs])
+                name: torch.cat([_pad_to_width(getattr(part, name), width) for part in inputs])
                 for name in vars(inputs[0])
                 if getattr(inputs[0], name) is not None
             }
@@ -299,7 +299,7 @@ def _with_estimates(
     ]
 
 
-def _with_width(values: Tensor, width: int) -> Tensor:
+def _pad_to_width(values: Tensor, width: int) -> Tensor:
     """Pad [b, T] with zeros to [b, width]; [b] is returned unchanged."""
     return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 

@@ -90,7 +90,7 @@ class HarborEnvironment(Environment):
     async def close(self) -> None:
         """Disconnect from Docker. May be called more than once."""
         await self._terminals.close()
-        await self._containers.close()
+        await self._containers.disconnect()
 
     def describe(self) -> list[str]:
         """Return lines for the console about the tool and the containers."""

@@ -111,7 +111,7 @@ class SessionInterpreter:
         self._out_of_memory = False
         self._address_space = resource.getrlimit(resource.RLIMIT_AS)
         self._streams = (sys.stdout, sys.stderr)
-        self._main = interpreter.make_main_module()
+        self._main = interpreter.install_main_module()
         self._null_device = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._enter_directory(directory)
         sys.path.insert(0, "")

@@ -134,8 +134,8 @@ class ServerSession:
         """Enter a state that may last for ``seconds``."""
         self.state, self.deadline = state, time.monotonic() + seconds
 
-    def wait_for_init(self, state: SessionState) -> None:
-        """Enter a state in which the session init stops or kills the interpreter."""
+    def start_waiting_for_init(self, state: SessionState) -> None:
+        """Enter a state that lasts until the session's init process stops or kills the interpreter. Does not block."""
         self.enter_state(state, END_SECONDS + SECONDS_PER_SESSION * len(self.family.sessions))
 
 
@@ -339,7 +339,7 @@ class SessionManager:
             self._stop_interpreter(session)
 
     def _stop_interpreter(self, session: ServerSession) -> None:
-        session.wait_for_init(SessionState.STOPPING)
+        session.start_waiting_for_init(SessionState.STOPPING)
         session.family.send_command("stop", session.identifier)
 
     def _finish_fork(self, origin: ServerSession, fork: PendingFork) -> None:
@@ -448,7 +448,7 @@ class SessionManager:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # killed when the process has started
-        session.wait_for_init(SessionState.ENDING)
+        session.start_waiting_for_init(SessionState.ENDING)
         session.family.send_command("kill", number)
 
     def _end_session(self, session: ServerSession, why: str) -> None:

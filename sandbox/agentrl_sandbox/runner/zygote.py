@@ -99,7 +99,7 @@ def main() -> None:
     gc.freeze()
     merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:
-        Zygote(config, server, ChildLimits.from_config(config, seeders)).serve()
+        Zygote(config, server, ChildLimits.measured_in_zygote(config, seeders)).serve()
 
 
 def warm_up(*, science: bool) -> None:
