@@ -131,7 +131,7 @@ class Admission:
         self._lowest_limit, self._highest_use, self._preemptions = self._limit, self._last_use.used, 0
         return metrics
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- admission ------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
         """Admit waiting trajectories up to the limit, and stop polling when it is no longer needed."""

@@ -194,7 +194,7 @@ class TrackioTracker:
 
 
 class TensorboardTracker:
-    """Event files for ``tensorboard --logdir RUNS``. The file of a resumed run replaces later steps."""
+    """Event files for ``tensorboard --logdir RUNS``. A resumed run overwrites the steps after its checkpoint."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter

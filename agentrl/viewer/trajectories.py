@@ -206,7 +206,11 @@ def _matching_rows(run: RunDirectory, step: int, search: Search) -> Iterator[JSO
 
 
 def _may_contain(line: bytes, text: str) -> bool:
-    """Return False if a record cannot contain ``text``. JSON does not escape ASCII letters and digits."""
+    """Return False if a record's JSON line cannot contain ``text``.
+
+    The line is searched without decoding, but only for ASCII letters, digits and spaces: JSON may escape any other
+    character, and then the line does not contain ``text`` literally.
+    """
     plain = text.isascii() and text.replace(" ", "").isalnum() and line.isascii()
     return not plain or text.lower().encode() in line.lower()
 

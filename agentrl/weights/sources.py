@@ -189,7 +189,7 @@ def _copy_parameters(model: Any, whole: Any | None) -> None:
         for name, parameter in group:
             if whole is not None:
                 parameter.copy_(values[name])
-    # Buffers are not parameters; they are computed while a model is built, when DeepSpeed sets the dtype.
+    # Copy the buffers too: ``model`` computed its buffers while it was built, in a dtype that DeepSpeed had set.
     box = [None if whole is None else (dict(whole.named_buffers()), whole.generation_config)]
     torch.distributed.broadcast_object_list(box)
     assert box[0] is not None

@@ -152,7 +152,8 @@ class ServerEngine:
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
             raise InvalidResponseError(
-                f"tokens have versions {sorted(versions)}, but the request has version {version} (now {self.version})"
+                f"tokens have versions {sorted(versions)}, but the request has version {version} "
+                f"(current version: {self.version})"
             )
         return completion
 

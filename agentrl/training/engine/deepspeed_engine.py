@@ -81,7 +81,7 @@ def _start_clock() -> Callable[[], Callable[[], float]]:
 
 
 def _start_stream_timer() -> Callable[[], Callable[[], float]]:
-    """Start a measurement on the current stream, readable once the GPU has reached its end."""
+    """Start a timer on the current CUDA stream. It can be read once the GPU has executed the end event."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
 

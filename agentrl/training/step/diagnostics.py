@@ -93,7 +93,10 @@ def mixed_version_turn_mask(versions: Tensor) -> Tensor:
 
 
 def record_algorithm_metrics(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
-    """Record an algorithm's metrics over ``weight`` tokens. ``_max`` and ``_min`` are extremes, others are means."""
+    """Record an algorithm's metrics over ``weight`` tokens.
+
+    Names ending in ``_max`` or ``_min`` are reduced by max or min, all others by the mean.
+    """
     for name, number in metrics.items():
         if name.endswith("_max"):
             meter.add_largest(f"{prefix}/{name}", number, weight)

@@ -133,7 +133,7 @@ class SessionInterpreter:
                     continue
             self._control.send(DONE.pack(message["serial"], exit_code, self._out_of_memory, error))
 
-    # Programs.
+    # -- programs -------------------------------------------------------------------------------------------------
 
     def _run(self, descriptors: list[int]) -> int:
         program, stdout, stderr, *fetched = descriptors
@@ -184,7 +184,7 @@ class SessionInterpreter:
         self._streams = (stdout, stderr)
         sys.stdout, sys.stderr = stdout, stderr
 
-    # Forks.
+    # -- forks ----------------------------------------------------------------------------------------------------
 
     def _fork(self, directory: str, descriptors: list[int]) -> int:
         """Fork twice. The first child exits immediately, so the session init adopts the fork. Returns an errno or 0."""
@@ -366,7 +366,7 @@ class SessionInit:
             if session not in self._running:
                 _signal(pid, signal.SIGSTOP)
 
-    # Forks.
+    # -- forks ----------------------------------------------------------------------------------------------------
 
     def _expect_fork(self, session: int, announcement: socket.socket) -> None:
         self._expected_forks[announcement.fileno()] = (session, announcement)
@@ -399,7 +399,7 @@ class SessionInit:
             self._expected_forks.pop(descriptor)[1].close()
         self._kill_leftovers()
 
-    # Ends.
+    # -- exits ----------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         exits: list[tuple[int, int]] = []

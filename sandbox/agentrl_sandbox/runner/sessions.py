@@ -194,7 +194,7 @@ class SessionManager:
         self._identifiers = itertools.count(-1, -1)
         self._programs_can_signal_init = programs_can_signal_init(config)
 
-    # Requests of the client.
+    # -- requests of the client -----------------------------------------------------------------------------------
 
     def handle_request(self, header: ServerRequest) -> None:
         request, session = header["id"], header["number"]
@@ -439,7 +439,7 @@ class SessionManager:
         except OSError:
             return False
 
-    # Ends and limits.
+    # -- exits and limits -----------------------------------------------------------------------------------------
 
     def kill(self, number: int) -> None:
         """Kill an interpreter. Its exit triggers the cleanup."""
