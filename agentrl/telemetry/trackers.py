@@ -92,7 +92,7 @@ TRACKERS: Registry[TrackerFactory] = Registry(
     group="agentrl.trackers",
     paths=True,
 )
-"""Classes and functions that open a `Tracker`. The built-in ones need the package of their name."""
+"""Classes and functions that open a `Tracker`. A built-in tracker requires the package with its name."""
 
 
 def register_tracker(name: str) -> Callable[[Factory], Factory]:

@@ -64,7 +64,7 @@ class ServersClient:
         self._call_all(lambda index, client: client.finish_weight_update(weight_version))
 
     def fail(self, error: BaseException) -> None:
-        """End all calls with ``error``, unless one has failed before."""
+        """Fail all calls with ``error``, unless a call has already failed."""
         with contextlib.suppress(InvalidStateError):
             self.failed.set_exception(error)
 

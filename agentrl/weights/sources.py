@@ -183,7 +183,7 @@ def load_sharded_model(path: str | Path, settings: ModelSettings, config: dict[s
 
 @torch.no_grad()
 def _copy_parameters(model: Any, whole: Any | None) -> None:
-    """Fill ``model`` with the parameters and buffers of ``whole``, which only rank 0 has."""
+    """Broadcast the parameters and buffers of ``whole`` on rank 0 to ``model`` on every rank. Collective."""
     values = {} if whole is None else dict(whole.named_parameters())
     for group in gathered_groups(list(model.named_parameters()), group_elements=GROUP_ELEMENTS, modifier_rank=0):
         for name, parameter in group:

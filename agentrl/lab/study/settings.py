@@ -76,7 +76,7 @@ class StudySettings(BaseModel):
 
     @property
     def baseline_variant(self) -> str:
-        """Variant with which the others are compared."""
+        """Variant with which all other variants are compared."""
         return self.baseline or next(iter(self.all_variants()))
 
     def with_baseline(self, variant: str | None) -> StudySettings:

@@ -288,7 +288,7 @@ class Batcher:
         return index
 
     def _move_running_to_front(self, running: list[int]) -> list[int]:
-        """Move running rows to the front if fewer than half of the rows before the last running one are running.
+        """Move running rows to the front if less than half of the rows up to the last running row are running.
 
         Returns the new indices of the running rows.
         """

@@ -193,7 +193,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     # DeepSpeed calls collectives by names that torch has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # On CPUs, DeepSpeed compiles a shared-memory all-reduce at its first start, which takes a compiler and a minute.
-    # Only inference uses it.
+    # DeepSpeed uses this all-reduce only for inference, so disable it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:

@@ -118,7 +118,7 @@ class Session:
         self._held_out: Metrics = {}  # metrics of an evaluation since the last step
         self._checkpoints = settings.run_path / "checkpoints"
         self._heartbeat = Heartbeat(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
-        with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
+        with contextlib.ExitStack() as opened:  # closes the opened parts if a later part fails to open
             self._open(opened)
             self._opened = opened.pop_all()
 

@@ -125,7 +125,7 @@ class HeadExactMonitor:
     def add(self, batch: Batch, hidden: Tensor) -> None:
         """Add whole groups. ``hidden`` [N, D] holds the hidden states of the model tokens in row-major order.
 
-        Under sequence parallelism, ``hidden`` holds those of this rank's tokens only.
+        Under sequence parallelism, ``hidden`` holds only the states of this rank's tokens.
 
         A group's gradient is the mean over its rollouts. The tokens of a forked rollout have their weights in the tree.
         Sequence-parallel ranks exchange their parts of the head's gradient, but no hidden states.

@@ -28,8 +28,8 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, estimator_requirements
 
-# Names of the correction's metrics by the way in which they are combined over micro-batches. All others are means over
-# tokens. ``ess`` is computed from other metrics at the end of a step (effective_sample_size_metrics).
+# Metrics of the correction that are not combined over micro-batches as means over tokens.
+# ``ess`` is computed from other metrics at the end of a step (effective_sample_size_metrics).
 _MEANS_OVER_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
 _MAXIMA = ("max_abs_difference", "rho_max")
 _OMITTED = ("tokens", "trajectories", "ess")

@@ -40,7 +40,7 @@ class TaskShell:
         self._container: TaskContainer | None = None
 
     def reset(self) -> None:
-        """Do nothing. The container starts with the first command, because the prompt does not depend on it."""
+        """Do nothing. The prompt does not need the container, which starts with the first command."""
 
     async def bash(self, command: str) -> str:
         """Run a command in a new bash shell and return its output. Files are kept between commands.

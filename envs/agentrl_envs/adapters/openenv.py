@@ -180,7 +180,7 @@ class OpenEnvServer:
             wait = min(_MAX_WAIT, 1.5 * wait)
 
     def record_fork(self) -> None:
-        """Record that an episode is forked, which is then not played any further."""
+        """Record that an episode is forked. A forked episode is not played any further."""
         self._forked_sessions += 1
 
     async def close_session(self, session: OpenEnvSession, *, forked: bool = False) -> None:

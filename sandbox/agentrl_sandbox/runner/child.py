@@ -246,7 +246,7 @@ def programs_can_signal_init(config: RunnerConfig) -> bool:
 
 
 def available_layers(config: RunnerConfig) -> dict[str, int]:
-    """Return the layers available here: the version of Landlock, and 1 or 0 for the others."""
+    """Return the layers available here: the version of Landlock, and 1 or 0 for each other layer."""
     return {
         "landlock": landlock_version(),
         "seccomp": int(seccomp.seccomp_available()),

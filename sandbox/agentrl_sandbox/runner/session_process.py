@@ -302,7 +302,7 @@ class SessionInit:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self, first_session: int) -> None:
-        """Start the first session process, then serve until the last one has ended."""
+        """Start the first session process, then serve until no session process is left."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._start_session(first_session)
