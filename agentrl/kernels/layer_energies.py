@@ -78,7 +78,7 @@ def split_causal_lm(model: Any) -> CausalLMParts:
     unknown = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if _trainable(module) and not _is_known(module, is_head=module is head)
+        if _is_trainable(module) and not _is_known(module, is_head=module is head)
     ]
     if unknown:
         raise KernelInputError(
@@ -91,7 +91,7 @@ def split_causal_lm(model: Any) -> CausalLMParts:
     layers = tuple(
         (name, module, module in recomputed)
         for name, module in model.named_modules()
-        if module is not embedding and module is not head and _trainable(module)
+        if module is not embedding and module is not head and _is_trainable(module)
     )
     depth = model.config.get_text_config().num_hidden_layers
     return CausalLMParts(backbone=model.base_model, depth=depth, embedding=embedding, head=head, layers=layers)
@@ -104,7 +104,7 @@ def rms_norm_input(norm: nn.Module, hidden: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
 
 
-def _trainable(module: nn.Module) -> bool:
+def _is_trainable(module: nn.Module) -> bool:
     return any(item.requires_grad for item in module.parameters(recurse=False))
 
 

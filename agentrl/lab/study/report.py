@@ -227,7 +227,7 @@ def _plot_in_panels(variants: Mapping[str, Sequence[RunCurve]], study: StudySett
     rows = math.ceil(len(variants) / COLUMNS)
     figure = new_figure(WIDTH, 1.2 + 1.9 * rows)
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
-    means = {variant: _means(_score_points(runs)) for variant, runs in variants.items()}
+    means = {variant: _steps_and_means(_score_points(runs)) for variant, runs in variants.items()}
     for index, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
@@ -244,7 +244,7 @@ def _plot_in_panels(variants: Mapping[str, Sequence[RunCurve]], study: StudySett
     return figure
 
 
-def _means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], list[float]]:
+def _steps_and_means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], list[float]]:
     steps = sorted(points)
     return steps, [float(np.mean(points[step])) for step in steps]
 

@@ -187,7 +187,7 @@ class Batcher:
         return len(self._row_of) * self._row_length / self.kv_cache_tokens
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return bool(self._waiting) or any(row.request is not None for row in self._rows)
 
     # -- one step -------------------------------------------------------------------------------------------------

@@ -205,7 +205,7 @@ def check_shared_folder(folder: Path, *, rank: int, visible_seconds: float = 10.
         return probe.name
 
     name = run_on_rank_zero(write)
-    seen = gather_from_ranks((socket.gethostname(), _appears(folder / name, visible_seconds)))
+    seen = gather_from_ranks((socket.gethostname(), _wait_until_exists(folder / name, visible_seconds)))
     if rank == 0:
         (folder / name).unlink()
     without_access = [f"rank {rank} on {host}" for rank, (host, found) in enumerate(seen) if not found]
@@ -216,7 +216,8 @@ def check_shared_folder(folder: Path, *, rank: int, visible_seconds: float = 10.
         )
 
 
-def _appears(path: Path, seconds: float) -> bool:
+def _wait_until_exists(path: Path, seconds: float) -> bool:
+    """Return True as soon as the path exists, or False after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() >= deadline:

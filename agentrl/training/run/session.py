@@ -518,13 +518,13 @@ class Session:
             settings=self._settings,
             model=self._policy.causal_lm,
             tokenizer=self._tokenizer,
-            state=self._gather_on_rank_0(policy_parameters(self._policy.causal_lm, lora)),
-            adapter=self._gather_on_rank_0(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
+            state=self._gather_on_rank_zero(policy_parameters(self._policy.causal_lm, lora)),
+            adapter=self._gather_on_rank_zero(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
             base=self._start,
             steps=self._progress.step,
         )
 
-    def _gather_on_rank_0(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _gather_on_rank_zero(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copy the parameters to the CPU on rank 0. Every rank must iterate, because gathering is collective."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
 

@@ -152,6 +152,7 @@ class ForkServer:
     # -- client ---------------------------------------------------------------------------------------------------
 
     def _on_client(self, events: int) -> bool:
+        """Send and receive frames. Returns False if the client has disconnected."""
         if events & select.EPOLLOUT:
             self._flush()
         if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):

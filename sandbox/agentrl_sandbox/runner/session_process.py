@@ -313,7 +313,7 @@ class SessionInit:
             for descriptor in ready:
                 if descriptor in self._expected_forks:
                     self._on_fork_announced(descriptor)
-                elif descriptor == self._server.fileno() and not self._receive():
+                elif descriptor == self._server.fileno() and not self._receive_and_execute():
                     return
             # Run after all commands: a search for leftovers takes longer with more sessions. If all sessions are closed
             # at once, they are killed first and then reaped together.
@@ -333,7 +333,8 @@ class SessionInit:
     def _has_command(self) -> bool:
         return bool(select.select([self._server], [], [], 0)[0])
 
-    def _receive(self) -> bool:
+    def _receive_and_execute(self) -> bool:
+        """Execute one command of the server. Returns False if the server has disconnected."""
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False

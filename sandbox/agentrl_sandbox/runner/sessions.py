@@ -278,6 +278,7 @@ class SessionManager:
         self._end_session(session, "it was closed")
 
     def _refuse_if_full(self, request: int) -> bool:
+        """If no session is available, refuse the request and return True."""
         count = len(self._sessions) + len(self._queued_opens)
         full = count >= self._config.max_sessions
         if full:

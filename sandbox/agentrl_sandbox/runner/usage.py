@@ -112,7 +112,7 @@ def _resident_and_tables(pid: int) -> tuple[int, int]:
 
 
 def _proc_paths(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths of a process's file in /proc. After the end of the main thread, only the task files have content."""
+    """Yield the paths of a process's file in /proc. After the main thread ends, only the task files have content."""
     yield f"/proc/{pid}/{name}"
     yield from (f"/proc/{pid}/task/{task}/{name}" for task in task_ids(pid))
 
