@@ -145,7 +145,7 @@ def _check_difference(difference: Tensor, bound: float, reader: AttentionBackend
     if not float(difference) <= bound:
         mode = _row_layout(reader)
         raise KernelInputError(
-            f"log-probabilities of {mode} trajectories differ from those of un{mode} ones by {float(difference):.2g} "
+            f"log-probabilities of {mode} and un{mode} trajectories differ by {float(difference):.2g} "
             f"nats (rounding explains at most {bound:g}). {_CAUSES[mode]}"
         )
 

@@ -57,7 +57,7 @@ class Routes:
         return torch.cat([self.chosen.get(layer, empty) for layer in range(self.num_layers)], dim=-1).short()
 
     def count_changed(self) -> tuple[Tensor, int]:
-        """Return the number of changed routes, whose scores select other experts, and of all replayed routes."""
+        """Return (number of routes for which the scores select other experts, number of replayed routes)."""
         assert self.replayed is not None
         count = next(iter(self.chosen.values())).shape[-1]
         total, other = 0, torch.zeros((), dtype=torch.int64, device=self.replayed.device)
