@@ -277,7 +277,7 @@ def study(
     output: Annotated[Path | None, _option("DIR", "directory for the runs and the report; default: runs/NAME")] = None,
     jobs: Annotated[int | None, _option("N", "number of concurrent runs; default: from FILE", minimum=1)] = None,
     baseline: Annotated[
-        str | None, _option("VARIANT", "variant to compare the others with; default: from FILE")
+        str | None, _option("VARIANT", "variant to compare all others with; default: from FILE")
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="restart failed runs")] = False,
     report_only: Annotated[bool, typer.Option("--report", help="report on the existing runs without training")] = False,

@@ -3,7 +3,7 @@
 AgentRLError
 ├── SettingsError             the user's settings or files: one message, exit code 2
 │   ├── UnplaceableError      the cluster has too few resources for the run (agentrl.cluster.plan)
-│   └── ProblemError          the requested problems cannot be loaded (agentrl.problems.rows)
+│   └── ProblemLoadError      the requested problems cannot be loaded (agentrl.problems.rows)
 │       ├── ProblemFileError
 │       ├── ProblemFieldError
 │       ├── EmptyProblemsError

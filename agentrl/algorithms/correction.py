@@ -115,9 +115,10 @@ def rollout_correction(
     by their mean over the tokens in the loss (`token`) or the sequences with such a token. `normalizer` is the sum of
     `correction_weight_sums` over the step's micro-batches and ranks. Without it, this call is the whole step.
 
-    Metrics, float64 scalars over the model tokens of this call: those of `mismatch_metrics` and `perplexity_metrics`,
-    `rho_min`, `rho_max`, `truncated_fraction` (weight capped or set to 0), `masked_fraction` (rejected here, of the
-    tokens left before) and `weight_mean` (over the tokens left, before normalization).
+    Metrics are float64 scalars over the model tokens of this call. They include the metrics of `mismatch_metrics` and
+    `perplexity_metrics`, `rho_min`, `rho_max`, `truncated_fraction` (weight capped or set to 0), `masked_fraction`
+    (fraction of the tokens in `loss_mask` that this call rejects) and `weight_mean` (over the kept tokens, before
+    normalization).
 
     Values off the response mask have no effect. Raises UnknownNameError or InvalidOptionError for invalid options, and
     InvalidInputError for invalid tensors.

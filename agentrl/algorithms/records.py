@@ -133,7 +133,7 @@ class Communicator(Protocol):
     """Connects the calls that together contain a step's groups. All must make the same requests in the same order."""
 
     @property
-    def index(self) -> int:
+    def call_index(self) -> int:
         """Index of this call, from 0."""
 
     def all_gather(self, values: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Communicator(Protocol):
 class LocalCommunicator:
     """A step whose estimator is called once, with all groups."""
 
-    index = 0
+    call_index = 0
 
     def all_gather(self, values: Tensor) -> Tensor:
         """Return ``values`` as [1, ...]."""
@@ -155,7 +155,7 @@ LOCAL_COMMUNICATOR = LocalCommunicator()
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """J groups of at most N of the B rows.
+    """J groups of at most N of the B rows. `sum`, `mean` and `min` return [B]: each row has the value of its group.
 
     >>> groups = Groups.from_ids(torch.tensor([7, 3, 7]))
     >>> groups.stack(torch.tensor([1., 2., 3.])).tolist()  # group 3, with an empty slot, and group 7

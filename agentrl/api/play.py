@@ -62,7 +62,8 @@ def play(
         settings: any setting, as in :func:`agentrl.train`.
 
     Raises SettingsError for invalid settings, for an agent program, which generates its own turns, and for turns after
-    the end of the conversation. Raises ProblemError for a row without a problem. Errors of the environment propagate.
+    the end of the conversation. Raises ProblemLoadError for a row without a problem. Errors of the environment
+    propagate.
     """
     name = env if isinstance(env, str) else f"{env.__module__}:{env.__qualname__}"
     check_keywords(play, settings)

@@ -64,7 +64,7 @@ class NodeHost:
         self._processes: dict[int, LocalProcess] = {}
         threading.Thread(target=self._stop_without_calls, daemon=True, name="stop-without-calls").start()
 
-    def reservation(self, number: int) -> Reservation:
+    def describe_reservation(self, number: int) -> Reservation:
         """Return the actor's reservation, with the address at which other nodes reach this node."""
         self._last_call = time.monotonic()
         gpus = tuple(str(name) for name in ray.get_gpu_ids())
@@ -252,7 +252,7 @@ class RayCluster:
         host = self._start_host(bundle, strategy)
         seconds = self._settings.start_deadline
         try:
-            reservations: list[Reservation] = ray.get([host.reservation.remote(number)], timeout=seconds)
+            reservations: list[Reservation] = ray.get([host.describe_reservation.remote(number)], timeout=seconds)
         except RayError as error:
             ray.kill(host)
             why = str(error).splitlines()[0]
@@ -349,7 +349,7 @@ class RayCluster:
         ]
         try:
             reservations: list[Reservation] = ray.get(
-                [host.reservation.remote(n) for n, host in enumerate(hosts)], timeout=seconds
+                [host.describe_reservation.remote(n) for n, host in enumerate(hosts)], timeout=seconds
             )
         except RayError as error:
             assign_nodes(bundles, self.nodes())

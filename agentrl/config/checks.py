@@ -451,7 +451,7 @@ def _schedule_warnings(settings: Settings) -> Iterator[str]:
     if rollout.staleness_bound and not settings.correction.active:
         yield (
             f"{_pairs(settings, 'rollout.schedule')} trains on tokens of policies up to {rollout.staleness_bound} "
-            "steps old without correcting for it; set correction.weights=token"
+            "steps old without a correction; set correction.weights=token"
         )
     if rollout.schedule != "asynchronous" and rollout.max_staleness != type(rollout)().max_staleness:
         yield (

@@ -18,7 +18,7 @@ from typing import cast
 from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import ProblemRow, SetRecord
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
-from agentrl.problems.rows import ProblemError, ProblemFieldError
+from agentrl.problems.rows import ProblemFieldError, ProblemLoadError
 from agentrl.problems.sampler import digest_of_columns
 from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
 from agentrl.problems.sources import evaluation_set, load_source, read_with_locations
@@ -95,7 +95,7 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
     """Load the problems of a benchmark and check them for data errors.
 
     ``name`` is one of `BENCHMARKS` or the path of a ``.jsonl`` or ``.parquet`` file. Named benchmarks are read from
-    ``data_dir`` if it is not None, otherwise from Hugging Face. Raises ProblemError for an unknown name (with the
+    ``data_dir`` if it is not None, otherwise from Hugging Face. Raises ProblemLoadError for an unknown name (with the
     nearest known name), a missing file, missing fields (with the fields that exist), a wrong number of problems, and a
     problem that is repeated, shares its id with another problem or has no answer.
     """
@@ -103,14 +103,14 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
     if loaded.errors:
         more = len(loaded.errors) - 1
         rest = f" (and {more} more: list them with agentrl eval --check-data)" if more else ""
-        raise ProblemError(loaded.errors[0] + rest)
+        raise ProblemLoadError(loaded.errors[0] + rest)
     return list(loaded.problems)
 
 
 def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
     """Load a benchmark and collect the errors of individual rows. Omits rows without an answer.
 
-    Raises ProblemError if the data cannot be read (unknown name, missing or broken file, missing fields).
+    Raises ProblemLoadError if the data cannot be read (unknown name, missing or broken file, missing fields).
     """
     benchmark = BENCHMARKS.get(name)
     settings = _file_source(name) if benchmark is None else _benchmark_source(benchmark, data_dir)
@@ -173,7 +173,7 @@ def _benchmark_source(benchmark: Benchmark, data_dir: str | Path | None) -> Prob
 
 def _file_source(path: str) -> ProblemSourceSettings:
     if Path(path).suffix.lower() not in FILE_KINDS:
-        raise ProblemError(
+        raise ProblemLoadError(
             f"unknown benchmark {path!r}; valid: {', '.join(BENCHMARKS)}, or a file ending in {' or '.join(FILE_KINDS)}"
             f"{did_you_mean(path, BENCHMARKS)}"
         )

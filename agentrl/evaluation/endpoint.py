@@ -291,8 +291,8 @@ class TextEngine:
         if status == 404:
             raise SettingsError(
                 f"the endpoint {self._settings.url} does not have this path or model: {message}; set --base-url to its "
-                f"address, usually ending in /v1, and --model to the name of the model there (now "
-                f"{self._model or 'not set'})"
+                f"address, usually ending in /v1, and --model to the name of a model at the endpoint "
+                f"(current: {self._model or 'not set'})"
             )
         self._raise_rejection(response.text.lower(), message)
 

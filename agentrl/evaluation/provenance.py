@@ -85,7 +85,7 @@ def build_provenance(
             "n": evaluation.samples,
             "temperature": evaluation.temperature,
             "top_p": evaluation.top_p,
-            **_request_settings(evaluation.endpoint),
+            **_changed_request_settings(evaluation.endpoint),
         },
         "limits": {
             "max_turn_tokens": settings.rollout.max_turn_tokens,
@@ -114,7 +114,7 @@ def _instruction(settings: EvaluationSections) -> dict[str, str]:
     return {}
 
 
-def _request_settings(endpoint: EndpointSettings) -> JSONObject:
+def _changed_request_settings(endpoint: EndpointSettings) -> JSONObject:
     """Return the request settings of the endpoint that differ from their defaults.
 
     Defaults are left out, so that an evaluation can be continued after a new setting is introduced.

@@ -205,7 +205,7 @@ async def _regrade(
 async def _grade_again(old: Transcript, new: Transcript, reference: str | None, grader: AnswerGrader) -> Transcript:
     """Grade ``new`` if it has an answer and a reference answer.
 
-    A rollout that was not graded before is not graded now either, unless its grader failed or its answer changed.
+    A rollout without an earlier verdict is graded only if its grader had failed or its answer changed.
     After grading, a rollout whose grader had failed counts as answered.
     """
     ungraded = old.verdict is None and not old.ended.is_excluded and new.answer == old.answer

@@ -114,7 +114,7 @@ async def benchmark_results(
     return {
         **problem_set.record(),
         "avg": cast(ScoreRecord, asdict(score)),
-        "pass": {str(k): _pass_at_k(samples, correct, k) for k in ks},
+        "pass": {str(k): _pass_at_k_where_sampled(samples, correct, k) for k in ks},
         "maj": maj_at_n(votes) if any(rollout.verdict is not None for rollout in all_counted) else None,
         "families": {name: math.fsum(part) / len(part) for name, part in sorted(families.items()) if name},
         "kinds": {kind: sum(rollout.result_kind == kind for rollout in all_rollouts) for kind in RESULT_KINDS},
@@ -142,7 +142,7 @@ def default_pass_ks(n: int) -> tuple[int, ...]:
     return (*powers, n)
 
 
-def _pass_at_k(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
+def _pass_at_k_where_sampled(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
     """Compute pass@k over the problems with at least k samples, or None if there is no such problem."""
     enough = [(n, c) for n, c in zip(samples, correct, strict=True) if n >= k]
     if not enough:

@@ -68,7 +68,7 @@ class EndpointSettings(BaseModel):
         description="minimum probability of a token, relative to the most likely one; null: the endpoint's default",
     )
     limit_field: Literal["max_tokens", "max_completion_tokens"] = Field(
-        "max_tokens", description="request field for the token limit of a turn; some endpoints accept only one of them"
+        "max_tokens", description="request field for the token limit of a turn; some endpoints accept only one field"
     )
     extra_body: dict[str, object] = Field(
         {}, description="additional fields of every request, passed through unchanged"

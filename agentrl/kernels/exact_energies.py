@@ -249,7 +249,7 @@ def head_energies(
     for start, z in blocks:
         slope = 1.0 if cap is None else cap_derivative(z, cap, temperature)
         dz = z.sub_(normalizer.unsqueeze(-1)).exp_().neg_()
-        at, column = blocks.targets_in(start, z.shape[1])
+        at, column = blocks.tokens_and_columns_in(start, z.shape[1])
         dz[at, column] = rest[at]
         dz.mul_(scale).mul_(slope)
         part = weight[start : start + z.shape[1]]
@@ -288,7 +288,7 @@ class _Blocks:
         self._step = max(1, min(weight.shape[0], _BLOCK_ELEMENTS // max(1, hidden.shape[0])))
         self._kept: Tensor | None = None
 
-    def targets_in(self, start: int, width: int) -> tuple[Tensor, Tensor]:
+    def tokens_and_columns_in(self, start: int, width: int) -> tuple[Tensor, Tensor]:
         """Return (tokens that have their target in this block, columns of the targets)."""
         at = ((self._targets >= start) & (self._targets < start + width)).nonzero().squeeze(-1)
         return at, self._targets[at] - start
@@ -298,7 +298,7 @@ class _Blocks:
         others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
         own = torch.empty_like(others)
         for start, z in self:
-            at, column = self.targets_in(start, z.shape[1])
+            at, column = self.tokens_and_columns_in(start, z.shape[1])
             own[at] = z[at, column]
             z[at, column] = -torch.inf
             others = torch.logaddexp(others, z.logsumexp(-1))

@@ -78,7 +78,7 @@ def split_causal_lm(model: Any) -> CausalLMParts:
     unknown = [
         f"{name or 'the model itself'} ({type(module).__name__})"
         for name, module in model.named_modules()
-        if _trainable(module) and not _is_known(module, is_head=module is head)
+        if _is_trainable(module) and not _is_known(module, is_head=module is head)
     ]
     if unknown:
         raise KernelInputError(
@@ -91,7 +91,7 @@ def split_causal_lm(model: Any) -> CausalLMParts:
     layers = tuple(
         (name, module, module in recomputed)
         for name, module in model.named_modules()
-        if module is not embedding and module is not head and _trainable(module)
+        if module is not embedding and module is not head and _is_trainable(module)
     )
     depth = model.config.get_text_config().num_hidden_layers
     return CausalLMParts(backbone=model.base_model, depth=depth, embedding=embedding, head=head, layers=layers)
@@ -104,7 +104,7 @@ def rms_norm_input(norm: nn.Module, hidden: Tensor) -> Tensor:
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
 
 
-def _trainable(module: nn.Module) -> bool:
+def _is_trainable(module: nn.Module) -> bool:
     return any(item.requires_grad for item in module.parameters(recurse=False))
 
 
@@ -173,7 +173,7 @@ def norm_scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
 
 def embedding_energy(ids: Tensor, rows: Tensor, gradients: Tensor, count: int) -> Tensor:
     """Compute sum_v ||sum_{s: x_s = v} e_s||^2 of `count` rows, from N tokens: ids [N], rows [N], gradients [N, D]."""
-    _, entry, owner = _distinct(ids, rows)
+    _, entry, owner = _distinct_pairs(ids, rows)
     sums = gradients.new_zeros(owner.shape[0], gradients.shape[1]).index_add_(0, entry, gradients)
     result = torch.zeros(count, dtype=torch.float64, device=gradients.device)
     return result.index_add_(0, owner, squared_norm(sums))
@@ -184,7 +184,7 @@ def squared_norm(values: Tensor) -> Tensor:
     return torch.linalg.vector_norm(values.flatten(1), dim=1).double().square()
 
 
-def _distinct(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _distinct_pairs(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Return the distinct pairs (row, id): their keys [U], the index of each token's pair [N], and their rows [U]."""
     width = int(ids.max()) + 1 if ids.numel() else 1
     keys, entry = torch.unique(rows * width + ids, return_inverse=True)

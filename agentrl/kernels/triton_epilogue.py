@@ -56,7 +56,8 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
     masses = tl.where(possible, tl.exp(shifts), 0.0)
     at_top = possible & (z == top)
 
-    # The mass of a top logit is 1 and is subtracted; if the top is inf, it is NaN and is kept.
+    # A logit at the top has mass 1, which `ties` counts, so `lower` excludes it. For a top of inf, the mass is NaN, and
+    # masses - 1 keeps the NaN.
     rises = top > old
     shift = tl.where(old == nothing, 0.0, (old - anchor) / t)
     factor = tl.exp(shift)

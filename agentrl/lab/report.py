@@ -60,7 +60,7 @@ def _draw_noise(lines: Sequence[EstimatorResult]) -> Figure:
             )  # fmt: skip
     titles = {
         "Noise of one group's gradient": "variance / squared signal",
-        "Noise along the true gradient": "variance / squared signal, along it",
+        "Noise along the true gradient": "variance / squared signal, along the gradient",
         "Scale of the mean gradient (1: unbiased)": "along the true gradient",
     }
     for axes, (title, label) in zip(panels, titles.items(), strict=True):

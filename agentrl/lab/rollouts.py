@@ -133,8 +133,8 @@ class GroupSampler:
         self._runner.run(self._close())
         self._runner.close()
 
-    def sample_groups(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
-        """Sample numbered problems with `sample_until_usable`. Returns their rollouts, ordered by number."""
+    def sample_until_usable(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
+        """Sample rounds of numbered problems until each has enough usable trajectories. Returns groups by number."""
         return self._runner.run(self._sample(problems))
 
     async def _sample(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:

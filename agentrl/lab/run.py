@@ -52,7 +52,7 @@ def variance_command(
     Moments, results and a plot are written to ``output``. An existing measurement is continued.
     """
     console = Console(settings.telemetry)
-    measurement = _Measurement(settings, lab, model, behaviour, head_backend)
+    measurement = _MeasuredPolicies(settings, lab, model, behaviour, head_backend)
     results = MeasurementFiles(output)
     lines = results.open(measurement.conditions)
     done = {line["number"] for line in lines}
@@ -70,7 +70,7 @@ def variance_command(
             # step need all problems of the batch.
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
-            for line in measurement.lines(sampler.sample_groups(batch), done):
+            for line in measurement.lines(sampler.sample_until_usable(batch), done):
                 results.add(line)
                 kept += line["outcome"] == MEASURED
                 progress.update(min(kept, lab.problems), {})
@@ -79,7 +79,7 @@ def variance_command(
     return report_results(results, lab, console, seed=settings.seed)
 
 
-class _Measurement:
+class _MeasuredPolicies:
     """The measured policy, and the policy that samples: the same policy or an older one."""
 
     def __init__(

@@ -334,7 +334,7 @@ class _TemplateReader:
         return form
 
     def responses(self) -> _Responses:
-        """Return the texts after a turn with calls.
+        """Return the template's texts around the responses to a turn's tool calls.
 
         Raises SettingsError if the texts depend on the position in the conversation.
         """

@@ -76,7 +76,7 @@ def packing_error(config: PreTrainedConfig) -> SettingsError | None:
 
 @torch.no_grad()
 def check_architecture(name: str, config: PreTrainedConfig, backend: AttentionBackend) -> bool:
-    """Raise SettingsError if the forward pass of model ``name`` with ``backend`` differs from that of unpadded rows.
+    """Raise SettingsError if the forward pass of model ``name`` with ``backend`` differs from unpadded rows.
 
     Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns False if the copy
     itself cannot run; :func:`check_packed_forward` then tests the loaded model.
@@ -145,7 +145,7 @@ def _check_difference(difference: Tensor, bound: float, reader: AttentionBackend
     if not float(difference) <= bound:
         mode = _row_layout(reader)
         raise KernelInputError(
-            f"log-probabilities of {mode} trajectories differ from those of un{mode} ones by {float(difference):.2g} "
+            f"log-probabilities of {mode} and un{mode} trajectories differ by {float(difference):.2g} "
             f"nats (rounding explains at most {bound:g}). {_CAUSES[mode]}"
         )
 

@@ -56,8 +56,8 @@ class Routes:
         empty = torch.zeros_like(first)
         return torch.cat([self.chosen.get(layer, empty) for layer in range(self.num_layers)], dim=-1).short()
 
-    def difference(self) -> tuple[Tensor, int]:
-        """Return (changed, total): numbers of replayed routes. A route is changed if the scores select another set."""
+    def count_changed(self) -> tuple[Tensor, int]:
+        """Return (number of routes for which the scores select other experts, number of replayed routes)."""
         assert self.replayed is not None
         count = next(iter(self.chosen.values())).shape[-1]
         total, other = 0, torch.zeros((), dtype=torch.int64, device=self.replayed.device)

@@ -81,13 +81,15 @@ class Plan:
         return max(0.0, math.floor(20 * share + 1e-9) / 20)
 
     @property
-    def share(self) -> float:
+    def server_memory_share(self) -> float:
         """Fraction of a GPU's memory for a server: the engine's setting, or else the largest fraction."""
         return self.largest_share if self.engine.gpu_share is None else self.engine.gpu_share
 
     @property
     def server_tokens(self) -> int:
-        return server_tokens(self.shape, memory=self.memory, share=self.share, gpus=self.engine.gpus_per_server)
+        return server_tokens(
+            self.shape, memory=self.memory, share=self.server_memory_share, gpus=self.engine.gpus_per_server
+        )
 
     @property
     def largest_micro_batch(self) -> int:
@@ -109,19 +111,20 @@ class Plan:
             for name, size in sorted(lowered, key=itemgetter(1), reverse=True)[:4]:
                 lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY[name]}")
             return "\n".join(lines)
-        if self.engine.shares_gpus and self.share > self.largest_share:
+        share = self.server_memory_share
+        if self.engine.shares_gpus and share > self.largest_share:
             return (
-                f"a server takes {self.share:g} of a GPU, but a rank's weights leave only {self.largest_share:g}: "
+                f"a server takes {share:g} of a GPU, but a rank's weights leave only {self.largest_share:g}: "
                 "lower rollout.vllm.gpu_memory_utilization"
             )
         if self.server_tokens < self.longest_request:
             remedies = ["raise rollout.vllm.tensor_parallel_size"]
-            if self.share < self.largest_share:
+            if share < self.largest_share:
                 remedies.insert(0, f"raise rollout.vllm.gpu_memory_utilization to up to {self.largest_share:g}")
             if self.engine.shares_gpus:
                 remedies.append("set rollout.engine=vllm and rollout.vllm.placement=dedicated")
             return (
-                f"a server holds {self.server_tokens:,} tokens in {self.share:g} of a GPU, but a request has up to "
+                f"a server holds {self.server_tokens:,} tokens in {share:g} of a GPU, but a request has up to "
                 f"{self.longest_request:,}: {', '.join(remedies)}, or lower rollout.max_response_tokens and "
                 "evaluation.max_response_tokens"
             )
@@ -196,7 +199,7 @@ def plan_command(
     if not settings.model.lora.rank:
         del overlay["model"]["lora"]
     overlay["training"]["micro_batch_tokens"] = plan.setup.tokens
-    overlay["rollout"]["vllm"]["gpu_memory_utilization"] = plan.share
+    overlay["rollout"]["vllm"]["gpu_memory_utilization"] = plan.server_memory_share
     text = f"# {shape.name} on {plan.machine}, {longest} tokens: written by agentrl plan\n"
     text += yaml.safe_dump(({"base": base} if base else {}) | overlay, sort_keys=False)
     lines = [f"# {line}" for line in _estimate([plan])]

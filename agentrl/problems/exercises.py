@@ -14,7 +14,7 @@ from random import Random
 from typing import ClassVar, Literal, NamedTuple
 
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_observation, format_program
-from agentrl.problems.rows import EmptyProblemsError, ProblemError
+from agentrl.problems.rows import EmptyProblemsError, ProblemLoadError
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem
 
@@ -87,21 +87,21 @@ class ExerciseSource:
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0, families: Sequence[str] | None = None) -> None:
-        """Create a source. Raises ProblemError for unknown, empty or repeated ``families`` and an unknown split."""
+        """Create a source. Raises ProblemLoadError for unknown, empty or repeated ``families`` and an unknown split."""
         if split not in SPLITS:
-            raise ProblemError(
+            raise ProblemLoadError(
                 f"builtin:{self.builtin}: unknown split {split!r}; valid: {', '.join(SPLITS)}"
                 f"{did_you_mean(split, SPLITS)}"
             )
         chosen = tuple(self.default_families if families is None else families)
         for name in chosen:
             if name not in self.all_families:
-                raise ProblemError(
+                raise ProblemLoadError(
                     f"builtin:{self.builtin}: unknown family {name!r}; valid: {', '.join(self.all_families)}"
                     f"{did_you_mean(name, self.all_families)}"
                 )
         if not chosen or len(set(chosen)) != len(chosen):
-            raise ProblemError(
+            raise ProblemLoadError(
                 f"builtin:{self.builtin}: families must be one or more distinct names; got {list(chosen)}"
             )
         self.split, self.seed, self.families = split, seed, chosen

@@ -55,12 +55,12 @@ class Posteriors:
             successes = sum(map(success_of_reward, rewards))
             evidence = (successes, len(rewards) - successes, sum(energies))
             for name in (key, _ALL_PROBLEMS):
-                before = self._evidence(name)
+                before = self._decayed_evidence(name)
                 self._known[name] = [*(old + new for old, new in zip(before, evidence, strict=True)), self._step]
 
     def beta_parameters(self, key: str) -> tuple[float, float]:
         """Return the parameters of the Beta posterior of ``key``."""
-        successes, failures, _ = self._evidence(key)
+        successes, failures, _ = self._decayed_evidence(key)
         return 1 + successes, 1 + failures
 
     def expected_success(self, key: str) -> float:
@@ -70,7 +70,7 @@ class Posteriors:
 
     def expected_energy(self, key: str) -> float:
         """Return the mean energy of the rollouts of ``key``, or of all rollouts if ``key`` is unknown."""
-        successes, failures, energy = self._evidence(key if key in self._known else _ALL_PROBLEMS)
+        successes, failures, energy = self._decayed_evidence(key if key in self._known else _ALL_PROBLEMS)
         return energy / (successes + failures) if energy else 1.0
 
     def is_known(self, key: str) -> bool:
@@ -85,7 +85,7 @@ class Posteriors:
         self._step = state["step"]
         self._known = {key: list(values) for key, values in state["known"].items()}
 
-    def _evidence(self, key: str) -> tuple[float, float, float]:
+    def _decayed_evidence(self, key: str) -> tuple[float, float, float]:
         successes, failures, energy, step = self._known.get(key, _NO_EVIDENCE)
         left = self.decay ** (self._step - step)
         return successes * left, failures * left, energy * left

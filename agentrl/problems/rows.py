@@ -15,7 +15,7 @@ DAPO-Math-17k-Processed                     ``prompt``                   ``solut
 A statement may be a list of messages, each with a role and content. All columns except the statement, the answer and
 the id are stored in ``Problem.info``.
 
-ProblemError(SettingsError, ValueError): reported by the command line, with exit code 2
+ProblemLoadError(SettingsError, ValueError): reported by the command line, with exit code 2
 ├── ProblemFileError        the file is missing, malformed or of an unknown kind
 ├── ProblemFieldError       a row lacks a field, or its statement or answer is unusable
 ├── EmptyProblemsError      no problems remain to sample
@@ -37,23 +37,23 @@ from agentrl_envs.protocols.texts import last_boxed
 from agentrl_envs.types import ChatMessage, NotJSONError, Problem, freeze
 
 
-class ProblemError(SettingsError, ValueError):
+class ProblemLoadError(SettingsError, ValueError):
     """The requested problems cannot be loaded; the message contains the reason and the valid values."""
 
 
-class ProblemFileError(ProblemError):
+class ProblemFileError(ProblemLoadError):
     """The file is missing, has an unknown extension, or has content that does not match its extension."""
 
 
-class ProblemFieldError(ProblemError):
+class ProblemFieldError(ProblemLoadError):
     """The row lacks the requested fields, or its statement or answer is unusable."""
 
 
-class EmptyProblemsError(ProblemError):
+class EmptyProblemsError(ProblemLoadError):
     """The source has no problems, or none remain after a split or a filter."""
 
 
-class SamplerStateError(ProblemError):
+class SamplerStateError(ProblemLoadError):
     """The saved sampler position belongs to different sources or a different seed."""
 
 
@@ -113,8 +113,8 @@ def read_parquet(path: Path) -> Iterator[tuple[str, Row]]:
 def read_hub(name: str, *, split: str, subset: str | None, revision: str | None) -> Iterator[tuple[str, Row]]:
     """Yield ``(location, row)`` for each row of a Hugging Face data set, or of a local folder in one of its layouts.
 
-    Raises ProblemError if the data set, split or subset does not exist or cannot be reached, and SettingsError without
-    the extra ``hub``.
+    Raises ProblemLoadError if the data set, split or subset does not exist or cannot be reached, and SettingsError
+    without the extra ``hub``.
     """
     require_package("datasets", extra="hub", purpose=f"data set {name!r}")
     import datasets
@@ -123,7 +123,7 @@ def read_hub(name: str, *, split: str, subset: str | None, revision: str | None)
         rows = datasets.load_dataset(name, name=subset, split=split, revision=revision)
     except (ValueError, OSError, datasets.exceptions.DatasetsError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise ProblemError(f"data set {name!r}, split {split!r}: cannot be loaded ({reason})") from error
+        raise ProblemLoadError(f"data set {name!r}, split {split!r}: cannot be loaded ({reason})") from error
     for number, row in enumerate(rows):
         yield f"{name}[{split}] row {number}", row
 

@@ -20,7 +20,7 @@ from random import Random
 from typing import Final, Protocol, TypedDict
 
 from agentrl.problems.posterior import Posteriors, PosteriorState
-from agentrl.problems.rows import EmptyProblemsError, ProblemError, SamplerStateError
+from agentrl.problems.rows import EmptyProblemsError, ProblemLoadError, SamplerStateError
 from agentrl.problems.settings import Curriculum
 from agentrl_envs.types import Problem
 
@@ -55,13 +55,13 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Create a source. Raises EmptyProblemsError without problems and ProblemError if two problems share an id."""
+        """Create a source. Raises EmptyProblemsError without problems, and ProblemLoadError if two share an id."""
         if not problems:
             raise EmptyProblemsError(f"{name}: the source contains no problems")
         seen: set[str] = set()
         for problem in problems:
             if problem.id in seen:
-                raise ProblemError(
+                raise ProblemLoadError(
                     f"{name}: two different problems have the id {problem.id!r}; map another field with fields.id"
                 )
             seen.add(problem.id)
@@ -98,7 +98,7 @@ class Mixture:
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ProblemError(f"a mixture contains {repeated[0]!r} twice; use one entry with the summed weight")
+            raise ProblemLoadError(f"a mixture contains {repeated[0]!r} twice; use one entry with the summed weight")
 
     @classmethod
     def of(cls, source: ProblemSource) -> Mixture:
@@ -175,7 +175,7 @@ class ProblemSampler:
         curriculum: Curriculum = "uniform",
         decay: float = 1.0,
     ) -> None:
-        """Create a sampler. Raises ProblemError for a curriculum over an endless source."""
+        """Create a sampler. Raises ProblemLoadError for a curriculum over an endless source."""
         self._mixture = problems if isinstance(problems, Mixture) else Mixture.of(problems)
         self._cumulative = list(itertools.accumulate(self._mixture.weights))
         self._seed = seed
@@ -187,7 +187,7 @@ class ProblemSampler:
         self.posteriors = Posteriors(decay=decay)
         endless = [source.name for source in self._mixture.sources if source.size is None]
         if curriculum != "uniform" and endless:
-            raise ProblemError(
+            raise ProblemLoadError(
                 f"curriculum={curriculum}: the problems of {endless[0]} never repeat, so they have no posteriors; "
                 "limit this source, or use the uniform curriculum"
             )

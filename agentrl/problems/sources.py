@@ -21,9 +21,9 @@ from agentrl.problems.exercises import SPLITS, ExerciseSource
 from agentrl.problems.horizon import HorizonSource
 from agentrl.problems.rows import (
     EmptyProblemsError,
-    ProblemError,
     ProblemFieldError,
     ProblemFileError,
+    ProblemLoadError,
     Row,
     problem_from_row,
     read_hub,
@@ -61,9 +61,9 @@ class SeedSource:
     size = None
 
     def __init__(self, *, split: str = "train", seed: int = 0) -> None:
-        """Create a source. Raises ProblemError for an unknown split."""
+        """Create a source. Raises ProblemLoadError for an unknown split."""
         if split not in SPLITS:
-            raise ProblemError(
+            raise ProblemLoadError(
                 f"builtin:seeds: unknown split {split!r}; valid: {', '.join(SPLITS)}{did_you_mean(split, SPLITS)}"
             )
         self.name = "seeds" if split == "train" else f"seeds:{split}"
@@ -168,7 +168,7 @@ def load_mixture(
 ) -> tuple[Mixture, tuple[LoadReport, ...]]:
     """Load every source and mix them by their weights. ``seed`` applies to generators without a seed.
 
-    With ``answered``, every row needs an answer, because answers are graded. Raises ProblemError or one of its
+    With ``answered``, every row needs an answer, because answers are graded. Raises ProblemLoadError or one of its
     subclasses, with a one-line message.
     """
     loaded = [load_source(entry, seed=seed, answered=answered) for entry in settings]
@@ -179,7 +179,7 @@ def load_mixture(
 
 
 def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: bool = True) -> LoadedSource:
-    """Load one source. Each row needs an answer unless ``answered`` is False. Raises ProblemError."""
+    """Load one source. Each row needs an answer unless ``answered`` is False. Raises ProblemLoadError."""
     if settings.is_generated:
         return _load_generated(settings, seed)
     path = expand_path(settings.path)
@@ -240,11 +240,11 @@ def expand_path(path: str) -> str:
 
 
 def check_builtin(path: str, what: str, known: Sequence[str]) -> None:
-    """Raise ProblemError unless ``path`` names one of the ``known`` generators."""
+    """Raise ProblemLoadError unless ``path`` names one of the ``known`` generators."""
     kind = path.removeprefix(BUILTIN)
     if kind not in known:
         valid = ", ".join(BUILTIN + name for name in known)
-        raise ProblemError(f"{path}: no such built-in {what}; valid: {valid}{did_you_mean(kind, known)}")
+        raise ProblemLoadError(f"{path}: no such built-in {what}; valid: {valid}{did_you_mean(kind, known)}")
 
 
 def _load_generated(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
@@ -337,7 +337,9 @@ def _read_rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str
     file = Path(path)
     if _is_file(path):
         if settings.split != DEFAULT_SPLIT:
-            raise ProblemError(f"{settings.path}: a file has no split {settings.split!r}; use part=heldout to split it")
+            raise ProblemLoadError(
+                f"{settings.path}: a file has no split {settings.split!r}; use part=heldout to split it"
+            )
         return read_jsonl(file) if file.suffix.lower() == ".jsonl" else read_parquet(file)
     if file.is_dir() or (_HUB_ID.fullmatch(path) and not file.exists()):
         return read_hub(path, split=settings.split, subset=settings.subset, revision=settings.revision)
@@ -366,7 +368,7 @@ def load_demonstrations(
     """Load demonstrations from ``builtin:NAME``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
 
     ``count`` and ``families`` (None for all) apply to generators, whose training split is used. ``variants`` applies to
-    formulas. Raises ProblemError or one of its subclasses.
+    formulas. Raises ProblemLoadError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
         check_builtin(spec, "demonstrations", tuple(GENERATORS))
@@ -374,7 +376,7 @@ def load_demonstrations(
         made = source.demonstrations(count)
         return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")
     if families is not None:
-        raise ProblemError(f"coldstart.families applies to generated demonstrations ({BUILTIN}NAME), not to {spec}")
+        raise ProblemLoadError(f"coldstart.families applies to generated demonstrations ({BUILTIN}NAME), not to {spec}")
     if spec.startswith(FORMULA):
         path = expand_path(spec.removeprefix(FORMULA))
         demonstrations, report = formula_demonstrations(path, variants=variants, seed=seed)

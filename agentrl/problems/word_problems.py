@@ -170,8 +170,8 @@ def number_mentions(text: str) -> tuple[NumberMention, ...]:
     return tuple(mentions)
 
 
-def replace_mentions(text: str, mentions: Sequence[NumberMention], replaced: Mapping[int, int]) -> str:
-    """Return ``text`` with each mention of a key of ``replaced`` replaced by the value, in digits.
+def replace_mentions(text: str, mentions: Sequence[NumberMention], new_by_old: Mapping[int, int]) -> str:
+    """Return ``text`` with each mention of a key of ``new_by_old`` replaced by the value, in digits.
 
     >>> replace_mentions("Two cups and 2 pens", number_mentions("Two cups and 2 pens"), {2: 31})
     '31 cups and 31 pens'
@@ -179,8 +179,8 @@ def replace_mentions(text: str, mentions: Sequence[NumberMention], replaced: Map
     parts = []
     position = 0
     for mention in mentions:
-        if mention.value in replaced:
-            parts += [text[position : mention.start], str(replaced[mention.value])]
+        if mention.value in new_by_old:
+            parts += [text[position : mention.start], str(new_by_old[mention.value])]
             position = mention.end
     return "".join([*parts, text[position:]])
 

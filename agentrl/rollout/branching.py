@@ -108,7 +108,7 @@ def _forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
     for item in branches:
         turns[item.branch] = turns[item.parent] + item.turns
         tokens[item.branch] = tokens[item.parent] + item.length - len(item.prompt_ids)
-    # Of each branch: mean and mean square of the reward below it, and mean number of tokens on the paths through it.
+    # Per branch: mean and mean square of the reward below it, and mean number of tokens on the paths through it.
     below: dict[int, tuple[float, float, float]] = {}
     children: dict[int, list[int]] = {}
     for item in branches:

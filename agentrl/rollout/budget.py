@@ -70,8 +70,9 @@ def gradient_variance(posteriors: Posteriors, key: str) -> float:
 
 
 def expected_energy(branches: Sequence[Trajectory]) -> float:
-    """Return ``sum(1 - p)`` over the sampled tokens of a rollout, as a weighted mean over the paths of a forked one.
+    """Return ``sum(1 - p)`` over the sampled tokens of a rollout.
 
+    For a forked rollout, this is the weighted mean of the sums over its paths.
     Its expectation is the expected energy of the rollout, because for every token
     ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]``.
     """
@@ -85,5 +86,5 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
 
 
 def success_fraction(branches: Sequence[Trajectory]) -> float:
-    """Return a rollout's reward as a fraction of a success; of a forked rollout, the weighted mean of its paths."""
+    """Return a rollout's reward as a fraction of a success. A forked rollout has the weighted mean of its paths."""
     return math.fsum(item.path_fraction * success_of_reward(item.reward) for item in branches if item.receives_reward)

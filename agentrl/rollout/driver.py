@@ -131,7 +131,7 @@ class Admission:
         self._lowest_limit, self._highest_use, self._preemptions = self._limit, self._last_use.used, 0
         return metrics
 
-    # -- inside ---------------------------------------------------------------------------------------------------
+    # -- admission ------------------------------------------------------------------------------------------------
 
     def _admit_waiting(self) -> None:
         """Admit waiting trajectories up to the limit, and stop polling when it is no longer needed."""
@@ -383,11 +383,11 @@ class Driver:
         """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
         for attempt in range(self.settings.retries):
             branches = await self._play_once(group, sample, state)
-            if not _failed(branches):
+            if not _all_failed(branches):
                 return branches
             await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0))
         branches = await self._play_once(group, sample, state)
-        return (branches[-1].as_single_trajectory(),) if _failed(branches) else branches
+        return (branches[-1].as_single_trajectory(),) if _all_failed(branches) else branches
 
     async def _play_once(self, group: Group, sample: int, state: _RunState) -> tuple[Trajectory, ...]:
         """Play a rollout without retries. Returns its branches. Agents and re-rendered histories can have several."""
@@ -451,7 +451,7 @@ class Driver:
         return trajectory.with_rewards(score.turns, score.parts)
 
 
-def _failed(branches: Sequence[Trajectory]) -> bool:
+def _all_failed(branches: Sequence[Trajectory]) -> bool:
     """Return True if all ends of the rollout are infrastructure failures."""
     return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.receives_reward)
 

@@ -108,7 +108,7 @@ class TurnBarrier:
         self._open_soon()
 
     def _open_soon(self) -> None:
-        # Deferred, so that the last participant to arrive waits like the others.
+        # Open in a later callback. Otherwise the last participant would continue at once, out of order.
         asyncio.get_running_loop().call_soon(self._open_if_complete)
 
     def _open_if_complete(self) -> None:

@@ -51,7 +51,7 @@ class BranchingSettings(BaseModel):
         json_schema_extra={"form": "a list of turns, entropy>X, energy>X or measured"},
     )
     leaves: int = Field(
-        16, ge=2, description="maximum number of leaves of a rollout; the branches of a fork divide what is left"
+        16, ge=2, description="maximum number of leaves of a rollout; the branches of a fork share the remaining leaves"
     )
     live: int = Field(
         16,

@@ -79,7 +79,7 @@ class Summary(TypedDict):
 
 
 def dotted_keys(record: Mapping[str, object], prefix: str = "") -> dict[str, object]:
-    """Flatten nested mappings, and lists of mappings, to keys like those of ``key=value`` settings.
+    """Flatten nested mappings, and lists of mappings, to dotted keys, as in ``key=value`` settings.
 
     >>> dotted_keys({"seed": 1, "model": {"path": None}, "data": {"eval": [{"path": "a.jsonl"}], "train": []}})
     {'seed': 1, 'model.path': None, 'data.eval.0.path': 'a.jsonl', 'data.train': []}

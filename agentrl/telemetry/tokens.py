@@ -94,7 +94,7 @@ class TrajectoryTokens:
         return {name: values for name, values in arrays.items() if values is not None} | numbers
 
     @property
-    def ratios(self) -> np.ndarray:
+    def update_ratios(self) -> np.ndarray:
         """Probability ratios [K] float64: the updated policy divided by the policy before the step."""
         if self.update_log_probs is None:
             return np.ones(len(self))

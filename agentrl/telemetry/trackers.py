@@ -92,7 +92,7 @@ TRACKERS: Registry[TrackerFactory] = Registry(
     group="agentrl.trackers",
     paths=True,
 )
-"""Classes and functions that open a `Tracker`. The built-in ones need the package of their name."""
+"""Classes and functions that open a `Tracker`. A built-in tracker requires the package with its name."""
 
 
 def register_tracker(name: str) -> Callable[[Factory], Factory]:
@@ -194,7 +194,7 @@ class TrackioTracker:
 
 
 class TensorboardTracker:
-    """Event files for ``tensorboard --logdir RUNS``. The file of a resumed run replaces later steps."""
+    """Event files for ``tensorboard --logdir RUNS``. A resumed run overwrites the steps after its checkpoint."""
 
     def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter

@@ -137,7 +137,8 @@ class Explanation:
         kept = bool(tokens.loss_mask[self.index])
         weight = "none" if tokens.weights is None else f"weight {self.value_at_token(tokens.weights):.9g}"
         yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected and not in the loss")
-        yield f"update {tokens.update}: ratio to the policy before the step {self.value_at_token(tokens.ratios):.9g}"
+        ratio = self.value_at_token(tokens.update_ratios)
+        yield f"update {tokens.update}: ratio to the policy before the step {ratio:.9g}"
         factors = loss_factors(facts, tokens)
         if factors is None:
             yield f"loss: {facts.loss} selects tokens over the whole step, and this selection is not stored"

@@ -206,7 +206,11 @@ def _matching_rows(run: RunDirectory, step: int, search: Search) -> Iterator[JSO
 
 
 def _may_contain(line: bytes, text: str) -> bool:
-    """Return False if a record cannot contain ``text``. JSON does not escape ASCII letters and digits."""
+    """Return False if a record's JSON line cannot contain ``text``.
+
+    The line is searched without decoding, but only for ASCII letters, digits and spaces: JSON may escape any other
+    character, and then the line does not contain ``text`` literally.
+    """
     plain = text.isascii() and text.replace(" ", "").isalnum() and line.isascii()
     return not plain or text.lower().encode() in line.lower()
 
@@ -284,7 +288,7 @@ def _token_fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSO
     if item.tokens is not None:
         row = item.tokens
         columns["difference"] = row.log_probs.astype(np.float64) - columns["engine_log_probs"]
-        columns["ratio"] = row.ratios
+        columns["ratio"] = row.update_ratios
         columns["realized_energy"] = stored.realized_energies[item.key]
         power = sum(other["power"] or 0.0 for other in rows)  # of the step
         columns["gradient_share"] = row.gradient_power / power if power > 0 else np.zeros(len(row))

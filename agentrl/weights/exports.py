@@ -65,7 +65,7 @@ def write_untied_copy(model: Path, target: Path) -> Path:
 
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
-    """Write one version's weights to a new directory. The previous version is kept: an engine may be reading it."""
+    """Write one version's weights to a new directory. Keeps the previous version, which an engine may read."""
     return write_version(folder, version, lambda partial: write_shards(partial, add_untied_head(tensors)))
 
 

@@ -64,7 +64,7 @@ class ServersClient:
         self._call_all(lambda index, client: client.finish_weight_update(weight_version))
 
     def fail(self, error: BaseException) -> None:
-        """End all calls with ``error``, unless one has failed before."""
+        """Fail all calls with ``error``, unless a call has already failed."""
         with contextlib.suppress(InvalidStateError):
             self.failed.set_exception(error)
 
@@ -137,7 +137,7 @@ class NativeTransfer:
 
         See :func:`open_native_transfer`.
         """
-        factory, _ = _vllm()
+        factory, _ = _import_vllm_transfer()
         self._client = client
         self._deadline = deadline
         self._sender = init_info.is_sender
@@ -190,7 +190,7 @@ def open_native_transfer(target: TransferTarget, source: ParameterSource, *, ran
 
     Raises SettingsError if vLLM cannot be imported, WorldError if the servers do not join.
     """
-    _, http_client = _vllm()
+    _, http_client = _import_vllm_transfer()
     largest = max((item.bytes for item in source.shapes()), default=0)
     clients = [http_client(address, timeout=_CALL_SECONDS) for address in target.addresses]
     client = ServersClient(clients, target.world_sizes)
@@ -215,7 +215,7 @@ def _init_info(target: TransferTarget, *, rank: int, host: str, buffer: int) -> 
     )
 
 
-def _vllm() -> tuple[Any, Any]:
+def _import_vllm_transfer() -> tuple[Any, Any]:
     """Return vLLM's factory of senders and its HTTP client. Raises SettingsError if vLLM cannot be imported."""
     try:
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient

@@ -177,19 +177,19 @@ def load_sharded_model(path: str | Path, settings: ModelSettings, config: dict[s
         model = model_without_weights(path, settings)
     model.tie_weights()
     whole = read_model(path, settings) if torch.distributed.get_rank() == 0 else None
-    _copy_parameters(model, whole)
+    _broadcast_from_rank_zero(model, whole)
     return prepare_model(model, settings)
 
 
 @torch.no_grad()
-def _copy_parameters(model: Any, whole: Any | None) -> None:
-    """Fill ``model`` with the parameters and buffers of ``whole``, which only rank 0 has."""
+def _broadcast_from_rank_zero(model: Any, whole: Any | None) -> None:
+    """Broadcast the parameters and buffers of ``whole`` on rank 0 to ``model`` on every rank. Collective."""
     values = {} if whole is None else dict(whole.named_parameters())
     for group in gathered_groups(list(model.named_parameters()), group_elements=GROUP_ELEMENTS, modifier_rank=0):
         for name, parameter in group:
             if whole is not None:
                 parameter.copy_(values[name])
-    # Buffers are not parameters; they are computed while a model is built, when DeepSpeed sets the dtype.
+    # Copy the buffers too: ``model`` computed its buffers while it was built, in a dtype that DeepSpeed had set.
     box = [None if whole is None else (dict(whole.named_buffers()), whole.generation_config)]
     torch.distributed.broadcast_object_list(box)
     assert box[0] is not None

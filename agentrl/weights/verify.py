@@ -110,7 +110,7 @@ def add_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
 
 
 def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Checksum]) -> str | None:
-    """Describe the parameters whose engine and trainer checksums differ, or return None if all common ones match.
+    """Describe the parameters whose engine and trainer checksums differ, or return None if all common parameters match.
 
     >>> two, three = Checksum(values=1, total=2), Checksum(values=1, total=3)
     >>> describe_differing({"a": two, "b": two}, {"a": two, "b": three})

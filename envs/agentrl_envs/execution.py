@@ -179,7 +179,7 @@ def infrastructure_failure_call(seconds: float) -> ToolCall:
 
 async def _run_with_retries(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
     """Retry ``run`` after sandbox failures, and return the result of the first successful attempt."""
-    # Do not use stamina: even if the first attempt succeeds, it takes ten times as long as the rest of the turn.
+    # Do not use stamina: even without a retry, it takes ten times as long as all other work of a turn.
     wait = settings.sandbox_retry_wait
     for attempt in range(settings.sandbox_attempts - 1):
         try:

@@ -38,6 +38,6 @@ async def repeat_actions(twin: Episode, actions: Sequence[str]) -> None:
             ended = (await twin.step(action)).ended
             if ended is not None:
                 raise UnavailableError(
-                    f"the fork of an episode ended as {ended} when its action {number} of {len(actions)} was repeated: "
-                    "the environment failed or is not deterministic"
+                    f"cannot fork the episode: replaying action {number} of {len(actions)} ended it ({ended}). The "
+                    "environment failed or is not deterministic"
                 )

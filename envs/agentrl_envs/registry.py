@@ -74,7 +74,7 @@ class Registry(Generic[Item]):
         self._entries[name] = item
 
     def decorator(self, name: str) -> Callable[[_Decorated], _Decorated]:
-        """Return a decorator that adds what it decorates as ``name``, and returns it unchanged."""
+        """Return a decorator that registers its object as ``name`` and returns the object unchanged."""
 
         def add(item: _Decorated) -> _Decorated:
             self.add(name, cast(Item, item))

@@ -175,7 +175,9 @@ class Reward:
         try:
             return as_reward(value)
         except ValueError as error:
-            raise RewardError(self._error_message(problem, f"returned {error}, or a list of one per turn")) from None
+            raise RewardError(
+                self._error_message(problem, f"returned {error}, or a list with one such number per turn")
+            ) from None
 
     def _error_message(self, problem: Problem, what: str) -> str:
         return f"the reward {self.path} {what} (problem {problem.id})"

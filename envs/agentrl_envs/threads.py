@@ -19,7 +19,7 @@ from agentrl_envs.episode import UnavailableError
 Result = TypeVar("Result")
 
 STUCK_SECONDS = 30.0
-"""Seconds that a call may exceed its deadline in an object's thread before the rollout is excluded."""
+"""Seconds by which a call in an object's thread may exceed its deadline before the rollout is excluded."""
 
 
 class BlockingCalls:

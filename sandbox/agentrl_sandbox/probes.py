@@ -282,7 +282,7 @@ async def _repeat_until_conclusive(name: str, probe_once: Probe) -> bool:
 
 
 def _is_blocked(ran: Execution, *blocked: Outcome, attack_succeeded: bool) -> bool:
-    """Return True if an attack was blocked. ``blocked``: its possible outcomes then. Raises InconclusiveProbeError."""
+    """Return True if an attack was blocked. Raises InconclusiveProbeError if its outcome is not in ``blocked``."""
     if not attack_succeeded and ran.outcome not in blocked:
         raise InconclusiveProbeError(ran)
     return not attack_succeeded

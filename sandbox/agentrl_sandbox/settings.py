@@ -131,7 +131,7 @@ class SandboxSettings(BaseModel):
 
     @property
     def scheme(self) -> str:
-        """Scheme of ``url``: ``local``, ``docker``, ``ray``, ``http``, ``https`` or that of a plug-in."""
+        """Scheme of ``url``: ``local``, ``docker``, ``ray``, ``http``, ``https`` or a plug-in's scheme."""
         return self.url.partition("://")[0]
 
     @property

@@ -94,7 +94,7 @@ class SeveralSandboxes(ServiceSandbox):
         losses = 0
         while not self._closed:
             busy: BusyError | SessionLimitError = BusyError(f"no sandbox is usable: {self._outages}", retry_after=0)
-            usable = (service for service in sorted(self._services, key=self._load) if service.error is None)
+            usable = (service for service in sorted(self._services, key=self._load_per_worker) if service.error is None)
             for service in usable if session is None else [self._sessions.find(session).owner]:
                 try:
                     answer = await service.send_once(request)
@@ -112,7 +112,7 @@ class SeveralSandboxes(ServiceSandbox):
             await timer.pause(busy, f"no response within {self._settings.retry_deadline:g} s")
         raise ClosedError("the sandbox was closed")
 
-    def _load(self, service: _Service) -> tuple[float, float]:
+    def _load_per_worker(self, service: _Service) -> tuple[float, float]:
         """Return the pending calls and sessions per worker. A random number orders services with equal load."""
         return (len(service.pending) + self._sessions.count_at(service)) / service.workers, random.random()
 

@@ -100,7 +100,7 @@ class Isolation:
 
     @classmethod
     def combine(cls, isolations: Sequence[Isolation]) -> Isolation:
-        """Combine the isolation of several sandboxes: a property holds if it holds in all of them, and in at least one.
+        """Combine the isolation of sandboxes. Properties hold if all sandboxes, and at least one, have them.
 
         >>> layers = {"no_network": "seccomp"}, {"no_network": None}, {"no_network": "Landlock"}
         >>> one, two, three = (Isolation(layers=found, mode="none") for found in layers)

@@ -196,7 +196,7 @@ async def containers() -> AsyncIterator[TaskContainers]:
     opened = TaskContainers(ContainerSettings(build_args={"BASE_IMAGE": BASE_IMAGE}, containers=4, pids=64))
     await opened.open()
     yield opened
-    await opened.close()
+    await opened.disconnect()
 
 
 async def rewarded(containers: TaskContainers, task: HarborTask, command: str) -> float:

@@ -98,7 +98,7 @@ async def test_a_fork_that_fails_while_it_is_repeated_is_unavailable_and_closed(
         return answer(message, number)
 
     server.answer = broken  # type: ignore[method-assign]
-    with pytest.raises(UnavailableError, match=r"ended as infrastructure_failure when its action 1 of 1 was repeated"):
+    with pytest.raises(UnavailableError, match=r"replaying action 1 of 1 ended it \(infrastructure_failure\)"):
         await episode.fork()
     server.answer = answer  # type: ignore[method-assign]
     await server.closed.wait()

@@ -20,7 +20,7 @@ from agentrl.evaluation.benchmarks import (
     problem_sets,
     read_benchmark,
 )
-from agentrl.problems.rows import ProblemError, problem_from_row
+from agentrl.problems.rows import ProblemLoadError, problem_from_row
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.types import Verdict
 
@@ -64,33 +64,35 @@ def test_wrong_counts_and_repeats_are_errors(tmp_path: Path) -> None:
     file = write(tmp_path / "aime24.jsonl", rows(30))
     assert load_benchmark("aime24", data_dir=tmp_path)[3].answer == "6"
     write(file, rows(960))
-    with pytest.raises(ProblemError, match=r"aime24\.jsonl: aime24 should have 30 problems, but the data has 960"):
+    with pytest.raises(ProblemLoadError, match=r"aime24\.jsonl: aime24 should have 30 problems, but the data has 960"):
         load_benchmark("aime24", data_dir=tmp_path)
     write(file, [*rows(29), {**rows(1)[0], "id": "again"}])
     first = r"problem 'What is 0 \+ 0\?' occurs 2 times, first in .*aime24\.jsonl:1"
-    with pytest.raises(ProblemError, match=r"aime24\.jsonl:30: the " + first):
+    with pytest.raises(ProblemLoadError, match=r"aime24\.jsonl:30: the " + first):
         load_benchmark("aime24", data_dir=tmp_path)
     write(file, [*rows(29), {**rows(30)[29], "id": "q7"}])
-    with pytest.raises(ProblemError, match=r"aime24\.jsonl:30: the id 'q7' occurs 2 times"):
+    with pytest.raises(ProblemLoadError, match=r"aime24\.jsonl:30: the id 'q7' occurs 2 times"):
         load_benchmark("aime24", data_dir=tmp_path)
     write(file, [*rows(28), {**rows(29)[28], "answer": ""}, {**rows(30)[29], "answer": None}])
-    with pytest.raises(ProblemError, match=r"aime24\.jsonl:29: the problem has no answer \(and 1 more: .*--check-data"):
+    with pytest.raises(
+        ProblemLoadError, match=r"aime24\.jsonl:29: the problem has no answer \(and 1 more: .*--check-data"
+    ):
         load_benchmark("aime24", data_dir=tmp_path)
 
 
 def test_unknown_names_and_missing_files(tmp_path: Path) -> None:
-    with pytest.raises(ProblemError, match=r"unknown benchmark 'aime2024'; valid: .*; did you mean 'aime24'\?"):
+    with pytest.raises(ProblemLoadError, match=r"unknown benchmark 'aime2024'; valid: .*; did you mean 'aime24'\?"):
         load_benchmark("aime2024", data_dir=tmp_path)
-    with pytest.raises(ProblemError, match=r"math500\.jsonl: no such file"):
+    with pytest.raises(ProblemLoadError, match=r"math500\.jsonl: no such file"):
         load_benchmark("math500", data_dir=tmp_path)
     write(tmp_path / "yours.jsonl", rows(1))
-    with pytest.raises(ProblemError, match=r"mine\.jsonl: no such file; files in this folder: yours\.jsonl"):
+    with pytest.raises(ProblemLoadError, match=r"mine\.jsonl: no such file; files in this folder: yours\.jsonl"):
         load_benchmark(str(tmp_path / "mine.jsonl"))
 
 
 def test_wrong_fields_show_those_there_are(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", [{"text": "What is 1 + 1?", "result": 2}])
-    with pytest.raises(ProblemError, match=r"mine\.jsonl:1: no field for the .*; fields: result, text") as raised:
+    with pytest.raises(ProblemLoadError, match=r"mine\.jsonl:1: no field for the .*; fields: result, text") as raised:
         load_benchmark(str(file))
     # What it advises works.
     advice = re.search(r"fields\.problem to the right one: use (.*) instead of --benchmarks", str(raised.value))
@@ -109,7 +111,7 @@ def test_a_users_own_benchmark_is_a_file(tmp_path: Path) -> None:
     assert [problem.answer for problem in load_benchmark(str(jsonl))] == answers
     assert [problem.answer for problem in load_benchmark(str(parquet))] == answers
     write(jsonl, [])
-    with pytest.raises(ProblemError, match=r"mine\.jsonl: the file contains no problems"):
+    with pytest.raises(ProblemLoadError, match=r"mine\.jsonl: the file contains no problems"):
         load_benchmark(str(jsonl))
 
 

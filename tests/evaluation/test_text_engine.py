@@ -326,7 +326,7 @@ async def test_the_other_refusals_are_typed() -> None:
         await Endpoint(refused(401, "missing key")).ask()
     with pytest.raises(SettingsError, match=r"limit_field=max_completion_tokens"):
         await Endpoint(refused(400, "'max_tokens' is not supported: use 'max_completion_tokens' instead")).ask()
-    with pytest.raises(SettingsError, match=r"does not have this path or model: 404 .* and --model .* \(now m\)"):
+    with pytest.raises(SettingsError, match=r"does not have this path or model: 404 .* and --model .* \(current: m\)"):
         await Endpoint(refused(404, "model x")).ask()
 
 

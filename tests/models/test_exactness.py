@@ -118,7 +118,7 @@ def test_layers_that_drop_keyword_arguments_train_when_they_are_recomputed(kind:
 def test_ignored_position_ids_are_named_with_the_difference() -> None:
     with pytest.raises(
         SettingsError,
-        match=r"model\.path='some/bart': BartForCausalLM cannot be .* differ from those of unpacked ones by 0\.\d+",
+        match=r"model\.path='some/bart': BartForCausalLM cannot be .* and unpacked trajectories differ by 0\.\d+",
     ):
         check_architecture("some/bart", AutoConfig.for_model("bart"), "sdpa")
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from agentrl.problems.arithmetic import FAMILIES, ArithmeticSource
 from agentrl.problems.demonstrations import Demonstration
-from agentrl.problems.rows import EmptyProblemsError, ProblemError
+from agentrl.problems.rows import EmptyProblemsError, ProblemLoadError
 from agentrl_envs.types import Problem
 
 FENCE = re.compile(r"\A```py\n(.*)\n```\Z", re.DOTALL)
@@ -109,11 +109,13 @@ def test_distinct_gives_different_statements_and_says_when_there_are_not_enough(
 
 
 def test_unknown_names_are_refused_with_the_nearest():
-    with pytest.raises(ProblemError, match=r"unknown family 'substract'.*did you mean 'subtract'"):
+    with pytest.raises(ProblemLoadError, match=r"unknown family 'substract'.*did you mean 'subtract'"):
         ArithmeticSource(families=["substract"])
-    with pytest.raises(ProblemError, match=r"unknown split 'held-out'; valid: train, heldout; did you mean 'heldout'"):
+    with pytest.raises(
+        ProblemLoadError, match=r"unknown split 'held-out'; valid: train, heldout; did you mean 'heldout'"
+    ):
         ArithmeticSource(split="held-out")
-    with pytest.raises(ProblemError, match="one or more distinct names"):
+    with pytest.raises(ProblemLoadError, match="one or more distinct names"):
         ArithmeticSource(families=[])
     with pytest.raises(IndexError, match="-1"):
         ArithmeticSource().problem(-1)

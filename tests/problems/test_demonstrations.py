@@ -8,7 +8,7 @@ import pytest
 
 from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.demonstrations import DemonstrationTurn, read_demonstrations
-from agentrl.problems.rows import EmptyProblemsError, ProblemError, ProblemFileError
+from agentrl.problems.rows import EmptyProblemsError, ProblemFileError, ProblemLoadError
 from agentrl.problems.sources import load_demonstrations
 from agentrl_envs.types import Problem
 
@@ -57,7 +57,7 @@ GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxe
 def test_bad_rows_are_named_by_line(tmp_path: Path, change: dict[str, object], message: str):
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps(GOOD) + "\n" + json.dumps({**GOOD, **change}), encoding="utf-8")
-    with pytest.raises(ProblemError, match=message):
+    with pytest.raises(ProblemLoadError, match=message):
         read_demonstrations(path)
 
 
@@ -66,7 +66,7 @@ def test_a_row_without_a_statement_lists_the_names_of_the_field(tmp_path: Path):
     path = tmp_path / "d.jsonl"
     path.write_text('{"text": "1+1?", "turns": [{"model": "2"}]}', encoding="utf-8")
     message = r"d\.jsonl:1: no field for the problem \(expected problem, .*statement\); fields: text, turns$"
-    with pytest.raises(ProblemError, match=message):
+    with pytest.raises(ProblemLoadError, match=message):
         read_demonstrations(path)
 
 
@@ -90,9 +90,9 @@ def test_demonstrations_by_one_string(tmp_path: Path):
     rows = tmp_path / "f.jsonl"
     rows.write_text('{"problem": "2 and 3 pens?", "answer": "5", "formula": "2+3=5"}', encoding="utf-8")
     assert len(load_demonstrations(f"formula:{rows}", count=5, variants=3, seed=3).demonstrations) == 3
-    with pytest.raises(ProblemError, match=r"no such built-in demonstrations; valid: builtin:arithmetic"):
+    with pytest.raises(ProblemLoadError, match=r"no such built-in demonstrations; valid: builtin:arithmetic"):
         load_demonstrations("builtin:algebra", count=5, variants=1, seed=3)
-    with pytest.raises(ProblemError, match=r"coldstart\.families applies to generated demonstrations"):
+    with pytest.raises(ProblemLoadError, match=r"coldstart\.families applies to generated demonstrations"):
         load_demonstrations("shown.jsonl", count=1, variants=1, seed=0, families=["chain_8"])
     with pytest.raises(
         ProblemFileError, match=r"shown\.csv: not a source of demonstrations; valid: builtin:arithmetic"

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from agentrl.problems.arithmetic import ArithmeticSource
-from agentrl.problems.rows import EmptyProblemsError, ProblemError, SamplerStateError
+from agentrl.problems.rows import EmptyProblemsError, ProblemLoadError, SamplerStateError
 from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSampler
 from agentrl_envs.types import Problem
 
@@ -66,12 +66,12 @@ def test_a_position_of_other_problems_is_refused():
 def test_unusable_mixtures_are_refused():
     with pytest.raises(EmptyProblemsError, match="at least one source"):
         Mixture(sources=(), weights=())
-    with pytest.raises(ProblemError, match="contains 'a' twice"):
+    with pytest.raises(ProblemLoadError, match="contains 'a' twice"):
         Mixture(sources=(toy("a", 1), toy("a", 2)), weights=(1.0, 1.0))
     with pytest.raises(EmptyProblemsError, match="toy: the source contains no problems"):
         FiniteSource("toy", [])
     twice = Problem(id="x", statement="s", answer="1", source="t")
-    with pytest.raises(ProblemError, match="two different problems have the id 'x'"):
+    with pytest.raises(ProblemLoadError, match="two different problems have the id 'x'"):
         FiniteSource("toy", [twice, twice])
 
 
@@ -118,5 +118,5 @@ def test_a_problem_that_was_left_out_is_not_drawn_again():
 
 
 def test_a_curriculum_needs_finite_sources():
-    with pytest.raises(ProblemError, match="curriculum=thompson: the problems of arithmetic-train-4 never repeat"):
+    with pytest.raises(ProblemLoadError, match="curriculum=thompson: the problems of arithmetic-train-4 never repeat"):
         ProblemSampler(mixture(), seed=0, curriculum="thompson")

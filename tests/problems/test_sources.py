@@ -12,9 +12,9 @@ from pydantic import ValidationError
 from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.rows import (
     EmptyProblemsError,
-    ProblemError,
     ProblemFieldError,
     ProblemFileError,
+    ProblemLoadError,
     problem_from_row,
     remove_dapo_instructions,
 )
@@ -99,7 +99,7 @@ def test_parquet_and_folders_give_what_jsonl_gives(tmp_path: Path):
     write(folder / "test.jsonl", rows)
     through_datasets = load(str(folder), split="test")
     assert [(p.statement, p.answer) for p in problems_of(through_datasets)] == from_json
-    with pytest.raises(ProblemError, match=r"set', split 'nope': cannot be loaded \(Unknown split"):
+    with pytest.raises(ProblemLoadError, match=r"set', split 'nope': cannot be loaded \(Unknown split"):
         load(str(folder), split="nope")
 
 
@@ -144,7 +144,7 @@ def test_unanswered_rows_are_an_error_or_counted(tmp_path: Path):
 def test_bad_files_end_in_one_clear_message(tmp_path: Path, text: str, message: str):
     path = tmp_path / "x.jsonl"
     path.write_text(text, encoding="utf-8")
-    with pytest.raises(ProblemError, match=message) as raised:
+    with pytest.raises(ProblemLoadError, match=message) as raised:
         load(str(path))
     assert "\n" not in str(raised.value)
 
@@ -165,9 +165,9 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         ProblemFileError, match=r"words: not a source of problems; valid: builtin:arithmetic, builtin:horizon, a file"
     ):
         load("words")
-    with pytest.raises(ProblemError, match=r"builtin:arithmetik: .*did you mean 'arithmetic'\?"):
+    with pytest.raises(ProblemLoadError, match=r"builtin:arithmetik: .*did you mean 'arithmetic'\?"):
         load("builtin:arithmetik")
-    with pytest.raises(ProblemError, match=r"a file has no split 'test'; use part=heldout"):
+    with pytest.raises(ProblemLoadError, match=r"a file has no split 'test'; use part=heldout"):
         load(write(tmp_path / "x.jsonl", [{"problem": "a?", "answer": "1"}]), split="test")
     monkeypatch.setenv("PROBLEMS_ARE_HERE", str(tmp_path))
     assert load("$PROBLEMS_ARE_HERE/x.jsonl").source.size == 1

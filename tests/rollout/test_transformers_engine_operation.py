@@ -133,7 +133,7 @@ def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
     for request in requests:
         request.cancelled = True
     batcher.drop_prefixes()
-    assert not batcher.busy
+    assert not batcher.is_busy
 
 
 async def test_the_engine_rests_only_when_the_forward_of_a_request_that_was_given_up_is_over() -> None:
@@ -209,9 +209,9 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
             contexts.pop(name)
         if chance.random() < 0.2:
             batcher.release(name)  # of an earlier life of this name, perhaps
-        if move >= 300 and not batcher.busy:
+        if move >= 300 and not batcher.is_busy:
             break
-        for done in batcher.run_forward_pass() if batcher.busy else ():
+        for done in batcher.run_forward_pass() if batcher.is_busy else ():
             if not done.cancelled:
                 assert under_way.pop(done.trajectory_id) is done
                 done.record_version_span(0)

@@ -99,7 +99,7 @@ async def test_routes_are_read_as_they_are_encoded() -> None:
         ({"device": "cpu"}, "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"),
         (
             {"dtype": "torch.bfloat16"},
-            """rounds its logits to bfloat16, .* --hf-overrides '{"head_dtype": "float32"}""",
+            """the server rounds logits to bfloat16, .* --hf-overrides '{"head_dtype": "float32"}""",
         ),
         ({"tokenizes": False}, "without --tokens-only"),
         ({"vocabulary": 256}, "different model: the policy's vocabulary has 257 tokens, the server's has fewer"),

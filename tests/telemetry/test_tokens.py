@@ -91,7 +91,7 @@ def test_rows_come_back_to_the_last_digit(tmp_path: Path) -> None:
     for one, other in zip(rows, file.rows(), strict=True):
         for name, value in vars(one).items():
             np.testing.assert_array_equal(getattr(other, name), value)
-    assert rows[1].ratios == pytest.approx(np.exp(-0.7 + np.arange(5) / 3))
+    assert rows[1].update_ratios == pytest.approx(np.exp(-0.7 + np.arange(5) / 3))
 
 
 def test_a_rank_without_rows_writes_a_file_without_rows(tmp_path: Path) -> None:

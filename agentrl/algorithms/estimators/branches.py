@@ -78,7 +78,7 @@ class TokenTrees:
     >>> paths = TokenTrees(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first
     >>> paths.sum_along_paths(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 3.0, 5.0]]
-    >>> paths.index.tolist()
+    >>> paths.depth.tolist()
     [[0, 1, 1]]
     """
 
@@ -99,7 +99,7 @@ class TokenTrees:
         return sums
 
     @cached_property
-    def index(self) -> Tensor:
+    def depth(self) -> Tensor:
         """Number of model tokens before each token on its path from the root, [R, W]; 0 off the mask."""
         return (self.sum_along_paths(self.mask.long()) - 1).clamp_(min=0)
 
@@ -118,7 +118,7 @@ class TokenTrees:
         count = self._sums(self.mask.to(weights.dtype))
         total = self._sums(weights.masked_fill(none, 0.0))
         lowest = torch.full_like(total, torch.inf)
-        lowest.scatter_reduce_(-1, self.index, returns.masked_fill(none, torch.inf), "amin")
+        lowest.scatter_reduce_(-1, self.depth, returns.masked_fill(none, torch.inf), "amin")
         lowest.masked_fill_(count == 0, 0.0)
         above = (returns - self.scatter(lowest)).mul_(weights)  # so that the mean of equal returns is exact
         mean = lowest + self._sums(above.masked_fill_(none, 0.0)) / total.masked_fill(count == 0, 1.0)
@@ -126,10 +126,10 @@ class TokenTrees:
 
     def scatter(self, columns: Tensor) -> Tensor:
         """Move [R, C] to [R, W]; 0 off the mask."""
-        return columns.gather(-1, self.index).masked_fill_(~self.mask, 0)
+        return columns.gather(-1, self.depth).masked_fill_(~self.mask, 0)
 
     def _sums(self, values: Tensor) -> Tensor:
-        return values.new_zeros(len(values), int(self.index.max()) + 1).scatter_add_(-1, self.index, values)
+        return values.new_zeros(len(values), int(self.depth.max()) + 1).scatter_add_(-1, self.depth, values)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,7 +156,7 @@ class LeafPaths:
         leaves = paths.mask.clone()
         leaves[rows, back[rows, tokens]] = False
         rollout, leaf = leaves.nonzero(as_tuple=True)
-        length = paths.index[rollout, leaf].unsqueeze(-1) + 1
+        length = paths.depth[rollout, leaf].unsqueeze(-1) + 1
         column = torch.arange(int(length.max()), device=back.device)
         steps = (length - 1 - column).clamp_(min=0)  # from the leaf back to the column's token
         position = leaf.unsqueeze(-1).expand_as(steps)

@@ -85,9 +85,10 @@ def dr_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("rloo", options=ScalarOptions, group_based=True)
 def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute A = R - mean of the others = N / (N - 1) (R - mean) (Ahmadian et al., arXiv 2402.14740).
+    """Compute A = R - mean R of the other rollouts = N / (N - 1) (R - mean) (Ahmadian et al., arXiv 2402.14740).
 
-    A group of one: baseline 0, so A = R. In forked rollouts, the others of a token are the leaves not below it.
+    A group of one: baseline 0, so A = R. In forked rollouts, the mean for a token is over the leaves not
+    below the token.
     """
     totals, members, forest = inputs.totals, inputs.members.double(), inputs.forest
     if forest is not None:

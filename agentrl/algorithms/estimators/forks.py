@@ -232,19 +232,19 @@ def sibling_baselines(
     weights = (weights * forest.weights.unsqueeze(1)).masked_fill(~valid, 0.0)
     moments = weights * (returns - lowest).masked_fill(~valid, 0.0)
 
-    def at(level: Siblings) -> tuple[Tensor, Tensor]:
+    def baselines_and_counts(level: Siblings) -> tuple[Tensor, Tensor]:
         """Return the baselines of a level's tokens and the number of siblings that contribute to each."""
         totals = level.sum_over_leaves(weights)
         total, number = level.sum_over_siblings(totals), level.sum_over_siblings((totals > 0).double())
         mean = lowest + level.sum_over_siblings(level.sum_over_leaves(moments)) / torch.where(number > 0, total, 1.0)
         return torch.where(number > 0, mean, own if tail == "self" else 0.0), number
 
-    trees, others = at(forest.siblings_by_level[0])
+    trees, others = baselines_and_counts(forest.siblings_by_level[0])
     baselines = trees.expand(forest.levels.shape)
     if siblings == "none":
         return baselines
     for number, level in enumerate(forest.siblings_by_level[1:], 1):
-        mean, count = at(level)
+        mean, count = baselines_and_counts(level)
         if siblings == "pooled":
             prior = torch.where(others > 0, pool, 0.0)
             pooled = (count * mean + prior * trees) / (count + prior).masked_fill(count + prior == 0, 1.0)

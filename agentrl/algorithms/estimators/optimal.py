@@ -227,7 +227,7 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     def expected(terms: Tensor) -> Tensor:
         own = others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
         here = terms.sum(-1)
-        other_calls = sum_excluding_self(calls.all_gather(here.sum()))[calls.index]
+        other_calls = sum_excluding_self(calls.all_gather(here.sum()))[calls.call_index]
         return own + prior * (sum_excluding_self(here) + other_calls).unsqueeze(-1)
 
     total, moment = expected(weights), expected(weighted)

@@ -127,7 +127,7 @@ def _equal_tokens(record: StudyRecord, tokens: int) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for variant, runs in curves_by_variant(record).items():
-        points = [point for run in runs if (point := run.scores_by_tokens(tokens)) is not None]
+        points = [point for run in runs if (point := run.last_and_mean_score(tokens)) is not None]
         scores, areas = ([point[index] for point in points] for index in (0, 1))
         totals = [sum(run.model_tokens) for run in runs if run.status == "finished"]
         cells = [_format_estimate(scores, mean_over_seeds), _format_estimate(areas, mean_over_seeds), _median(totals)]
@@ -138,7 +138,7 @@ def _equal_tokens(record: StudyRecord, tokens: int) -> list[str]:
 
 
 def _token_score(tokens: int, index: int) -> Callable[[RunCurve], float | None]:
-    return lambda run: None if (point := run.scores_by_tokens(tokens)) is None else point[index]
+    return lambda run: None if (point := run.last_and_mean_score(tokens)) is None else point[index]
 
 
 def _difference_table(record: StudyRecord, what: str, of: Callable[[RunCurve], float | None]) -> list[str]:
@@ -227,7 +227,7 @@ def _plot_in_panels(variants: Mapping[str, Sequence[RunCurve]], study: StudySett
     rows = math.ceil(len(variants) / COLUMNS)
     figure = new_figure(WIDTH, 1.2 + 1.9 * rows)
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
-    means = {variant: _means(_score_points(runs)) for variant, runs in variants.items()}
+    means = {variant: _steps_and_means(_score_points(runs)) for variant, runs in variants.items()}
     for index, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
@@ -244,7 +244,7 @@ def _plot_in_panels(variants: Mapping[str, Sequence[RunCurve]], study: StudySett
     return figure
 
 
-def _means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], list[float]]:
+def _steps_and_means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], list[float]]:
     steps = sorted(points)
     return steps, [float(np.mean(points[step])) for step in steps]
 
@@ -255,7 +255,7 @@ def _score_points(runs: Sequence[RunCurve], tokens: int | None = None) -> dict[i
     for run in runs:
         if tokens is not None:
             for place in map(int, np.linspace(1, tokens, 9)):
-                if (point := run.scores_by_tokens(place)) is not None:
+                if (point := run.last_and_mean_score(place)) is not None:
                     points.setdefault(place, []).append(point[0])
             continue
         for score in run.scores:

@@ -36,11 +36,13 @@ class StudySettings(BaseModel):
     grid: dict[str, list[Scalar]] = Field({}, description="lists of values by dotted key")
     seeds: list[int] = Field(min_length=1, description="seeds; runs with the same seed start from the same policy")
     jobs: int = Field(1, ge=1, description="number of concurrent runs")
-    baseline: str | None = Field(None, description="variant with which the others are compared; null: the first")
+    baseline: str | None = Field(
+        None, description="variant with which all others are compared; null: the first variant"
+    )
     target: float | None = Field(None, ge=0, le=1, description="report the tokens and trajectories until this score")
     tokens: int | None = Field(None, ge=1, description="compare the scores after this number of sampled tokens")
     collapse: float = Field(
-        0.5, gt=0, lt=1, description="a run has collapsed if its last score is below this share of its best one"
+        0.5, gt=0, lt=1, description="a run has collapsed if its last score is below this share of its best score"
     )
 
     @model_validator(mode="after")
@@ -76,7 +78,7 @@ class StudySettings(BaseModel):
 
     @property
     def baseline_variant(self) -> str:
-        """Variant with which the others are compared."""
+        """Variant with which all other variants are compared."""
         return self.baseline or next(iter(self.all_variants()))
 
     def with_baseline(self, variant: str | None) -> StudySettings:

@@ -260,7 +260,7 @@ class EngineFacts:
     kv_slots: int | None = None
     """Capacity of the KV cache in tokens, if fixed by a setting."""
     largest_support: int | None = 0
-    """Number of tokens of the largest support that the engine can return; None: unlimited, 0: it returns none."""
+    """Number of tokens of the largest support that the engine can return; None: unlimited, 0: no supports."""
     returns_routes: bool = False
     """Whether the engine can return the experts of each token in every layer."""
     approximation: str = ""

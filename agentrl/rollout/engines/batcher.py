@@ -135,15 +135,15 @@ class Batcher:
             del self._row_of[trajectory_id]
             row.trajectory_id, row.cached = None, []
 
-    def change_weights(self, version: int, *, keep_running: bool) -> None:
-        """Update the cache after a change of weights. ``version``: the old version, which computed the cache.
+    def update_cache_after_change(self, old_version: int, *, keep_running: bool) -> None:
+        """Update the cache after a change of weights. ``old_version`` computed the cached keys and values.
 
         Prefixes without a running request are dropped. Keys and values of running requests are kept or, without
         ``keep_running``, recomputed with the new weights.
         """
         self.drop_cancelled()
         for request in (*self._waiting, *(row.request for row in self._rows if row.request is not None)):
-            request.record_version_span(version)
+            request.record_version_span(old_version)
         for row in self._rows:
             if row.request is None and row.trajectory_id is not None:
                 self._row_of.pop(row.trajectory_id)
@@ -187,7 +187,7 @@ class Batcher:
         return len(self._row_of) * self._row_length / self.kv_cache_tokens
 
     @property
-    def busy(self) -> bool:
+    def is_busy(self) -> bool:
         return bool(self._waiting) or any(row.request is not None for row in self._rows)
 
     # -- one step -------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ class Batcher:
         return index
 
     def _move_running_to_front(self, running: list[int]) -> list[int]:
-        """Move running rows to the front if fewer than half of the rows before the last running one are running.
+        """Move running rows to the front if less than half of the rows up to the last running row are running.
 
         Returns the new indices of the running rows.
         """

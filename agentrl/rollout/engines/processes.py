@@ -33,7 +33,7 @@ _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.
 class ServerPlan(ABC):
     """Plan of a server to start. ``gpus``: GPU numbers, empty for the CPU.
 
-    A cluster replaces the host, port and GPUs by those of the node that it chooses.
+    A cluster replaces the host, port and GPUs with the values of the node that it chooses.
     """
 
     host: str

@@ -110,7 +110,10 @@ class ServerEngine:
                 failures.append(f"{server.address}: {error}")
                 if mentions_out_of_memory(str(error)) and server.load.limit == limit:
                     server.halve_request_limit()  # once for all requests that failed because of the same shortage
-                if not self._record_failure(server, error) or len(failures) > self._settings.request_retries:
+                if (
+                    not self._record_failure_and_may_retry(server, error)
+                    or len(failures) > self._settings.request_retries
+                ):
                     raise EngineError(f"request {request_id} failed {len(failures)} times: {failures[-1]}") from error
                 failed_servers.add(server.index)
             await asyncio.sleep(random.uniform(0.5, 1.0) * min(LONGEST_PAUSE, _FIRST_BACKOFF * 2 ** len(failures)))
@@ -149,7 +152,8 @@ class ServerEngine:
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
             raise InvalidResponseError(
-                f"tokens have versions {sorted(versions)}, but the request has version {version} (now {self.version})"
+                f"tokens have versions {sorted(versions)}, but the request has version {version} "
+                f"(current version: {self.version})"
             )
         return completion
 
@@ -214,7 +218,7 @@ class ServerEngine:
 
     # -- failures -------------------------------------------------------------------------------------------------
 
-    def _record_failure(self, server: PooledServer, error: ServerCallError) -> bool:
+    def _record_failure_and_may_retry(self, server: PooledServer, error: ServerCallError) -> bool:
         """Record a server's failure, and mark the server as down if necessary. Returns True if a retry may succeed."""
         server.failure = str(error)
         if isinstance(error, StatusError):
@@ -360,7 +364,7 @@ class ServerEngine:
         for server, outcome in zip(responding, outcomes, strict=True):
             if isinstance(outcome, ServerCallError):
                 server.lacks_weights = False
-                self._record_failure(server, outcome)
+                self._record_failure_and_may_retry(server, outcome)
                 server.load.is_up = False
             elif isinstance(outcome, BaseException):
                 raise outcome

@@ -100,7 +100,7 @@ class ManagedServers(ABC):
         """
         if self.request.trained and not self.engine.has_initial_weights:
             return "its weights come from an earlier run"
-        problem = await self._compare(probe)
+        problem = await self._resume_if_verified(probe)
         if problem is not None and self.settings.addresses:
             raise SettingsError(
                 f"{problem}: the server serves a different model or dtype than model.path. "
@@ -115,7 +115,7 @@ class ManagedServers(ABC):
         if probe is None:
             raise ValueError("servers accept new weights only with a probe")
         await self.engine.install(None if directory is None else Path(directory), version)
-        return await self._compare(probe)
+        return await self._resume_if_verified(probe)
 
     def record(self) -> Mapping[str, str]:
         releases = ", ".join(self.engine.releases())
@@ -140,7 +140,7 @@ class ManagedServers(ABC):
             for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
         ]
 
-    async def _compare(self, probe: Probe) -> str | None:
+    async def _resume_if_verified(self, probe: Probe) -> str | None:
         """Compare every server's checksums and scores with the probe. Requests resume if all of them match."""
 
         def check(replica: Replica) -> Coroutine[object, object, str | None]:

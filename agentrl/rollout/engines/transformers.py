@@ -156,7 +156,7 @@ class TransformersEngine:
         with self._lock:
             self._take_arrivals()
             self._batcher.drop_cancelled()
-            if self._batcher.busy:
+            if self._batcher.is_busy:
                 raise EngineError("the engine cannot become idle while a request is running")
 
     async def update_weights(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
@@ -174,7 +174,7 @@ class TransformersEngine:
                 if name not in parameters or parameters[name].shape != tensor.shape:
                     raise EngineError(f"the new weights do not fit the engine's model: {name} {tuple(tensor.shape)}")
                 parameters[name].copy_(tensor)
-            self._batcher.change_weights(self._version, keep_running=self._keep_running)
+            self._batcher.update_cache_after_change(self._version, keep_running=self._keep_running)
             self._version = version
 
     @property
@@ -216,7 +216,7 @@ class TransformersEngine:
         while True:
             await wake.wait()
             wake.clear()
-            while self._arrived or self._batcher.busy:
+            while self._arrived or self._batcher.is_busy:
                 await self._gate.wait()
                 for request in await loop.run_in_executor(self._thread, self._run_until_request_ends):
                     self._deliver(request)
@@ -262,7 +262,7 @@ class TransformersEngine:
                 ended = self._batcher.run_forward_pass()
                 for request in ended:
                     request.record_version_span(self._version)
-                if ended or not self._batcher.busy:
+                if ended or not self._batcher.is_busy:
                     return ended
         return []
 
@@ -270,7 +270,7 @@ class TransformersEngine:
         while self._released:
             self._batcher.release(self._released.popleft())
         if self._deterministic:
-            if self._batcher.busy or not self._arrived:
+            if self._batcher.is_busy or not self._arrived:
                 return
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
             self._batcher.drop_prefixes()

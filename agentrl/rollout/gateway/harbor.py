@@ -94,7 +94,7 @@ class ContainerCommand(AgentProgram):
         """Disconnect from Docker."""
         await asyncio.gather(*(stack.aclose() for _, stack in self._prepared.values()))
         self._prepared.clear()
-        await self._containers.close()
+        await self._containers.disconnect()
 
 
 def load_container_command(

@@ -168,7 +168,7 @@ class AgentRollout:
         for token, value in zip(completion.token_ids, completion.log_probs, strict=True):
             yield codec.decode((token,)), codec.token_bytes[token] if token < len(codec.token_bytes) else b"", value
 
-    # -- inside -------------------------------------------------------------------------------------------------------
+    # -- limits, sampling and prompts ---------------------------------------------------------------------------------
 
     def _check_limits(self) -> None:
         self.raise_if_finished()
@@ -249,7 +249,7 @@ class AgentRollout:
         return cache_line
 
     def _prompt(self, request: AgentRequest) -> tuple[Prompt, MismatchReason | None]:
-        """Return the prompt of a request, and the reason why it does not continue the last reply, if it does not."""
+        """Return the prompt of a request, and the reason if it does not continue the last reply, else None."""
         parent, new_messages, mismatch = self.tree.match(request)
         if parent is not None:
             appended = self._append_to_parent(request, parent, new_messages)

@@ -439,7 +439,7 @@ async def _client_disconnected(http: Request, error: Exception) -> Response:
 
 async def _unknown_path(http: Request, error: Exception) -> Response:
     """Return an error for a path or method that the gateway does not serve."""
-    assert isinstance(error, HTTPException), "it is registered for no other"
+    assert isinstance(error, HTTPException), "this handler is registered only for HTTPException"
     message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST " + ", ".join(
         f"/v1{path}" for path in _DIALECTS
     )
@@ -448,5 +448,5 @@ async def _unknown_path(http: Request, error: Exception) -> Response:
 
 async def _error_response(http: Request, error: Exception) -> Response:
     """Return a GatewayRequestError in OpenAI's format."""
-    assert isinstance(error, GatewayRequestError), "it is registered for no other"
+    assert isinstance(error, GatewayRequestError), "this handler is registered only for GatewayRequestError"
     return JSONResponse(error.body(), status_code=error.status)

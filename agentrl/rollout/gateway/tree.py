@@ -156,7 +156,7 @@ class GenerationTree:
         return "reasoning" if deepest > depth else "edited"
 
     def _follow(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
-        """Yield the positions of messages at which generations end, with these generations."""
+        """Yield (message index, generations) for each message at which generations end."""
         state = self._transitions.get((0, digest))
         for position, message in enumerate(messages):
             if state is None:
@@ -166,10 +166,11 @@ class GenerationTree:
                 yield position, self._replies[state]
 
     def trained_branches(self) -> list[list[Generation]]:
-        """Return the branches with trained tokens, each as its generations after the fork, ordered by the last one.
+        """Return the branches with trained tokens, sorted by last generation.
 
-        A generation is continued by its first child that leads to a trained token. Other such children start new
-        sequences. Generations that lead to no trained token are left out.
+        A branch is the list of its generations after the fork. A generation is continued by its first child that leads
+        to a trained token. Other such children start new sequences. Generations that lead to no trained token are left
+        out.
         """
         live: set[int] = set()
         for one in self.generations:

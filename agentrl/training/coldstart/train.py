@@ -295,7 +295,7 @@ def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -
     """Return the cache directory of the policy for these settings and demonstrations."""
     key = {
         "version": agentrl.__version__,
-        # Excludes adapters and settings that a resumed run may change, because it must start from the same policy.
+        # Excludes adapters and settings that a resumed run may change, because a resume needs the same policy.
         "model": settings.model.model_dump(
             mode="json", exclude={"attention", "gradient_checkpointing", "checkpoint_offload", "lora"}
         ),

@@ -77,7 +77,7 @@ class RowExchange:
         rows[self._order] = sorted_by_home
         parts = rows.split([count for count, _ in self._shapes])
         # Padding copies: a view would keep every micro-batch's memory alive.
-        return [_with_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
+        return [_pad_to_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
     def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
         return all_to_all(values, sent, received, self._group)
@@ -110,10 +110,10 @@ def _pad_rows(flat: Tensor, lengths: Tensor) -> Tensor:
 def _concatenate_rows(parts: Sequence[Tensor]) -> Tensor:
     """Concatenate along rows, as wide as the widest part."""
     width = max(part.shape[1] for part in parts)
-    return torch.cat([_with_width(part, width) for part in parts])
+    return torch.cat([_pad_to_width(part, width) for part in parts])
 
 
-def _with_width(values: Tensor, width: int) -> Tensor:
+def _pad_to_width(values: Tensor, width: int) -> Tensor:
     """Pad or cut [b, any] to [b, width], as a new tensor; only padding is cut off."""
     return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
@@ -205,7 +205,7 @@ def check_shared_folder(folder: Path, *, rank: int, visible_seconds: float = 10.
         return probe.name
 
     name = run_on_rank_zero(write)
-    seen = gather_from_ranks((socket.gethostname(), _appears(folder / name, visible_seconds)))
+    seen = gather_from_ranks((socket.gethostname(), _wait_until_exists(folder / name, visible_seconds)))
     if rank == 0:
         (folder / name).unlink()
     without_access = [f"rank {rank} on {host}" for rank, (host, found) in enumerate(seen) if not found]
@@ -216,7 +216,8 @@ def check_shared_folder(folder: Path, *, rank: int, visible_seconds: float = 10.
         )
 
 
-def _appears(path: Path, seconds: float) -> bool:
+def _wait_until_exists(path: Path, seconds: float) -> bool:
+    """Return True as soon as the path exists, or False after ``seconds``."""
     deadline = time.monotonic() + seconds
     while not path.exists():
         if time.monotonic() >= deadline:

@@ -81,7 +81,7 @@ def _start_clock() -> Callable[[], Callable[[], float]]:
 
 
 def _start_stream_timer() -> Callable[[], Callable[[], float]]:
-    """Start a measurement on the current stream, readable once the GPU has reached its end."""
+    """Start a timer on the current CUDA stream. It can be read once the GPU has executed the end event."""
     first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     first.record()
 
@@ -193,7 +193,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     # DeepSpeed calls collectives by names that torch has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # On CPUs, DeepSpeed compiles a shared-memory all-reduce at its first start, which takes a compiler and a minute.
-    # Only inference uses it.
+    # DeepSpeed uses this all-reduce only for inference, so disable it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
@@ -375,7 +375,7 @@ class TrainingEngine(Generic[_Module_co]):
         return values
 
     @property
-    def index(self) -> int:
+    def call_index(self) -> int:
         """Index of this rank among ranks with different rows."""
         return self.groups.replica
 

@@ -357,7 +357,9 @@ class RankProcesses:
                 self._report_once(self._cause, at_once=not running)
                 if not self._terminating:
                     self._terminating = True
-                    self._terminate(running, _EXIT_SECONDS if self._cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS)
+                    self._start_termination(
+                        running, _EXIT_SECONDS if self._cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS
+                    )
             if running:
                 poll()
                 time.sleep(_POLL_INTERVAL)
@@ -365,7 +367,7 @@ class RankProcesses:
 
     def _update_cause(self, end: RankExit) -> None:
         if self._killed_by_timer.is_set() and end.lost is None:
-            return  # killed by the timer of _terminate
+            return  # killed by the timer of _start_termination
         if end.code and (self._cause is None or end.severity > self._cause.severity):
             self._cause = end
             self._cause_found_at = time.monotonic()
@@ -378,7 +380,7 @@ class RankProcesses:
             if self._report is not None:
                 self._report(cause)
 
-    def _terminate(self, running: Sequence[ProcessHandle], seconds: float) -> None:
+    def _start_termination(self, running: Sequence[ProcessHandle], seconds: float) -> None:
         """Send SIGTERM to the ranks, and kill the remaining ranks after ``seconds`` in a daemon thread."""
 
         def kill() -> None:

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
 def check_inputs(settings: Settings) -> list[str]:
     """Check the user's input, and return one line for each problem file read.
 
-    Raises SettingsError, ProblemError or PluginError for invalid input, and EnvironmentContractError for missing
+    Raises SettingsError, ProblemLoadError or PluginError for invalid input, and EnvironmentContractError for missing
     columns.
     """
     check_environment(settings)  # first, because its module may register an estimator or a loss

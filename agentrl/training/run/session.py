@@ -118,7 +118,7 @@ class Session:
         self._held_out: Metrics = {}  # metrics of an evaluation since the last step
         self._checkpoints = settings.run_path / "checkpoints"
         self._heartbeat = Heartbeat(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
-        with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
+        with contextlib.ExitStack() as opened:  # closes the opened parts if a later part fails to open
             self._open(opened)
             self._opened = opened.pop_all()
 
@@ -518,13 +518,13 @@ class Session:
             settings=self._settings,
             model=self._policy.causal_lm,
             tokenizer=self._tokenizer,
-            state=self._copy_to_host(policy_parameters(self._policy.causal_lm, lora)),
-            adapter=self._copy_to_host(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
+            state=self._gather_on_rank_zero(policy_parameters(self._policy.causal_lm, lora)),
+            adapter=self._gather_on_rank_zero(adapter_parameters(self._policy.causal_lm)) if lora.rank else {},
             base=self._start,
             steps=self._progress.step,
         )
 
-    def _copy_to_host(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    def _gather_on_rank_zero(self, parameters: Iterator[tuple[str, Tensor]]) -> dict[str, Tensor]:
         """Copy the parameters to the CPU on rank 0. Every rank must iterate, because gathering is collective."""
         return {name: value.to("cpu", copy=True) for name, value in parameters if self.rank == 0}
 

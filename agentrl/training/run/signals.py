@@ -89,7 +89,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
 
 
 def _listen(read_end: int, on_first: Callable[[], None], on_later: Callable[[], None]) -> None:
-    """Call the functions for the signals whose numbers arrive at the pipe, until the pipe is closed."""
+    """Read signal numbers from the pipe and call their handlers until the pipe is closed."""
     first: float | None = None
     while number := os.read(read_end, 1):
         if number[0] not in _SIGNALS:  # the signal of another handler

@@ -156,7 +156,7 @@ def run_rank(
         settings = settings.model_copy(update={"name": name, "runs_dir": runs_dir, "training": training})
         if world > 1:
             check_shared_folder(settings.run_path, rank=rank)
-        # If a command started the ranks, that command reports.
+        # If another agentrl process started the ranks, that process reports how the run ended.
         reports = rank == 0 and PARENT_VARIABLE not in os.environ
 
         def end_at_once() -> None:

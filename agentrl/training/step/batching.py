@@ -46,7 +46,7 @@ class RankPlan:
     version: int  # of the trained policy
     statistics_pass_reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward
     updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
-    # Micro-batches scored before training if there is no statistics pass: of split groups, all but the last one.
+    # Micro-batches scored before training if there is no statistics pass: all but the last of each split group.
     statistics_pass_batches: tuple[MicroBatch, ...]
     tokens: float  # number of tokens in the loss over all ranks, weighted by problem
     sequences: float  # number of rollouts with tokens in the loss over all ranks, weighted by problem
@@ -257,7 +257,7 @@ def plan_step(
 
 
 def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, attention_length: float) -> bool:
-    """Return True if keeping each group on one rank makes others wait longer than a statistics pass takes.
+    """Return True if keeping each group on one rank makes other ranks wait longer than a statistics pass takes.
 
     A backward pass costs as much as two forwards. A statistics pass lets the trajectories of a group train on any rank.
     """

@@ -93,7 +93,10 @@ def mixed_version_turn_mask(versions: Tensor) -> Tensor:
 
 
 def record_algorithm_metrics(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
-    """Record an algorithm's metrics over ``weight`` tokens. ``_max`` and ``_min`` are extremes, others are means."""
+    """Record an algorithm's metrics over ``weight`` tokens.
+
+    Names ending in ``_max`` or ``_min`` are reduced by max or min, all others by the mean.
+    """
     for name, number in metrics.items():
         if name.endswith("_max"):
             meter.add_largest(f"{prefix}/{name}", number, weight)
@@ -122,7 +125,7 @@ class HeadExactMonitor:
     def add(self, batch: Batch, hidden: Tensor) -> None:
         """Add whole groups. ``hidden`` [N, D] holds the hidden states of the model tokens in row-major order.
 
-        Under sequence parallelism, ``hidden`` holds those of this rank's tokens only.
+        Under sequence parallelism, ``hidden`` holds only the states of this rank's tokens.
 
         A group's gradient is the mean over its rollouts. The tokens of a forked rollout have their weights in the tree.
         Sequence-parallel ranks exchange their parts of the head's gradient, but no hidden states.

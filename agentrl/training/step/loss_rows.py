@@ -28,8 +28,8 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, estimator_requirements
 
-# Names of the correction's metrics by the way in which they are combined over micro-batches. All others are means over
-# tokens. ``ess`` is computed from other metrics at the end of a step (effective_sample_size_metrics).
+# Metrics of the correction that are not combined over micro-batches as means over tokens.
+# ``ess`` is computed from other metrics at the end of a step (effective_sample_size_metrics).
 _MEANS_OVER_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
 _MAXIMA = ("max_abs_difference", "rho_max")
 _OMITTED = ("tokens", "trajectories", "ess")
@@ -152,7 +152,7 @@ class BatchCompleter:
         if len(inputs) > 1:
             width = max(part.rewards.shape[1] for part in inputs)
             columns = {
-                name: torch.cat([_with_width(getattr(part, name), width) for part in inputs])
+                name: torch.cat([_pad_to_width(getattr(part, name), width) for part in inputs])
                 for name in vars(inputs[0])
                 if getattr(inputs[0], name) is not None
             }
@@ -299,7 +299,7 @@ def _with_estimates(
     ]
 
 
-def _with_width(values: Tensor, width: int) -> Tensor:
+def _pad_to_width(values: Tensor, width: int) -> Tensor:
     """Pad [b, T] with zeros to [b, width]; [b] is returned unchanged."""
     return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 

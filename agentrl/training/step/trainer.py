@@ -368,7 +368,7 @@ class Trainer:
             whole = recorded.new_full((len(row.token_ids), recorded.shape[1]), -1)
             whole[rank_slice(row, policy.sequence)] = recorded
             return replace(batch, row=replace(row, routes=whole))
-        other, total = routes.difference()
+        other, total = routes.count_changed()
         step.meter.add_mean("policy/other_routes", other.double() / max(1, total), total * int(batch.counted))
         if self._routes_measured_at != step.plan.step:
             self._routes_measured_at = step.plan.step

@@ -141,7 +141,7 @@ class LocalService:
         self._folder = settings.run_path.absolute()
         self._interrupted = False
         self._groups: tuple[Group, ...] | None = None  # of the planned step, until it is finished
-        with contextlib.ExitStack() as opened:  # closes what is open if a later part cannot be opened
+        with contextlib.ExitStack() as opened:  # closes the opened parts if a later part fails to open
             self._open(opened, policy_path, trained)
             self._opened = opened.pop_all()
 

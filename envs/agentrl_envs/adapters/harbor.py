@@ -40,7 +40,7 @@ class TaskShell:
         self._container: TaskContainer | None = None
 
     def reset(self) -> None:
-        """Do nothing. The container starts with the first command, because the prompt does not depend on it."""
+        """Do nothing. The prompt does not need the container, which starts with the first command."""
 
     async def bash(self, command: str) -> str:
         """Run a command in a new bash shell and return its output. Files are kept between commands.
@@ -90,7 +90,7 @@ class HarborEnvironment(Environment):
     async def close(self) -> None:
         """Disconnect from Docker. May be called more than once."""
         await self._terminals.close()
-        await self._containers.close()
+        await self._containers.disconnect()
 
     def describe(self) -> list[str]:
         """Return lines for the console about the tool and the containers."""

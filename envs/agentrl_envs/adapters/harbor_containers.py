@@ -147,8 +147,8 @@ class TaskContainers:
         """Return a line for the console."""
         return f"containers: up to {self.settings.containers} at once, without a network"
 
-    async def close(self) -> None:
-        """Disconnect from the engine. May be called more than once."""
+    async def disconnect(self) -> None:
+        """Disconnect from the engine, without stopping containers. May be called more than once."""
         client, self.client = self.client, None
         if client is not None:
             client.close()

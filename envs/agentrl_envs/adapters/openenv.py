@@ -180,7 +180,7 @@ class OpenEnvServer:
             wait = min(_MAX_WAIT, 1.5 * wait)
 
     def record_fork(self) -> None:
-        """Record that an episode is forked, which is then not played any further."""
+        """Record that an episode is forked. A forked episode is not played any further."""
         self._forked_sessions += 1
 
     async def close_session(self, session: OpenEnvSession, *, forked: bool = False) -> None:
@@ -379,7 +379,7 @@ class OpenEnvEpisode:
                 f"reset of OpenEnv server {environment.server.url} failed for problem {self.problem.id}: "
                 f"{reply.code}: {reply.message}"
             )
-        shown = _observation_text(reply, environment.fields.first_observation, environment.server.url)
+        shown = _field_as_text(reply, environment.fields.first_observation, environment.server.url)
         return "".join(f"{part}\n" for part in (environment.settings.instruction, shown) if part)
 
     async def step(self, action: str) -> Step:
@@ -430,7 +430,7 @@ class OpenEnvEpisode:
             reward = as_reward(reply.reward)
         except ValueError as error:
             raise EnvironmentContractError(f"OpenEnv server {url} returned the invalid reward {error}") from None
-        shown = _observation_text(reply, self._environment.fields.later_observation, url)
+        shown = _field_as_text(reply, self._environment.fields.later_observation, url)
         ended = Ended.ANSWERED if reply.done else last
         return Step(observation=f"\n{shown}\n" if shown else "", reward=reward, ended=ended)
 
@@ -490,7 +490,7 @@ def _replace_placeholder(value: object, text: str) -> object:
     return [_replace_placeholder(one, text) for one in value] if isinstance(value, list) else value
 
 
-def _observation_text(reply: StepResult, field: str, url: str) -> str:
+def _field_as_text(reply: StepResult, field: str, url: str) -> str:
     """Return the text of an observation's field. Serializes other values as JSON."""
     value: object = reply.observation
     for name in field.split("."):

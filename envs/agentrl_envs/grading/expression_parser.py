@@ -227,13 +227,13 @@ class _Parser:
                 return tree
 
     def _power(self, base: Expression) -> Expression:
-        if self._skip_exponent_if(r"\circ"):
+        if self._skip_exponent_equal_to(r"\circ"):
             return FunctionCall("degree", (base,))
-        if self._skip_exponent_if(r"\top"):
+        if self._skip_exponent_equal_to(r"\top"):
             return FunctionCall("transpose", (base,))
         return FunctionCall("^", (base, self._exponent()))
 
-    def _skip_exponent_if(self, command: str) -> bool:
+    def _skip_exponent_equal_to(self, command: str) -> bool:
         """Consume the exponent and return True if it is the single command ``command``."""
         ahead = [token.text for token in self._tokens[self._position : self._position + 3]]
         taken = 1 if ahead[:1] == [command] else 3 if ahead == ["{", command, "}"] else 0
@@ -460,7 +460,7 @@ class _Parser:
 
     @property
     def _text_before_last(self) -> str:
-        """The sign before the last token."""
+        """Text of the token before the last consumed token, or "" if there is no such token."""
         return self._tokens[self._position - 2].text if self._position >= 2 else ""
 
     def _next_token(self) -> _Token:

@@ -101,11 +101,11 @@ class _Connection:
         return self._task.done()
 
     async def wait_for_client(self) -> Client:
-        """Wait for the connection and return the client. Raises UnavailableError."""
+        """Wait for the connection and return the client. Raises UnavailableError if the server cannot be reached."""
         return await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, object]) -> CallToolResult:
-        """Call a tool of the server. Raises MCPError, and UnavailableError if the server disconnects during it."""
+        """Call a tool. Raises MCPError, and UnavailableError if the server disconnects during the call."""
         client = await self.wait_for_client()
         answer = asyncio.ensure_future(client.call_tool(tool, arguments))
         try:

@@ -246,7 +246,7 @@ def programs_can_signal_init(config: RunnerConfig) -> bool:
 
 
 def available_layers(config: RunnerConfig) -> dict[str, int]:
-    """Return the layers available here: the version of Landlock, and 1 or 0 for the others."""
+    """Return the layers available here: the version of Landlock, and 1 or 0 for each other layer."""
     return {
         "landlock": landlock_version(),
         "seccomp": int(seccomp.seccomp_available()),
@@ -280,7 +280,7 @@ class ChildLimits:
     seeders: tuple[Callable[[], None], ...]  # functions that reseed the interpreter's random generators
 
     @classmethod
-    def from_config(cls, config: RunnerConfig, seeders: tuple[Callable[[], None], ...]) -> ChildLimits:
+    def measured_in_zygote(cls, config: RunnerConfig, seeders: tuple[Callable[[], None], ...]) -> ChildLimits:
         """Derive the limits in the warm zygote. The memory limit is added to the memory mapped by the interpreter."""
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -416,7 +416,7 @@ def _run_program(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
     task = interpreter.receive_task(scratch, on_out_of_memory)
     if task is None:
         return interpreter.UNCAUGHT, b"".join(marks), ()
-    exit_code = interpreter.run_program(task, FILE_NAME, interpreter.make_main_module(), on_out_of_memory)
+    exit_code = interpreter.run_program(task, FILE_NAME, interpreter.install_main_module(), on_out_of_memory)
     exit_code = interpreter.finish_program(exit_code, on_out_of_memory, run_exit_functions=True)
     return exit_code, b"".join(marks[:1]), task.fetch
 

@@ -93,7 +93,7 @@ def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> 
 
 
 def fetch_files(scratch: str, names: Sequence[str], fetched: FetchFileWriter) -> None:
-    """Copy the files in ``names`` into ``fetched``, if they are regular and fit."""
+    """Copy the regular files in ``names`` into ``fetched``, up to the size limit."""
     for index, name in enumerate(names):
         # Missing files, links and unreadable files are skipped.
         with contextlib.suppress(OSError), _open_inside(scratch, name, _READ_FLAGS, make=False) as file:

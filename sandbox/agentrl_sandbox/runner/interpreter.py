@@ -203,7 +203,7 @@ UNCAUGHT = 1
 """Exit status of a program that ended with an uncaught exception."""
 
 
-def make_main_module() -> ModuleType:
+def install_main_module() -> ModuleType:
     """Install a fresh ``__main__``."""
     main = ModuleType("__main__")
     main.__dict__.update(__builtins__=sys.modules["builtins"])

@@ -149,9 +149,10 @@ class ForkServer:
         if self._without_namespaces:
             cleanup.clean_up_server(self._config, self._scratch)
 
-    # The client.
+    # -- client ---------------------------------------------------------------------------------------------------
 
     def _on_client(self, events: int) -> bool:
+        """Send and receive frames. Returns False if the client has disconnected."""
         if events & select.EPOLLOUT:
             self._flush()
         if events & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR):
@@ -202,7 +203,7 @@ class ForkServer:
         del self._outgoing[:sent]
         self._epoll.modify(self._client.fileno(), select.EPOLLIN | (select.EPOLLOUT if self._outgoing else 0))
 
-    # Programs.
+    # -- programs -------------------------------------------------------------------------------------------------
 
     def _start_queued(self) -> None:
         for kind, queue in self._queues.items():
@@ -267,7 +268,7 @@ class ForkServer:
         if program.stdout.total + program.stderr.total > self._config.flood_limit:
             self.kill(program, Outcome.OUTPUT_LIMIT)
 
-    # Callbacks of sessions.
+    # -- callbacks of sessions ------------------------------------------------------------------------------------
 
     def add_reader(self, descriptor: int, handler: Callable[[], None]) -> None:
         """Call ``handler`` whenever the descriptor is readable."""
@@ -300,7 +301,7 @@ class ForkServer:
         else:
             self._sessions.release_slot(slot)
 
-    # Zygotes.
+    # -- zygotes --------------------------------------------------------------------------------------------------
 
     def _start_zygote(self, kind: str) -> None:
         zygote = ZygoteHandle(kind, self._config)
@@ -357,7 +358,7 @@ class ForkServer:
         for program in [program for program in self._programs.values() if program.zygote == zygote.kind]:
             self._finish_and_reply(program, Ending(outcome=Outcome.INFRASTRUCTURE_FAILURE, exit_code=None, why=why))
 
-    # Limits.
+    # -- limits ---------------------------------------------------------------------------------------------------
 
     def _wait_seconds(self) -> float:
         now = time.monotonic()

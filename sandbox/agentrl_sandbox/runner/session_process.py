@@ -111,7 +111,7 @@ class SessionInterpreter:
         self._out_of_memory = False
         self._address_space = resource.getrlimit(resource.RLIMIT_AS)
         self._streams = (sys.stdout, sys.stderr)
-        self._main = interpreter.make_main_module()
+        self._main = interpreter.install_main_module()
         self._null_device = os.open("/dev/null", os.O_RDWR | os.O_CLOEXEC)
         self._enter_directory(directory)
         sys.path.insert(0, "")
@@ -133,7 +133,7 @@ class SessionInterpreter:
                     continue
             self._control.send(DONE.pack(message["serial"], exit_code, self._out_of_memory, error))
 
-    # Programs.
+    # -- programs -------------------------------------------------------------------------------------------------
 
     def _run(self, descriptors: list[int]) -> int:
         program, stdout, stderr, *fetched = descriptors
@@ -184,7 +184,7 @@ class SessionInterpreter:
         self._streams = (stdout, stderr)
         sys.stdout, sys.stderr = stdout, stderr
 
-    # Forks.
+    # -- forks ----------------------------------------------------------------------------------------------------
 
     def _fork(self, directory: str, descriptors: list[int]) -> int:
         """Fork twice. The first child exits immediately, so the session init adopts the fork. Returns an errno or 0."""
@@ -302,7 +302,7 @@ class SessionInit:
         self._wake_read, self._wake_write = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
 
     def serve(self, first_session: int) -> None:
-        """Start the first session process, then serve until the last one has ended."""
+        """Start the first session process, then serve until no session process is left."""
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake_write, warn_on_full_buffer=False)
         self._start_session(first_session)
@@ -313,7 +313,7 @@ class SessionInit:
             for descriptor in ready:
                 if descriptor in self._expected_forks:
                     self._on_fork_announced(descriptor)
-                elif descriptor == self._server.fileno() and not self._receive():
+                elif descriptor == self._server.fileno() and not self._receive_and_execute():
                     return
             # Run after all commands: a search for leftovers takes longer with more sessions. If all sessions are closed
             # at once, they are killed first and then reaped together.
@@ -333,7 +333,8 @@ class SessionInit:
     def _has_command(self) -> bool:
         return bool(select.select([self._server], [], [], 0)[0])
 
-    def _receive(self) -> bool:
+    def _receive_and_execute(self) -> bool:
+        """Execute one command of the server. Returns False if the server has disconnected."""
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False
@@ -366,7 +367,7 @@ class SessionInit:
             if session not in self._running:
                 _signal(pid, signal.SIGSTOP)
 
-    # Forks.
+    # -- forks ----------------------------------------------------------------------------------------------------
 
     def _expect_fork(self, session: int, announcement: socket.socket) -> None:
         self._expected_forks[announcement.fileno()] = (session, announcement)
@@ -399,7 +400,7 @@ class SessionInit:
             self._expected_forks.pop(descriptor)[1].close()
         self._kill_leftovers()
 
-    # Ends.
+    # -- exits ----------------------------------------------------------------------------------------------------
 
     def _reap(self) -> None:
         exits: list[tuple[int, int]] = []

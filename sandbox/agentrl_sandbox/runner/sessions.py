@@ -134,8 +134,8 @@ class ServerSession:
         """Enter a state that may last for ``seconds``."""
         self.state, self.deadline = state, time.monotonic() + seconds
 
-    def wait_for_init(self, state: SessionState) -> None:
-        """Enter a state in which the session init stops or kills the interpreter."""
+    def start_waiting_for_init(self, state: SessionState) -> None:
+        """Enter a state that lasts until the session's init process stops or kills the interpreter. Does not block."""
         self.enter_state(state, END_SECONDS + SECONDS_PER_SESSION * len(self.family.sessions))
 
 
@@ -194,7 +194,7 @@ class SessionManager:
         self._identifiers = itertools.count(-1, -1)
         self._programs_can_signal_init = programs_can_signal_init(config)
 
-    # Requests of the client.
+    # -- requests of the client -----------------------------------------------------------------------------------
 
     def handle_request(self, header: ServerRequest) -> None:
         request, session = header["id"], header["number"]
@@ -278,6 +278,7 @@ class SessionManager:
         self._end_session(session, "it was closed")
 
     def _refuse_if_full(self, request: int) -> bool:
+        """If no session is available, refuse the request and return True."""
         count = len(self._sessions) + len(self._queued_opens)
         full = count >= self._config.max_sessions
         if full:
@@ -339,7 +340,7 @@ class SessionManager:
             self._stop_interpreter(session)
 
     def _stop_interpreter(self, session: ServerSession) -> None:
-        session.wait_for_init(SessionState.STOPPING)
+        session.start_waiting_for_init(SessionState.STOPPING)
         session.family.send_command("stop", session.identifier)
 
     def _finish_fork(self, origin: ServerSession, fork: PendingFork) -> None:
@@ -439,7 +440,7 @@ class SessionManager:
         except OSError:
             return False
 
-    # Ends and limits.
+    # -- exits and limits -----------------------------------------------------------------------------------------
 
     def kill(self, number: int) -> None:
         """Kill an interpreter. Its exit triggers the cleanup."""
@@ -448,7 +449,7 @@ class SessionManager:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # killed when the process has started
-        session.wait_for_init(SessionState.ENDING)
+        session.start_waiting_for_init(SessionState.ENDING)
         session.family.send_command("kill", number)
 
     def _end_session(self, session: ServerSession, why: str) -> None:

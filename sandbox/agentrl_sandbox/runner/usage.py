@@ -112,14 +112,14 @@ def _resident_and_tables(pid: int) -> tuple[int, int]:
 
 
 def _proc_paths(pid: int, name: str) -> Iterator[str]:
-    """Yield the paths of a process's file in /proc. If the first thread has ended, only the others have content."""
+    """Yield the paths of a process's file in /proc. After the main thread ends, only the task files have content."""
     yield f"/proc/{pid}/{name}"
     yield from (f"/proc/{pid}/task/{task}/{name}" for task in task_ids(pid))
 
 
 @dataclass(kw_only=True, slots=True)
 class KernelMemoryQuota:
-    """The remaining memory of a program, from which kernel memory that its processes may hold is subtracted.
+    """The remaining memory of a program, minus the kernel memory that its processes may hold.
 
     Requires the rights of the processes' user, and counts only memory that is visible with these rights. Descriptors in
     flight between sockets are not counted; the kernel allows a user twice RLIMIT_NOFILE of them.
@@ -204,7 +204,7 @@ def process_tree(pid: int, visit: Callable[[int], None] = lambda process: None) 
 
 
 def has_live_thread(pid: int) -> bool:
-    """Return True if any thread of a process is running or stopped. The first thread may end before the others."""
+    """Return True if any thread of a process is running or stopped. The main thread may end before other threads."""
     for task in task_ids(pid):
         try:
             with open(f"/proc/{pid}/task/{task}/stat", "rb") as file:

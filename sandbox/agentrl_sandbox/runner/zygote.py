@@ -99,7 +99,7 @@ def main() -> None:
     gc.freeze()
     merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:
-        Zygote(config, server, ChildLimits.from_config(config, seeders)).serve()
+        Zygote(config, server, ChildLimits.measured_in_zygote(config, seeders)).serve()
 
 
 def warm_up(*, science: bool) -> None:
@@ -216,10 +216,11 @@ class Zygote:
                 if descriptor == self._wake_read:
                     os.read(self._wake_read, 4096)
                     self._reap()
-                elif not self._receive():
+                elif not self._receive_and_execute():
                     return
 
-    def _receive(self) -> bool:
+    def _receive_and_execute(self) -> bool:
+        """Execute one command of the server. Returns False if the server has disconnected."""
         flags = socket.MSG_CMSG_CLOEXEC
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, _MAX_DESCRIPTORS, flags)
         if not data:

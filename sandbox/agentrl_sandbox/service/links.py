@@ -371,6 +371,7 @@ class RunnerRegistry:
         return Isolation.combine([link.hello.result().isolation for link in self.links.values()])
 
     async def wait_for_runner(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` for a connected runner. Returns True if there is one."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(seconds):
                 while not self.runner_count:

@@ -147,7 +147,7 @@ class RunnerPool(CallSandbox):
     def isolation(self) -> Isolation:
         return self.registry.isolation
 
-    # Programs.
+    # -- programs -------------------------------------------------------------------------------------------------
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.
@@ -184,7 +184,7 @@ class RunnerPool(CallSandbox):
             self.sessions.record_end_at_owner(link, link.why_disconnected)
         self.queue.assign_waiting_calls()
 
-    # Sessions.
+    # -- sessions -------------------------------------------------------------------------------------------------
 
     async def open_session(self) -> str:
         """Open a session at the runner with the fewest sessions; see ``Sandbox``. Also raises BusyError."""

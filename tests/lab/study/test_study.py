@@ -341,9 +341,9 @@ def test_scores_areas_costs_and_collapses():
 
 def test_scores_at_equal_tokens_are_interpolated():
     run = curve("a", 0, 0.2, 0.6, 1.0)  # evaluations after 0, 1,000 and 2,000 tokens
-    assert run.scores_by_tokens(1500) == pytest.approx((0.8, (1000 * 0.4 + 500 * 0.7) / 1500))
-    assert run.scores_by_tokens(2001) is None  # it sampled fewer
-    assert curve("a", 0, 0.2, 0.6, status="failed").scores_by_tokens(10) is None
+    assert run.last_and_mean_score(1500) == pytest.approx((0.8, (1000 * 0.4 + 500 * 0.7) / 1500))
+    assert run.last_and_mean_score(2001) is None  # it sampled fewer
+    assert curve("a", 0, 0.2, 0.6, status="failed").last_and_mean_score(10) is None
     runs = tuple(curve(name, seed, 0.2, 0.6 + high) for name, high in (("a", 0.0), ("b", 0.2)) for seed in (0, 1))
     record = StudyRecord(agentrl="1", study=study(variants={"a": {}, "b": {}}, tokens=500), runs=runs)
     text = study_markdown(record)

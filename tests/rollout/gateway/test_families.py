@@ -125,4 +125,4 @@ def test_the_form_of_hermes_is_read_where_a_template_writes_no_calls() -> None:
     for template in (None, bare, QWEN):
         tokenizer = chat_tokenizer(template)
         assert ChatRenderer(tokenizer, TextCodec(tokenizer)).call_format.name == "hermes"
-    assert renderer(MISTRAL).calls.tokens[0] == "[TOOL_CALLS]"
+    assert renderer(MISTRAL).call_format.tokens[0] == "[TOOL_CALLS]"

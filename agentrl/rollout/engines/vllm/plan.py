@@ -178,8 +178,8 @@ def plan_policy_servers(
         check_cpu_attention(read_config(policy))
         if vllm.quantization is not None:
             raise SettingsError(
-                f"rollout.vllm.quantization={vllm.quantization} needs a GPU, because vLLM quantizes weights on arrival "
-                "only there: reset it"
+                f"rollout.vllm.quantization={vllm.quantization} needs a GPU, because vLLM quantizes arriving weights "
+                "only on GPUs: remove the setting, or use a GPU"
             )
         if routes:
             raise SettingsError(

@@ -459,7 +459,7 @@ class VLLMReplica(Replica):
         head = _head_dtype(model, needs.head_dtype)
         if head != "float32" and device == "cuda":
             raise self.unusable_error(
-                f"it rounds its logits to {head}, but training computes them in float32: start it with "
+                f"the server rounds logits to {head}, but training computes them in float32: start the server with "
                 f"{shlex.join(FLOAT32_HEAD)}"
             )
         if 0 <= int(model.get("max_logprobs", self._max_logprobs)) < self._max_logprobs:
