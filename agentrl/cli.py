@@ -91,7 +91,7 @@ def plan(
         int | None, _option("N", "GPUs for training and servers; default: all GPUs of this machine", minimum=1)
     ] = None,
     memory: Annotated[
-        int | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU", minimum=1)
+        float | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU", minimum=1)
     ] = None,
     context: Annotated[
         int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: as set", minimum=64)

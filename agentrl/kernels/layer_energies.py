@@ -34,7 +34,7 @@ _NORMS = {
 """RMSNorm classes, and their attribute for the epsilon that is added to the mean square."""
 _SCALED_EMBEDDINGS = {"Gemma2TextScaledWordEmbedding": "embed_scale"}
 """Embedding classes that scale their rows, and their attribute for the factor."""
-_HEADS = ("FusedHead",)  # agentrl.models.FusedHead, a linear layer whose forward returns statistics
+_HEADS = ("FusedHead",)  # agentrl.models.policy.FusedHead, a linear layer whose forward returns statistics
 _CHECKPOINTED = "GradientCheckpointingLayer"
 
 

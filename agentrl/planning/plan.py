@@ -147,7 +147,7 @@ def plan_command(
     *,
     critic: bool,
     gpus: int | None = None,
-    memory: int | None = None,
+    memory: float | None = None,
     context: int | None = None,
     base: list[str] | None = None,
     write: Path | None = None,
@@ -165,7 +165,7 @@ def plan_command(
         raise SettingsError(
             "this machine has no GPU: set the number and memory of the GPUs, for example --gpus 8 --memory 80"
         )
-    size = torch.cuda.get_device_properties(0).total_memory if memory is None else memory * GB
+    size = torch.cuda.get_device_properties(0).total_memory if memory is None else int(memory * GB)
     gpus = gpus or here or training.num_processes
     if context is not None:
         prompt = min(rollout.max_prompt_tokens, context // 2)
