@@ -33,7 +33,7 @@ class AdvantageInputs:
     (`agentrl.algorithms.estimators.branches`). Discounts, `gae` and token baselines follow `parents` and `forks`, from
     the root of the conversation to the token.
 
-    If `path_weights` are below 1, the branches are alternatives. The rollout is then a tree, and each leaf has a reward.
+    If `path_weights` are below 1, the branches are alternatives. The rollout is then a tree with a reward at each leaf.
     Estimators treat every path from the root to a leaf as one row with the weight of the leaf
     (`agentrl.algorithms.estimators.forks`). Each branch begins after the last model token of its parent.
 

@@ -1,4 +1,4 @@
-"""``http://A,http://B``: a list of services with health checks. Calls to a lost service are sent to the others."""
+"""``http://A,http://B``: a list of services with health checks. Calls to a lost service are sent to other services."""
 
 from __future__ import annotations
 
