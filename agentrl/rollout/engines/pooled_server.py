@@ -137,7 +137,7 @@ class StallDetector:
             while True:
                 await self._wait_until_stalled()
                 self._end_requests()
-        except Exception:  # a bug: end every watched request, which then raises it
+        except Exception:  # a bug: end every watched request, which then raises this exception
             self._end_requests()
             raise
 
