@@ -115,8 +115,8 @@ class Trajectory:
     ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the conversation
     of another branch, ``parent`` is the index of that branch, and ``fork`` is the number of its model tokens that the
     prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens. A *forked* rollout is a tree of
-    alternatives, and its branches are the edges: a branch that ended as ``forked`` continues in several others, and
-    every other branch ends a path with its own reward. ``path_weight`` is the weight of the branch
+    alternatives whose edges are the branches. A branch that ended as ``forked`` continues in several branches. Every
+    other branch ends a path and has a separate reward. ``path_weight`` is the weight of the branch
     (:func:`with_path_weights`), and None in rollouts that are not forked. In forked rollouts, the tokens in ``weight``
     are weighted by ``path_weight``, and ``reward`` is the reward of the path or, for a forked branch, the mean over its
     paths.

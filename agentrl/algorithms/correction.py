@@ -44,11 +44,11 @@ class CorrectionOptions(Options):
     `weights`: the ratio of the `token`, of the `sequence` (product over its model tokens) or its `geometric` mean.
     `weight_bound`: `truncate` (TIS) caps weights at `weight_high`; `icepop` sets 0 outside [weight_low, weight_high].
     `self_normalize`: divide by the mean weight of the optimizer step.
-    `ratio_mask` (MIS): keep tokens or sequences whose ratio is within [ratio_low, ratio_high]: with 0.5 and 1.5 a ratio
-    of 1.8 is rejected and 0.6 kept (a well-known implementation has it inverted).
-    `divergence_mask`: `k2` log_rho^2 / 2 or `k3` rho - log_rho - 1; keep tokens or sequences with at most
-    `divergence_high`, by `divergence_level`: each token by its own, a sequence by the mean or by the largest of its
-    tokens.
+    `ratio_mask` (MIS): keep tokens or sequences whose ratio is within [ratio_low, ratio_high]. With 0.5 and 1.5, a
+    ratio of 1.8 is rejected and 0.6 is kept. (A well-known implementation inverts this condition.)
+    `divergence_mask`: keep tokens or sequences whose divergence is at most `divergence_high`. The divergence is `k2`
+    log_rho^2 / 2 or `k3` rho - log_rho - 1. `divergence_level` selects the divergence of each token, or the mean or
+    the maximum over the tokens of a sequence.
     """
 
     weights: str | None = checked_option(None, check_choice, (None, *RATIO_LEVELS))

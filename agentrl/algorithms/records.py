@@ -33,12 +33,12 @@ class AdvantageInputs:
     (`agentrl.algorithms.estimators.branches`). Discounts, `gae` and token baselines follow `parents` and `forks`, from
     the root of the conversation to the token.
 
-    If `path_weights` are below 1, the branches are alternatives: the rollout is a tree whose leaves have their own
-    rewards, and every estimator treats a path from its root to a leaf as one row with the weight of the leaf
-    (`agentrl.algorithms.estimators.forks`). Each branch then begins after the last model token of its parent.
+    If `path_weights` are below 1, the branches are alternatives. The rollout is then a tree with a reward at each leaf.
+    Estimators treat every path from the root to a leaf as one row with the weight of the leaf
+    (`agentrl.algorithms.estimators.forks`). Each branch begins after the last model token of its parent.
 
-    Energies weight a token with `(importance_weights * loss_mask)^2`; if one of the two is None, it is 1 on every model
-    token. Therefore a zero weight and the loss mask reject a token with the same effect on the baseline. Rewards,
+    Energies weight a token with `(importance_weights * loss_mask)^2`. A factor that is None is 1 on every model token.
+    Therefore a zero weight and the loss mask reject a token with the same effect on the baseline. Rewards,
     returns and compact indices use the response mask, including rejected tokens. `trajectory_energy` already includes
     the weights, because they cannot be factored out.
     """

@@ -112,7 +112,7 @@ class NodeHost:
             process.wait_or_kill(0.0)
 
     def _stop_without_calls(self) -> None:
-        # If the command loses contact with this node, it restarts the ranks elsewhere, so they must not continue here.
+        # If the command loses contact with this node, it restarts the ranks elsewhere. Stop the ranks here.
         while True:
             time.sleep(_RETRY_INTERVAL)
             if time.monotonic() - self._last_call > self._deadline:
@@ -357,7 +357,7 @@ class RayCluster:
         for host, reservation in zip(hosts, reservations, strict=True):
             self._add_node(host, reservation)
         self._numbers = itertools.count(len(hosts))
-        # The largest bundle stays first. The others are sorted by address, so that ranks find their local files again.
+        # The largest bundle stays first. All others are sorted by address, so that ranks find their local files again.
         return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
 
     def _label_selectors(self, count: int) -> list[dict[str, str]] | None:

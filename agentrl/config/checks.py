@@ -272,7 +272,7 @@ def _fork_problems(settings: Settings) -> Iterator[str]:
                 f"{forks} and algorithm.{key}=mask: the tokens before a fork would train on the rewards of masked "
                 "branches; use exclude or train"
             )
-    from agentrl.algorithms import ESTIMATORS, LOSSES  # imports torch, so only if rollouts fork
+    from agentrl.algorithms import ESTIMATORS, LOSSES  # imports torch, so imported only if rollouts fork
 
     name, loss = settings.algorithm.estimator, settings.algorithm.loss
     if name in ESTIMATORS.names() and ESTIMATORS[name].by_column:
@@ -389,7 +389,7 @@ def _route_problems(settings: Settings) -> Iterator[str]:
 
 
 def _exact_energy_problems(settings: Settings, setting: str, reason: str) -> Iterator[str]:
-    from agentrl.algorithms import ESTIMATORS  # imports torch, so only for settings that are not the default
+    from agentrl.algorithms import ESTIMATORS  # imports torch, so imported only for non-default settings
 
     name = settings.algorithm.estimator
     if name in ESTIMATORS.names() and "trajectory_energy" in ESTIMATORS[name].requires:
@@ -410,7 +410,7 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
     name, drops = settings.algorithm.estimator, settings.algorithm.drop_zero_variance
     if settings.rollout.group_size > 1:
         return
-    from agentrl.algorithms import ESTIMATORS  # imports torch, so only in the rare case of groups of one
+    from agentrl.algorithms import ESTIMATORS  # imports torch, so imported only for groups of one
 
     entry = ESTIMATORS[name] if name in ESTIMATORS.names() else None
     if entry is not None and "greedy_returns" in entry.requires:  # the greedy rollout provides the variance
@@ -431,7 +431,7 @@ def _branch_warnings(settings: Settings) -> Iterator[str]:
     rerendered = (environment.model_dump() | (environment.model_extra or {})).get("history") == "template"
     if not rerendered and not is_agent(settings.env):
         return
-    from agentrl.algorithms import ESTIMATORS  # imports torch, so only if rollouts can branch
+    from agentrl.algorithms import ESTIMATORS  # imports torch, so imported only if rollouts can branch
 
     if name in ESTIMATORS.names() and ESTIMATORS[name].by_column:
         yield (

@@ -52,7 +52,7 @@ def load_settings(
 ) -> Settings:
     """Resolve the settings of a run and check them for ``command``. The resolved ``name`` is always set.
 
-    ``config_file`` is a path, the name of a shipped overlay, or a sequence of them in increasing precedence.
+    ``config_file`` is a path, the name of a shipped overlay, or a sequence of paths and names in increasing precedence.
     ``overrides`` are ``key=value`` with dotted keys and YAML values. Raises SettingsError with one line per problem.
     """
     named = [str(config_file)] if isinstance(config_file, str | Path) else [str(name) for name in config_file or ()]

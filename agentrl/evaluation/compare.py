@@ -1,8 +1,9 @@
 """``agentrl compare A B``: difference of two runs on the same problems, paired by problem, with intervals and p-values.
 
 As for the score of one run, there are two questions: *this benchmark* (fixed problems, new samples) and *problems like
-these* (new problems). Each has an interval and a p-value, which come from different tests. Near p = 0.05, only one of
-the two may exclude a difference of 0. ``benchmarks/coverage.py`` measures the coverage of both intervals.
+these* (new problems). Each has an interval and a p-value, which come from different tests. Near p = 0.05, the interval
+and the p-value may disagree about a difference of 0. ``benchmarks/coverage.py`` measures the coverage of both
+intervals.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ class TextEngine:
         self._raise_rejection(response.text.lower(), message)
 
     def _raise_rejection(self, text: str, message: str) -> NoReturn:
-        # Some servers reject stream_options. Retry without: then streamed chunks are counted instead of tokens.
+        # Some servers reject stream_options. Retry without it, and count streamed chunks instead of tokens.
         if self._sends_stream_options and "stream_options" in text:
             self._sends_stream_options = False
             raise RetryableError(message, 0.0)

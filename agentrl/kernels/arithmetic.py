@@ -85,7 +85,7 @@ def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) ->
 
 
 def matmul_into(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
-    """Write left [A, B] right [B, C] to out [A, C], or add it if `accumulate`. out has the accumulation dtype."""
+    """Write left [A, B] @ right [B, C] to out [A, C], or add to out if `accumulate`. out has the accumulation dtype."""
     if not out.is_cuda:
         product = left.to(out.dtype) @ right.to(out.dtype)
         # Not addmm: on CPUs it may add the terms to `out` one by one, which rounds each time at the scale of `out`.

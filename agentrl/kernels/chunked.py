@@ -2,7 +2,7 @@
 
 A block contains complete rows of the vocabulary, so its softmax needs no running maximum. After the matrix product,
 elementwise operations run over pieces of the block that fit into the processor's cache. The backward pass computes the
-logits again, unless there are few of them (`KEEP_ELEMENTS`). Extra memory: one block (`BLOCK_ELEMENTS`), three pieces
+logits again, unless there are few logits (`KEEP_ELEMENTS`). Extra memory: one block (`BLOCK_ELEMENTS`), three pieces
 and, in the backward pass, a bfloat16 copy of the block on GPUs and the gradients.
 """
 

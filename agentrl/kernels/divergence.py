@@ -118,7 +118,7 @@ class _ChosenOutputs(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, weight, ids = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden)
-        # None for a frozen head: a gradient of its size is the largest tensor here.
+        # None for a frozen head, because the head's gradient is the largest tensor here.
         to_weight = torch.zeros_like(weight, dtype=gradient.dtype) if ctx.needs_input_grad[1] else None
         for rows in _pieces(ids, width=ids.shape[1] * hidden.shape[1]):
             own, states = gradient[rows], hidden[rows].to(gradient.dtype)

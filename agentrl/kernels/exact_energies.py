@@ -49,7 +49,7 @@ def trajectory_energies(
 
     model: a causal language model of a class in `layer_energies.MODELS`, sharded by ZeRO-3 or not, whose
     head may be a `FusedHead`. input_ids [B, S]: prompt and response, one trajectory per row. With `packed`, the model
-    reads them as one row without padding, with this backend; it must use the attention of `agentrl.models`.
+    reads all trajectories as one row without padding. The model must then use the attention of `agentrl.models`.
     token_mask [B, S] bool: the *tokens* y_t whose log-probability counts. The state at position t - 1 predicts token t.
     attention_mask [B, S] bool: False at padding in any position. Without it, every column is attended to, which is
     correct for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
@@ -94,7 +94,7 @@ def _prepared(
 ) -> _Rows:
     """Return the rows with attended positions first, and their counted tokens."""
     if attention_mask is not None:
-        # Attended positions first, in order: then a causal model needs no mask, and padding has no effect.
+        # Move attended positions to the front, in order. A causal model then needs no mask, because padding comes last.
         order = attention_mask.bool().long().argsort(dim=1, descending=True, stable=True)
         input_ids, mask = input_ids.gather(1, order), mask.gather(1, order)
         weights = None if weights is None else weights.gather(1, order)

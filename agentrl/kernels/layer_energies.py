@@ -287,7 +287,7 @@ class LayerEnergies:
                 self.totals[rows] += site.energy(part, gradient, self._dtype)
 
     def _active_blocks(self, site: _Site, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
-        """Yield rows to process at once, and the columns in which any of them is active."""
+        """Yield rows to process at once, and the columns in which any of these rows is active."""
         width = max(1, self._active.shape[1])
         product = min(width, inputs.shape[-1]) * gradients.shape[-1] if isinstance(site.module, nn.Linear) else 0
         size = width * (inputs[0].numel() + gradients[0].numel()) + product

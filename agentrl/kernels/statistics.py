@@ -134,8 +134,8 @@ def token_statistics(
     observations are not masked here. Sums are in float32, or in float64 if hidden or head_weight is. Autocast is off.
 
     Gradients through `log_probs` and `entropy` with respect to hidden, head_weight and bias are exact. The other fields
-    are detached. The backends `chunked` and `triton` (for GPUs) store at most one block of logits; `reference` stores
-    all of them. `auto` selects `triton` on GPUs if it is installed, otherwise `chunked`. `triton` takes no support.
+    are detached. The backends `chunked` and `triton` (for GPUs) store at most one block of logits. `reference` stores
+    all logits. `auto` selects `triton` on GPUs if it is installed, otherwise `chunked`. `triton` takes no support.
 
     Raises KernelInputError if the arguments do not fit together.
     """

@@ -201,7 +201,7 @@ def _bias(columns: dict[str, Floats], weights: Floats) -> Floats:
 
 
 def _interval(values: Floats) -> IntervalEstimate:
-    # The first value is from the sample itself; the others are from bootstrap resamples. Quantiles are not
+    # The first value is from the sample itself, all others are from bootstrap resamples. Quantiles are not
     # interpolated, because values may be infinite.
     known = values[1:][~np.isnan(values[1:])]
     low = np.quantile(known, 0.025, method="lower") if known.size else math.nan

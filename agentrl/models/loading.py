@@ -151,7 +151,7 @@ def model_without_weights(path: str | Path, settings: ModelSettings) -> PreTrain
 
 
 def build_with_attention(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
-    """Build a model with the attention function of agentrl, or with its own if its class accepts no other function."""
+    """Build a model with agentrl's attention function, or the class's function if the class accepts no other."""
     try:
         return build(attn_implementation=register_attention())
     except KeyError as error:

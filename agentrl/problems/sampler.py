@@ -151,9 +151,9 @@ class ProblemSampler:
     """Draws problems from a mixture. Not thread-safe.
 
     With the uniform ``curriculum``, every problem of a finite source is drawn once before any is drawn again, in an
-    order that changes every epoch. The other curricula draw problems by their ``posteriors``: with weights
-    ``p (1 - p)`` ("variance"), or those with the largest ``p (1 - p)`` for a success probability ``p`` sampled from the
-    posterior ("thompson"). A call then draws a problem twice only if a source has too few. ``decay``: see
+    order that changes every epoch. The other curricula draw problems by their ``posteriors``. "variance" draws with
+    weights ``p (1 - p)``. "thompson" samples a success probability ``p`` from each posterior and draws the problems
+    with the largest ``p (1 - p)``. A call then draws a problem twice only if a source has too few. ``decay``: see
     :class:`.Posteriors`.
 
     >>> from agentrl.problems.arithmetic import ArithmeticSource

@@ -2,8 +2,8 @@
 
 A LoadReport counts the rows that are left out (unanswered, repeated, excluded, in the other part of a split).
 
-Problems that differ only in their numbers are the same exercise to a model that was trained on one of them. Cold-start,
-training and evaluation data are therefore kept disjoint by *masked* statements, in which numbers are replaced.
+A model trained on one problem has practiced every problem that differs from it only in numbers. Cold-start, training
+and evaluation data are therefore kept disjoint by *masked* statements, in which numbers are replaced.
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ class MaskedSplit:
 def split_by_masked_statement(
     problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
 ) -> MaskedSplit:
-    """Remove problems that match ``exclude`` when masked, and split the others by a hash of the masked statement.
+    """Remove problems that match ``exclude`` when masked, and split all others by a hash of the masked statement.
 
     The part of a problem depends only on a hash of its masked statement and ``heldout_fraction`` (in [0, 1]). Files
     that are split separately are therefore consistent, and problems added to a file do not move the other problems.
@@ -356,7 +356,7 @@ def _read_statements(path: str) -> Iterator[str]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadedDemonstrations:
-    """Demonstrations and a one-line description of them."""
+    """Demonstrations and their one-line description."""
 
     demonstrations: tuple[Demonstration, ...]
     description: str

@@ -3,17 +3,17 @@
 :class:`Schedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies a step's groups, either
 on demand or from rollouts that run ahead of training in the background.
 
-A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued. None of the
-group's tokens is older. A group is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
+A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued. No token of
+the group is older. A group is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
 
 Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. All
-issued groups therefore fit into the batches up to the one in which the last of them is due, whatever their length, and
+issued groups therefore fit into the batches up to the last batch in which a group is due, whatever their length, and
 no group is ever dropped.
 
-Overtaking. Groups that finish early may be trained before earlier groups, as long as the remaining ones can still be
-trained in time: for every k, at most k batches' worth of them are due within the next k batches. Otherwise the trainer
-waits. Taking the earliest finished groups is the best choice (earliest deadline first), so if it violates the
-condition, every choice does.
+Overtaking. Groups that finish early may be trained before earlier groups, as long as the remaining groups can
+still be trained in time. The condition is that for every k, at most k batches of remaining groups are due within the
+next k batches. Otherwise the trainer waits. Taking the earliest finished groups is the best choice (earliest deadline
+first). If this choice violates the condition, every choice does.
 
     >>> schedule = Schedule(groups=2, max_staleness=1)
     >>> [schedule.start(index) for index in range(schedule.groups_to_issue())]

@@ -74,7 +74,7 @@ class Panel:
 
 
 def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
-    """Draw every panel that has values, and an ``overview.png`` of them, into ``folder``. Returns the files.
+    """Draw every panel that has values, and an ``overview.png`` of all panels, into ``folder``. Returns the files.
 
     ``title`` is printed on each plot, such as the name, the seed and the step size of the run.
     """

@@ -50,7 +50,7 @@ class TrajectoryTokens:
     ``baselines`` are outputs of the estimator. Optional fields are None if the step did not need them: without a
     rollout correction, a critic, a reference policy, or an estimator that uses the energy of the head's gradient.
 
-    ``loss_weight`` is the factor of each token of ``loss_mask`` in the step's loss, before ``weights``: the loss is the
+    ``loss_weight`` is the factor of each token of ``loss_mask`` in the step's loss, before ``weights``. The loss is the
     sum of ``loss_weight * weights * loss of the token`` over the tokens of all trajectories, plus entropy and KL terms.
     """
 

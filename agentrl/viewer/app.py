@@ -183,7 +183,7 @@ class _Handlers:
         }
 
     def library(self, _request: Request) -> object:
-        """Return all runs (:func:`run_summary`) and evaluations. Unreadable ones have a field ``error``."""
+        """Return all runs (:func:`run_summary`) and evaluations. Unreadable entries have a field ``error``."""
         by_kind = {"run": list[object](), "evaluation": list[object]()}
         for folder in self._library.folders():
             try:

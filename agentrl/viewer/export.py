@@ -108,7 +108,7 @@ def _pack_rollouts(path: Path) -> list[str]:
 
 
 def rank_rollouts(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
-    """Rank the rollouts of each problem: the first correct one, the first other one, the second correct one, and so on.
+    """Rank the rollouts of each problem, alternating between correct and other rollouts, in order within each kind.
 
     >>> kinds = ["correct", "correct", "correct", "void", "incorrect"]
     >>> rank_rollouts({"index": i, "benchmark": "b", "problem": "p", "kind": kind} for i, kind in enumerate(kinds))

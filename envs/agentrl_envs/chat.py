@@ -158,7 +158,7 @@ class ChatFormat:
         ``ids`` are the call ids that the model wrote, if any.
         """
         parts = self._turn_end_parts()
-        # Some templates write a call's id before its response, others write it after the response.
+        # Some templates write a call's id before the response, other templates write it after the response.
         id_comes_first = CALL_ID_PLACEHOLDER in self.before_response
         previous_id = _DEFAULT_CALL_ID
         for number, text in enumerate(texts):

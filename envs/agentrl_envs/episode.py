@@ -126,7 +126,7 @@ class Policy(Protocol[RolloutResult]):
         ...
 
     async def join(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
-        """Play each branch of `fork` with `play`, and return the rollout with all of them."""
+        """Play each branch of `fork` with `play`, and return the rollout with all branches."""
         ...
 
     def end(self, ended: Ended) -> RolloutResult:

@@ -64,8 +64,8 @@ class Message:
 class Conversation:
     """A finished rollout as text. ``environment_reward`` is the environment's reward, summed over the turns.
 
-    For an agent's rollout with several trajectories, ``turns`` is the last trajectory, and ``earlier`` contains the
-    others in the order in which they ended.
+    For an agent's rollout with several trajectories, ``turns`` is the last trajectory, and ``earlier`` contains all
+    other trajectories in the order in which they ended.
     """
 
     turns: tuple[Message, ...]

@@ -26,7 +26,7 @@ class BlockingCalls:
     """Runs up to ``threads`` blocking calls at once.
 
     A call that exceeds its deadline continues in its thread and keeps its slot, because Python cannot stop a thread.
-    The thread is a daemon, so it does not prevent the process from exiting.
+    The thread is a daemon thread, which does not prevent the process from exiting.
     """
 
     def __init__(self, threads: int, *, name: str) -> None:

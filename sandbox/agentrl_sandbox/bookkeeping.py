@@ -134,7 +134,7 @@ class SessionRegistry(Generic[_Owner, _Identifier]):
     async def exclusive_use(self, name: str) -> AsyncIterator[OpenSession[_Owner, _Identifier]]:
         """Wait for exclusive use of a session. Raises UnknownSessionError if it does not exist or ends meanwhile."""
         async with self.find(name).lock:
-            yield self.find(name)  # it may have ended meanwhile
+            yield self.find(name)  # the session may have ended meanwhile
 
     def record_end(self, name: str, why: str) -> None:
         """Record that a session has ended. Only the first reason is kept."""

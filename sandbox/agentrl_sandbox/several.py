@@ -1,4 +1,4 @@
-"""``http://A,http://B``: a list of services with health checks. Calls to a lost service are sent to the others."""
+"""``http://A,http://B``: a list of services with health checks. Calls to a lost service are sent to other services."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ class SeveralSandboxes(ServiceSandbox):
                 except (BusyError, SessionLimitError) as error:
                     busy = error
                 losses += session is None and isinstance(busy, UnreachableServiceError) and busy.begun
-                # Without isolation, a program can end the service itself, so do not send it to another service.
+                # Without isolation, a program can end the service itself, so do not run it elsewhere.
                 if losses and (losses > _MAX_LOSSES or self.isolation.missing):
                     raise BusyError(f"gave up after {losses} services were lost while running the program: {busy}")
             if isinstance(busy, SessionLimitError):

@@ -3,7 +3,7 @@
 - Functions of each token's ratio: reinforce, ppo, dual_clip, cispo, sapo.
 - Functions of the ratio of a whole sequence: gspo, gmpo. All model tokens of a sequence (a row) must be in one call.
 - Masks by the change of a token's probability: dppo_tv, dppo_kl (arXiv 2602.04879). Both are -A sg[min(ratio, 20)] ln p
-  for the tokens they keep and 0 for the others.
+  for kept tokens and 0 for all other tokens.
 - Special treatment of the few tokens whose advantage and log-probability covary most, which drive the collapse of
   entropy (Cui et al., arXiv 2505.22617): clip_cov, kl_cov. They are selected over a whole optimizer step
   (`step_selection`).

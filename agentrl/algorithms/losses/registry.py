@@ -50,7 +50,7 @@ def aggregate(
     `problem_weights` [B]: the weight of each row's tokens and sequence, in sums and counts. If it is inversely
     proportional to the number of sequences of the row's problem, all problems have the same weight in the sum.
 
-    Only tokens in the mask count, and sequences with at least one of them. Other values affect neither result nor
+    Only tokens in the mask count, and sequences with at least one such token. Other values affect neither result nor
     gradient. `normalizer`, the sum of `loss_normalizer` over all micro-batches and ranks, replaces the count, so that
     the values of micro-batches *sum* to the value of the optimizer step.
     """

@@ -177,7 +177,7 @@ class PackedRow:
         )
 
     def pad_to_multiple(self, multiple: int) -> PackedRow:
-        """Pad the row to a multiple, so that ranks that share it have the same number of tokens.
+        """Pad the row to a multiple, so that the ranks sharing the row have equal numbers of tokens.
 
         The padding is a last segment of zeros, which no document reads.
         """

@@ -38,7 +38,7 @@ def study_command(
     Runs and report are stored in ``folder``, by default ``runs/NAME``. A run that has ended according to the stored
     record is not repeated, even if its directory was deleted. Raises SettingsError or WorldError.
     """
-    require_package("scipy", extra="lab", purpose="agentrl study")  # now, and not after hours of runs
+    require_package("scipy", extra="lab", purpose="agentrl study")  # fail now, not after hours of runs
     if file.suffix == ".json":
         record = read_record(file)
         record = record.model_copy(update={"study": record.study.with_baseline(baseline)})

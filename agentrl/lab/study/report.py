@@ -237,7 +237,7 @@ def _plot_in_panels(variants: Mapping[str, Sequence[RunCurve]], study: StudySett
         axes.set_title(variant, loc="left", fontsize=8)
         axes.set_ylim(bottom=0)
         axes.tick_params(labelbottom=index + COLUMNS >= len(variants))
-    for axes in panels:  # the rest of the iterator: panels without a variant
+    for axes in panels:  # the remaining panels of the iterator have no variant
         axes.set_axis_off()
     add_caption(figure, f"{text}\nHeld-out score; grey: the other variants, dashed: {study.baseline_variant}")
     figure.supxlabel("optimizer step", fontsize=10)

@@ -21,7 +21,7 @@ from agentrl.rollout.engines.decoding import SlotCache, use_decode_attention
 from agentrl.rollout.engines.sampling import keyed_uniform, restrict, sample_tokens
 
 # Prefills interrupt decoding and are therefore delayed. A prefill starts when at most this many requests are running
-# for each waiting one, or when a request has waited for this many decoding steps.
+# for each waiting request, or when a request has waited for this many decoding steps.
 _RUNNING_PER_WAITING = 8
 _MAX_STEPS_WAITED = 6
 

@@ -44,7 +44,7 @@ class SlotCache(Cache):
         self.length = 0
 
     def reserve(self, rows: int) -> None:
-        """Reserve ``rows`` rows, so that the cache grows only once for all of them."""
+        """Reserve ``rows`` rows, so that the cache grows only once for all rows."""
         self._reserved_rows = max(rows, self._reserved_rows)
 
     def clear(self) -> None:

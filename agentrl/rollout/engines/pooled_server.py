@@ -50,7 +50,7 @@ class ServerLoad:
             self.requests -= 1
 
     def halve_limit(self) -> int:
-        """Limit the server to half its requests in flight, including the one that failed. Returns the new limit."""
+        """Limit the server to half its requests in flight, including the failed request. Returns the new limit."""
         in_flight = self.requests + 1
         self.limit = max(1, (in_flight if self.limit is None else min(self.limit, in_flight)) // 2)
         return self.limit
@@ -137,7 +137,7 @@ class StallDetector:
             while True:
                 await self._wait_until_stalled()
                 self._end_requests()
-        except Exception:  # a bug: end every watched request, which then raises it
+        except Exception:  # a bug: end every watched request, which then raises this exception
             self._end_requests()
             raise
 

@@ -94,8 +94,8 @@ class ServedWeights:
 class ServedAdapters(ServedWeights):
     """The weights of each version as an adapter with a unique name, on a frozen base model.
 
-    A request uses the same adapter from start to end. An adapter is unloaded when it is neither the newest one nor used
-    by a running request. The first version is the base model itself, because its adapters are zero.
+    A request uses the same adapter from start to end. An adapter is unloaded when a newer adapter exists and no running
+    request uses it. The first version is the base model itself, because its adapters are zero.
     """
 
     updates_in_place = False

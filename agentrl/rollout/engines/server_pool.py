@@ -200,7 +200,7 @@ class ServerEngine:
             server.load.cached.pop(trajectory_id, None)
 
     async def cache_use(self) -> CacheUse | None:
-        """Return the total capacity of the servers that are up, and the usage of the fullest one; None if unknown."""
+        """Return the total capacity of the running servers and the usage of the fullest server; None if unknown."""
         uses: list[CacheUse] = []
         calls = (server.replica.cache_use() for server in self._servers_up)
         for answer in await asyncio.gather(*calls, return_exceptions=True):
@@ -312,7 +312,7 @@ class ServerEngine:
         self._weights.has_initial_weights = True
 
     async def sleep(self) -> None:
-        """Release the GPUs to the trainer until the next :meth:`install`. Weights that it replaces are dropped."""
+        """Release the GPUs to the trainer until :meth:`install`, and drop the weights that the install replaces."""
         self._close_gate()
         self._is_asleep = True
         self._clear_prefixes()

@@ -141,7 +141,7 @@ class ManagedServers(ABC):
         ]
 
     async def _resume_if_verified(self, probe: Probe) -> str | None:
-        """Compare every server's checksums and scores with the probe. Requests resume if all of them match."""
+        """Resume requests if every server's checksums and scores match the probe. Returns the mismatches, or None."""
 
         def check(replica: Replica) -> Coroutine[object, object, str | None]:
             return self.verifier.check(replica, probe)

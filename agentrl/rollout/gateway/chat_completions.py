@@ -51,7 +51,7 @@ ToolChoice = Annotated[
         lambda value: "required" if isinstance(value, dict) and value.get("type") in _FORCED_CHOICES else value
     ),
 ]
-"""A tool choice, in which a named tool counts as required."""
+"""A tool choice. A named tool is converted to ``required``."""
 
 
 class _ResponseFormat(WireModel):

@@ -374,7 +374,8 @@ class AgentGateway:
 
     async def _finish(self, http: Request) -> Response:
         rollout = self._entry(http).rollout
-        # With the rollout's key, code written by the policy could exclude its own rollout.
+        # Require the gateway's key. Code written by the policy may have the rollout's key, with which it could exclude
+        # its own rollout.
         if not _keys_equal(_request_key(http), self.key):
             raise GatewayRequestError(
                 "finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed"

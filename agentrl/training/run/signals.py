@@ -29,8 +29,8 @@ def handle_stop_signals(
 ) -> Iterator[None]:
     """Call ``request_stop`` at the first signal and ``force_stop`` at later ones, in a thread.
 
-    Without ``force_stop``, a later signal raises KeyboardInterrupt in the main thread, so that a program that trains in
-    its own process can continue. With ``announce``, print a message at the first signal; set it in one process of a run
+    Without ``force_stop``, a later signal raises KeyboardInterrupt in the main thread, so that a program that calls
+    `agentrl.train` can continue. With ``announce``, print a message at the first signal; set it in one process of a run
     only. Has no effect outside the main thread, where Python cannot install signal handlers.
     """
     if threading.current_thread() is not threading.main_thread():

@@ -57,7 +57,7 @@ class RankPlan:
 
 
 Unit = tuple[Sequence[Trajectory], ...]
-"""The trajectories of one micro-batch, or of the micro-batches of a group that does not fit one."""
+"""The trajectories of one micro-batch, or of all micro-batches of a group that is too large for one."""
 
 
 def pack_units(
@@ -222,7 +222,7 @@ def plan_step(
             greedy_returns=greedy,
             teacher_prompt=teacher_prompt,
         )
-        # Ranks run the same number of passes. Ranks with fewer micro-batches repeat one with weight 0.
+        # Ranks run the same number of passes. Ranks with fewer micro-batches repeat a micro-batch with weight 0.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)
         most = max(sum(map(len, share)) for share in shares)
         first = max(sum(len(unit) - 1 for unit in share) for share in shares) * scored
@@ -315,7 +315,7 @@ def describe_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: i
 
 
 def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:
-    """Return the reasons for a statistics pass before training; empty if one forward serves both."""
+    """Return the reasons for a statistics pass before training; empty if none is needed."""
     algorithm, correction = settings.algorithm, settings.correction
     needed = estimator_requirements(settings)
     reasons = []

@@ -211,7 +211,7 @@ class BatchCompleter:
     def _normalizers(
         self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
-        """Return the normalizer [2] of the correction's weights for each update, or None without one. Collective."""
+        """Return each update's normalizer [2] of the correction's weights, or None if disabled. Collective."""
         if not self.corrector.self_normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)

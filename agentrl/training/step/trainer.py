@@ -299,8 +299,8 @@ class Trainer:
     ) -> tuple[TokenStatistics, Tensor | None, dict[str, Tensor]]:
         """Run the policy's forward, after the forwards of frozen policies whose whole distribution it needs.
 
-        Returns (statistics [B, T], zero off model tokens, connected to the graph; hidden states [N, D] of the model
-        tokens, or of this rank's part of them; log-probabilities [B, T] by these frozen policies).
+        Returns (statistics, hidden states, log-probabilities by these frozen policies). Statistics [B, T] are zero off
+        model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
         """
         self._heartbeat.start_pass()
         scored = {name: policy.score_batch(batch) for name, policy in step.frozen.items() if policy.over_vocabulary}

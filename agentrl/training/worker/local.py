@@ -250,7 +250,7 @@ class LocalService:
         """Return immediately, because this process is the only rank."""
 
     def roll_out_and_plan(self, step: int, budget: int) -> list[RankPlan]:
-        """Roll out one step, unless it is done, and plan it for every rank. Sequence-parallel ranks share a plan."""
+        """Roll out one step if necessary, and plan it for every rank. Sequence-parallel ranks share a plan."""
         if self._groups is None or self._worker.step != step:
             self._managed.begin_rollouts()
             self._groups = self._run(self._worker.next_batch(step))

@@ -105,7 +105,7 @@ class TaskContainers:
             try:
                 await self.call(container.create)
             except UnavailableError:
-                if self._images.get(task.directory) is image:  # it may have been removed
+                if self._images.get(task.directory) is image:  # the image may have been removed
                     del self._images[task.directory]
                 raise
             if task.config.environment.healthcheck is not None:

@@ -5,8 +5,8 @@ observation. The schemas of the server or the settings determine these fields. A
 (``builtin:seeds``). The columns of a row are passed to the server's ``reset`` by name.
 
 Messages are JSON over one WebSocket per session, as in OpenEnv 0.10. The server responds to ``reset`` and ``step`` with
-``observation`` or ``error``; ``close`` ends the session. A server without a free session reports that in its first
-message.
+``observation`` or ``error``; ``close`` ends the session. If a server has no free session, its first message reports the
+error.
 """
 
 from __future__ import annotations

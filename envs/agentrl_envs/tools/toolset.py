@@ -321,7 +321,7 @@ class EpisodeTools:
         for instance, thread in instances.values():
             close = getattr(instance, "close", None)
             if close is not None and thread.overdue_call and not inspect.iscoroutinefunction(close):
-                thread.close(close)  # do not wait, because the call before it may never return
+                thread.close(close)  # do not wait, because an earlier call may never return
                 continue
             try:
                 if close is not None:

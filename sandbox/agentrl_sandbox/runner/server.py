@@ -48,7 +48,7 @@ from agentrl_sandbox.runner.usage import measure_usage
 from agentrl_sandbox.types import Outcome
 
 _CHECK_SECONDS = 0.1  # seconds between checks of memory and of the parent
-_MAX_READ_BYTES = 1 << 20  # bytes read from one stream before others get a turn
+_MAX_READ_BYTES = 1 << 20  # bytes read from one stream before other streams get a turn
 _ZYGOTE_KINDS = ("bare", "science")
 
 

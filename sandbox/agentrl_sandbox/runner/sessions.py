@@ -127,8 +127,8 @@ class ServerSession:
     program: Program | None = None
     fork: PendingFork | None = None
     held_answer: Frame[Mapping[str, object]] | None = None  # sent to the client when the session is idle
-    why: str = ""  # reason for its end
-    closers: list[int] = field(default_factory=list)  # requests to close it
+    why: str = ""  # reason for the session's end
+    closers: list[int] = field(default_factory=list)  # requests to close the session
 
     def enter_state(self, state: SessionState, seconds: float) -> None:
         """Enter a state that may last for ``seconds``."""

@@ -122,7 +122,7 @@ class KernelMemoryQuota:
     """The remaining memory of a program, minus the kernel memory that its processes may hold.
 
     Requires the rights of the processes' user, and counts only memory that is visible with these rights. Descriptors in
-    flight between sockets are not counted; the kernel allows a user twice RLIMIT_NOFILE of them.
+    flight between sockets are not counted. The kernel allows a user twice RLIMIT_NOFILE such descriptors.
     """
 
     bytes_left: int

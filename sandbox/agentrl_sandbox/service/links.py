@@ -390,7 +390,7 @@ class RunnerRegistry:
             with os.scandir(self._directory) as entries:
                 names = [entry.name for entry in entries if stat.S_ISSOCK(entry.stat(follow_symlinks=False).st_mode)]
         except OSError:
-            return []  # it does not exist yet or is changing: scan again
+            return []  # the directory or a socket is missing or changing: scan again
         return [name for name in sorted(names)[:_MAX_RUNNERS] if name.endswith(".sock")]
 
     async def _connect(self, name: str) -> None:

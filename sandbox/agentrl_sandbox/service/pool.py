@@ -240,7 +240,7 @@ class RunnerPool(CallSandbox):
             self._start_background_task(self._close_quietly(task.result()))
 
     async def _close_quietly(self, session: str) -> None:
-        with contextlib.suppress(SandboxError):  # it has ended by itself
+        with contextlib.suppress(SandboxError):  # the session has already ended
             await self.close_session(session)
 
     def _start_background_task(self, work: Coroutine[None, None, _T]) -> asyncio.Task[_T]:

