@@ -50,7 +50,7 @@ class PackedOrPadded(PolicyModel):
         if not self.padded:
             return super().forward(row, rows, columns, temperature, keep_hidden, reference, teacher, support)
         prompts = int(row.prompt_ends[0]) + 1  # of equal lengths, and none is shared
-        lengths = torch.from_numpy(row.lengths).to(row.response_starts.device)
+        lengths = row.lengths.to(row.response_starts.device)
         places = (row.response_starts - prompts)[:, None] + torch.arange(
             row.longest_document, device=row.response_starts.device
         )

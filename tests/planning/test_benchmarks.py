@@ -105,7 +105,16 @@ def test_parts_of_the_kernels_find_what_they_expect(gpu: ModuleType, part: str) 
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("function", ["gpu_kernels:accumulation", "gpu_step:shortage", "gpu_train:train_tiny"])
+@pytest.mark.parametrize(
+    "function",
+    [
+        "gpu_kernels:accumulation",
+        "gpu_step:step_1_5b",
+        "gpu_step:shortage",
+        "gpu_train:kernel_tests",
+        "gpu_train:train_tiny",
+    ],
+)
 def test_parts_that_train_find_what_they_expect(gpu: ModuleType, function: str) -> None:
     found = gpu.run_part(function, "cpu", 300.0)
     assert found["state"] == "ran", found["reason"]
