@@ -134,7 +134,7 @@ class EvaluationDirectory:
         if self._provenance.is_file():
             self._check_same(provenance)
             return
-        foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_leftover(entry.name))
+        foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_left_by_killed_evaluation(entry.name))
         if foreign:
             raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}): choose another --output")
         atomic_write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
@@ -165,6 +165,6 @@ def _parse_object(text: str, location: str) -> JSONObject:
     return value
 
 
-def _is_leftover(name: str) -> bool:
+def _is_left_by_killed_evaluation(name: str) -> bool:
     """Return True for a file that an evaluation leaves if it is killed before it writes its provenance."""
     return name in ("lock", "problems.jsonl", _LOGS) or (name.startswith(".") and name.endswith(".partial"))

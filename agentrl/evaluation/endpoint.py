@@ -31,7 +31,7 @@ from agentrl.evaluation.endpoint_messages import (
     first_choice,
     parse_events,
     parse_json_object,
-    parse_models,
+    parse_model_list_response,
     parse_retry_after,
 )
 from agentrl.evaluation.formats import JSONObject
@@ -197,7 +197,7 @@ class TextEngine:
             if response.status_code in (404, 405) and self._model is not None:
                 return []
             await self._check_status(response)
-            return parse_models(response.text)
+            return parse_model_list_response(response.text)
 
         served = await self._with_retries(once)
         names = [entry["id"] for entry in served]

@@ -78,7 +78,7 @@ def parse_json_object(text: str) -> JSONObject:
     return value
 
 
-def parse_models(text: str) -> list[dict[str, str]]:
+def parse_model_list_response(text: str) -> list[dict[str, str]]:
     """Parse a list of models into ``id`` and, if present, ``root``. Raises RetryableError if ``text`` is not a list."""
     listed = parse_json_object(text).get("data")
     if not isinstance(listed, list) or not all(isinstance(entry, dict) and "id" in entry for entry in listed):

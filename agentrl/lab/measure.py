@@ -229,7 +229,7 @@ def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
     return both / pairs - one / (pairs * (count - 2)) + none / (pairs * (count - 2) * (count - 3))
 
 
-def leave_one_out_product(returns: Tensor, rows: Tensor) -> Tensor:
+def leave_one_out_coefficients(returns: Tensor, rows: Tensor) -> Tensor:
     """Return the coefficients [S] of s_i in (1/n) sum_i (R_i - mean of the other returns) s_i over ``rows`` [n]."""
     rewards = returns[rows].double()
     coefficients = torch.zeros(len(returns), dtype=torch.float64)
@@ -252,8 +252,8 @@ class TrueGradient:
         Returns the mean for each estimator [E], and for the leave-one-out gradient. All trajectories together yield a
         more precise value for leave-one-out, so its error on these groups corrects the errors of the estimators.
         """
-        same = torch.stack([leave_one_out_product(self._returns, group) for group in rows]) @ self._gram  # [M, S]
-        outside = torch.stack([leave_one_out_product(self._returns, self._others(group)) for group in rows])
+        same = torch.stack([leave_one_out_coefficients(self._returns, group) for group in rows]) @ self._gram  # [M, S]
+        outside = torch.stack([leave_one_out_coefficients(self._returns, self._others(group)) for group in rows])
         return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
     def projection_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:

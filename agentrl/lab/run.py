@@ -52,7 +52,7 @@ def variance_command(
     Moments, results and a plot are written to ``output``. An existing measurement is continued.
     """
     console = Console(settings.telemetry)
-    measurement = _MeasuredPolicies(settings, lab, model, behaviour, head_backend)
+    measurement = _PolicyPair(settings, lab, model, behaviour, head_backend)
     results = MeasurementFiles(output)
     lines = results.open(measurement.conditions)
     done = {line["number"] for line in lines}
@@ -79,7 +79,7 @@ def variance_command(
     return report_results(results, lab, console, seed=settings.seed)
 
 
-class _MeasuredPolicies:
+class _PolicyPair:
     """The measured policy, and the policy that samples: the same policy or an older one."""
 
     def __init__(

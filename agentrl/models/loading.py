@@ -136,7 +136,7 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
 
     _show_no_progress_bars()
     read = partial(AutoModelForCausalLM.from_pretrained, path, dtype=_DTYPES[settings.dtype])
-    return prepare_model(build_with_attention(read), settings)
+    return prepare_model(build_with_agentrl_attention(read), settings)
 
 
 def model_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
@@ -147,10 +147,12 @@ def model_without_weights(path: str | Path, settings: ModelSettings) -> PreTrain
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(path)
-    return build_with_attention(partial(AutoModelForCausalLM.from_config, config, dtype=_DTYPES[settings.dtype]))
+    return build_with_agentrl_attention(
+        partial(AutoModelForCausalLM.from_config, config, dtype=_DTYPES[settings.dtype])
+    )
 
 
-def build_with_attention(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
+def build_with_agentrl_attention(build: Callable[..., PreTrainedModel]) -> PreTrainedModel:
     """Build a model with agentrl's attention function, or the class's function if the class accepts no other."""
     try:
         return build(attn_implementation=register_attention())

@@ -61,7 +61,7 @@ class RunDirectory:
             raise SettingsError(f"the run directory {run.path} is a file: choose another name=... or runs_dir=...")
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            used = sorted(entry.name for entry in run.path.iterdir() if not _is_leftover(entry.name))
+            used = sorted(entry.name for entry in run.path.iterdir() if not _is_left_by_killed_evaluation(entry.name))
             if used and not run._is_unused(used):
                 raise SettingsError(
                     f"the run directory {run.path} is not empty (it contains {', '.join(used[:5])}"
@@ -245,7 +245,7 @@ class RunDirectory:
         self._unlock = weakref.finalize(self, os.close, lock)
 
 
-def _is_leftover(name: str) -> bool:
+def _is_left_by_killed_evaluation(name: str) -> bool:
     """Return True for a file that a run may leave if it is killed before it starts."""
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 

@@ -16,11 +16,11 @@ SIMPLETIR_ID = "agentrl/SimpleTIR-v0"
 REASONING_ID = "agentrl/Reasoning-v0"
 
 
-def register_envs() -> None:
+def register_gymnasium_ids() -> None:
     """Register ``agentrl/SimpleTIR-v0`` and ``agentrl/Reasoning-v0``. Has no effect if they are already registered."""
     for name, face in ((SIMPLETIR_ID, "SimpleTIREnv"), (REASONING_ID, "ReasoningEnv")):
         if name not in registry:
             register(id=name, entry_point=f"agentrl_envs.gym:{face}")
 
 
-register_envs()
+register_gymnasium_ids()

@@ -244,7 +244,7 @@ async def probe_isolation(
         tracing = TRACING.format(pid=pid, start=victim.secret_start)
         probes: dict[str, Probe] = {
             "no_network": partial(_probe_network, execute),
-            "scratch_only_writes": partial(_probe_writes, execute),
+            "scratch_only_writes": partial(_probe_write_isolation, execute),
             "no_foreign_reads": partial(_probe_reads, execute, victim, settings.concurrency > 1),
             "bounded_memory": attack(memory, _ended_normally, Outcome.MEMORY_LIMIT),
             # Either further forks fail, or the program is killed.
@@ -349,7 +349,7 @@ def _public_directory() -> Iterator[str]:
         yield directory
 
 
-async def _probe_writes(execute: ExecuteProbe, factor: int) -> bool:
+async def _probe_write_isolation(execute: ExecuteProbe, factor: int) -> bool:
     """Probe that writes have no effect in directories outside scratch, and that scratch is writable."""
     name = f"agentrl-sandbox-probe-{secrets.token_hex(8)}"
     with _public_directory() as public:

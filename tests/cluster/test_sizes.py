@@ -13,7 +13,7 @@ from agentrl.cluster.plan import UnplaceableError, assign_nodes
 from agentrl.cluster.processes import Bundle, ClusterNode, ProcessHandle, ProcessSpec, Reservation
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.run.launch import EXIT_CRASHED, RankExit, RankReserver, rank_bundles
+from agentrl.training.run.launch import EXIT_CRASHED, RankExit, RankReserver, node_bundles
 from agentrl.training.worker.service import EXIT_PEER_LOST
 
 RAY = ["cluster=ray", "cluster.nodes=3", "cluster.restarts=9", "training.num_processes=6", "cluster.elastic=true"]
@@ -73,7 +73,7 @@ class Ended:
 def sizes(tmp_path: Path, *overrides: str, gpus: int = 0) -> RankReserver:
     settings = load_settings(overrides=["data.train.0.path=builtin:arithmetic", *overrides])
     node = ClusterNode(name="n0", address="10.0.0.0", cpus=8, gpus=gpus)
-    return RankReserver(settings, lambda size: rank_bundles(size, [node]), tmp_path)
+    return RankReserver(settings, lambda size: node_bundles(size, [node]), tmp_path)
 
 
 def reserve(run: RankReserver, cluster: Nodes, patience: float) -> tuple[int, int, list[str], list[float]]:

@@ -29,7 +29,7 @@ def test_check_env(scripted_sandbox: Sandboxes) -> None:
 
 
 def test_registering_twice_is_harmless() -> None:
-    agentrl_envs.registration.register_envs()
+    agentrl_envs.registration.register_gymnasium_ids()
 
 
 def test_episode_through_make(scripted_sandbox: Sandboxes, execution: Ran, problem: Problem) -> None:

@@ -137,7 +137,7 @@ def _token_advantages(inputs: EstimatorInputs, energies: Tensor, options: TokenB
     siblings, pool = _sibling_options(options)
     leave_one_out = options.leave_one_out or siblings != "none"
     if inputs.forest is not None and leave_one_out:
-        columns = inputs.layout.gather_returns_and_weights(returns, weights)
+        columns = inputs.layout.returns_and_weights_along_paths(returns, weights)
         forest = replace(inputs.forest, levels=inputs.layout.gather(inputs.forest.levels))
         made = sibling_baselines(forest, *columns, siblings=siblings, pool=pool, tail=options.tail)
         baselines = inputs.layout.scatter(made)
@@ -154,7 +154,7 @@ def baseline_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) 
     layout, groups = inputs.paths or inputs.layout, inputs.groups
     if inputs.forest is not None:
         weights = weights * inputs.forest.weights.unsqueeze(-1)
-    column_returns, column_weights, valid = layout.gather_returns_and_weights(returns, weights)
+    column_returns, column_weights, valid = layout.returns_and_weights_along_paths(returns, weights)
     return BaselineColumns(
         returns=groups.stack(column_returns),
         weights=groups.stack(column_weights),

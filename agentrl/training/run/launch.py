@@ -75,7 +75,7 @@ def launch_ranks(settings: Settings, run_path: Path, *, resume: bool, poll: Call
         nodes = cluster.nodes()
         if has_many_nodes(settings.cluster.kind):
             _plan_rows(settings, nodes)  # raises UnplaceableError if the run cannot be placed
-        reserver = RankReserver(settings, lambda size: rank_bundles(size, nodes), run_path / "checkpoints")
+        reserver = RankReserver(settings, lambda size: node_bundles(size, nodes), run_path / "checkpoints")
         attempt = 0
         while True:
             try:
@@ -189,7 +189,7 @@ def start_ranks(
     return started
 
 
-def rank_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
+def node_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
     """Return the resources that the ranks need on each node. The first bundle includes rank 0 and the worker.
 
     A rank needs a GPU if any node has one.
@@ -234,7 +234,7 @@ def _start_sandboxes(
         return None
     nodes = cluster.nodes()
     taken = {
-        reservation.address: [own] for reservation, own in zip(reservations, rank_bundles(settings, nodes), strict=True)
+        reservation.address: [own] for reservation, own in zip(reservations, node_bundles(settings, nodes), strict=True)
     }
     place_bundles(server_bundles_on_nodes(settings, nodes), nodes, taken)  # the worker will start them
     fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
@@ -262,7 +262,7 @@ def print_resource_plan(settings: Settings, console: Console) -> None:
 def _plan_rows(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
     """Return the rows of the resource plan. Raises UnplaceableError if the run cannot be placed."""
     servers, sandbox = server_bundles_on_nodes(settings, nodes), sandbox_bundle(settings)
-    return plan_table(rank_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
+    return plan_table(node_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
 
 
 def _visible_gpus_of_process() -> list[str] | None:

@@ -401,7 +401,7 @@ def _parse_single(text: str) -> Answer:
         if number is None and len(plain) > 1 and plain.replace(" ", "").isalpha():
             return Words(plain.casefold())
         return Words(plain.casefold(), number) if number is not None else _parse_list(plain)
-    numeral = _parse_numeral(text)
+    numeral = _parse_numeral_with_base(text)
     if numeral is not None:
         return numeral
     if _contains_word(text):
@@ -416,7 +416,7 @@ def _parse_single(text: str) -> Answer:
     return Quantity(text, tree, with_unit_letter=None if letter is None else _quantity_with_unit(text, *letter))
 
 
-def _parse_numeral(text: str) -> Numeral | None:
+def _parse_numeral_with_base(text: str) -> Numeral | None:
     """Return a numeral with an explicit base, in digits or words."""
     match = _NUMERAL_WITH_BASE.fullmatch(TEXT_COMMAND.sub(r"\1", text)) if "_" in text or "base" in text else None
     if match is None:

@@ -84,7 +84,7 @@ class ToolSet:
         return tuple(entry.schema for entry in self.entries)
 
     @property
-    def tool_classes(self) -> tuple[type, ...]:
+    def episode_tool_classes(self) -> tuple[type, ...]:
         """Classes that are instantiated once per episode."""
         return tuple(dict.fromkeys(entry.tool_class for entry in self.entries if entry.tool_class is not None))
 
@@ -92,7 +92,7 @@ class ToolSet:
     def needs_sandbox(self) -> bool:
         """True if a tool needs the sandbox."""
         asks = [entry.injected for entry in self.entries] + [
-            injected_parameters(tool_class) for tool_class in self.tool_classes
+            injected_parameters(tool_class) for tool_class in self.episode_tool_classes
         ]
         return self.schema(PYTHON) is not None or any("sandbox" in injected for injected in asks)
 
@@ -250,7 +250,7 @@ class EpisodeTools:
 
     async def open(self) -> None:
         """Create an instance of each class. Raises ToolError if a constructor fails."""
-        for tool_class in self._tools.tool_classes:
+        for tool_class in self._tools.episode_tool_classes:
             await self.create_instance(tool_class)
 
     async def create_instance(self, tool_class: Callable[..., object]) -> None:

@@ -292,7 +292,7 @@ def colocated_memory_fraction(free: int, total: int, *, largest: int = 0) -> flo
     return fraction
 
 
-def policy_with_untied_head(policy_path: str, copy: Path) -> str:
+def policy_for_weight_transfer(policy_path: str, copy: Path) -> str:
     """Return the policy for servers that receive weights. On a CPU, write a copy with untied embeddings to ``copy``.
 
     ``policy_path``: a directory or a Hugging Face id.
