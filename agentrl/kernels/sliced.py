@@ -254,7 +254,10 @@ class _TileGradients:
             self._slice = hidden.new_empty((min(SLICE, weight.shape[0]), weight.shape[1]), dtype=dtype)
 
     def add(self, rows: slice, columns: slice, dz: Tensor) -> None:
-        """Add dz [R, W], the scaled gradient with respect to a tile's logits. Add a slice's blocks in order."""
+        """Add dz [R, W], the scaled gradient with respect to a tile's logits.
+
+        The slices, and the blocks of rows of each slice, must be added in order.
+        """
         hidden, weight, _ = self._inputs
         if self._hidden is not None:
             matmul_into(dz, weight[columns], self._hidden[rows], accumulate=columns.start > 0)

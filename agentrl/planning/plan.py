@@ -179,8 +179,9 @@ def plan_command(
     servers = (gpus if colocated else gpus // 2) // rollout.vllm.tensor_parallel_size
     if not servers:
         raise SettingsError(
-            f"--gpus {gpus}: too few for servers, which get half of the GPUs unless training.zero_stage is 1 or 2 and "
-            "rollout.vllm.placement=colocated; a server needs rollout.vllm.tensor_parallel_size GPUs"
+            f"--gpus {gpus} is too few: each server needs rollout.vllm.tensor_parallel_size GPUs, and servers get half "
+            "of the GPUs unless training.zero_stage is 1 or 2 and rollout.vllm.placement=colocated. Use more GPUs, or "
+            "change these settings"
         )
     placed = {"placement": "colocated" if colocated else "dedicated", "replicas": servers}
     rollout = rollout.model_copy(update={"engine": "vllm", "vllm": rollout.vllm.model_copy(update=placed)})

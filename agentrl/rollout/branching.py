@@ -16,7 +16,7 @@ from typing import Final
 from agentrl.rollout.settings import UNMEASURED_WIDTH
 from agentrl.trajectory import Trajectory
 
-# An estimate for a turn requires at least this number of forks, and of trees, with decayed weights.
+# Minimum number of forks, and of trees, for the estimate of a turn. Older ones count less, because weights decay.
 _MIN_EVIDENCE: Final = 8.0
 
 

@@ -42,7 +42,7 @@ _POLL_SECONDS = 2.0
 # Factors by which the limit of Admission rises and falls.
 _RAISE_FACTOR = 1.25
 _LOWER_FACTOR = 0.75
-# Numbers of ended trajectories in an average.
+# Minimum number of finished trajectories in a moving average before the limit rises, and the window size.
 _MIN_AVERAGED = 8
 _MAX_AVERAGED = 512
 # Seconds before the first retry of a failed rollout, and the longest pause before a retry.

@@ -40,7 +40,7 @@ class ServersClient:
     """
 
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:
-        """``clients`` have vLLM's four methods, such as its ``HTTPVLLMWeightSyncClient``."""
+        """``clients`` implement vLLM's weight-sync client interface, as ``HTTPVLLMWeightSyncClient`` does."""
         self._clients = tuple(clients)
         self._offsets = [sum(world_sizes[:index]) for index in range(len(self._clients))]
         self.failed: Future[None] = Future()

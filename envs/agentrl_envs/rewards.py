@@ -176,7 +176,7 @@ class Reward:
             return as_reward(value)
         except ValueError as error:
             raise RewardError(
-                self._error_message(problem, f"returned {error}, or a list with one such number per turn")
+                self._error_message(problem, f"returned {error}, or a list with one such number per model turn")
             ) from None
 
     def _error_message(self, problem: Problem, what: str) -> str:

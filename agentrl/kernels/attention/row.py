@@ -266,8 +266,8 @@ class PackedRow:
         of each call], index [L] of each token of the row in the concatenation of all queries). Each row of a table is
         padded with its last index. If w = k, the queries are whole documents.
         """
-        # Causal calls without a mask skip half of a document's scores. Therefore, only segments that are shorter than
-        # the tokens before them are computed alone. In any case, a token's states depend on no other document.
+        # A causal call without a mask skips half of the scores, so a segment is computed separately only if it is not
+        # longer than its prefix. Either way, no token attends to another document.
         first = torch.where(self.prefix_lengths >= self.lengths, self.prefix_lengths, 0)
         counts = [(len(path) - start, len(path)) for path, start in zip(self.paths, first.tolist(), strict=True)]
         calls = []

@@ -102,7 +102,10 @@ class MicroBatchBudget:
             raise self._reduce(step, error, 0, 0) from error
 
     def _reduce(self, step: int, cause: BaseException | None, tokens: int, trajectories: int) -> AgentRLError:
-        """Record a smaller size, and return the error to raise. Both numbers are 0 outside micro-batches."""
+        """Record a smaller size if it may help, and return the error to raise.
+
+        ``tokens`` and ``trajectories`` are 0 outside micro-batches.
+        """
         before = self._record
         if trajectories == 1:
             where, is_final = f"in a micro-batch of one trajectory ({tokens} tokens), which cannot be smaller", True

@@ -139,7 +139,10 @@ class GradingProcess:
         return self._process.pid
 
     async def compare(self, answer: str | None, reference: str) -> Verdict:
-        """Compare an answer. If the answer is None, check the reference answer. Raises NoVerdictError."""
+        """Compare an answer with the reference answer, or only check the reference answer if the answer is None.
+
+        Raises NoVerdictError if the process returns no verdict.
+        """
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"answer": answer, "reference": reference}).encode() + b"\n")

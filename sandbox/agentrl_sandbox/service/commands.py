@@ -149,7 +149,8 @@ def _run_serve(options: argparse.Namespace) -> int:
     check_answers_fit(checked_settings)  # fail here, not in a child
     if options.sockets is not None and runner_settings:
         raise SandboxError(
-            f"{runner_settings[0]!r} is a setting of runners, but --sockets starts none: set it where they start"
+            f"{runner_settings[0]!r} is a runner setting, but --sockets starts no runners: set it where the runners "
+            "are started"
         )
     settings = read_settings(GatewaySettings, os.environ, gateway_settings)
     import uvloop
