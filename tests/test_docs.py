@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import ast
 import asyncio
+import itertools
 import json
 import os
 import re
@@ -67,6 +68,13 @@ def test_every_setting_is_on_the_page_with_a_meaning() -> None:
 def test_links_lead_somewhere(page: Path) -> None:
     for target in re.findall(r"\]\(([^)#]+)[^)]*\)", page.read_text(encoding="utf-8")):
         assert target.startswith("https://") or (page.parent / target).exists(), target
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_a_wrapped_number_does_not_become_a_list(page: Path) -> None:
+    text = re.sub(r"^ *```.*?^ *```", "", page.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
+    for before, line in itertools.pairwise(text.splitlines()):
+        assert not re.match(r"\s*\d+[.)] ", line) or not before or re.match(r"\s*\d+[.)] |   ", before), line
 
 
 @pytest.mark.slow

@@ -207,7 +207,7 @@ def _plot_in_one_panel(variants: Mapping[str, Sequence[RunCurve]], study: StudyS
     figure = new_figure(WIDTH, 4.8)
     scores, rewards = figure.subplots(1, 2)
     longest = max((len(run.steps) for runs in variants.values() for run in runs), default=0)
-    window = _WINDOW if longest >= _WINDOW else 1
+    window = _WINDOW if longest >= 2 * _WINDOW else 1  # a single mean would be an invisible line
     reward_title = "Training reward, means of ten steps" if window == _WINDOW else "Training reward"
     for index, (variant, runs) in enumerate(variants.items()):
         _plot_band(scores, _score_points(runs, study.tokens), variant, index)
