@@ -13,7 +13,7 @@ AgentRLError
 │   ├── NodeLostError         a machine of the cluster disconnected or does not respond (agentrl.cluster.processes)
 │   └── WorkerLostError       the rollout worker or a rank exited or does not respond (agentrl.training.worker)
 ├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
-└── WeightMismatchError       an engine's weights differ from those that it received (agentrl.training.worker.transfer)
+└── WeightMismatchError       an engine's weights differ from the weights sent to it (agentrl.training.worker.transfer)
 
 Any other exception is a bug and propagates unchanged.
 """

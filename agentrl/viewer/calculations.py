@@ -29,8 +29,7 @@ class RequestHandlers:
     def answer(self, request: Mapping[str, object]) -> str:
         """Answer ``{"ask": NAME, ...}``, where ``...`` are the arguments of the method ``NAME``.
 
-        Returns ``{"answer": ...}`` as JSON. Exceptions, including those of plug-ins, are returned as ``{"error":
-        MESSAGE}``.
+        Returns ``{"answer": ...}`` as JSON, or ``{"error": MESSAGE}`` after an exception of the method or of a plug-in.
         """
         methods: Mapping[object, Callable[..., object]] = {
             "estimators": self.estimators,

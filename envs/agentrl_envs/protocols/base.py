@@ -140,7 +140,8 @@ def required_chat(settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFor
 
 
 ProtocolFactory = Callable[[SimpleTIRSettings, ChatFormat | None, ToolSet], TextProtocol]
-"""Signature of `register_protocol` functions. The tools are those of protocol hermes."""
+"""Signature of the functions that `register_protocol` accepts. They receive the tools in
+`environment.tools`, which hermes lists in its prompt."""
 
 
 def make_protocol(

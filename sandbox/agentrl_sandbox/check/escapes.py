@@ -88,7 +88,7 @@ memory = ctypes.create_string_buffer(8)
 vector = struct.pack("PN", ctypes.addressof(memory), 8)
 def mapped(pid):
     first = open(f"/proc/{pid}/maps").readline().split("-")[0]
-    if not first: raise AttackFailedError("no memory of its own")
+    if not first: raise AttackFailedError("the target maps no memory")
     return struct.pack("PN", int(first, 16), 8)
 """,
 )
