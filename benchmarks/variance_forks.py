@@ -1,6 +1,7 @@
 """Gradient noise of forked and independent rollouts at equal numbers of sampled tokens.
 
     python benchmarks/variance_forks.py --config horizon_4 --model runs/NAME/policy [--output FILE.json] [KEY=VALUE ...]
+    python benchmarks/variance_forks.py --table FILE.json [FILE.json ...]
 
 A step consists of groups of rollouts of ``--batch`` problems, as in training. The gradient of ``--steps`` independent
 steps on the same problems is computed exactly, for ``--batches`` batches of problems. *Noise* is the variance of a
@@ -40,13 +41,16 @@ from agentrl_envs.types import Problem
 REFERENCE = "reference"
 PLAIN = ("rloo", "tir_otb", "ogb", "ogb_pooled")
 FORKED = ("rloo", "tir_otb", "tir_otb:siblings=only", "tir_otb:siblings=pooled", "ogb:siblings=pooled", "tree_grpo")
-# By name: the turns after which rollouts fork into two branches, the rollouts of a group, and the estimators.
-ARMS: dict[str, tuple[tuple[int, ...], int, Sequence[str]]] = {
-    REFERENCE: ((), 8, ("rloo",)),
-    "independent": ((), 4, PLAIN),
-    "forks after 1": ((1,), 2, FORKED),
-    "forks after 1, 2": ((1, 2), 2, FORKED),
-}
+
+
+def measured_arms(forks: Sequence[str]) -> dict[str, tuple[tuple[int, ...], int, Sequence[str]]]:
+    """By name: the turns after which rollouts fork into two branches, the rollouts of a group, and the estimators."""
+    turns = [tuple(map(int, places.split(","))) for places in forks]
+    return {
+        REFERENCE: ((), 8, ("rloo",)),
+        "independent": ((), 4, PLAIN),
+        **{f"forks after {', '.join(map(str, places))}": (places, 2, FORKED) for places in turns},
+    }
 
 
 class Laboratory:
@@ -71,7 +75,7 @@ class Laboratory:
         for number in range(self._options.batches):
             batch = problems[number * self._options.batch :][: self._options.batch]
             true: tuple[Tensor, float] | None = None  # the mean gradient, and its squared norm without bias
-            for arm, (turns, size, names) in ARMS.items():
+            for arm, (turns, size, names) in measured_arms(self._options.forks).items():
                 steps = await self._sample(batch, turns, size)
                 tokens = np.mean([sum(item.model_tokens for item in step) for step in steps])
                 for name in names:
@@ -104,7 +108,7 @@ class Laboratory:
         steps: list[list[Trajectory]] = [[] for _ in range(self._options.steps)]
         requests = [Group(index=index, problem=problem) for index, problem in enumerate(problems)]
         # Arms draw different random numbers, so that they are independent of the reference.
-        async for group in driver.run(requests, step=len(turns) * 100 + size, group_size=size * len(steps)):
+        async for group in driver.run(requests, step=max(turns, default=0) * 100 + size, group_size=size * len(steps)):
             for item in group.trajectories:
                 if not item.is_excluded:
                     steps[item.sample // size].append(item)
@@ -171,12 +175,18 @@ def table(measured: dict[str, list[dict[str, float]]], baseline: str = "independ
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", default="horizon_4", help="as in agentrl train --config")
-    parser.add_argument("--model", required=True, help="directory of the measured policy")
+    parser.add_argument("--model", help="directory of the measured policy")
     parser.add_argument("--batches", type=int, default=12, help="batches of problems")
     parser.add_argument("--batch", type=int, default=4, help="problems of a step")
     parser.add_argument("--steps", type=int, default=12, help="independent steps on each batch")
+    parser.add_argument("--forks", nargs="+", default=["1", "1,2"], help="turns after which rollouts fork, by variant")
+    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of these files, without measuring")
     parser.add_argument("--output", type=Path, help="file for the moments of every batch")
     options, overrides = parser.parse_known_args()
+    for path in options.table or ():
+        print(f"{path.stem}\n\n{table(json.loads(path.read_text())['measured'])}\n")
+    if options.table:
+        return
     laboratory = Laboratory(options, overrides)
     lab = LabSettings(problems=options.batch * options.batches)
     _, problems = lab_problems(laboratory.settings, lab, None)

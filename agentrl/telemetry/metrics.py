@@ -151,7 +151,8 @@ SECTIONS["Policy"] = (
     Metric("policy/updates", "updates", "Number of optimizer updates in this step.", "`algorithm.updates_per_step`"),
     Metric("policy/tokens", "tokens", "Number of model tokens that the step trained on.", "above 0"),
     Metric("policy/prefix_sharing", "ratio", "Tokens of the trained trajectories with their prompts, divided by the "
-           "tokens that a forward computes; 1 without shared prefixes.", "above 1", _TRAINED),
+           "tokens that a forward computes; 1 without shared prefixes.", "above 1",
+           "at least one group was trained on, with packed rows (`model.rows`)"),
     Metric("policy/sum_pi_squared", "", "Mean of `sum_v p(v)^2`, the probability that two samples are equal.",
            "below 1", _TRAINED),
     Metric("policy/energy", "",
@@ -280,15 +281,16 @@ SECTIONS["Staleness"] = (
 )  # fmt: skip
 SECTIONS["Variance of the gradient"] = (
     Metric("variance/total_power", "",
-           "Total power (OTB paper, Eq. 65): mean over trajectories of `sum_t w_t A_t^2`, or `W A^2` if all tokens of "
-           "a trajectory have the same advantage. `w` is `policy/energy`, a norm with respect to the logits.",
+           "Total power (OTB paper, Eq. 65): mean over rollouts of `sum_t w_t A_t^2`, or `W A^2` if all tokens of a "
+           "rollout have the same advantage. `w` is `policy/energy`, a norm with respect to the logits. In a "
+           "[forked rollout](formulas.md#10-forked-rollouts), `A_t` includes the weight of the token's edge.",
            "falls or stays", _TRAINED, "total power"),
     Metric("variance/signal_strength", "",
            "Signal strength (OTB paper, Eq. 66): squared norm of the mean gradient, the square of "
            "`policy/gradient_norm`. A norm with respect to the parameters, on the scale of the loss, so its size is "
            "not comparable with `variance/total_power`.", "steady", _TRAINED, "signal strength"),
     Metric("variance/pure_noise", "",
-           "Pure noise (OTB paper, Eq. 67): `(total_power - signal_strength) / (N - 1)` for N trajectories. The "
+           "Pure noise (OTB paper, Eq. 67): `(total_power - signal_strength) / (N - 1)` for N rollouts. The "
            "published formula subtracts norms from two spaces, so it may be negative and only its trend is meaningful. "
            "`variance/head_exact_pure_noise` uses one space.", "falls or stays", "two trajectories were trained on",
            "pure noise"),

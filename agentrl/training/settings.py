@@ -329,8 +329,9 @@ class TrainingSettings(_Settings):
     persistence_threshold: int = Field(100_000, ge=0)
     """with zero_stage=3, parameters with at most this many elements are not sharded"""
     micro_batch_tokens: int = Field(16384, ge=64)
-    """maximum tokens of a micro-batch, in which a shared prefix counts once; there is no padding. If training
-    runs out of memory, cluster.restarts and --resume continue with a smaller value until this setting changes"""
+    """maximum tokens of a micro-batch. A shared prefix counts once, or for each trajectory if the model reads padded
+    rows (model.rows) or algorithm.estimator is eob. If training runs out of memory, cluster.restarts and --resume
+    continue with a smaller value until this setting changes"""
     head_backend: Literal["auto", "reference", "chunked", "triton"] = "auto"
     """implementation of token statistics; chunked and triton (GPUs) never store all logits"""
     num_processes: int = Field(1, ge=1)

@@ -14,7 +14,8 @@ from agentrl.algorithms import (
     diagonal_proxy,
 )
 from agentrl.models.policy import FusedHead
-from agentrl.training.step.diagnostics import HeadExactMonitor, variance_proxies
+from agentrl.training.engine.collectives import Meter
+from agentrl.training.step.diagnostics import HeadExactMonitor, record_forward_metrics, variance_proxies
 
 TEMPERATURE = 0.8
 
@@ -197,6 +198,15 @@ def test_a_tree_counts_as_one_rollout_with_the_weights_of_its_branches() -> None
         path_weights=paths,
         weights=torch.cat([counts[:3] / counts[:3].sum(), torch.ones(2, dtype=torch.float64)]),
         support=None,
+        counted_mask=mask,
+        computed_statistics=SimpleNamespace(
+            **{
+                name: torch.rand(mask.shape, generator=generator, dtype=torch.float64)
+                for name in ("log_probs", "entropy", "sum_pi_squared", "energy")
+            }
+        ),
+        rollout_log_probs=torch.zeros(mask.shape, dtype=torch.float64),
+        versions=torch.where(mask, 0, -1),
     )
     policy: Any = SimpleNamespace(
         head=FusedHead.from_linear(linear), sequence=None, local_token_indices=lambda *_: None
@@ -216,3 +226,12 @@ def test_a_tree_counts_as_one_rollout_with_the_weights_of_its_branches() -> None
     assert found["variance/head_exact_total_power"] == pytest.approx(expected.power, rel=1e-12)
     assert found["variance/head_exact_signal_strength"] == pytest.approx(expected.signal, rel=1e-12)
     assert found["variance/head_exact_pure_noise"] == pytest.approx(expected.variance, rel=1e-12)
+
+    meter = Meter(torch.device("cpu"))
+    record_forward_metrics(meter, batch, version=0)
+    energy = batch.computed_statistics.energy
+    by_edge = torch.stack([energy[row, :n] @ advantages[row, :n].square() for row, n in enumerate(lengths)])
+    power = (by_edge[0] + by_edge[1] / 4 + by_edge[2] / 4 + by_edge[3] + by_edge[4]) / 3
+    engine: Any = SimpleNamespace(sum_over_replicas=lambda values: values, all_reduce_max=lambda values: values)
+    assert meter.weight_over_ranks("variance/total_power", engine) == pytest.approx(3)
+    assert meter.reduce(engine)["variance/total_power"] == pytest.approx(float(power), rel=1e-6)

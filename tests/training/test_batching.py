@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.batch import MicroBatch
+from agentrl.batch import Batch, MicroBatch
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings
 from agentrl.training.step import batching
 from agentrl.training.step.batching import (
     RankPlan,
+    RowCosts,
     Unit,
     deal_to_ranks,
     describe_passes,
     pack_units,
-    packed_tokens,
     split_group,
     split_into_updates,
     statistics_pass_reasons,
@@ -56,7 +56,7 @@ def group(index: int, *lengths: int) -> Group:
     return Group(problem=PROBLEM, index=index, trajectories=rows)
 
 
-def plan_step(groups: Sequence[Group], settings: ObjectiveSettings, **sizes: int) -> list[RankPlan]:
+def plan_step(groups: Sequence[Group], settings: ObjectiveSettings, **sizes: Any) -> list[RankPlan]:
     return batching.plan_step(groups, settings, step=4, version=0, metrics={"reward/mean": 0.5}, **sizes)
 
 
@@ -72,7 +72,7 @@ def test_the_fewest_micro_batches_within_the_budget_cost_nearly_the_same() -> No
 
 def test_equal_prompts_count_once() -> None:
     rows = [row(5), row(4), row(3)]  # one prompt token each, the same
-    assert packed_tokens(rows) == 1 + 4 + 3 + 2
+    assert RowCosts().tokens(rows) == 1 + 4 + 3 + 2
     assert [[item.length for item in piece] for piece in split_group(rows, 8)] == [[5, 4], [3]]
     assert [[item.length for item in piece] for piece in split_group(rows, 1)] == [[5], [4], [3]]
 
@@ -90,18 +90,33 @@ def test_the_tokens_before_a_fork_count_once() -> None:
     root = replace(row(5), branches=3)
     rows = [root, branch(1, root, 7, 7, 7), branch(2, root, 8)]
     for order in (rows, rows[::-1]):  # the root's 5 tokens, the observation's 2, then 3 and 1
-        assert packed_tokens(order) == MicroBatch.from_trajectories(order).tokens == 5 + 2 + 3 + 1
+        assert RowCosts().tokens(order) == MicroBatch.from_trajectories(order).tokens == 5 + 2 + 3 + 1
     other = replace(row(9, sample=1))
     # The longest rollout comes first: 7 + 3 tokens of a path are more than 9. The budget has room for two of its edges.
     pieces = [[(item.sample, item.branch) for item in piece] for piece in split_group([other, *rows], 10)]
     assert pieces == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0)]]
 
 
+@pytest.mark.parametrize("how", ["padded", "eob"])
+def test_prefixes_that_every_trajectory_computes_count_for_each(how: str) -> None:
+    root = replace(row(20), branches=5, path_weight=1.0, ended=Ended.FORKED)
+    leaves = [replace(branch(number, root, 7, 7), path_weight=0.25) for number in range(1, 5)]  # 24 tokens each
+    made = Group(problem=PROBLEM, index=0, trajectories=(root, *leaves))
+    settings = objective(estimator="eob" if how == "eob" else "tir_otb")
+    (plan,) = plan_step([made], settings, budget=48, ranks=1, padded_rows=how == "padded")
+    for update in plan.updates:
+        for micro in (micro for unit in update for micro in unit):
+            batch = Batch.from_micro_batch(micro)
+            documents = (batch.row.document(*item) for item in enumerate(batch.response_lengths.tolist()))
+            assert sum(map(len, documents)) <= 48
+    assert ("policy/prefix_sharing" in plan.metrics) == (how == "eob")
+
+
 def test_attention_makes_one_long_trajectory_as_costly_as_many_short_ones() -> None:
     units = [[row(length)] for length in (12, 8, 4, 4)]
     assert shape(deal_to_ranks(pack_units(units, 32, ranks=2), ranks=2)) == [[[12, 4]], [[8, 4]]]
     # 12 + 12 * 12 / 4 = 48 against 24, 8 and 8.
-    by_cost = shape(deal_to_ranks(pack_units(units, 32, ranks=2, attention_length=4), ranks=2))
+    by_cost = shape(deal_to_ranks(pack_units(units, 32, ranks=2, costs=RowCosts(attention_length=4)), ranks=2))
     assert by_cost == [[[12]], [[8, 4, 4]]]
 
 

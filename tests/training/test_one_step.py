@@ -299,16 +299,22 @@ def test_the_stored_statistics_do_not_depend_on_the_split(stored: Path, alone: R
             np.testing.assert_allclose(values, other.columns()[name], rtol=tolerance, atol=tolerance, err_msg=name)
 
 
-@pytest.mark.parametrize("case", ["token_mean", "seq_mean_token_mean", "token_sum", "void_rows", "two_updates"])
+@pytest.mark.parametrize(
+    "case", ["token_mean", "seq_mean_token_mean", "token_sum", "void_rows", "two_updates", "trees"]
+)
 def test_stored_statistics_add_up_to_the_metrics(stored: Path, alone: Results, case: str) -> None:
     step, metrics = read_step(RunDirectory(stored / "1" / case / "whole"), 1), alone[f"{case}/whole"]["metrics"]
     rows = list(step.rows.values())
     entropy = np.concatenate([row.entropy for row in rows]).astype(float)
     assert entropy.mean() == pytest.approx(metrics["policy/entropy"], rel=1e-3)
-    power = sum(float((row.energy.astype(float) * row.advantages**2).sum()) for row in rows) / len(rows)
+    rollouts = sum(row.share for row in rows)
+    power = (
+        sum(float((row.energy.astype(float) * (row.path_weight * row.advantages) ** 2).sum()) for row in rows)
+        / rollouts
+    )
     assert power == pytest.approx(metrics["variance/total_power"], rel=1e-6)
     assert (signal := metrics["variance/signal_strength"]) == metrics["policy/gradient_norm"] ** 2 > 0
-    assert metrics["variance/pure_noise"] == pytest.approx((power - signal) / (len(rows) - 1), rel=1e-6)
+    assert metrics["variance/pure_noise"] == pytest.approx((power - signal) / (rollouts - 1), rel=1e-6)
     assert sum(len(row) for row in rows) == metrics["policy/tokens"]
     if case in ("token_mean", "void_rows"):
         assert sum(row.loss_weight * row.loss_mask.sum() for row in rows) == pytest.approx(1.0)

@@ -56,26 +56,65 @@ class RankPlan:
     metrics: dict[str, float]  # metrics of the rollouts, on rank 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class RowCosts:
+    """Tokens and costs of trajectories that are computed together.
+
+    Attention over a trajectory of ``attention_length`` tokens costs as much as all other operations. Without
+    ``share_prefixes``, each trajectory computes its whole prompt: in padded rows, and in the pass of exact energies.
+    """
+
+    attention_length: float = math.inf
+    share_prefixes: bool = True
+
+    def added_tokens(self, rows: Sequence[Trajectory]) -> list[int]:
+        """Return the number of tokens that each trajectory adds to a row: its length without its shared prefix."""
+        if self.share_prefixes and len({row.prompt_ids for row in rows}) == 1:  # common, and comparing tokens is slow
+            return [row.length - (len(row.prompt_ids) if number else 0) for number, row in enumerate(rows)]
+        tree = PrefixTree()
+        counts = [0] * len(rows)
+        for number in sorted(range(len(rows)), key=lambda number: len(rows[number].prompt_ids)):
+            counts[number] = self.add_to_tree(tree, rows[number])
+        return counts
+
+    def add_to_tree(self, tree: PrefixTree, row: Trajectory) -> int:
+        """Add a trajectory to the tree, and return the number of its tokens that it does not share."""
+        if not self.share_prefixes:
+            return row.length
+        tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
+        return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
+
+    def tokens(self, rows: Sequence[Trajectory]) -> int:
+        """Return the number of tokens that one pass over these trajectories computes."""
+        return sum(self.added_tokens(rows))
+
+    def cost(self, rows: Sequence[Trajectory]) -> float:
+        """Return the cost of the computed tokens. The attention of a token costs in proportion to its position."""
+        added = self.added_tokens(rows)
+        shared = (row.length - count for row, count in zip(rows, added, strict=True))
+        squares = sum(row.length**2 - count**2 for row, count in zip(rows, shared, strict=True))
+        return sum(added) + squares / self.attention_length
+
+
 Unit = tuple[Sequence[Trajectory], ...]
 """The trajectories of one micro-batch, or of all micro-batches of a group that is too large for one."""
 
 
 def pack_units(
-    units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int, attention_length: float = math.inf
+    units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int, costs: RowCosts = RowCosts()
 ) -> list[Unit]:
     """Pack whole units into micro-batches of at most ``budget`` tokens, and return them in descending order of cost.
 
     A unit is a group or some of its trajectories. In descending order of cost, each unit is added to the cheapest
     micro-batch with room for it. The number of micro-batches is the smallest possible multiple of ``ranks``, or less
     with too few units. Therefore all micro-batches cost nearly the same, and ranks seldom wait for each other. A unit
-    larger than the budget gets a separate micro-batch. Attention over a trajectory of ``attention_length`` tokens costs
-    as much as all other operations.
+    larger than the budget gets a separate micro-batch.
     """
     if not units:
         return []
-    costs = {id(unit): _cost(unit, attention_length) for unit in units}
-    ordered = sorted(units, key=lambda unit: costs[id(unit)], reverse=True)
-    sizes = [packed_tokens(unit) for unit in ordered]
+    by_unit = {id(unit): costs.cost(unit) for unit in units}
+    ordered = sorted(units, key=lambda unit: by_unit[id(unit)], reverse=True)
+    sizes = [costs.tokens(unit) for unit in ordered]
     count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
     while True:
         bins: list[list[Trajectory]] = [[] for _ in range(count)]
@@ -86,7 +125,7 @@ def pack_units(
             if not has_room[cheapest]:
                 break
             bins[cheapest] += unit
-            spent[cheapest] += costs[id(unit)]
+            spent[cheapest] += by_unit[id(unit)]
             tokens[cheapest] += size
         else:
             order = sorted(range(count), key=lambda index: -spent[index])
@@ -107,41 +146,21 @@ def deal_to_ranks(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
     return dealt
 
 
-def balance_over_ranks(units: Sequence[Unit], *, ranks: int, attention_length: float = math.inf) -> list[list[Unit]]:
+def balance_over_ranks(units: Sequence[Unit], *, ranks: int, costs: RowCosts) -> list[list[Unit]]:
     """Assign each unit, in descending order of cost, to the rank with the lowest total cost so far."""
-    costs = [sum(_cost(rows, attention_length) for rows in unit) for unit in units]
+    by_unit = [sum(map(costs.cost, unit)) for unit in units]
     shares: list[list[Unit]] = [[] for _ in range(ranks)]
     spent = [0.0] * ranks
-    for number in sorted(range(len(units)), key=lambda number: -costs[number]):
+    for number in sorted(range(len(units)), key=lambda number: -by_unit[number]):
         rank = spent.index(min(spent))
         shares[rank].append(units[number])
-        spent[rank] += costs[number]
+        spent[rank] += by_unit[number]
     return shares
 
 
-def unshared_tokens(rows: Sequence[Trajectory]) -> list[int]:
-    """Return the number of tokens that each trajectory adds to a row: its length without its shared prefix."""
-    if len({row.prompt_ids for row in rows}) == 1:  # the common case, without the cost of comparing tokens
-        return [row.length - (len(row.prompt_ids) if number else 0) for number, row in enumerate(rows)]
-    tree = PrefixTree()
-    counts = [0] * len(rows)
-    for number in sorted(range(len(rows)), key=lambda number: len(rows[number].prompt_ids)):
-        counts[number] = _add_to_tree(tree, rows[number])
-    return counts
-
-
-def _add_to_tree(tree: PrefixTree, row: Trajectory) -> int:
-    """Add a trajectory to the tree, and return the number of its tokens that it does not share."""
-    tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
-    return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
-
-
-def packed_tokens(rows: Sequence[Trajectory]) -> int:
-    """Return the number of tokens of these trajectories in one row, which contains each shared prefix once."""
-    return sum(unshared_tokens(rows))
-
-
-def split_group(group: Sequence[Trajectory], max_tokens: int) -> list[Sequence[Trajectory]]:
+def split_group(
+    group: Sequence[Trajectory], max_tokens: int, *, costs: RowCosts = RowCosts()
+) -> list[Sequence[Trajectory]]:
     """Split a group into parts of at most ``max_tokens`` tokens or one trajectory, as large as possible.
 
     The branches of a rollout stay together where possible, because they share prefixes.
@@ -152,20 +171,12 @@ def split_group(group: Sequence[Trajectory], max_tokens: int) -> list[Sequence[T
     parts: list[list[Trajectory]] = []
     tree, tokens = PrefixTree(), math.inf
     for row in sorted(group, key=lambda item: (-longest[item.sample], item.sample, item.branch)):
-        tokens += _add_to_tree(tree, row)
+        tokens += costs.add_to_tree(tree, row)
         if tokens > max_tokens:
             tree, parts = PrefixTree(), [*parts, []]
-            tokens = _add_to_tree(tree, row)
+            tokens = costs.add_to_tree(tree, row)
         parts[-1].append(row)
     return [*parts]
-
-
-def _cost(rows: Sequence[Trajectory], attention_length: float) -> float:
-    """Return the cost of the rows' unshared tokens. The attention of a token costs in proportion to its position."""
-    unshared = unshared_tokens(rows)
-    shared = (row.length - count for row, count in zip(rows, unshared, strict=True))
-    squares = sum(row.length**2 - count**2 for row, count in zip(rows, shared, strict=True))
-    return sum(unshared) + squares / attention_length
 
 
 def plan_step(
@@ -177,16 +188,20 @@ def plan_step(
     budget: int,
     ranks: int,
     attention_length: float = math.inf,
+    padded_rows: bool = False,
     teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> list[RankPlan]:
     """Return the plan of every rank for the ``groups`` of one step. Without groups, the plans have no updates.
 
-    ``version`` is the version of the trained policy. ``attention_length``: see :func:`pack_units`. ``metrics`` are the
-    metrics of the rollouts. ``teacher_prompt``: see :meth:`.MicroBatch.from_trajectories`.
+    ``version`` is the version of the trained policy. ``attention_length``: see :class:`RowCosts`. ``padded_rows``: the
+    model reads padded trajectories (``model.rows``). ``metrics`` are the metrics of the rollouts. ``teacher_prompt``:
+    see :meth:`.MicroBatch.from_trajectories`.
     """
     algorithm = settings.algorithm
-    largest = max((packed_tokens(group.trajectories) for group in groups), default=0)
+    exact_energies = "trajectory_energy" in estimator_requirements(settings).inputs
+    costs = RowCosts(attention_length=attention_length, share_prefixes=not (padded_rows or exact_energies))
+    largest = max((costs.tokens(group.trajectories) for group in groups), default=0)
     reasons = statistics_pass_reasons(settings)
     # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
     head_exact = is_due(step, algorithm.head_exact_every) and largest <= budget
@@ -196,19 +211,19 @@ def plan_step(
     model_tokens: list[int] = []
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     for part in split_into_updates(groups, algorithm.updates_per_step):
-        pack = partial(pack_units, budget=budget, ranks=ranks, attention_length=attention_length)
+        pack = partial(pack_units, budget=budget, ranks=ranks, costs=costs)
         every = [group.trajectories for group in part]
-        whole = [rows for rows in every if packed_tokens(rows) <= budget]
-        split = [tuple(split_group(rows, budget)) for rows in every if packed_tokens(rows) > budget]
+        whole = [rows for rows in every if costs.tokens(rows) <= budget]
+        split = [tuple(split_group(rows, budget, costs=costs)) for rows in every if costs.tokens(rows) > budget]
         shares = deal_to_ranks(pack(whole), ranks=ranks)
         scored = 0
         if split and not reasons:
-            shares = balance_over_ranks([*split, *pack(whole)], ranks=ranks, attention_length=attention_length)
+            shares = balance_over_ranks([*split, *pack(whole)], ranks=ranks, costs=costs)
             scored = 0 if advantages_known_before_forward(settings) else 1
-            if _one_forward_is_slower(shares, scored, attention_length):
+            if _one_forward_is_slower(shares, scored, costs):
                 reasons = (_LARGE_GROUP_REASON.format(tokens=largest, budget=budget),)
         if reasons and not head_exact:
-            parts = [piece for rows in every for piece in split_group(rows, budget // 4)]
+            parts = [piece for rows in every for piece in split_group(rows, budget // 4, costs=costs)]
             shares = deal_to_ranks(pack(parts), ranks=ranks)
         rows = [item for group in every for item in group]
         masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
@@ -235,7 +250,7 @@ def plan_step(
     planned = (micro for rank_updates in updates for update in rank_updates for unit in update for micro in unit)
     computed = sum(micro.tokens for micro in planned if micro.counted)
     measured = dict(metrics or {})
-    if computed:
+    if computed and not padded_rows:
         lengths = sum(row.length for group in groups for row in group.trajectories)
         measured["policy/prefix_sharing"] = lengths / computed
     return [
@@ -256,14 +271,14 @@ def plan_step(
     ]
 
 
-def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, attention_length: float) -> bool:
+def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, costs: RowCosts) -> bool:
     """Return True if keeping each group on one rank makes other ranks wait longer than a statistics pass takes.
 
     A backward pass costs as much as two forwards. A statistics pass lets the trajectories of a group train on any rank.
     """
 
     def cost(items: Sequence[Sequence[Trajectory]]) -> float:
-        return sum(_cost(rows, attention_length) for rows in items)
+        return sum(map(costs.cost, items))
 
     once = max(sum(3 * cost(unit) + scored * cost(unit[:-1]) for unit in share) for share in shares)
     return once > 4 * sum(cost(unit) for share in shares for unit in share) / len(shares)

@@ -61,8 +61,10 @@ def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
     meter.add_mean("policy/engine_abs_diff", sums.sum() / counts.sum().clamp(min=1), counts.sum())
     meter.add_largest("policy/engine_abs_diff_max", (sums / counts.clamp(min=1)).max(), counts.sum())
     meter.add_mean("policy/log_ppl_gap", mismatch["log_ppl_gap"], trajectories)
-    proxies = diagonal_proxy(statistics.energy, batch.advantages, mask)
-    meter.add_mean("variance/total_power", proxies.sum() / trajectories.clamp(min=1), trajectories)
+    # The gradient of a forked rollout contains each token with the weight of its edge.
+    proxies = diagonal_proxy(statistics.energy, batch.advantages * batch.path_weights[:, None], mask)
+    rollouts = torch.where(mask.any(-1), batch.weights, 0.0).double().sum()
+    meter.add_mean("variance/total_power", proxies.sum() / torch.where(rollouts > 0, rollouts, 1.0), rollouts)
 
 
 def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: float) -> dict[str, float]:

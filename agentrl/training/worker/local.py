@@ -19,6 +19,7 @@ from agentrl.evaluation.benchmarks import held_out_problems
 from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.settings import evaluation_environment, evaluation_rollout
 from agentrl.models.attention import break_even_length
+from agentrl.models.exactness import uses_padded_rows
 from agentrl.models.loading import read_config, read_model
 from agentrl.models.lora import add_adapters
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
@@ -187,6 +188,7 @@ class LocalService:
         self._objective = ObjectiveSettings.from_settings(settings)
         config = read_config(settings.model)
         self._attention_length = math.inf if config is None else break_even_length(config)
+        self._padded_rows = config is not None and uses_padded_rows(settings.model, config)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
@@ -265,6 +267,7 @@ class LocalService:
             budget=budget,
             ranks=self._ranks // sharing,
             attention_length=self._attention_length,
+            padded_rows=self._padded_rows,
             teacher_prompt=None if self._settings.teacher.hint is None else self._teacher_prompt,
         )
         return [plan for plan in plans for _ in range(sharing)]
