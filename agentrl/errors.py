@@ -26,7 +26,7 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
-from agentrl_envs.registry import install_extra
+from agentrl_envs.registry import install_command
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory"  # torch, CUDA, Triton, and NCCL's "Cuda failure 2 'out of memory'"
@@ -52,7 +52,7 @@ class SettingsError(AgentRLError):
 def require_package(package: str, *, extra: str, purpose: str) -> None:
     """Raise SettingsError if an optional package is missing, with the command that installs ``extra``."""
     if importlib.util.find_spec(package) is None:
-        raise SettingsError(f"{purpose} needs the package {package}: {install_extra(extra)}")
+        raise SettingsError(f"{purpose} needs the package {package}: {install_command(extra)}")
 
 
 class WorldError(AgentRLError):

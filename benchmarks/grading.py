@@ -60,12 +60,12 @@ async def through_the_pool(pairs: Pairs, workers: int) -> tuple[float, float, Co
     """Wall and CPU seconds, those of the processes included, and the verdicts. Processes are started before."""
     grader = Grader(GraderSettings(workers=workers))
     await asyncio.gather(*(grader.grade(f"sqrt({index})", "7") for index in range(2, 2 + workers)))
-    pids = grader.worker_pids
+    pids = grader.idle_worker_pids
     cpu, wall = time.process_time() + sum(map(cpu_seconds, pids)), time.perf_counter()
     verdicts = await asyncio.gather(*(grader.grade(answer, gold) for answer, gold in pairs))
     wall = time.perf_counter() - wall
     before = {*pids}
-    cpu = time.process_time() + sum(cpu_seconds(pid) for pid in grader.worker_pids if pid in before) - cpu
+    cpu = time.process_time() + sum(cpu_seconds(pid) for pid in grader.idle_worker_pids if pid in before) - cpu
     await grader.close()
     return wall, cpu, Counter(verdicts)
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from math_verify import parse, verify
 
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.types import Verdict
 
 Case = tuple[str, str, str, bool]
@@ -60,7 +60,7 @@ def parametrized(family: str, table: ast.expr) -> Iterator[Case]:
         if isinstance(values, tuple) and len(values) >= 3 and all(isinstance(text, str) for text in values[:2]):
             gold, answer, expected = values[:3]
             if is_one_box(gold, answer):
-                yield family, last_boxed(answer) or "", last_boxed(gold) or gold, bool(expected)
+                yield family, last_boxed_answer(answer) or "", last_boxed_answer(gold) or gold, bool(expected)
 
 
 def is_one_box(gold: str, answer: str) -> bool:

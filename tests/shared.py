@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from agentrl_envs.registry import install_extra
+from agentrl_envs.registry import install_command
 
 
 def command_of(process: psutil.Process) -> list[str]:
@@ -54,4 +54,4 @@ def needed(package: str, extra: str) -> None:
     if os.environ.get("CI") == "true":
         importlib.import_module(package)
     else:
-        pytest.importorskip(package, reason=f"{package} is not installed: {install_extra(extra)}")
+        pytest.importorskip(package, reason=f"{package} is not installed: {install_command(extra)}")

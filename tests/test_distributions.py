@@ -14,7 +14,7 @@ from zipfile import ZipFile
 
 import pytest
 
-from agentrl_envs.registry import DISTRIBUTION, install_extra
+from agentrl_envs.registry import DISTRIBUTION, install_command
 
 ROOT = Path(__file__).parent.parent
 PLACES = ("agentrl", "benchmarks", "configs", "docs", "envs", "examples", "sandbox", "tests", ".ci", ".github")
@@ -60,7 +60,7 @@ def test_the_search_finds(line: str) -> None:
 @pytest.mark.parametrize(
     "line",
     [
-        install_extra("mcp"),
+        install_command("mcp"),
         "pip install ./sandbox '.[mcp]'",
         "pip install -e . && agentrl train",
         'names["agentrl"]',

@@ -27,7 +27,7 @@ from agentrl.problems.demonstrations import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.rollout.environment import build_environment
 from agentrl_envs.adapters.environments import resolve_environment
-from agentrl_envs.rewards import Conversation, Message, Reward
+from agentrl_envs.rewards import Conversation, Message, TimedRewardFunction
 from agentrl_envs.settings import INSTRUCTIONS
 from agentrl_envs.tools import EpisodeTools, load_tools
 from agentrl_envs.types import Ended, Problem, Verdict
@@ -241,7 +241,7 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     assert asyncio.run(called(problem, ("constant", {"which": "pi"}))) == ["3.14159"]
     turns = tuple(Message(role=role, text="x") for role in ("assistant", "tool", "assistant"))
     right = Conversation(turns=turns, ended=Ended.ANSWERED, answer="5", environment_reward=1.0)
-    shorter = Reward("my_rewards:shorter", deadline=60.0)
+    shorter = TimedRewardFunction("my_rewards:shorter", deadline=60.0)
     assert asyncio.run(shorter(problem, right, Verdict.CORRECT)) == (0.0, 0.9)
     assert asyncio.run(shorter(problem, right, Verdict.INCORRECT)) == (0.0, 0.0)
     exec(compile(block("how-to/protocols.md", "Reasoning-v0"), "protocols.md", "exec"), {})

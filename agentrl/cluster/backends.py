@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, ClassVar, TypeVar
 
 from agentrl.errors import SettingsError
-from agentrl_envs.registry import Registry, install_extra
+from agentrl_envs.registry import Registry, install_command
 
 if TYPE_CHECKING:
     from agentrl.cluster.processes import Cluster
@@ -56,7 +56,9 @@ class RayBackend(ClusterBackend):
 
     def open(self, settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
         if importlib.util.find_spec("ray") is None:
-            raise SettingsError(f"cluster=ray requires Ray, which is missing: run {install_extra('ray')} on every node")
+            raise SettingsError(
+                f"cluster=ray requires Ray, which is missing: run {install_command('ray')} on every node"
+            )
         # Without this limit, Ray ends this process within a minute after its head node is lost. Ray reads the variable
         # when it is imported.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))

@@ -25,7 +25,7 @@ from agentrl.problems.sources import evaluation_set, load_source, read_with_loca
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
 from agentrl.telemetry.console import Console
-from agentrl_envs.adapters.falsified import FalsifiedObservations
+from agentrl_envs.adapters.falsified import FalsifiedEpisode
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.grading import Grader
 from agentrl_envs.registry import did_you_mean
@@ -337,7 +337,7 @@ class FalsifiedEnvironment(Environment):
     seed: int
 
     def episode(self, problem: Problem) -> Episode:
-        return FalsifiedObservations(self.environment.episode(problem), seed=self.seed)
+        return FalsifiedEpisode(self.environment.episode(problem), seed=self.seed)
 
     def describe(self) -> list[str]:
         return [*self.environment.describe(), "observations are falsified"]

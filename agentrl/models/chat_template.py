@@ -16,7 +16,7 @@ from functools import cached_property, lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from agentrl.errors import SettingsError
-from agentrl_envs.chat import CALL_ID_PLACEHOLDER, ChatFormat, MarkedText, MessageTexts, Part, TemplateMark
+from agentrl_envs.chat import CALL_ID_PLACEHOLDER, ChatFormat, MarkedText, Part, TemplateMark, TextsAroundMessages
 from agentrl_envs.tool_call_formats import HERMES, TOOL_CALL_FORMATS, ToolCallFormat
 
 if TYPE_CHECKING:
@@ -291,7 +291,7 @@ class _TemplateReader:
             )
         return layout
 
-    def opening(self, roles: tuple[str, ...]) -> MessageTexts:
+    def opening(self, roles: tuple[str, ...]) -> TextsAroundMessages:
         """Return the texts around the messages of a prompt with these ``roles``, in the template's order."""
         layout = self.layout(
             [{"role": role, "content": content_placeholder(number)} for number, role in enumerate(roles)]
@@ -301,7 +301,7 @@ class _TemplateReader:
                 f"the chat template of {self.name} does not render each message of a prompt with the roles "
                 f"{', '.join(roles)} exactly once, so {self.setting} cannot use it: change the prompt or the model"
             )
-        return MessageTexts(texts=layout.plain_texts, order=layout.slots)
+        return TextsAroundMessages(texts=layout.plain_texts, order=layout.slots)
 
     def reply(self) -> tuple[str, str, str]:
         """Return the text before the problem, and the texts before and after a user message that follows a turn.

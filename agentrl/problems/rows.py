@@ -33,7 +33,7 @@ from typing import get_args
 
 from agentrl.errors import SettingsError, require_package
 from agentrl.problems.settings import FieldName
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.types import ChatMessage, NotJSONError, Problem, freeze
 
 
@@ -274,7 +274,7 @@ def canonical_answer(value: object, location: str) -> str | None:
     whole = _WHOLE_FLOAT.fullmatch(text)
     if whole:
         return whole["whole"]
-    return (last_boxed(text) or text) or None
+    return (last_boxed_answer(text) or text) or None
 
 
 def _read_field(

@@ -33,7 +33,7 @@ from agentrl.rollout.work_queue import SkippedProblemError
 from agentrl.telemetry.trace import add_slice_since, reserve_lane, start_time
 from agentrl.trajectory import Group, Trajectory, concatenate_branches
 from agentrl_envs.episode import Environment, UnavailableError
-from agentrl_envs.rewards import Conversation, Message, Rewards
+from agentrl_envs.rewards import Conversation, Message, WeightedRewards
 from agentrl_envs.types import Ended
 
 logger = logging.getLogger(__name__)
@@ -242,7 +242,7 @@ class Driver:
     routed: bool = False
     deterministic: bool = False
     label: str = ""
-    rewards: Rewards | None = None
+    rewards: WeightedRewards | None = None
     last_failure: str | None = None
     """The reason for the last infrastructure failure that was not reported by an episode."""
 

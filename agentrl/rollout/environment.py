@@ -23,7 +23,7 @@ from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import AgentRLEnvError, Environment
 from agentrl_envs.factory import TemplateUse
-from agentrl_envs.rewards import Rewards
+from agentrl_envs.rewards import WeightedRewards
 from agentrl_envs.tools import ToolSet
 from agentrl_envs.types import Problem
 
@@ -68,7 +68,7 @@ def build_environment(settings: EnvironmentSections, chat: ChatSetup | None = No
         program = program_for_environment(settings.env, settings.environment.model_extra or {}, settings.gateway)
         return AgentEnvironment(program, settings.gateway, chat.renderer if chat else None)
     factory = resolve_environment(settings.env)
-    section = factory.settings(settings.environment)
+    section = factory.validate_section(settings.environment)
     environment = factory(section, settings.sandbox, settings.grader, chat=chat.format if chat else None)
     if chat is None or chat.renderer is None:
         return environment
@@ -77,7 +77,7 @@ def build_environment(settings: EnvironmentSections, chat: ChatSetup | None = No
 
 def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
     factory = resolve_environment(settings.env)
-    return factory.template_use(factory.settings(settings.environment))
+    return factory.template_use(factory.validate_section(settings.environment))
 
 
 def uses_chat_template(settings: EnvironmentSections) -> bool:
@@ -142,7 +142,7 @@ async def check_episode_can_fork(environment: Environment, problem: Problem, set
         await episode.close()
 
 
-def build_rewards(settings: RewardedSections) -> Rewards | None:
+def build_rewards(settings: RewardedSections) -> WeightedRewards | None:
     """Build the user's rewards without opening them. Returns None if ``reward.functions`` is empty.
 
     Raises PluginError if a name in ``reward.functions`` does not refer to a function.
@@ -150,7 +150,7 @@ def build_rewards(settings: RewardedSections) -> Rewards | None:
     reward = settings.reward
     if not reward.functions:
         return None
-    return Rewards(reward.functions, deadline=reward.deadline, sandbox=settings.sandbox)
+    return WeightedRewards(reward.functions, deadline=reward.deadline, sandbox=settings.sandbox)
 
 
 def compares_with_references(settings: RewardedSections) -> bool:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal, Protocol, TypeVar
 
 from agentrl.errors import SettingsError
-from agentrl_envs.registry import Registry, install_extra
+from agentrl_envs.registry import Registry, install_command
 
 if TYPE_CHECKING:
     from wandb import Run
@@ -104,7 +104,7 @@ def check_trackers(names: Iterable[str]) -> None:
     """Raise SettingsError if a tracker's package is missing, and PluginError if a tracker cannot be imported."""
     for name in names:
         if name in TRACKERS.builtin and importlib.util.find_spec(name) is None:
-            raise SettingsError(f"telemetry.trackers: {name} is not installed: run {install_extra(name)}")
+            raise SettingsError(f"telemetry.trackers: {name} is not installed: run {install_command(name)}")
         TRACKERS[name]
 
 

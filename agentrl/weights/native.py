@@ -19,7 +19,7 @@ from torch import Tensor
 from agentrl.cluster.processes import free_port
 from agentrl.errors import SettingsError, WorldError
 from agentrl.weights.sources import GROUP_ELEMENTS, ParameterSource, TransferTarget
-from agentrl_envs.registry import install_extra
+from agentrl_envs.registry import install_command
 
 _Result = TypeVar("_Result")
 
@@ -223,7 +223,7 @@ def _import_vllm_transfer() -> tuple[Any, Any]:
     except ImportError as error:
         raise SettingsError(
             f"rollout.vllm.transfer=nccl and ipc require vLLM on the training ranks: {error}. "
-            f"Install the extra: {install_extra('vllm')}, or set rollout.vllm.transfer=file"
+            f"Install the extra: {install_command('vllm')}, or set rollout.vllm.transfer=file"
         ) from error
     return WeightTransferTrainerFactory, HTTPVLLMWeightSyncClient
 

@@ -82,7 +82,7 @@ _VALID_CALL_ID = re.compile(r"[A-Za-z0-9]{1,64}")
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MessageTexts:
+class TextsAroundMessages:
     """The template texts before, between and after message contents, and the order in which the contents appear."""
 
     texts: tuple[str, ...]
@@ -112,7 +112,7 @@ class ChatFormat:
     between_responses: str = ""
     after_response: str = ""
     user: tuple[str, str] | None = None
-    opening: Callable[[tuple[str, ...]], MessageTexts] | None = None
+    opening: Callable[[tuple[str, ...]], TextsAroundMessages] | None = None
     calls: ToolCallFormat = HERMES
     quoted: bool = False
     system: str = ""

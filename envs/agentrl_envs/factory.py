@@ -16,7 +16,7 @@ from pydantic import BaseModel
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import GraderSettings
-from agentrl_envs.settings import ChatSettings, Section, read_options
+from agentrl_envs.settings import ChatSettings, Section, validate_options
 from agentrl_envs.tools import ToolSet
 from agentrl_envs.types import Problem
 from agentrl_sandbox.client import SandboxSettings
@@ -44,7 +44,7 @@ class TemplateUse:
 class EnvironmentFactory(ABC, Generic[Section]):
     """Creates the environments of one name. The defaults describe a plain-text environment without tools."""
 
-    def settings(self, section: BaseModel) -> Section:
+    def validate_section(self, section: BaseModel) -> Section:
         """Validate the section ``environment`` of a run. Raises PluginError for an invalid setting.
 
         By default, returns the section, because the settings of a run already validate the built-in environments.
@@ -75,11 +75,11 @@ class EnvironmentFactory(ABC, Generic[Section]):
         return None
 
     @property
-    def source(self) -> bytes:
+    def source_code(self) -> bytes:
         """The source code of a custom environment, which identifies its version; empty if unknown."""
         return b""
 
-    def columns(self, problem: Problem) -> dict[str, object]:
+    def problem_columns(self, problem: Problem) -> dict[str, object]:
         """Return the columns of a problem that the environment reads.
 
         Raises EnvironmentContractError if the problem lacks a column.
@@ -94,8 +94,8 @@ class PlainTextEnvironmentFactory(EnvironmentFactory[Section]):
         self._model = model
         self._make = make
 
-    def settings(self, section: BaseModel) -> Section:
-        return read_options(self._model, section.model_extra or {})
+    def validate_section(self, section: BaseModel) -> Section:
+        return validate_options(self._model, section.model_extra or {})
 
     def __call__(
         self,

@@ -18,7 +18,7 @@ class Closable(Protocol):
 
 
 @asynccontextmanager
-async def closed_on_failure(copied: Closable) -> AsyncGenerator[None, None]:
+async def close_on_failure(copied: Closable) -> AsyncGenerator[None, None]:
     """Close ``copied``, an incomplete copy that nobody else can close, if the block fails or is cancelled."""
     try:
         yield
@@ -27,12 +27,12 @@ async def closed_on_failure(copied: Closable) -> AsyncGenerator[None, None]:
         raise
 
 
-async def repeat_actions(twin: Episode, actions: Sequence[str]) -> None:
+async def replay_actions(twin: Episode, actions: Sequence[str]) -> None:
     """Start the fork ``twin`` of a running episode, and repeat its actions.
 
     Raises UnavailableError if the fork ends, because the environment failed or is not deterministic.
     """
-    async with closed_on_failure(twin):
+    async with close_on_failure(twin):
         await twin.start()
         for number, action in enumerate(actions, 1):
             ended = (await twin.step(action)).ended

@@ -10,7 +10,7 @@ from agentrl_envs.episode import Environment
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, required_chat
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
 from agentrl_envs.types import Problem
@@ -34,7 +34,7 @@ class ReasoningProtocol(TextProtocol):
 
     def parse(self, text: str) -> ParsedTurn:
         """Return the last boxed answer."""
-        return ParsedTurn(program=None, answer=last_boxed(text))
+        return ParsedTurn(program=None, answer=last_boxed_answer(text))
 
     def format_results(self, text: str, results: Sequence[str]) -> str:
         """Raise AssertionError, because no turn has a program or a call."""

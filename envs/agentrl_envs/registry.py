@@ -28,7 +28,7 @@ TRL_PREFIX = "trl:"
 """Prefix of ``module:Class`` for an environment with the interface of TRL's ``environment_factory``."""
 
 
-def install_extra(name: str) -> str:
+def install_command(name: str) -> str:
     """Return the command that installs an extra. The command keeps the installed version, even if editable."""
     return f"pip install '{DISTRIBUTION}[{name}]'"
 
@@ -126,7 +126,7 @@ PROTOCOLS: Registry[Any] = Registry(
         "simpletir": "agentrl_envs.protocols.simpletir:SimpleTIRProtocol.from_settings",
         "retool": "agentrl_envs.protocols.retool:ReToolProtocol.from_settings",
         "torl": "agentrl_envs.protocols.torl:ToRLProtocol.from_settings",
-        "hermes": "agentrl_envs.protocols.hermes:hermes_from_settings",
+        "hermes": "agentrl_envs.protocols.hermes:make_hermes_protocol",
     },
     group="agentrl.protocols",
     paths=True,

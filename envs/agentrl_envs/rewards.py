@@ -31,8 +31,8 @@ from agentrl_envs.episode import EnvironmentContractError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
 from agentrl_envs.registry import REWARDS, PluginError, describe_error
 from agentrl_envs.settings import ExecutionSettings
-from agentrl_envs.threads import BlockingCalls
-from agentrl_envs.tools.calling import is_unreachable
+from agentrl_envs.threads import BlockingCallPool
+from agentrl_envs.tools.calling import indicates_unreachable_service
 from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.types import Ended, Problem, Verdict, as_reward
 from agentrl_sandbox.client import Sandbox, SandboxSettings, open_sandbox
@@ -104,7 +104,7 @@ class RewardFunction(Protocol):
     ) -> float | Sequence[float] | Awaitable[float | Sequence[float]]: ...
 
 
-class Reward:
+class TimedRewardFunction:
     """One reward function with its time limit."""
 
     def __init__(self, path: str, *, deadline: float) -> None:
@@ -127,7 +127,7 @@ class Reward:
         self.path = path
         self._function: Callable[..., object] = function
         self._deadline = deadline
-        self._threads = BlockingCalls(_MAX_THREADS, name="reward")
+        self._threads = BlockingCallPool(_MAX_THREADS, name="reward")
 
     @property
     def needs_sandbox(self) -> bool:
@@ -154,7 +154,7 @@ class Reward:
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
-            if is_unreachable(error):
+            if indicates_unreachable_service(error):
                 raise UnavailableError(self._error_message(problem, f"raised {describe_error(error)}")) from error
             raise RewardError(self._error_message(problem, f"raised {describe_error(error)}")) from error
         turns = sum(turn.role == "assistant" for turn in conversation.turns)
@@ -183,13 +183,13 @@ class Reward:
         return f"the reward {self.path} {what} (problem {problem.id})"
 
 
-class Rewards:
+class WeightedRewards:
     """The functions of ``reward.functions`` with their weights. Must be opened before the first call."""
 
     def __init__(self, weights: Mapping[str, float], *, deadline: float, sandbox: SandboxSettings) -> None:
         """Import the functions. Raises PluginError for an invalid function."""
         self._weights = dict(weights)
-        self._functions = [Reward(path, deadline=deadline) for path in weights if path != ENVIRONMENT]
+        self._functions = [TimedRewardFunction(path, deadline=deadline) for path in weights if path != ENVIRONMENT]
         self._settings = sandbox
         self._sandbox: Sandbox | None = None
         short = {path: path.rpartition(":")[2] for path in weights}

@@ -12,7 +12,7 @@ from agentrl_envs.registry import PROTOCOLS, PluginError
 Section = TypeVar("Section", bound=BaseModel)
 
 
-def read_options(model: type[Section], options: Mapping[str, object]) -> Section:
+def validate_options(model: type[Section], options: Mapping[str, object]) -> Section:
     """Validate the section ``environment`` with ``model``.
 
     Raises PluginError with the invalid setting and the valid settings.

@@ -19,7 +19,7 @@ from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, EpisodeUsageError, UnavailableError
 from agentrl_envs.execution import EpisodeSandbox, infrastructure_failure_call, tool_call_of_execution
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
-from agentrl_envs.forks import closed_on_failure
+from agentrl_envs.forks import close_on_failure
 from agentrl_envs.grading import Grader, GraderError, GraderSettings
 from agentrl_envs.protocols.base import MalformedCall, TextProtocol, ToolRequest, make_protocol
 from agentrl_envs.protocols.texts import truncate_output
@@ -94,7 +94,7 @@ class ToolEpisode(ABC):
         """Return an episode with the same conversation so far. Copies the interpreter session and the tools."""
         twin = copy.copy(self)
         twin._sandbox = twin._tools = None
-        async with closed_on_failure(twin):
+        async with close_on_failure(twin):
             if self._sandbox is not None:
                 twin._sandbox = await self._sandbox.fork()
             if self._tools is not None:
@@ -220,7 +220,7 @@ class SimpleTIREpisode(ToolEpisode):
 
     def _result_text(self, execution: Execution) -> str:
         """Return the result that the model reads, with a note if the interpreter session ended."""
-        return self._protocol.result(execution) + (_RESTARTED if execution.session_ended else "")
+        return self._protocol.result_for_model(execution) + (_RESTARTED if execution.session_ended else "")
 
     def _step_after_calls(self, observation: str, calls: tuple[ToolCall, ...]) -> Step:
         ended = Ended.TURN_LIMIT if self._turns >= self._settings.max_turns else None

@@ -22,7 +22,7 @@ STUCK_SECONDS = 30.0
 """Seconds by which a call in an object's thread may exceed its deadline before the rollout is excluded."""
 
 
-class BlockingCalls:
+class BlockingCallPool:
     """Runs up to ``threads`` blocking calls at once.
 
     A call that exceeds its deadline continues in its thread and keeps its slot, because Python cannot stop a thread.
@@ -118,7 +118,7 @@ class ObjectThread:
 
 
 class BlockingRunner(Protocol):
-    """Interface of `BlockingCalls` and `ObjectThread`."""
+    """Interface of `BlockingCallPool` and `ObjectThread`."""
 
     async def run(self, call: Callable[[], Result], *, timeout: float | None = None, call_name: str = "") -> Result: ...
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 
 
 @pytest.mark.parametrize(
@@ -27,16 +27,16 @@ from agentrl_envs.protocols.texts import last_boxed
     ],
 )
 def test_last_complete_box(text: str, answer: str) -> None:
-    assert last_boxed(text) == answer
+    assert last_boxed_answer(text) == answer
 
 
 @pytest.mark.parametrize("text", ["", "5", r"\boxed", r"\boxed{5", r"\boxed{{5}", r"\boxed{}", r"\boxed{ }"])
 def test_no_box(text: str) -> None:
-    assert last_boxed(text) is None
+    assert last_boxed_answer(text) is None
 
 
 def test_an_empty_box_does_not_hide_an_answer() -> None:
-    assert last_boxed(r"\boxed{5} as \boxed{} asks") == "5"
+    assert last_boxed_answer(r"\boxed{5} as \boxed{} asks") == "5"
 
 
 balanced = st.recursive(
@@ -48,9 +48,9 @@ plain = st.text(st.characters(exclude_characters="{}\\", exclude_categories=["Cs
 
 @given(before=plain, answer=balanced.filter(str.strip), after=plain)
 def test_any_balanced_content_is_found_between_any_text(before: str, answer: str, after: str) -> None:
-    assert last_boxed(f"{before}\\boxed{{{answer}}}{after}") == answer.strip()
+    assert last_boxed_answer(f"{before}\\boxed{{{answer}}}{after}") == answer.strip()
 
 
 def test_hostile_nesting_is_one_pass() -> None:
-    assert last_boxed("\\boxed{" * 140_000) is None
-    assert last_boxed("\\boxed{" * 50_000 + "5" + "}" * 50_000) == "5"
+    assert last_boxed_answer("\\boxed{" * 140_000) is None
+    assert last_boxed_answer("\\boxed{" * 50_000 + "5" + "}" * 50_000) == "5"

@@ -14,7 +14,7 @@ import pytest
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.gym import UnicodeText
 from agentrl_envs.settings import GymnasiumSettings
-from agentrl_envs.threads import BlockingCalls, LoopThread
+from agentrl_envs.threads import BlockingCallPool, LoopThread
 from agentrl_envs.types import Ended, Problem
 
 MEETING = threading.Barrier(2, timeout=60.0)
@@ -62,7 +62,7 @@ async def test_two_blocking_environments_overlap() -> None:
 
 
 async def test_no_more_calls_run_at_once_than_there_are_threads() -> None:
-    calls = BlockingCalls(2, name="test")
+    calls = BlockingCallPool(2, name="test")
     lock, running, most = threading.Lock(), 0, 0
 
     def work(number: int) -> int:
@@ -84,11 +84,11 @@ async def test_errors_come_where_the_call_is_awaited() -> None:
         raise ZeroDivisionError("oops")
 
     with pytest.raises(ZeroDivisionError, match="oops"):
-        await BlockingCalls(1, name="test").run(bug)
+        await BlockingCallPool(1, name="test").run(bug)
 
 
 async def test_a_stuck_call_holds_its_place_until_it_ends() -> None:
-    calls, let_go = BlockingCalls(1, name="test"), threading.Event()
+    calls, let_go = BlockingCallPool(1, name="test"), threading.Event()
     with pytest.raises(TimeoutError):
         await calls.run(let_go.wait, timeout=0.05)
     with pytest.raises(TimeoutError):
@@ -100,10 +100,10 @@ async def test_a_stuck_call_holds_its_place_until_it_ends() -> None:
 def test_a_stuck_call_does_not_keep_the_process() -> None:
     code = (
         "import asyncio, threading\n"
-        "from agentrl_envs.threads import BlockingCalls\n"
+        "from agentrl_envs.threads import BlockingCallPool\n"
         "async def main():\n"
         "    try:\n"
-        "        await BlockingCalls(1, name='x').run(threading.Event().wait, timeout=0.01)\n"
+        "        await BlockingCallPool(1, name='x').run(threading.Event().wait, timeout=0.01)\n"
         "    except TimeoutError:\n"
         "        print('late')\n"
         "asyncio.run(main())\n"

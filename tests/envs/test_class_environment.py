@@ -154,7 +154,7 @@ async def playing(name: str, *, plain: bool = False, **options: Any) -> AsyncIte
     ENVIRONMENTS.check(name)
     factory = resolve_environment(name)
     assert isinstance(factory, ClassEnvironmentFactory)
-    settings = factory.settings(EnvironmentOptions(**options))
+    settings = factory.validate_section(EnvironmentOptions(**options))
     environment = factory(settings, SandboxSettings(), GraderSettings(workers=1), chat=None if plain else CHAT)
     await environment.open()
     episode = environment.episode(PROBLEM)
@@ -304,4 +304,4 @@ def test_what_is_no_environment_is_said() -> None:
     factory = resolve_environment(f"{HERE}:Shop")
     assert isinstance(factory, ClassEnvironmentFactory)
     with pytest.raises(PluginError, match=r"environment.max_turn=3: Extra inputs .*\(valid settings: .*max_turns"):
-        factory.settings(EnvironmentOptions(max_turn=3))
+        factory.validate_section(EnvironmentOptions(max_turn=3))

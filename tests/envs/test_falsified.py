@@ -9,7 +9,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl_envs.adapters.falsified import FalsifiedObservations, falsify
+from agentrl_envs.adapters.falsified import FalsifiedEpisode, falsify_numbers
 from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import Episode
 from agentrl_envs.types import Ended, Step
@@ -20,8 +20,8 @@ PROGRAM = "```py\nprint(2)\n```"
 
 @given(st.text(), st.integers(0, 1 << 30))
 def test_every_number_changes_and_nothing_else(text: str, seed: int) -> None:
-    lie = falsify(text, seed)
-    assert lie == falsify(text, seed)
+    lie = falsify_numbers(text, seed)
+    assert lie == falsify_numbers(text, seed)
     assert len(lie) == len(text)
     assert re.split("[0-9]+", lie) == re.split("[0-9]+", text)
     truths, lies = re.findall("[0-9]+", text), re.findall("[0-9]+", lie)
@@ -29,13 +29,13 @@ def test_every_number_changes_and_nothing_else(text: str, seed: int) -> None:
 
 
 def test_leading_digits_stay_leading() -> None:
-    assert all(falsify("42", seed)[0] != "0" for seed in range(200))
-    assert {falsify("1", seed) for seed in range(200)} == set("023456789")
+    assert all(falsify_numbers("42", seed)[0] != "0" for seed in range(200))
+    assert {falsify_numbers("1", seed) for seed in range(200)} == set("023456789")
 
 
 async def test_only_the_observation_is_falsified(play: Callable[..., Any], execution: Callable[..., Execution]) -> None:
     inner, _ = play(execution("123\n"), execution("\\boxed{5}\n"))
-    episode = FalsifiedObservations(inner, seed=1)
+    episode = FalsifiedEpisode(inner, seed=1)
     assert isinstance(episode, Episode)
     assert (episode.stop_strings, episode.turn_complete(PROGRAM)) == (inner.stop_strings, True)
     assert await episode.start() == "What is 2 + 3?\n"
@@ -43,7 +43,7 @@ async def test_only_the_observation_is_falsified(play: Callable[..., Any], execu
     assert re.fullmatch(r"\nCode execution result: [0-9]{3}\n", told)
     assert "123" not in told
     twin = await episode.fork()
-    assert isinstance(twin, FalsifiedObservations)
+    assert isinstance(twin, FalsifiedEpisode)
     await twin.close()
     last = await episode.step(PROGRAM)
     assert (last.reward, last.answer, last.ended) == (1.0, "5", Ended.ANSWERED)
@@ -62,6 +62,6 @@ async def test_the_marks_of_a_template_are_not_falsified() -> None:
                 ended=None,
             )
 
-    shown = (await FalsifiedObservations(Marked(), seed=1).step("x")).observation  # type: ignore[arg-type]
+    shown = (await FalsifiedEpisode(Marked(), seed=1).step("x")).observation  # type: ignore[arg-type]
     assert isinstance(shown, MarkedText)
-    assert shown.parts == (TemplateMark("<|1|>", ends_turn=True), falsify("12", 1), TemplateMark("<2>"))
+    assert shown.parts == (TemplateMark("<|1|>", ends_turn=True), falsify_numbers("12", 1), TemplateMark("<2>"))

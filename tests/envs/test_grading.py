@@ -122,14 +122,14 @@ def module_grader() -> object:
 )
 async def test_answers_out_of_bounds_reach_no_process(grader: Grader, answer: str, verdict: Verdict) -> None:
     assert await grader.grade(answer, r"\frac12") is verdict
-    assert grader.worker_pids == ()
+    assert grader.idle_worker_pids == ()
 
 
 @pytest.mark.slow
 async def test_an_answer_past_the_deadline_is_wrong_and_its_process_is_gone() -> None:
     grader = Grader(GraderSettings(workers=1, deadline=1.0))
     assert await grader.grade("sqrt(1)/3", "1/2") is Verdict.INCORRECT
-    (pid,) = grader.worker_pids
+    (pid,) = grader.idle_worker_pids
     assert await grader.grade(SLOW, "7") is Verdict.ANSWER_TIMEOUT
     assert not alive(pid)
     assert await grader.grade("sqrt(4)/4", "1/2") is Verdict.CORRECT  # a fresh process
@@ -150,14 +150,14 @@ async def test_the_deadline_counts_processor_time() -> None:
     """A process that is stopped for longer than its deadline, as on a machine with too much to do, still answers."""
     grader = Grader(GraderSettings(workers=1, deadline=2.0))
     await grader.grade("sqrt(1)/3", "1/2")
-    (pid,) = grader.worker_pids
+    (pid,) = grader.idle_worker_pids
     os.kill(pid, signal.SIGSTOP)
     verdict = asyncio.create_task(grader.grade("sqrt(4)/4", "1/2"))
     await asyncio.wait([verdict], timeout=3.0)
     assert not verdict.done()
     os.kill(pid, signal.SIGCONT)
     assert await verdict is Verdict.CORRECT
-    assert grader.worker_pids == (pid,)
+    assert grader.idle_worker_pids == (pid,)
     await grader.close()
 
 
@@ -179,7 +179,7 @@ async def test_a_process_that_hangs_without_computing_says_nothing_of_the_answer
     monkeypatch.setattr(GradingProcess, "start", stopped)
     grader = Grader(GraderSettings(workers=1, hang_deadline=0.2))
     assert await grader.grade("sqrt(4)/4", "1/2") is Verdict.GRADER_TIMEOUT
-    assert grader.worker_pids == ()
+    assert grader.idle_worker_pids == ()
     await grader.close()
 
 
@@ -235,14 +235,14 @@ async def test_equal_questions_share_one_comparison() -> None:
     grader = Grader(GraderSettings(workers=4))
     verdicts = await asyncio.gather(*(grader.grade("sqrt(4)/4", "1/2") for _ in range(20)))
     assert set(verdicts) == {Verdict.CORRECT}
-    assert len(grader.worker_pids) == 1
+    assert len(grader.idle_worker_pids) == 1
     await grader.close()
 
 
 @pytest.mark.slow
 async def test_a_killed_process_is_replaced(grader: Grader) -> None:
     await grader.grade("sqrt(4)/4", "1/2")
-    os.kill(grader.worker_pids[0], signal.SIGKILL)
+    os.kill(grader.idle_worker_pids[0], signal.SIGKILL)
     assert await grader.grade("sqrt(9)/6", "1/2") is Verdict.CORRECT
 
 
@@ -266,7 +266,7 @@ async def test_a_process_that_cannot_start_is_an_error_with_its_reason() -> None
 async def test_workers_get_no_secrets(grader: Grader, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SECRET_TOKEN", "hush")
     await grader.grade("sqrt(4)/4", "1/2")
-    environment = Path(f"/proc/{grader.worker_pids[0]}/environ").read_bytes()
+    environment = Path(f"/proc/{grader.idle_worker_pids[0]}/environ").read_bytes()
     assert b"SECRET_TOKEN" not in environment
 
 
@@ -277,7 +277,7 @@ from agentrl_envs.grading import Grader, GraderSettings
 async def main():
     grader = Grader(GraderSettings(workers=2, deadline=3.0))
     await grader.grade("sqrt(4)/4", "1/2")
-    print(*grader.worker_pids, flush=True)
+    print(*grader.idle_worker_pids, flush=True)
     await grader.grade(sys.argv[1], "1/2") if sys.argv[1] else await asyncio.sleep(600)
 
 asyncio.run(main())

@@ -17,7 +17,7 @@ from equal_answers import EQUAL
 
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.threads import LoopThread
 from agentrl_envs.types import Verdict
 from agentrl_sandbox.client import Execution
@@ -188,7 +188,7 @@ RESTATED = "A train covers 12 km in 3 hours. What is its speed in km/h?"
     ],
 )
 def test_what_a_policy_may_try_in_its_words(graded: Graded, text: str, verdict: Verdict) -> None:
-    assert graded(last_boxed(text), "4") is verdict
+    assert graded(last_boxed_answer(text), "4") is verdict
 
 
 PROTOCOL = SimpleTIRProtocol(instruction="", observation_limit=512)

@@ -27,7 +27,7 @@ from agentrl.rollout.gateway.environment import program_for_environment
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.adapters.harbor import TaskShell
-from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest
+from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest_of_build
 from agentrl_envs.adapters.harbor_tasks import HarborTask, read_task, task_rows
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.registry import PluginError
@@ -179,12 +179,12 @@ def test_lines_that_mark_benchmark_data_are_not_shown(tmp_path: Path) -> None:
 def test_an_image_is_identified_by_the_contents_of_its_files(tmp_path: Path) -> None:
     folder = a_task(tmp_path / "task") / "environment"
     same = shutil.copytree(folder, tmp_path / "copy")
-    first = _digest(folder, {})
-    assert _digest(same, {}) == first != _digest(folder, {"A": "1"})
+    first = _digest_of_build(folder, {})
+    assert _digest_of_build(same, {}) == first != _digest_of_build(folder, {"A": "1"})
     (folder / "more.txt").write_text("", encoding="utf-8")
-    second = _digest(folder, {})
+    second = _digest_of_build(folder, {})
     (folder / "more.txt").chmod(0o755)
-    assert len({first, second, _digest(folder, {})}) == 3
+    assert len({first, second, _digest_of_build(folder, {})}) == 3
 
 
 # -- with Docker -----------------------------------------------------------------------------------------------------
@@ -203,7 +203,7 @@ async def rewarded(containers: TaskContainers, task: HarborTask, command: str) -
     container = await containers.start(task)
     try:
         assert not (await container.execute(command, timeout=60)).exit_code
-        return await container.verify()
+        return await container.run_verifier()
     finally:
         await container.close()
 
@@ -232,7 +232,7 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
         assert (await run("sleep 60 & echo started", timeout=30)).output == "started\n"
         assert (await run("python3 -c 'bytearray(200 << 20)'", timeout=30)).exit_code == 137
         assert "fork" in (await run("for i in $(seq 99); do sleep 600 & done", timeout=5)).output
-        assert await container.verify() == 1.0  # after the agent's processes were killed, but process 1 was not
+        assert await container.run_verifier() == 1.0  # after the agent's processes were killed, but process 1 was not
         assert int((await run("ls -d /proc/[0-9]* | wc -l", timeout=5)).output) < 9  # neither processes nor zombies
         for test, reason in (
             ("true", "wrote neither"),
@@ -247,7 +247,7 @@ async def test_a_container_is_limited_and_a_failed_verifier_gives_no_reward(
         ):
             (task.directory / "tests" / "test.sh").write_text(f"#!/bin/bash\n{test}\n", encoding="utf-8")
             with pytest.raises(UnavailableError, match=f"returned no reward: .*{reason}"):
-                await container.verify()
+                await container.run_verifier()
     finally:
         await container.close()
     assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=task"})
@@ -279,7 +279,7 @@ async def test_the_directory_of_the_reward_belongs_to_the_user_of_the_verifier(
         file.write("USER 1000\n")
     container = await containers.start(read_task(directory))
     try:
-        assert await container.verify() == 1.0
+        assert await container.run_verifier() == 1.0
         assert (await container.execute("id -u; stat -c %u /logs/verifier", timeout=30)).output == "1000\n0\n"
     finally:
         await container.close()
@@ -295,9 +295,9 @@ async def test_a_helper_runs_as_any_user_and_leaves_nothing_if_it_fails(containe
     container = await containers.start(read_task(TASKS / "write-word"))
     try:
         with pytest.raises(UnavailableError, match="python3"):
-            await container.listener(42731, built(containers, "FROM scratch\nLABEL empty=true\n"))
+            await container.open_listener(42731, built(containers, "FROM scratch\nLABEL empty=true\n"))
         assert not containers.client.containers.list(all=True, filters={"label": f"{LABEL}=helper"})
-        (await container.listener(42731, built(containers, f"FROM {BASE_IMAGE}\nUSER 1000\n"))).close()
+        (await container.open_listener(42731, built(containers, f"FROM {BASE_IMAGE}\nUSER 1000\n"))).close()
     finally:
         await container.close()
 

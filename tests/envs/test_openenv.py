@@ -245,7 +245,7 @@ def test_fields_that_are_named() -> None:
 def test_a_setting_that_is_none_is_named() -> None:
     factory: Any = resolve_environment("openenv:localhost:8000")
     with pytest.raises(PluginError, match=r"environment\.max_turn=4: .*valid settings: action, observation"):
-        factory.settings(EnvironmentOptions(max_turn=4))
+        factory.validate_section(EnvironmentOptions(max_turn=4))
 
 
 REAL = """

@@ -270,7 +270,7 @@ def test_reasoning_settings_have_an_instruction_of_their_own() -> None:
 def test_programs_run_after_the_setup_and_answer_nothing(protocol: Any, execution: Ran) -> None:
     assert protocol.source_to_run(TOY, "print(1)") == "import math\nprint(1)"
     assert protocol.printed_answer("\\boxed{5}") is None
-    assert protocol.result(execution("x", outcome=Outcome.TIMEOUT)).startswith("TimeoutError")
+    assert protocol.result_for_model(execution("x", outcome=Outcome.TIMEOUT)).startswith("TimeoutError")
     assert protocol.end_after_empty_turn is Ended.STOPPED
 
 

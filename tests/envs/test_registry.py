@@ -18,7 +18,7 @@ from agentrl_envs.registry import (
     Registry,
     UnknownNameError,
 )
-from agentrl_envs.rewards import Reward
+from agentrl_envs.rewards import TimedRewardFunction
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.tools import load_tools
@@ -55,7 +55,7 @@ def test_what_a_user_registers_is_found_by_its_name() -> None:
     assert resolve_environment("mine")(GymnasiumSettings(threads=3)).own == GymnasiumSettings(threads=3)
     assert make_protocol(SimpleTIRSettings(protocol="plain")) == ToRLProtocol(instruction="", observation_limit=7)
     assert [schema.name for schema in load_tools(("python", "six")).schemas] == ["python", "six"]
-    assert Reward("zero", deadline=1.0)._function is zero
+    assert TimedRewardFunction("zero", deadline=1.0)._function is zero
 
 
 def test_our_names_and_the_registered_ones_are_listed_together() -> None:

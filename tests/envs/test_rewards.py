@@ -12,7 +12,7 @@ import pytest
 
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.registry import PluginError
-from agentrl_envs.rewards import Conversation, Message, Reward, RewardError, Rewards
+from agentrl_envs.rewards import Conversation, Message, RewardError, TimedRewardFunction, WeightedRewards
 from agentrl_envs.types import Ended, Problem, Verdict
 from agentrl_sandbox.client import SandboxSettings
 
@@ -104,8 +104,8 @@ async def stuck_on_the_loop(*_: Any) -> float:
     return 1.0
 
 
-def reward(name: str, deadline: float = 60.0) -> Reward:
-    return Reward(f"{__name__}:{name}", deadline=deadline)
+def reward(name: str, deadline: float = 60.0) -> TimedRewardFunction:
+    return TimedRewardFunction(f"{__name__}:{name}", deadline=deadline)
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_what_is_no_function_is_said(path: str, message: str, tmp_path: Path, mo
     (tmp_path / "wrong_module.py").write_text("def reward(:\n")
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(PluginError) as caught:
-        Reward(path, deadline=1.0)
+        TimedRewardFunction(path, deadline=1.0)
     assert message in str(caught.value)
 
 
@@ -198,8 +198,8 @@ async def with_sandbox(problem: Problem, conversation: Conversation, verdict: Ve
     return float((await sandbox.execute(f"print({problem.answer} + 1)")).stdout)
 
 
-def rewards(weights: dict[str, float]) -> Rewards:
-    return Rewards(
+def rewards(weights: dict[str, float]) -> WeightedRewards:
+    return WeightedRewards(
         {name if name == "environment" else f"{__name__}:{name}": weight for name, weight in weights.items()},
         deadline=60.0,
         sandbox=SandboxSettings(allow_unisolated=True),

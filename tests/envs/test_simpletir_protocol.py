@@ -17,7 +17,7 @@ PROTOCOL = SimpleTIRProtocol(instruction="", observation_limit=512)
 
 
 def observed(execution: Execution) -> str:
-    return PROTOCOL.observation("", [PROTOCOL.result(execution)])
+    return PROTOCOL.observation("", [PROTOCOL.result_for_model(execution)])
 
 
 def prompt(instruction: str) -> str:

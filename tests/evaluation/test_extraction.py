@@ -20,7 +20,7 @@ from agentrl_envs.execution import MAX_PRINTED_CHARACTERS
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.base import ParsedTurn
 from agentrl_envs.protocols.simpletir import SimpleTIRProtocol
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
 from agentrl_envs.types import Ended, ToolCall, Verdict
@@ -197,7 +197,7 @@ def test_environments_that_find_answers_themselves_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"--extract does not support the protocol hermes"):
         protocol_from_provenance({"protocol": {**recorded, "protocol": "hermes"}})
     protocol = protocol_from_provenance({"protocol": {**recorded, "protocol": "simpletir"}})
-    assert protocol.printed_answer("\\boxed{1}") == last_boxed("\\boxed{1}") == "1"
+    assert protocol.printed_answer("\\boxed{1}") == last_boxed_answer("\\boxed{1}") == "1"
     said = {name: protocol_from_provenance({"protocol": {**recorded, "protocol": name}}) for name in ("retool", "torl")}
     assert all(one.printed_answer("\\boxed{1}") is None for one in said.values())
     reasoning = protocol_from_provenance({"protocol": {"env": "reasoning", "instruction": ""}})

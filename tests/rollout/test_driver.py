@@ -26,7 +26,7 @@ from agentrl.rollout.metrics import rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.episode import UnavailableError
-from agentrl_envs.rewards import Conversation, Rewards
+from agentrl_envs.rewards import Conversation, WeightedRewards
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 from agentrl_sandbox.client import SandboxSettings
 
@@ -41,7 +41,7 @@ def make(
     seed: int = 0,
     deterministic: bool = False,
     trained: bool = False,
-    rewards: Rewards | None = None,
+    rewards: WeightedRewards | None = None,
     **changes: Any,
 ) -> tuple[Driver, ScriptedEnvironment]:
     environment = ScriptedEnvironment(build)
@@ -95,8 +95,8 @@ async def test_the_worked_example() -> None:
     assert engine.released == [engine.requests[0][0]]
 
 
-def own_reward(path: str, deadline: float = 60.0) -> Rewards:
-    return Rewards({path: 1.0}, deadline=deadline, sandbox=SandboxSettings())
+def own_reward(path: str, deadline: float = 60.0) -> WeightedRewards:
+    return WeightedRewards({path: 1.0}, deadline=deadline, sandbox=SandboxSettings())
 
 
 def turns_told(problem: Problem, conversation: Conversation, verdict: Verdict | None) -> float:

@@ -295,7 +295,7 @@ async def test_a_class_that_cannot_be_copied_is_named_before_the_run_starts() ->
     settings = RolloutSettings(branching=BranchingSettings(width=2))
     for name in ("Forkable", "Locked"):
         factory = resolve_environment(f"{__name__}:{name}")
-        environment = factory(factory.settings(EnvironmentOptions()))
+        environment = factory(factory.validate_section(EnvironmentOptions()))
         if name == "Forkable":
             await check_episode_can_fork(environment, problem(0), settings)
             continue

@@ -53,7 +53,7 @@ async def test_a_method_that_never_returns_is_given_up_at_the_deadline_by_name(
     monkeypatch.setattr(Plain, "where", method)
     name = f"{__name__}:{kind}"
     factory = resolve_environment(name)
-    environment = factory(factory.settings(EnvironmentOptions()), grader=GraderSettings(workers=1))
+    environment = factory(factory.validate_section(EnvironmentOptions()), grader=GraderSettings(workers=1))
     codec = byte_codec()
     trajectory, _ = await play_in(
         environment, codec, [completion(codec, "so", "eos")], environment_deadline=1.0, retries=0

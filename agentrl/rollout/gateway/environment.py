@@ -40,7 +40,7 @@ from agentrl.trajectory import Trajectory
 from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import Environment, EnvironmentContractError, Episode, EpisodeUsageError, UnavailableError
 from agentrl_envs.registry import describe_error
-from agentrl_envs.settings import HarborAgentSettings, NoSettings, VerifiersSettings, read_options
+from agentrl_envs.settings import HarborAgentSettings, NoSettings, VerifiersSettings, validate_options
 from agentrl_envs.types import Ended, Problem, Step
 
 if TYPE_CHECKING:
@@ -80,12 +80,16 @@ def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings
 def program_for_environment(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
     """Return the agent program for an environment's name and options. Raises PluginError if it is invalid."""
     if env.startswith(VERIFIERS):
-        return load_verifiers_worker(env.removeprefix(VERIFIERS), read_options(VerifiersSettings, options), settings)
+        return load_verifiers_worker(
+            env.removeprefix(VERIFIERS), validate_options(VerifiersSettings, options), settings
+        )
     if env.startswith(HARBOR):
         from agentrl.rollout.gateway.harbor import load_container_command  # imports the Docker SDK
 
-        return load_container_command(env.removeprefix(HARBOR), read_options(HarborAgentSettings, options), settings)
-    read_options(NoSettings, options)
+        return load_container_command(
+            env.removeprefix(HARBOR), validate_options(HarborAgentSettings, options), settings
+        )
+    validate_options(NoSettings, options)
     if env.startswith(WORKER):
         return load_worker_program(env.removeprefix(WORKER).strip(), settings)
     return load_agent_program(env.removeprefix(AGENT).strip(), settings)

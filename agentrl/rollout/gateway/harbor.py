@@ -14,7 +14,7 @@ from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
-from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of
+from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of_problem
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import HarborAgentSettings
@@ -48,9 +48,9 @@ class ContainerCommand(AgentProgram):
         assert self._gateway is not None, "the environment is not open"
         async with contextlib.AsyncExitStack() as stack:
             try:
-                container = await self._containers.start(task_of(problem))
+                container = await self._containers.start(task_of_problem(problem))
                 stack.push_async_callback(container.close)
-                listener = await container.listener(PORT, self._options.helper_image)
+                listener = await container.open_listener(PORT, self._options.helper_image)
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error
             stack.callback((await self._gateway.serve_also_on(listener)).close)
@@ -83,7 +83,7 @@ class ContainerCommand(AgentProgram):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
                     reason = result.stopped or f"exit code {result.exit_code}"
                     raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
-                return await container.verify()
+                return await container.run_verifier()
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error
 

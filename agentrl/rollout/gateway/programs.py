@@ -24,7 +24,7 @@ from agentrl.rollout.gateway.wire import Access
 from agentrl_envs.adapters import verifiers_worker
 from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.settings import VerifiersSettings
-from agentrl_envs.threads import BlockingCalls, LoopThread
+from agentrl_envs.threads import BlockingCallPool, LoopThread
 from agentrl_envs.types import Problem, as_reward
 
 logger = logging.getLogger(__name__)
@@ -197,7 +197,7 @@ class _FunctionProgram(AgentProgram):
         self._name = name
         self._function = function
         self._async = inspect.iscoroutinefunction(function)
-        self._threads = BlockingCalls(threads, name="agent")
+        self._threads = BlockingCallPool(threads, name="agent")
         self._block_reporter: asyncio.Task[None] | None = None
 
     async def run(self, problem: Problem, access: Access) -> float | None:

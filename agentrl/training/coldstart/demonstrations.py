@@ -81,7 +81,7 @@ def check_tool_calls(demonstrations: Sequence[Demonstration], settings: Settings
     for item in demonstrations:
         location = item.location or item.problem.id
         try:
-            factory.columns(item.problem)
+            factory.problem_columns(item.problem)
         except EnvironmentContractError as error:
             raise SettingsError(f"{location}: {error}") from error
         for number, call in _parsed_calls(item):
@@ -109,7 +109,7 @@ def environment_cache_key(settings: Settings) -> dict[str, str]:
     """Return the cache key of a user's class, which determines the prompts and observations of a cold start."""
     if environment_tools(settings.env) is None:
         return {}
-    source = resolve_environment(settings.env).source
+    source = resolve_environment(settings.env).source_code
     return {"env": settings.env, "source": hashlib.sha256(source).hexdigest()}
 
 

@@ -83,7 +83,7 @@ def check_inputs(settings: Settings) -> list[str]:
     if not is_agent(settings.env):
         factory = resolve_environment(settings.env)
         for problem in [*first, *(one.source.problem(0) for one in loaded)]:
-            factory.columns(problem)
+            factory.problem_columns(problem)
     return [one.report.describe() for one in loaded if one.report is not None]
 
 

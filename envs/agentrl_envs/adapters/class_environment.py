@@ -34,11 +34,11 @@ from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.protocols.hermes import HermesProtocol, PlainTextCallsProtocol
 from agentrl_envs.protocols.texts import truncate_output
 from agentrl_envs.registry import PluginError, describe_error
-from agentrl_envs.settings import ClassEnvironmentSettings, read_options
+from agentrl_envs.settings import ClassEnvironmentSettings, validate_options
 from agentrl_envs.simpletir import ToolEpisode
 from agentrl_envs.threads import ObjectThread
 from agentrl_envs.tools import EpisodeTools, ToolSet
-from agentrl_envs.tools.calling import ToolError, is_unreachable
+from agentrl_envs.tools.calling import ToolError, indicates_unreachable_service
 from agentrl_envs.tools.schema import injected_parameters
 from agentrl_envs.tools.toolset import methods_as_tools
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict, as_reward, thaw
@@ -70,7 +70,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         )
 
     @property
-    def source(self) -> bytes:
+    def source_code(self) -> bytes:
         """The content of the file that defines the class; empty if there is no file."""
         try:
             return Path(inspect.getfile(cast(type, self.user_class))).read_bytes()
@@ -78,13 +78,13 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
             return b""
 
     @property
-    def reset(self) -> Callable[..., object]:
+    def reset_method(self) -> Callable[..., object]:
         """The ``reset`` method of the class."""
         return cast(
             "Callable[..., object]", vars(self.user_class).get("reset") or getattr(self.user_class, "reset", None)
         )
 
-    def columns(self, problem: Problem) -> dict[str, object]:
+    def problem_columns(self, problem: Problem) -> dict[str, object]:
         """Return the arguments of ``reset``: the row's columns, and ``problem``, ``answer``, ``id`` and ``prompt``.
 
         Raises EnvironmentContractError if ``reset`` requires a column that the row does not have.
@@ -92,7 +92,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         messages = thaw(problem.messages) or [{"role": "user", "content": problem.statement}]
         fields = {"problem": problem.statement, "answer": problem.answer, "id": problem.id}
         columns = fields | {"prompt": messages} | cast("dict[str, object]", thaw(problem.info))
-        parameters = list(inspect.signature(self.reset).parameters.values())[1:]
+        parameters = list(inspect.signature(self.reset_method).parameters.values())[1:]
         wanted = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
         if missing:
@@ -109,8 +109,8 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         """True if the class has a ``step`` method for turns without a call."""
         return not self.is_trl_class and hasattr(self.user_class, "step")
 
-    def settings(self, section: BaseModel) -> ClassEnvironmentSettings:
-        return read_options(ClassEnvironmentSettings, section.model_extra or {})
+    def validate_section(self, section: BaseModel) -> ClassEnvironmentSettings:
+        return validate_options(ClassEnvironmentSettings, section.model_extra or {})
 
     def __call__(
         self,
@@ -241,13 +241,14 @@ class ClassEpisode(ToolEpisode):
             if isinstance(error.__cause__, TypeError):
                 raise ToolError(f"{error}; set the arguments of __init__ in environment.kwargs") from error.__cause__
             raise
-        returned = await self._call_method("reset", **self._factory.columns(self.problem))
+        returned = await self._call_method("reset", **self._factory.problem_columns(self.problem))
         if returned is not None and not isinstance(returned, str):
             raise EnvironmentContractError(
                 f"{self._method_name('reset')} must return text or None, not {type(returned).__name__}"
             )
         return self._protocol.chat.prompt(
-            self.problem, lambda statement: "\n\n".join(filter(None, (self._protocol.message(statement), returned)))
+            self.problem,
+            lambda statement: "\n\n".join(filter(None, (self._protocol.user_message(statement), returned))),
         )
 
     async def play_turn(self, action: str) -> Step:
@@ -261,7 +262,9 @@ class ClassEpisode(ToolEpisode):
                 await self._call_method("step", action), self._method_name("step")
             )
             observation = (
-                self._protocol.reply(truncate_output(returned, self._settings.observation_limit)) if returned else ""
+                self._protocol.format_user_reply(truncate_output(returned, self._settings.observation_limit))
+                if returned
+                else ""
             )
             return await self._step_after_turn(observation, reward, done=done, calls=())
         return await self._last_step(Ended.ANSWERED, "", 0.0, ())
@@ -296,7 +299,7 @@ class ClassEpisode(ToolEpisode):
         except UnavailableError:
             raise
         except (Exception, SystemExit) as error:
-            if is_unreachable(error):
+            if indicates_unreachable_service(error):
                 raise UnavailableError(f"{name} raised {describe_error(error)}") from error
             raise EnvironmentContractError(f"{name} raised {describe_error(error)}") from error
         self.running_call = ""
@@ -313,7 +316,7 @@ class ClassEpisode(ToolEpisode):
 class _GradeFunction:
     """``grade(answer, reference)`` for synchronous methods. Returns True if the answer is correct.
 
-    Asynchronous methods await `of` instead.
+    Asynchronous methods await `is_correct` instead.
     """
 
     def __init__(self, grader: Grader, loop: asyncio.AbstractEventLoop) -> None:
@@ -321,9 +324,9 @@ class _GradeFunction:
         self._loop = loop
 
     def __call__(self, answer: str | None, reference: str) -> bool:
-        return asyncio.run_coroutine_threadsafe(self.of(answer, reference), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self.is_correct(answer, reference), self._loop).result()
 
-    async def of(self, answer: str | None, reference: str) -> bool:
+    async def is_correct(self, answer: str | None, reference: str) -> bool:
         verdict = await self._grader.grade(answer, reference)
         if verdict.is_excluded:
             raise UnavailableError(f"the answer {answer!r:.60} was not graded ({verdict.value})")

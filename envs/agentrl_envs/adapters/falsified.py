@@ -13,10 +13,10 @@ from agentrl_envs.types import Step
 _DIGITS = re.compile(r"[0-9]+")
 
 
-def falsify(text: str, seed: int) -> str:
+def falsify_numbers(text: str, seed: int) -> str:
     """Replace each sequence of digits with a different sequence of the same length. Equal sequences stay equal.
 
-    >>> falsify("12 apples", 0) != "12 apples", len(falsify("12 apples", 0))
+    >>> falsify_numbers("12 apples", 0) != "12 apples", len(falsify_numbers("12 apples", 0))
     (True, 9)
     """
     return _DIGITS.sub(lambda match: _other_digits(match.group(), seed), text)
@@ -31,7 +31,7 @@ def _other_digits(digits: str, seed: int) -> str:
             return other
 
 
-class FalsifiedObservations:
+class FalsifiedEpisode:
     """Wraps an `Episode` and falsifies the text that the model reads. Grading is unchanged."""
 
     def __init__(self, episode: Episode, seed: int) -> None:
@@ -58,12 +58,12 @@ class FalsifiedObservations:
 
     def _falsified(self, observation: str) -> str:
         if isinstance(observation, MarkedText):
-            return observation.map_unmarked(lambda part: falsify(part, self._seed))
-        return falsify(observation, self._seed)
+            return observation.map_unmarked(lambda part: falsify_numbers(part, self._seed))
+        return falsify_numbers(observation, self._seed)
 
-    async def fork(self) -> FalsifiedObservations:
+    async def fork(self) -> FalsifiedEpisode:
         """Return a fork with the same replacements."""
-        return FalsifiedObservations(await self._episode.fork(), self._seed)
+        return FalsifiedEpisode(await self._episode.fork(), self._seed)
 
     async def close(self) -> None:
         """Close the wrapped episode."""

@@ -17,9 +17,9 @@ from typing import Any, TypeAlias, TypeVar
 import gymnasium
 
 from agentrl_envs.episode import Environment, EnvironmentContractError, EpisodeUsageError
-from agentrl_envs.forks import repeat_actions
+from agentrl_envs.forks import replay_actions
 from agentrl_envs.settings import GymnasiumSettings
-from agentrl_envs.threads import BlockingCalls
+from agentrl_envs.threads import BlockingCallPool
 from agentrl_envs.types import Ended, Problem, Step, Verdict, as_reward
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ EnvFactory = Callable[[], TextEnv]
 class GymnasiumEpisode:
     """One episode of a gymnasium text environment, which it creates and closes."""
 
-    def __init__(self, problem: Problem, *, make: EnvFactory, threads: BlockingCalls, call_deadline: float) -> None:
+    def __init__(self, problem: Problem, *, make: EnvFactory, threads: BlockingCallPool, call_deadline: float) -> None:
         self.problem = problem
         self._make = make
         self._threads = threads
@@ -93,7 +93,7 @@ class GymnasiumEpisode:
         """Repeat all actions in a new environment. The copy is exact only if the environment is deterministic."""
         twin = GymnasiumEpisode(self.problem, make=self._make, threads=self._threads, call_deadline=self._call_deadline)
         if self._env is not None:
-            await repeat_actions(twin, self._actions)
+            await replay_actions(twin, self._actions)
         return twin
 
     async def close(self) -> None:
@@ -119,7 +119,7 @@ class GymnasiumEnvironment(Environment):
     def __init__(self, make: Callable[..., TextEnv], settings: GymnasiumSettings | None = None) -> None:
         self.settings = settings or GymnasiumSettings()
         self._make = make
-        self._threads = BlockingCalls(self.settings.threads, name="gymnasium-env")
+        self._threads = BlockingCallPool(self.settings.threads, name="gymnasium-env")
 
     def episode(self, problem: Problem) -> GymnasiumEpisode:
         """Create an episode. Its environment is created when it starts."""

@@ -14,12 +14,12 @@ from pydantic import BaseModel
 
 from agentrl_envs.adapters.class_environment import ClassEnvironmentFactory
 from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
-from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of
+from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of_problem
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import GraderSettings
-from agentrl_envs.settings import ClassEnvironmentSettings, HarborSettings, ToolTurnSettings, read_options
+from agentrl_envs.settings import ClassEnvironmentSettings, HarborSettings, ToolTurnSettings, validate_options
 from agentrl_envs.tools import ToolSet
 from agentrl_envs.types import Problem
 from agentrl_sandbox.client import SandboxSettings
@@ -60,7 +60,7 @@ class TaskShell:
         return done.output if not done.exit_code else f"{done.output.rstrip()}\n[{end}]".lstrip()
 
     async def get_reward(self) -> float:
-        return await (await self._started()).verify()
+        return await (await self._started()).run_verifier()
 
     async def close(self) -> None:
         if self._container is not None:
@@ -68,7 +68,7 @@ class TaskShell:
 
     async def _started(self) -> TaskContainer:
         if self._container is None:
-            self._container = await self._containers.start(task_of(self._problem))
+            self._container = await self._containers.start(task_of_problem(self._problem))
         return self._container
 
 
@@ -109,8 +109,8 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
         """The tool ``bash``."""
         return self._classes.tools
 
-    def settings(self, section: BaseModel) -> HarborSettings:
-        return read_options(HarborSettings, section.model_extra or {})
+    def validate_section(self, section: BaseModel) -> HarborSettings:
+        return validate_options(HarborSettings, section.model_extra or {})
 
     def __call__(
         self,
@@ -128,8 +128,8 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
     def template_use(self, settings: HarborSettings) -> TemplateUse | None:
         return self._classes.template_use(_class_settings(settings, None))
 
-    def columns(self, problem: Problem) -> dict[str, object]:
-        return {"task": task_of(problem).name}
+    def problem_columns(self, problem: Problem) -> dict[str, object]:
+        return {"task": task_of_problem(problem).name}
 
 
 def _class_settings(settings: HarborSettings, containers: TaskContainers | None) -> ClassEnvironmentSettings:

@@ -28,7 +28,7 @@ from docker.errors import BuildError, DockerException, ImageNotFound, NotFound
 from agentrl_envs.adapters.harbor_tasks import HarborTask, Healthcheck
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.settings import ContainerSettings
-from agentrl_envs.threads import BlockingCalls
+from agentrl_envs.threads import BlockingCallPool
 from agentrl_envs.types import as_reward
 
 Result = TypeVar("Result")
@@ -71,15 +71,15 @@ class TaskContainers:
         self.settings = settings
         self.client: Any = None
         self._slots = asyncio.Semaphore(settings.containers)
-        self._threads = BlockingCalls(2 * settings.containers, name="docker")
+        self._threads = BlockingCallPool(2 * settings.containers, name="docker")
         self._images: dict[Path, asyncio.Future[str]] = {}
 
     async def open(self) -> None:
         """Connect to the engine. Raises UnavailableError if it does not respond."""
         self._images.clear()
-        self.client = await self.call(partial(docker.from_env, max_pool_size=4 * self.settings.containers))
+        self.client = await self.call_docker(partial(docker.from_env, max_pool_size=4 * self.settings.containers))
 
-    async def call(self, call: Callable[[], Result], *, timeout: float | None = None) -> Result:
+    async def call_docker(self, call: Callable[[], Result], *, timeout: float | None = None) -> Result:
         """Run a call of the Docker SDK in a thread. Raises UnavailableError if it fails."""
         try:
             return await self._threads.run(call, timeout=timeout)
@@ -99,11 +99,11 @@ class TaskContainers:
         try:
             image = self._images.get(task.directory)
             if image is None or (image.done() and (image.cancelled() or image.exception() is not None)):
-                image = asyncio.ensure_future(self.call(partial(self._image, task)))
+                image = asyncio.ensure_future(self.call_docker(partial(self._find_or_build_image, task)))
                 self._images[task.directory] = image
             container.image = await asyncio.shield(image)  # other rollouts wait for the same build
             try:
-                await self.call(container.create)
+                await self.call_docker(container.create_and_start)
             except UnavailableError:
                 if self._images.get(task.directory) is image:  # the image may have been removed
                     del self._images[task.directory]
@@ -117,7 +117,7 @@ class TaskContainers:
             raise
         return container
 
-    def _image(self, task: HarborTask) -> str:
+    def _find_or_build_image(self, task: HarborTask) -> str:
         """Return the name of the task's image. Builds it unless an image of the same files exists."""
         environment = task.config.environment
         if environment.docker_image is not None:
@@ -128,7 +128,7 @@ class TaskContainers:
             return environment.docker_image
         folder = task.directory / "environment"
         arguments = self.settings.build_args
-        tag = f"{LABEL}:{_digest(folder, arguments)}"
+        tag = f"{LABEL}:{_digest_of_build(folder, arguments)}"
         try:
             self.client.images.get(tag)
         except ImageNotFound:
@@ -154,7 +154,7 @@ class TaskContainers:
             client.close()
 
 
-def _digest(folder: Path, arguments: Mapping[str, str]) -> str:
+def _digest_of_build(folder: Path, arguments: Mapping[str, str]) -> str:
     """Return a digest of the files below a directory and of the build arguments."""
     digest = hashlib.sha256(json.dumps(dict(arguments), sort_keys=True).encode())
     for path in sorted(folder.rglob("*")):
@@ -177,7 +177,7 @@ class TaskContainer:
         self._container: Any = None
         self._stdin: Any = None
 
-    def create(self) -> None:
+    def create_and_start(self) -> None:
         """Create and start the container. Blocks."""
         settings, environment = self._containers.settings, self.task.config.environment
         memory = (environment.memory_mb or settings.memory_mb) * _MEGABYTE
@@ -185,7 +185,7 @@ class TaskContainer:
         with self._lock:
             if self._release is None:
                 return
-            self._container = self._containers.client.containers.create(
+            self._container = self._containers.client.containers.create_and_start(
                 self.image,
                 # As process 1, it ignores signals from inside the container, and reaps processes without a parent.
                 ["bash", "-c", "while read -r; do :; done"],
@@ -226,19 +226,19 @@ class TaskContainer:
     ) -> CommandResult:
         """Run a command in a new ``bash``, for at most ``timeout`` seconds. Raises UnavailableError if Docker fails."""
         run = partial(self._execute, command, timeout, "" if user is None else str(user), dict(environment or {}))
-        return await self._containers.call(run, timeout=timeout + _GRACE)
+        return await self._containers.call_docker(run, timeout=timeout + _GRACE)
 
     def _execute(self, command: str, timeout: float, user: str, environment: dict[str, str]) -> CommandResult:
         began, kept, full = time.monotonic(), bytearray(), False
-        with self._started(["bash", "-c", _RUN, f"{timeout:.3f}", command], user, environment) as (run, chunks):
+        with self._start_process(["bash", "-c", _RUN, f"{timeout:.3f}", command], user, environment) as (run, chunks):
             for chunk in chunks:  # read to the end, because Docker blocks otherwise
                 kept += chunk[: _MOST_OUTPUT - len(kept)]
                 if len(kept) == _MOST_OUTPUT and not full:
                     full = True
                     group = kept.partition(b"\n")[0].decode()
-                    kill = partial(self._complete, f"kill -9 -- -{group} {group}", user)
+                    kill = partial(self._run_without_limits, f"kill -9 -- -{group} {group}", user)
                     # In a thread, because this command cannot start until the output of the other command is read.
-                    threading.Thread(target=_ignoring_docker, args=(kill,), daemon=True).start()
+                    threading.Thread(target=_call_ignoring_docker_errors, args=(kill,), daemon=True).start()
         code = int(self._containers.client.api.exec_inspect(run)["ExitCode"] or 0)
         late = code >= _TIMED_OUT and time.monotonic() - began >= timeout
         first, _, rest = bytes(kept).partition(b"\n")
@@ -249,14 +249,14 @@ class TaskContainer:
             stopped=f"its output exceeded {_MOST_OUTPUT} bytes" if full else f"it took {timeout:g} s" if late else "",
         )
 
-    def _complete(self, command: str, user: str) -> None:
+    def _run_without_limits(self, command: str, user: str) -> None:
         """Run a command of bash without limits. Works even if no further process can be forked."""
-        with self._started(["bash", "-c", command], user, {}) as (_, chunks):
+        with self._start_process(["bash", "-c", command], user, {}) as (_, chunks):
             for _ in chunks:
                 pass
 
     @contextlib.contextmanager
-    def _started(
+    def _start_process(
         self, words: list[str], user: str, environment: dict[str, str]
     ) -> Iterator[tuple[str, Iterator[bytes]]]:
         """Start a process in the container. Yields its name and its output."""
@@ -265,11 +265,11 @@ class TaskContainer:
         stream = api.exec_start(name, socket=True)
         api._disable_socket_timeout(stream)  # a command may print nothing for minutes
         try:
-            yield name, _output(stream._response.raw._fp.fp)
+            yield name, _read_output_frames(stream._response.raw._fp.fp)
         finally:
             stream._response.close()  # the SDK does not close the connection
 
-    async def verify(self) -> float:
+    async def run_verifier(self) -> float:
         """Run the task's tests and return the reward. Raises UnavailableError if they crash or report no reward."""
         verifier = self.task.config.verifier
         owner = self._container.attrs["Config"]["User"] or "root" if verifier.user is None else verifier.user
@@ -278,11 +278,11 @@ class TaskContainer:
         )
         done = await self.execute(prepare, timeout=_GRACE, user="root")
         if done.exit_code:  # for example because the agent's processes use up the limit of processes
-            await self._containers.call(partial(self._complete, "kill -9 -1", "root"), timeout=_GRACE)
+            await self._containers.call_docker(partial(self._run_without_limits, "kill -9 -1", "root"), timeout=_GRACE)
             done = await self.execute(prepare, timeout=_GRACE, user="root")
         if done.exit_code:
             raise UnavailableError(f"the verifier of task {self.task.name} cannot be prepared: {done.output[-500:]}")
-        await self._containers.call(self._upload_tests)
+        await self._containers.call_docker(self._upload_tests)
         done = await self.execute(
             "/tests/test.sh >/logs/verifier/test-stdout.txt 2>&1",
             timeout=verifier.timeout_sec,
@@ -292,7 +292,7 @@ class TaskContainer:
         try:
             if done.stopped or done.exit_code >= _SIGNALED:
                 raise ValueError(done.stopped or f"it ended with exit code {done.exit_code}")
-            return await self._containers.call(self._reward)
+            return await self._containers.call_docker(self._read_reward_files)
         except ValueError as error:
             log = await self.execute("tail -c 500 /logs/verifier/test-stdout.txt", timeout=_GRACE, user="root")
             raise UnavailableError(
@@ -316,7 +316,7 @@ class TaskContainer:
             archive.add(self.task.directory / "tests", arcname="tests", filter=owned)
         self._container.put_archive("/", data.getvalue())
 
-    def _reward(self) -> float:
+    def _read_reward_files(self) -> float:
         """Return the reward from the verifier's files. Raises ValueError if they contain none."""
         for name in ("reward.json", "reward.txt"):
             try:
@@ -337,17 +337,19 @@ class TaskContainer:
                     text = file.read().decode(errors="replace").strip()
             except tarfile.TarError as error:  # the rest of the archive was left out
                 raise ValueError(refusal) from error
-            return _read_reward(text, name)
+            return _parse_reward(text, name)
         raise ValueError("it wrote neither /logs/verifier/reward.txt nor reward.json")
 
-    async def listener(self, port: int, image: str) -> socket.socket:
+    async def open_listener(self, port: int, image: str) -> socket.socket:
         """Return a socket of this process that listens on ``127.0.0.1:port`` in the container's network.
 
         A helper container of ``image``, which needs ``python3``, opens the socket. Raises UnavailableError.
         """
-        return await self._containers.call(partial(self._listener, port, image), timeout=_HELPER_SECONDS + _GRACE)
+        return await self._containers.call_docker(
+            partial(self._open_listener, port, image), timeout=_HELPER_SECONDS + _GRACE
+        )
 
-    def _listener(self, port: int, image: str) -> socket.socket:
+    def _open_listener(self, port: int, image: str) -> socket.socket:
         with (
             tempfile.TemporaryDirectory(prefix="agentrl-harbor-") as directory,
             socket.socket(socket.AF_UNIX) as server,
@@ -355,7 +357,7 @@ class TaskContainer:
             server.bind(f"{directory}/socket")
             server.listen(1)
             server.settimeout(_HELPER_SECONDS)
-            helper = self._containers.client.containers.create(
+            helper = self._containers.client.containers.create_and_start(
                 image,
                 ["-c", _LISTEN, str(port)],
                 entrypoint=["python3"],
@@ -372,7 +374,7 @@ class TaskContainer:
                     connection.settimeout(_HELPER_SECONDS)
                     _, sockets, _, _ = socket.recv_fds(connection, 1, 1)
             except BaseException:
-                _ignoring_docker(helper.remove, force=True)
+                _call_ignoring_docker_errors(helper.remove, force=True)
                 raise
         return socket.socket(fileno=sockets[0])
 
@@ -384,7 +386,7 @@ class TaskContainer:
         try:
             # Shielded, so that a cancelled rollout still removes its container.
             with contextlib.suppress(UnavailableError):
-                await asyncio.shield(asyncio.ensure_future(self._containers.call(self._remove)))
+                await asyncio.shield(asyncio.ensure_future(self._containers.call_docker(self._remove)))
         finally:
             release()
 
@@ -393,10 +395,10 @@ class TaskContainer:
             if self._stdin is not None:
                 self._stdin._response.close()
             if self._container is not None:
-                _ignoring_docker(self._container.remove, force=True)
+                _call_ignoring_docker_errors(self._container.remove, force=True)
 
 
-def _output(stream: BinaryIO) -> Iterator[bytes]:
+def _read_output_frames(stream: BinaryIO) -> Iterator[bytes]:
     """Yield the output in a stream of frames, each of which has a head of 8 bytes.
 
     ``stream``: the buffered stream of a response. The SDK reads the socket below it, and so loses output that arrives
@@ -409,16 +411,16 @@ def _output(stream: BinaryIO) -> Iterator[bytes]:
             yield chunk
 
 
-def _ignoring_docker(call: Callable[..., object], **options: object) -> None:
+def _call_ignoring_docker_errors(call: Callable[..., object], **options: object) -> None:
     """Call the Docker SDK. Ignores errors, for example if the container has exited."""
     with contextlib.suppress(DockerException, OSError):
         call(**options)
 
 
-def _read_reward(text: str, name: str) -> float:
+def _parse_reward(text: str, name: str) -> float:
     """Return the reward in a file's text. Raises ValueError.
 
-    >>> _read_reward("0.5", "reward.txt"), _read_reward('{"reward": 1, "speed": 3}', "reward.json")
+    >>> _parse_reward("0.5", "reward.txt"), _parse_reward('{"reward": 1, "speed": 3}', "reward.json")
     (0.5, 1.0)
     """
     if name == "reward.txt":

@@ -64,7 +64,7 @@ class _Environment(BaseModel):
 
     @field_validator("memory_mb", mode="before")
     @classmethod
-    def _megabytes(cls, size: object) -> object:
+    def _parse_megabytes(cls, size: object) -> object:
         """Convert ``memory = "2G"`` of schema version 1.0 to megabytes."""
         if not isinstance(size, str):
             return size
@@ -74,7 +74,7 @@ class _Environment(BaseModel):
         return int(float(match[1]) * _MEGABYTES[match[2].upper()])
 
 
-class _Config(BaseModel):
+class _TaskConfig(BaseModel):
     """The parts of ``task.toml`` that are used."""
 
     verifier: _Verifier = _Verifier()
@@ -88,7 +88,7 @@ class HarborTask:
 
     directory: Path
     instruction: str
-    config: _Config
+    config: _TaskConfig
 
     @property
     def name(self) -> str:
@@ -102,7 +102,7 @@ def read_task(directory: Path) -> HarborTask:
     text, instruction = _read(file), _CANARY.sub("", _read(directory / "instruction.md"))
     try:
         values: dict[str, Any] = tomllib.loads(text)
-        config = _Config.model_validate(values)
+        config = _TaskConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise PluginError(f"{file}: {'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}") from error
@@ -171,7 +171,7 @@ def check_agent_files(files: str | None, directory: str) -> None:
         )
 
 
-def task_of(problem: Problem) -> HarborTask:
+def task_of_problem(problem: Problem) -> HarborTask:
     """Return the task of a problem. Raises PluginError if the problem does not refer to a task."""
     directory = problem.info.get("task")
     if not isinstance(directory, str):

@@ -32,8 +32,8 @@ from agentrl_envs.episode import (
     UnavailableError,
 )
 from agentrl_envs.factory import PlainTextEnvironmentFactory
-from agentrl_envs.forks import repeat_actions
-from agentrl_envs.registry import PluginError, install_extra
+from agentrl_envs.forks import replay_actions
+from agentrl_envs.registry import PluginError, install_command
 from agentrl_envs.settings import OpenEnvSettings
 from agentrl_envs.types import MALFORMED, Ended, Problem, Step, ToolCall, as_reward, thaw
 
@@ -128,7 +128,7 @@ class OpenEnvServer:
         self._forked_sessions = 0  # sessions of episodes that have been forked, and end after their forks
         self._ended = asyncio.Event()
 
-    async def schemas(self) -> Mapping[str, object]:
+    async def fetch_schemas(self) -> Mapping[str, object]:
         """Return the JSON schemas of actions and observations.
 
         Raises UnavailableError if the server cannot be reached and PluginError if it is not an OpenEnv server.
@@ -281,7 +281,7 @@ def openenv_environment(url: str) -> PlainTextEnvironmentFactory[OpenEnvSettings
     Raises PluginError if the package websockets is missing.
     """
     if importlib.util.find_spec("websockets") is None:
-        raise PluginError(f"environment openenv:{url} needs the package websockets: {install_extra('openenv')}")
+        raise PluginError(f"environment openenv:{url} needs the package websockets: {install_command('openenv')}")
     OpenEnvServer(url, deadline=1.0)  # validates the address
     return PlainTextEnvironmentFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
 
@@ -313,7 +313,7 @@ class OpenEnvEnvironment(Environment):
         self._fields: TextFields | None = None
 
     @property
-    def fields(self) -> TextFields:
+    def text_fields(self) -> TextFields:
         """The text fields. Raises EpisodeUsageError before `open`."""
         if self._fields is None:
             raise EpisodeUsageError("the environment is not open: await environment.open() first")
@@ -325,7 +325,7 @@ class OpenEnvEnvironment(Environment):
         Raises UnavailableError if the server cannot be reached, and PluginError if the settings must select a field.
         """
         if self._fields is None:
-            self._fields = choose_text_fields(await self.server.schemas(), self.settings, self.server.url)
+            self._fields = choose_text_fields(await self.server.fetch_schemas(), self.settings, self.server.url)
 
     def episode(self, problem: Problem) -> OpenEnvEpisode:
         """Create an episode. Its session begins when it starts."""
@@ -379,7 +379,7 @@ class OpenEnvEpisode:
                 f"reset of OpenEnv server {environment.server.url} failed for problem {self.problem.id}: "
                 f"{reply.code}: {reply.message}"
             )
-        shown = _field_as_text(reply, environment.fields.first_observation, environment.server.url)
+        shown = _field_as_text(reply, environment.text_fields.first_observation, environment.server.url)
         return "".join(f"{part}\n" for part in (environment.settings.instruction, shown) if part)
 
     async def step(self, action: str) -> Step:
@@ -393,7 +393,7 @@ class OpenEnvEpisode:
             )
         self._actions.append(action)
         try:
-            reply = await self._session.request("step", self._environment.fields.action_for_text(action))
+            reply = await self._session.request("step", self._environment.text_fields.action_for_text(action))
         except UnavailableError as error:
             logger.warning("problem %s: %s", self.problem.id, error)
             self._ended = True
@@ -410,7 +410,7 @@ class OpenEnvEpisode:
             if not self._is_forked:
                 self._is_forked = True
                 self._environment.server.record_fork()
-            await repeat_actions(twin, self._actions)
+            await replay_actions(twin, self._actions)
         return twin
 
     async def close(self) -> None:
@@ -430,7 +430,7 @@ class OpenEnvEpisode:
             reward = as_reward(reply.reward)
         except ValueError as error:
             raise EnvironmentContractError(f"OpenEnv server {url} returned the invalid reward {error}") from None
-        shown = _field_as_text(reply, self._environment.fields.later_observation, url)
+        shown = _field_as_text(reply, self._environment.text_fields.later_observation, url)
         ended = Ended.ANSWERED if reply.done else last
         return Step(observation=f"\n{shown}\n" if shown else "", reward=reward, ended=ended)
 

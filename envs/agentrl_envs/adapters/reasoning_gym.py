@@ -10,7 +10,7 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from agentrl_envs.registry import PluginError, did_you_mean, install_extra
+from agentrl_envs.registry import PluginError, did_you_mean, install_command
 from agentrl_envs.types import Problem
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ def _load_dataset(name: str, options: str, seed: int) -> ProceduralDataset:
         from reasoning_gym import create_dataset
         from reasoning_gym.factory import DATASETS
     except ImportError as error:
-        raise PluginError(f"{PREFIX}{name}: {error}; install it: {install_extra('reasoning-gym')}") from error
+        raise PluginError(f"{PREFIX}{name}: {error}; install it: {install_command('reasoning-gym')}") from error
     if name not in DATASETS:
         raise PluginError(
             f"{PREFIX}{name}: reasoning-gym has no data set of this name{did_you_mean(name, DATASETS)} "

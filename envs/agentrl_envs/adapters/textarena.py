@@ -13,7 +13,7 @@ import gymnasium
 
 from agentrl_envs.adapters.gymnasium_text import GymnasiumEnvironment
 from agentrl_envs.factory import PlainTextEnvironmentFactory
-from agentrl_envs.registry import PluginError, did_you_mean, install_extra
+from agentrl_envs.registry import PluginError, did_you_mean, install_command
 from agentrl_envs.settings import GymnasiumSettings
 
 _PLAYER = 0
@@ -27,7 +27,9 @@ def textarena_environment(game: str) -> PlainTextEnvironmentFactory[GymnasiumSet
     try:
         from textarena.envs.registration import ENV_REGISTRY
     except ImportError as error:
-        raise PluginError(f"environment textarena:{game}: {error}; install it: {install_extra('textarena')}") from error
+        raise PluginError(
+            f"environment textarena:{game}: {error}; install it: {install_command('textarena')}"
+        ) from error
     if f"{game}-raw" not in ENV_REGISTRY:
         games = sorted(name.removesuffix("-raw") for name in ENV_REGISTRY if name.endswith("-raw"))
         raise PluginError(f"TextArena has no game {game!r}{did_you_mean(game, games)} ({len(games)} exist)")

@@ -50,7 +50,7 @@ class AssignedRollout(TypedDict):
     problem: AssignedProblem
 
 
-class Tasks:
+class LazyTaskList:
     """The tasks of a set by index, read on demand. Indices beyond the last task wrap around."""
 
     def __init__(self, tasks: Iterator[vf.Task]) -> None:
@@ -68,12 +68,12 @@ class Tasks:
         return self._read[index % len(self._read)]
 
 
-class Worker:
+class RolloutWorker:
     """Requests rollouts and plays them."""
 
     def __init__(self, environment: vf.Env, url: str, concurrency: int) -> None:
         self._environment = environment
-        self._tasks = Tasks(iter(environment.taskset))
+        self._tasks = LazyTaskList(iter(environment.taskset))
         self._url = url
         self._free_slots = asyncio.Semaphore(concurrency)
         # Ignore proxies, because the gateway is local.
@@ -133,7 +133,7 @@ class Worker:
         return await asyncio.to_thread(posted)
 
 
-def python_harness() -> types.ModuleType:
+def make_harness_for_this_python() -> types.ModuleType:
     """Return a module with a copy of verifiers' chat harness that runs under this Python interpreter.
 
     The original harness installs ``uv`` at run time.
@@ -176,7 +176,7 @@ def load_environment(name: str, config: dict[str, object]) -> vf.Env:
     Environments with one agent run on this machine unless ``config`` sets another runtime.
     """
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
-    sys.modules[HARNESS] = python_harness()
+    sys.modules[HARNESS] = make_harness_for_this_python()
     taskset = config.get("taskset")
     configured = {**config, "taskset": {**(taskset if isinstance(taskset, dict) else {}), "id": name}}
     if "id" not in configured:
@@ -190,7 +190,7 @@ def main() -> None:
     """Run a worker for the gateway in the environment variables."""
     options: WorkerOptions = json.loads(os.environ["AGENTRL_VERIFIERS"])
     environment = load_environment(sys.argv[1], options["config"])
-    asyncio.run(Worker(environment, os.environ["AGENTRL_GATEWAY_URL"], options["concurrency"]).play_rollouts())
+    asyncio.run(RolloutWorker(environment, os.environ["AGENTRL_GATEWAY_URL"], options["concurrency"]).play_rollouts())
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ def _parse_list(text: str, *, bracketed: bool = False) -> Answer:
         if not pieces:
             return UnparsedText(text)
         if len(pieces) > 1:
-            parts = _expand_two_signs(_parse_list(piece.strip()) for piece in pieces)
+            parts = _expand_plus_minus(_parse_list(piece.strip()) for piece in pieces)
             if any(isinstance(part, UnparsedText) for part in parts):
                 return _words_or_unparsed(text)
             ors = OR in text and all(isinstance(part, Bracketed) and part.kind in INTERVALS for part in parts)
@@ -183,7 +183,7 @@ def _parse_list(text: str, *, bracketed: bool = False) -> Answer:
     return _parse_relation(text)
 
 
-def _expand_two_signs(parts: Iterable[Answer]) -> tuple[Answer, ...]:
+def _expand_plus_minus(parts: Iterable[Answer]) -> tuple[Answer, ...]:
     r"""Return the parts, with each ``\pm`` replaced by its two values."""
     values: list[Answer] = []
     for part in parts:
@@ -231,7 +231,7 @@ def _parse_relation(text: str) -> Answer:
         return _make_equation(text, parts, tuple(signs))
     if signs == ["in"] and isinstance(parts[1], Bracketed) and isinstance(parts[0], Quantity):
         return replace(parts[1], text=text, variable=parts[0].tree)
-    return _interval_of_inequality(text, parts, signs) or Relation(text, parts, tuple(signs))
+    return _inequality_to_interval(text, parts, signs) or Relation(text, parts, tuple(signs))
 
 
 def _make_equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...]) -> Answer:
@@ -239,7 +239,7 @@ def _make_equation(text: str, parts: tuple[Answer, ...], signs: tuple[str, ...])
     left, right = parts
     if not is_name_answer(left) and (is_name_answer(right) or (_has_variables(right) and not _has_variables(left))):
         left, right = right, left
-    values = _expand_two_signs([right])
+    values = _expand_plus_minus([right])
     if len(values) > 1:
         return Bracketed(text, "list", tuple(Relation("", (left, value), signs) for value in values))
     return Relation(text, (left, right), signs)
@@ -274,7 +274,7 @@ def _has_variables(answer: Answer) -> bool:
     return isinstance(answer, Quantity) and bool(symbol_names(answer.tree))
 
 
-def _interval_of_inequality(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
+def _inequality_to_interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
     """Convert an inequality of a single variable to an interval."""
     if all(sign in (">", ">=") for sign in signs):
         parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
@@ -316,10 +316,10 @@ def _parse_part(text: str) -> Answer:
         return _bracketed_or_unparsed(text, "union", [_parse_part(piece) for piece in union])
     signs = _TWO_SIGNS.findall(text)
     if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, unless the signs are independent
-        return _parse_two_signs(text) or UnparsedText(text)
+        return _parse_plus_minus(text) or UnparsedText(text)
     return (
         _parse_brackets(text)
-        or _parse_two_signs(text)
+        or _parse_plus_minus(text)
         or _parse_time_of_day(text)
         or _parse_ratio(text)
         or _parse_single(text)
@@ -368,7 +368,7 @@ def _closes_at_the_end(tokens: Sequence[re.Match[str]]) -> bool:
     return False
 
 
-def _parse_two_signs(text: str) -> Answer | None:
+def _parse_plus_minus(text: str) -> Answer | None:
     r"""Parse ``a \pm b`` as two answers."""
     if _TWO_SIGNS.search(text) is None:
         return None

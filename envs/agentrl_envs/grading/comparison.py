@@ -260,7 +260,7 @@ def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
     if (
         reference.variable is not None
         and answer.variable is not None
-        and not _same_unknown(reference.variable, answer.variable)
+        and not _same_assigned_name(reference.variable, answer.variable)
     ):
         return False
     if reference.kind == answer.kind == "ratio":
@@ -399,11 +399,11 @@ def _is_assignment(relation: Relation) -> bool:
 
 def _same_left_sides(reference: Answer, answer: Answer) -> bool:
     if isinstance(reference, Quantity) and isinstance(answer, Quantity):
-        return _same_unknown(reference.tree, answer.tree)
+        return _same_assigned_name(reference.tree, answer.tree)
     return answers_match(reference, answer)
 
 
-def _same_unknown(reference: Expression, answer: Expression) -> bool:
+def _same_assigned_name(reference: Expression, answer: Expression) -> bool:
     """Compare the left sides of two assignments. ``y`` matches every function."""
     if any(
         one == Symbol("y") and isinstance(other, FunctionCall)

@@ -42,9 +42,9 @@ from agentrl_envs.grading.expressions import (
     Expression,
     FunctionCall,
     Number,
+    contains_rounded_decimal,
     functions_in,
     in_canonical_order,
-    is_rounded,
     symbol_names,
 )
 from agentrl_envs.grading.values import NoValueError, Scalar, evaluate_expression, pseudo_random_number, to_mpmath
@@ -134,7 +134,7 @@ def _equal_at_point(left: Expression, right: Expression, point: dict[str, Fracti
             return False if positive else None
         if not any(real) and not positive:
             return True if _nearly_equal(first, second, _PRECISIONS[0]) else None
-        if is_rounded(left) or is_rounded(right):
+        if contains_rounded_decimal(left) or contains_rounded_decimal(right):
             return _equal_after_rounding(left, right, first, second, scaled=bool(point))
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
@@ -142,7 +142,7 @@ def _equal_at_point(left: Expression, right: Expression, point: dict[str, Fracti
         exact = functions_in(left) | functions_in(right) <= _FUNCTIONS_WITHOUT_CANCELLATION
         if not _nearly_equal(first, second, _PRECISIONS[0], relative=exact):
             return False
-        digits = _precision_for(first)
+        digits = _digits_for_comparison(first)
         if digits is None:  # too large to show digits after the decimal point
             return True if exact else None
         return _nearly_equal(
@@ -152,7 +152,7 @@ def _equal_at_point(left: Expression, right: Expression, point: dict[str, Fracti
         return None
 
 
-def _precision_for(value: Scalar) -> int | None:
+def _digits_for_comparison(value: Scalar) -> int | None:
     """Return the digits of precision needed to compare numbers of this size, or None if they would be too many.
 
     The precision covers digits after the decimal point: 2^{2005} + 1 agrees with 2^{2005} in its first 600 digits.
@@ -168,7 +168,7 @@ def _matrices_agree(left: Expression, right: Expression, first: Scalar, second: 
         return False
     if (len(first), len(first[0])) != (len(second), len(second[0])):
         return False
-    decimals = is_rounded(left) or is_rounded(right)
+    decimals = contains_rounded_decimal(left) or contains_rounded_decimal(right)
     return all(
         _values_agree_after_rounding(*cells, scaled=False) if decimals else _nearly_equal(*cells, _PRECISIONS[0])
         for rows in zip(first, second, strict=True)

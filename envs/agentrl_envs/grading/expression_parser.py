@@ -147,9 +147,9 @@ class _Parser:
     def sum_or_fraction(self) -> Expression:
         r"""Parse a sum, or plain TeX's fraction (``\over``) or binomial (``\choose``) of two sums."""
         tree = self.sum()
-        if self._skip_if(r"\over"):
+        if self._consume_if_in(r"\over"):
             return divide(tree, self.sum())
-        if self._skip_if(r"\choose"):
+        if self._consume_if_in(r"\choose"):
             return FunctionCall("binomial", (tree, self.sum()))
         return tree
 
@@ -163,11 +163,11 @@ class _Parser:
     def _term(self) -> Expression:
         factors = [self._signed_factors()]
         while True:
-            if self._skip_if(*_MULTIPLICATION_SIGNS):
+            if self._consume_if_in(*_MULTIPLICATION_SIGNS):
                 factors.append(self._signed_factors())
-            elif self._skip_if(*_DIVISION_SIGNS):
+            elif self._consume_if_in(*_DIVISION_SIGNS):
                 factors.append(FunctionCall("over", (self._signed_factors(),)))
-            elif self._skip_if(*_MODULO_SIGNS):
+            elif self._consume_if_in(*_MODULO_SIGNS):
                 factors = [FunctionCall("mod", (_product_of(factors), self._signed_factors()))]
             else:
                 return _product_of(factors)
@@ -205,7 +205,7 @@ class _Parser:
             else:
                 factors.append(factor)
         tree = _product_of(factors)
-        return FunctionCall("percent", (tree,)) if self._skip_if("%") else tree
+        return FunctionCall("percent", (tree,)) if self._consume_if_in("%") else tree
 
     def _starts_a_factor(self) -> bool:
         token = self._peeked
@@ -219,9 +219,9 @@ class _Parser:
         """Parse an operand with its powers, factorials and degree signs."""
         tree = self._operand()
         while True:
-            if self._skip_if("^"):
+            if self._consume_if_in("^"):
                 tree = self._power(tree)
-            elif self._skip_if("!"):
+            elif self._consume_if_in("!"):
                 tree = FunctionCall("factorial", (tree,))
             else:
                 return tree
@@ -245,7 +245,7 @@ class _Parser:
         if self._peeked.kind == "name" and len(self._peeked.text) > 1:
             raise ExpressionSyntaxError("several letters as an exponent")
         tree = self._operand()
-        if self._skip_if("^"):
+        if self._consume_if_in("^"):
             tree = FunctionCall("^", (tree, self._exponent()))
         return _negate_if(tree, minus=minus)
 
@@ -294,12 +294,12 @@ class _Parser:
         """Parse the subscript, the primes and the arguments, if any, of a name."""
         function = name in _FUNCTION_NAMES
         while self._peeked.text in ("_", "'"):
-            name += f"_{{{self._raw_text()}}}" if self._next_token().text == "_" else "'"
+            name += f"_{{{self._next_raw_text()}}}" if self._next_token().text == "_" else "'"
         if function and self._peeked.text == "(":
             return FunctionCall(f"call {name}", self._parenthesized_arguments())
         return Symbol(name)
 
-    def _raw_text(self) -> str:
+    def _next_raw_text(self) -> str:
         """Return the text of the next token or braced group."""
         token = self._next_token()
         if token.kind == "end":
@@ -332,7 +332,7 @@ class _Parser:
 
     def _separated(self, separator: str) -> tuple[Expression, ...]:
         expressions = [self.sum()]
-        while self._skip_if(separator):
+        while self._consume_if_in(separator):
             expressions.append(self.sum())
         return tuple(expressions)
 
@@ -357,9 +357,9 @@ class _Parser:
         if name in _GREEK:
             return self._symbol_with_marks(name[1:].removeprefix("var"))
         if name in _GEOMETRY_COMMANDS and (self._peeked.kind in ("name", "number") or self._peeked.text == "{"):
-            return Symbol(f"{name[1:]} {self._raw_text()}")
+            return Symbol(f"{name[1:]} {self._next_raw_text()}")
         if name in _ACCENTS:
-            return self._symbol_with_marks(f"{name[1:]} {self._raw_text()}")
+            return self._symbol_with_marks(f"{name[1:]} {self._next_raw_text()}")
         raise ExpressionSyntaxError(name)
 
     def _function_call(self, name: str) -> Expression:
@@ -400,7 +400,7 @@ class _Parser:
     def _function_argument(self) -> Expression:
         if self._peeked.text in _CLOSING:
             return self._operand()
-        minus = self._skip_if("-")
+        minus = self._consume_if_in("-")
         return _negate_if(self._adjacent_factors(stop_at_functions=True), minus=minus)
 
     def _fraction(self) -> Expression:
@@ -412,11 +412,11 @@ class _Parser:
         return divide(self._argument(), self._argument())
 
     def _root(self) -> Expression:
-        degree = self._group_until("]") if self._skip_if("[") else Number(Fraction(2))
+        degree = self._group_until("]") if self._consume_if_in("[") else Number(Fraction(2))
         inner = self._operand() if self._peeked.text == "(" else self._argument()
         return FunctionCall("root", (inner, degree))
 
-    def _series(self, name: str) -> Expression:
+    def _indexed_sum_or_product(self, name: str) -> Expression:
         r"""Parse ``\sum_{k=1}^{n} a_k``."""
         for sign in ("_", "{"):
             self._expect(sign)
@@ -438,11 +438,11 @@ class _Parser:
         if kind not in _MATRICES | {"vmatrix"}:
             raise ExpressionSyntaxError(kind)
         if kind == "array":
-            self._raw_text()
+            self._next_raw_text()
         rows: list[FunctionCall] = []
         while self._peeked.text != r"\end":
             rows.append(FunctionCall("row", self._separated("&")))
-            self._skip_if("\\\\")
+            self._consume_if_in("\\\\")
         self._next_token()
         if self._environment_name() != kind or len({len(row.arguments) for row in rows}) != 1:
             raise ExpressionSyntaxError("an invalid matrix")
@@ -452,7 +452,7 @@ class _Parser:
     def _environment_name(self) -> str:
         if self._peeked.text != "{":
             raise ExpressionSyntaxError("an environment without a name")
-        return self._raw_text()
+        return self._next_raw_text()
 
     @property
     def _peeked(self) -> _Token:
@@ -468,14 +468,14 @@ class _Parser:
         self._position += 1
         return token
 
-    def _skip_if(self, *texts: str) -> bool:
+    def _consume_if_in(self, *texts: str) -> bool:
         """Consume the next token and return True if it is in ``texts``."""
         matches = self._peeked.kind != "end" and self._peeked.text in texts
         self._position += matches
         return matches
 
     def _expect(self, text: str) -> None:
-        if not self._skip_if(text):
+        if not self._consume_if_in(text):
             raise ExpressionSyntaxError(f"{self._peeked.text!r} instead of {text!r}")
 
 
@@ -486,8 +486,8 @@ _COMMAND_PARSERS: dict[str, Callable[[_Parser], Expression]] = {
     r"\frac": _Parser._fraction,
     r"\sqrt": _Parser._root,
     r"\binom": lambda parser: FunctionCall("binomial", (parser._argument(), parser._argument())),
-    r"\sum": lambda parser: parser._series("sum"),
-    r"\prod": lambda parser: parser._series("product"),
+    r"\sum": lambda parser: parser._indexed_sum_or_product("sum"),
+    r"\prod": lambda parser: parser._indexed_sum_or_product("product"),
     r"\begin": _Parser._matrix,
     r"\lfloor": lambda parser: FunctionCall("floor", (parser._group_until(r"\rfloor"),)),
     r"\lceil": lambda parser: FunctionCall("ceil", (parser._group_until(r"\rceil"),)),

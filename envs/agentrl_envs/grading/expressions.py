@@ -1,7 +1,7 @@
 """The tree of a parsed expression: numbers, symbols, and functions applied to them.
 
 >>> tree = FunctionCall("+", (Number(Fraction(1, 2)), Symbol("x")))
->>> sorted(symbol_names(tree)), is_rounded(tree)
+>>> sorted(symbol_names(tree)), contains_rounded_decimal(tree)
 (['x'], False)
 """
 
@@ -80,7 +80,7 @@ def in_canonical_order(tree: Expression) -> Expression:
     return FunctionCall(tree.function, tuple(sorted(arguments, key=repr)) if tree.function in ("+", "*") else arguments)
 
 
-def is_rounded(tree: Expression) -> bool:
+def contains_rounded_decimal(tree: Expression) -> bool:
     """Return True if the tree contains a decimal that may be rounded. Decimals with few places are exact."""
     return any(
         isinstance(part, Number) and (part.places >= MIN_ROUNDED_PLACES or part.digits >= FLOAT_DIGITS)

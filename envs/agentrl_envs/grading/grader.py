@@ -26,7 +26,7 @@ from agentrl_envs.grading.expressions import LEADING_DIGITS_TOLERANCE, MIN_ROUND
 from agentrl_envs.grading.spelling import normalize_spelling, plain_words, remove_spaces_at_signs
 from agentrl_envs.registry import PluginError, describe_error, import_attribute
 from agentrl_envs.settings import GraderSettings
-from agentrl_envs.threads import BlockingCalls
+from agentrl_envs.threads import BlockingCallPool
 from agentrl_envs.types import Problem, Verdict
 
 _MAX_THREADS = 8
@@ -45,7 +45,7 @@ class CustomGrader:
             raise PluginError(f"grader.function {path!r} is a {type(function).__name__}, but must be a function")
         self._path = path
         self._function: Callable[[str, Problem], SupportsFloat] = function
-        self._threads = BlockingCalls(_MAX_THREADS, name="grader")
+        self._threads = BlockingCallPool(_MAX_THREADS, name="grader")
 
     async def grade(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
         """Return the verdict and the score. The verdict is correct if the score is 1.
@@ -228,11 +228,11 @@ def is_within_limits(text: str, *, max_length: int, max_depth: int) -> bool:
 
 def is_plain_number(text: str) -> bool:
     """Return True if a text is an integer, a decimal or a ratio in plain notation."""
-    return _plain_number(normalize_spelling(text)) is not None
+    return _value_of_plain_number(normalize_spelling(text)) is not None
 
 
 def _verdict_by_value(answer: str, reference: str) -> Verdict | None:
-    answer_value, reference_value = _plain_number(answer), _plain_number(reference)
+    answer_value, reference_value = _value_of_plain_number(answer), _value_of_plain_number(reference)
     if answer_value is None or reference_value is None:
         return None
     if answer_value == reference_value:
@@ -257,7 +257,7 @@ def _verdict_by_words(answer: str, reference: str) -> Verdict | None:
     return None if numbers else Verdict.INCORRECT
 
 
-def _plain_number(text: str) -> Fraction | None:
+def _value_of_plain_number(text: str) -> Fraction | None:
     """Return the value of an integer, a decimal or a ratio in plain notation, or None."""
     fraction = _FRACTION.fullmatch(text)
     plain = text if fraction is None else fraction.expand(r"\1\2\4/\3\5")
@@ -345,7 +345,7 @@ class Grader:
         return f"by value in up to {settings.workers} processes, {settings.deadline:g} s of CPU time each"
 
     @property
-    def worker_pids(self) -> tuple[int, ...]:
+    def idle_worker_pids(self) -> tuple[int, ...]:
         """Process ids of the idle workers."""
         return tuple(process.pid for process in self._idle)
 

@@ -52,19 +52,19 @@ def evaluate_expression(tree: Expression, point: Mapping[str, Fraction], digits:
             raise NoValueError(str(error)) from error
 
 
-def exact_modulo(tree: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
+def evaluate_modulo(tree: Expression, modulus: int, value: Callable[[Expression], Scalar]) -> int:
     """Return the value of an integer expression modulo an integer, without computing powers."""
     match tree:
         case FunctionCall("+", terms):
-            return sum(exact_modulo(term, modulus, value) for term in terms) % modulus
+            return sum(evaluate_modulo(term, modulus, value) for term in terms) % modulus
         case FunctionCall("neg", (term,)):
-            return -exact_modulo(term, modulus, value) % modulus
+            return -evaluate_modulo(term, modulus, value) % modulus
         case FunctionCall("*", factors) if not any(
             isinstance(part, FunctionCall) and part.function == "over" for part in factors
         ):
-            return math.prod(exact_modulo(factor, modulus, value) for factor in factors) % modulus
+            return math.prod(evaluate_modulo(factor, modulus, value) for factor in factors) % modulus
         case FunctionCall("^", (base, exponent)):
-            return _power_modulo(exact_modulo(base, modulus, value), exponent, modulus, value)
+            return _power_modulo(evaluate_modulo(base, modulus, value), exponent, modulus, value)
     return _require_integer(value(tree)) % modulus
 
 
@@ -78,7 +78,7 @@ def _power_modulo(base: int, exponent: Expression, modulus: int, value: Callable
     except NoValueError:
         pass
     period = _totient(modulus)
-    return pow(base, exact_modulo(exponent, period, value) + period, modulus)
+    return pow(base, evaluate_modulo(exponent, period, value) + period, modulus)
 
 
 def _totient(number: int) -> int:
@@ -115,7 +115,7 @@ class _Evaluator:
         if function == "mod":
             return self._modulo(*arguments)
         if function in _ANGLE_FUNCTIONS:
-            return _require_defined(_trigonometric(function, self._angle(arguments[0])))
+            return _require_defined(_trigonometric(function, self._angle_in_radians(arguments[0])))
         values = [self.value(argument) for argument in arguments]
         if function in _MATRIX_FUNCTIONS or any(isinstance(value, tuple) for value in values):
             return _matrix_function(function, values)
@@ -125,7 +125,7 @@ class _Evaluator:
             raise NoValueError(function)
         return _require_defined(_FUNCTIONS[function](*values))
 
-    def _angle(self, tree: Expression) -> Scalar:
+    def _angle_in_radians(self, tree: Expression) -> Scalar:
         """Return the value of an angle in radians."""
         if isinstance(tree, FunctionCall) and tree.function == "degree":
             return to_mpmath(self.value(tree.arguments[0])) * mp.pi / 180
@@ -134,7 +134,7 @@ class _Evaluator:
     def _modulo(self, tree: Expression, by: Expression) -> Scalar:
         modulus = self.value(by)
         if isinstance(modulus, Fraction) and modulus.denominator == 1 and modulus > 0:
-            return Fraction(exact_modulo(tree, int(modulus), self.value))
+            return Fraction(evaluate_modulo(tree, int(modulus), self.value))
         raise NoValueError("a modulus that is not a positive integer")
 
     def _series(self, tree: FunctionCall) -> Scalar:

@@ -95,17 +95,17 @@ class TextProtocol(ABC):
         """The end of an episode after a turn with neither a call nor an answer: by default normal, with reward 0."""
         return Ended.STOPPED
 
-    def message(self, statement: str) -> str:
+    def user_message(self, statement: str) -> str:
         """Return the user message that poses the problem: by default the instruction and the statement."""
         return "\n\n".join(part for part in (self.instruction, statement) if part)
 
     def plain_prompt(self, problem: Problem) -> str:
         """Return the prompt without a chat template: by default the message, followed by a newline."""
-        return self.message(problem.statement) + "\n"
+        return self.user_message(problem.statement) + "\n"
 
     def prompt(self, problem: Problem) -> str:
         """Return the text before the model's first turn."""
-        return self.plain_prompt(problem) if self.chat is None else self.chat.prompt(problem, self.message)
+        return self.plain_prompt(problem) if self.chat is None else self.chat.prompt(problem, self.user_message)
 
     def source_to_run(self, problem: Problem, program: str) -> str:
         """Return the source code that the sandbox runs: by default the problem's setup and the program."""
@@ -115,7 +115,7 @@ class TextProtocol(ABC):
         """Return the answer in a program's output: by default None, because only the model's text has answers."""
         return None
 
-    def result(self, execution: Execution) -> str:
+    def result_for_model(self, execution: Execution) -> str:
         """Return the output or the error that the model reads, shortened to ``observation_limit`` characters."""
         return result_text(execution, self.observation_limit)
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from agentrl_envs.chat import ChatFormat, plain_text_format
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, TextProtocol, ToolRequest
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.tool_call_formats import ParsedCall
 from agentrl_envs.tools import ToolSet
@@ -59,7 +59,7 @@ class HermesProtocol(TextProtocol):
             calls[self.max_calls :] = [
                 _malformed_call(f"more than {self.max_calls} calls in one turn; the others were not run")
             ]
-        return ParsedTurn(program=None, answer=None if calls else last_boxed(visible), calls=tuple(calls))
+        return ParsedTurn(program=None, answer=None if calls else last_boxed_answer(visible), calls=tuple(calls))
 
     def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the responses between template marks. The content of the responses is encoded as plain text."""
@@ -71,7 +71,7 @@ class HermesProtocol(TextProtocol):
         """Return the responses, in every case between template marks."""
         return self.format_results(text, results)
 
-    def reply(self, text: str) -> str:
+    def format_user_reply(self, text: str) -> str:
         """Return an environment's response to a turn without a call, as a user message."""
         return self.chat.format_user_reply(text)
 
@@ -130,7 +130,7 @@ def _malformed_call(reason: str) -> MalformedCall:
     return MalformedCall(message=f"ToolCallError: {reason}")
 
 
-def hermes_from_settings(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> HermesProtocol:
+def make_hermes_protocol(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> HermesProtocol:
     """Create the protocol hermes, in plain text with ``environment.chat=never``.
 
     Raises EpisodeUsageError if the protocol requires ``chat`` and ``chat`` is None.

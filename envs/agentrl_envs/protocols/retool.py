@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, malformed_turn
-from agentrl_envs.protocols.texts import last_boxed
+from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.types import Problem
 
 _CLOSE_CODE, _CLOSE_ANSWER = "</code>", "</answer>"
@@ -44,13 +44,13 @@ class ReToolProtocol(TextProtocol):
         """The closing tags of a program and of an answer."""
         return (_CLOSE_CODE, _CLOSE_ANSWER)
 
-    def message(self, statement: str) -> str:
+    def user_message(self, statement: str) -> str:
         """Return instruction, statement and answer format. Without an instruction, return only the statement."""
         return f"{self.instruction}\n\nProblem:\n{statement}{_ANSWER_FORMAT}" if self.instruction else statement
 
     def plain_prompt(self, problem: Problem) -> str:
         """Return the message, followed by an empty line if it has an instruction."""
-        return self.message(problem.statement) + ("\n\n" if self.instruction else "\n")
+        return self.user_message(problem.statement) + ("\n\n" if self.instruction else "\n")
 
     def turn_complete(self, text: str) -> bool:
         """Return True if the text contains a closing tag, with or without its opening tag."""
@@ -64,7 +64,7 @@ class ReToolProtocol(TextProtocol):
         if end is None or end.group() == _CLOSE_ANSWER:
             if end is None and opened >= 0:
                 return malformed_turn(_NOT_CLOSED)
-            return ParsedTurn(program=None, answer=last_boxed(before[max(before.rfind("<answer>"), 0) :]))
+            return ParsedTurn(program=None, answer=last_boxed_answer(before[max(before.rfind("<answer>"), 0) :]))
         if opened < 0:
             return malformed_turn(_NOT_OPENED)
         fence = _FENCE.search(before, opened)

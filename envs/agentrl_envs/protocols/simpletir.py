@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.protocols.base import ParsedTurn, TextProtocol
-from agentrl_envs.protocols.texts import first_python_block, last_boxed, prepend_setup
+from agentrl_envs.protocols.texts import first_python_block, last_boxed_answer, prepend_setup
 from agentrl_envs.types import Ended, Problem
 
 _FINAL_ANSWER = 'def final_answer(answer):\n    print("\\\\boxed{" + str(answer) + "}")\n'
@@ -56,9 +56,9 @@ class SimpleTIRProtocol(TextProtocol):
         """Return the first closed program (None if blank) and the last boxed answer before it."""
         block = first_python_block(text)
         if block is None:
-            return ParsedTurn(program=None, answer=last_boxed(text))
+            return ParsedTurn(program=None, answer=last_boxed_answer(text))
         program = block.program if block.program is not None and block.program.strip() else None
-        return ParsedTurn(program=program, answer=last_boxed(text[: block.start]))
+        return ParsedTurn(program=program, answer=last_boxed_answer(text[: block.start]))
 
     def source_to_run(self, problem: Problem, program: str) -> str:
         """Return `final_answer`, the problem's setup and the program as one module.
@@ -69,7 +69,7 @@ class SimpleTIRProtocol(TextProtocol):
 
     def printed_answer(self, stdout: str) -> str | None:
         r"""Return the last complete ``\boxed{...}`` in the output, even if the program failed afterwards."""
-        return last_boxed(stdout)
+        return last_boxed_answer(stdout)
 
     def format_results(self, text: str, results: Sequence[str]) -> str:
         """Return the result of the turn's program."""

@@ -50,16 +50,16 @@ def _last_line(text: str) -> str:
 _BOX_OR_BRACE = re.compile(r"(?P<boxed>\\boxed[ \t]*\{)|\\.|(?P<open>\{)|(?P<close>\})", re.DOTALL)
 
 
-def last_boxed(text: str) -> str | None:
+def last_boxed_answer(text: str) -> str | None:
     r"""Return the content of the last complete ``\boxed{...}``, or None.
 
     If several boxes are complete, the last box to open counts. Escaped braces (``\{``, ``\}``) are text. Boxes with
     unbalanced braces are ignored. Empty boxes are ignored too, because a model that repeats the instruction writes
     ``\boxed{}``. Takes linear time.
 
-    >>> last_boxed(r"So \boxed{4}, no: \boxed{\frac{1}{2}}.")
+    >>> last_boxed_answer(r"So \boxed{4}, no: \boxed{\frac{1}{2}}.")
     '\\frac{1}{2}'
-    >>> last_boxed(r"an open \boxed{4 has no answer") is None
+    >>> last_boxed_answer(r"an open \boxed{4 has no answer") is None
     True
     """
     open_boxes: list[int | None] = []  # per open brace: start of the content if it is a box, else None

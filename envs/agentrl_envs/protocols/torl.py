@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, malformed_turn
-from agentrl_envs.protocols.texts import PythonBlock, last_boxed, python_blocks
+from agentrl_envs.protocols.texts import PythonBlock, last_boxed_answer, python_blocks
 from agentrl_envs.types import Problem
 
 _OUTPUT_FENCE = "```output"
@@ -55,7 +55,7 @@ class ToRLProtocol(TextProtocol):
             # Keep the backticks of the output fence, because they may close the program.
             return _turn_of_blocks(list(python_blocks(text[: start + 3], bare=False)))
         blocks = list(python_blocks(text, bare=False))
-        answer = last_boxed(_remove_blocks(text, blocks))
+        answer = last_boxed_answer(_remove_blocks(text, blocks))
         if blocks and blocks[-1].program is None:
             return malformed_turn(_NOT_CLOSED)
         if blocks and answer is None:

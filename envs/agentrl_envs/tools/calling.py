@@ -89,13 +89,13 @@ async def call_tool(
             raise ToolCallError(f"{type(error).__name__}: {error}") from error
         raise ToolError(f"the tool {name!r} raised {describe_error(error)}") from error
     except Exception as error:
-        if is_unreachable(error):
+        if indicates_unreachable_service(error):
             raise UnavailableError(f"the tool {name!r}: {describe_error(error)}") from error
         raise ToolCallError(f"{type(error).__name__}: {error}") from error
     return _result_text(name, value)
 
 
-def is_unreachable(error: BaseException) -> bool:
+def indicates_unreachable_service(error: BaseException) -> bool:
     """Return True if the error indicates that a service does not respond."""
     if isinstance(error, ConnectionError):
         return True

@@ -19,7 +19,7 @@ from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from typing import TYPE_CHECKING
 
 from agentrl_envs.episode import EpisodeUsageError, UnavailableError
-from agentrl_envs.registry import PluginError, install_extra
+from agentrl_envs.registry import PluginError, install_command
 from agentrl_envs.tools.calling import ToolCallError
 from agentrl_envs.tools.schema import ToolSchema, check_schema
 
@@ -147,7 +147,7 @@ def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
         import mcp  # noqa: F401
     except ImportError as error:
         raise PluginError(
-            f"environment.tools '{MCP_PREFIX}{target}' needs the package mcp: {install_extra('mcp')}"
+            f"environment.tools '{MCP_PREFIX}{target}' needs the package mcp: {install_command('mcp')}"
         ) from error
     with ThreadPoolExecutor(
         1, thread_name_prefix="mcp"

@@ -13,9 +13,9 @@ from typing import Protocol, cast, runtime_checkable
 
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.execution import EpisodeSandbox
-from agentrl_envs.forks import closed_on_failure
+from agentrl_envs.forks import close_on_failure
 from agentrl_envs.registry import TOOLS, PluginError, describe_error
-from agentrl_envs.threads import BlockingCalls, BlockingRunner, ObjectThread
+from agentrl_envs.threads import BlockingCallPool, BlockingRunner, ObjectThread
 from agentrl_envs.tools.calling import ToolCallError, ToolError, call_tool
 from agentrl_envs.tools.mcp_tools import MCP_PREFIX, McpSession, list_server_tools, make_session_class
 from agentrl_envs.tools.schema import (
@@ -74,8 +74,8 @@ class ToolSet:
     """The tools of an environment, in the order of the settings. ``threads`` runs the synchronous functions."""
 
     entries: tuple[ToolEntry, ...]
-    threads: BlockingCalls = field(
-        default_factory=lambda: BlockingCalls(_MAX_THREADS, name="tool"), compare=False, repr=False
+    threads: BlockingCallPool = field(
+        default_factory=lambda: BlockingCallPool(_MAX_THREADS, name="tool"), compare=False, repr=False
     )
 
     @property
@@ -302,7 +302,7 @@ class EpisodeTools:
             lenient=self._lenient,
         )
         shared = {id(self._injected["problem"]): self._injected["problem"], id(self._injected["sandbox"]): sandbox}
-        async with closed_on_failure(twin):
+        async with close_on_failure(twin):
             for tool_class, (instance, _) in self._instances.items():
                 custom = getattr(instance, "fork", None)
                 await twin._add_instance(

