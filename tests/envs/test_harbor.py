@@ -86,7 +86,8 @@ def test_rollouts_in_rounds_need_a_container_each(command: str) -> None:
         ("[environment]\ngpus = 1", r"environment\.gpus: not supported"),
         ("[environment]\nos = 'windows'", r"environment\.os: not supported"),
         ("[verifier]\nenvironment_mode = 'separate'", r"verifier\.environment_mode: not supported"),
-        ("[verifier]\nenv = { KEY = '${KEY}' }", r"verifier\.env \(reference to a variable\): not supported"),
+        ("[verifier]\nenv = { KEY = '${NO_KEY}' }", r"verifier\.env\.KEY='\$\{NO_KEY\}': .* not set: NO_KEY"),
+        ("[agent]\nnetwork_mode = 'allowlist'\nallowed_hosts = ['a.org']", r"agent\.allowed_hosts: not supported"),
     ],
 )
 def test_tasks_that_cannot_run_are_refused(tmp_path: Path, toml: str, message: str) -> None:
@@ -145,24 +146,37 @@ def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: P
         load(tmp_path / "missing")
 
 
+def test_a_task_of_several_steps_is_refused_by_name(tmp_path: Path) -> None:
+    task = a_task(tmp_path / "task", toml="[[steps]]\nname = 'a'")
+    (task / "instruction.md").unlink()
+    with pytest.raises(PluginError, match="steps: not supported"):
+        read_task(task)
+    (task / "task.toml").write_text("", encoding="utf-8")
+    (task / "trajectory.json").write_text("{}", encoding="utf-8")
+    with pytest.raises(PluginError, match=r"trajectory\.json: not supported"):
+        read_task(task)
+
+
+def test_variables_refer_to_the_environment_of_the_trainer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("A", "1")
+    toml = "environment.env = { A = '${A}', B = '${NO_B:-2}', C = '$A' }"
+    assert read_task(a_task(tmp_path / "task", toml=toml)).config.environment.env == {"A": "1", "B": "2", "C": "$A"}
+
+
 def test_an_empty_command_is_refused() -> None:
     with pytest.raises(PluginError, match=r"env=harbor:tasks: +names no command"):
         program_for_environment("harbor:tasks: ", {}, AgentGatewaySettings())
 
 
-@pytest.mark.parametrize(
-    ("file", "message"),
-    [("docker-compose.yaml", "docker-compose"), ("more.txt", r"files in environment/ without a Dockerfile")],
-)
-def test_environments_of_several_files_are_refused(file: str, message: str, tmp_path: Path) -> None:
-    task = a_task(tmp_path / "task", toml="[environment]\ndocker_image = 'python'")
-    (task / "environment" / "Dockerfile").rename(task / "environment" / file)
-    with pytest.raises(PluginError, match=f"{message}.*: not supported"):
+def test_environments_of_several_containers_are_refused(tmp_path: Path) -> None:
+    task = a_task(tmp_path / "task")
+    (task / "environment" / "Dockerfile").rename(task / "environment" / "docker-compose.yaml")
+    with pytest.raises(PluginError, match=r"docker-compose\.yaml: not supported"):
         read_task(task)
 
 
 def test_sizes_of_the_first_schema_version_are_read(tmp_path: Path) -> None:
-    sizes = {"'2G'": 2048, "'2GB'": 2048, "'1.5 GiB'": 1536, "'512M'": 512, "'65536K'": 64}
+    sizes = {"'2048'": 2048, "'2G'": 2048, "'2GB'": 2048, "'1.5 GiB'": 1536, "'512M'": 512, "'65536K'": 64}
     for text, expected in sizes.items():
         task = read_task(a_task(tmp_path / text, toml=f"version = '1.0'\n[environment]\nmemory = {text}"))
         assert task.config.environment.memory_mb == expected
@@ -300,6 +314,19 @@ async def test_a_helper_runs_as_any_user_and_leaves_nothing_if_it_fails(containe
         (await container.open_listener(42731, built(containers, f"FROM {BASE_IMAGE}\nUSER 1000\n"))).close()
     finally:
         await container.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workdir", ["", "workdir = '/tmp'"])
+async def test_files_without_a_dockerfile_are_in_the_working_directory(
+    containers: TaskContainers, tmp_path: Path, workdir: str
+) -> None:
+    image = built(containers, f"FROM {BASE_IMAGE}\nENTRYPOINT []\nWORKDIR /new\nUSER 1000\n")
+    task = a_task(tmp_path / "task", toml=f"[environment]\ndocker_image = '{image}'\n{workdir}")
+    (task / "environment" / "Dockerfile").rename(task / "environment" / ".gitkeep")
+    (task / "environment" / "data").mkdir(mode=0o700)
+    (task / "environment" / "data" / "a.txt").write_text("hello", encoding="utf-8")
+    assert await rewarded(containers, read_task(task), "[ $(cat data/a.txt) = hello ] && [ -e .gitkeep ]") == 1.0
 
 
 @pytest.mark.slow

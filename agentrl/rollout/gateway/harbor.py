@@ -83,6 +83,7 @@ class ContainerCommand(AgentProgram):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
                     reason = result.stopped or f"exit code {result.exit_code}"
                     raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
+                await self._gateway.finish(access)  # processes of the agent may still run
                 return await container.run_verifier()
             except UnavailableError as error:
                 raise UnscoredRolloutError(str(error)) from error

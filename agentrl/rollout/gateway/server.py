@@ -211,6 +211,10 @@ class AgentGateway:
         """Return True if the engine failed to answer a request of a rollout."""
         return self._entries[access.name].rollout.failure is not None
 
+    async def finish(self, access: Access) -> None:
+        """Reject further requests of a rollout, and cancel running ones."""
+        await self._entries[access.name].rollout.finish()
+
     async def wait_until_taken(self, access: Access) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
         self._waiting_names.put_nowait(access.name)

@@ -171,6 +171,7 @@ class TaskContainer:
     def __init__(self, containers: TaskContainers, task: HarborTask, release: Callable[[], None]) -> None:
         self.task = task
         self.image = ""
+        self._user = ""  # of the image
         self._containers = containers
         self._release: Callable[[], None] | None = release
         self._lock = threading.Lock()  # a cancelled start continues in its thread
@@ -185,10 +186,13 @@ class TaskContainer:
         with self._lock:
             if self._release is None:
                 return
-            self._container = self._containers.client.containers.create_and_start(
+            client = self._containers.client
+            self._user = client.images.get(self.image).attrs["Config"].get("User") or "root"
+            self._container = client.containers.create(
                 self.image,
                 # As process 1, it ignores signals from inside the container, and reaps processes without a parent.
                 ["bash", "-c", "while read -r; do :; done"],
+                user="root",  # else root would have no capabilities in the commands that prepare the verifier
                 stdin_open=True,  # closed when this process ends, which ends the loop
                 auto_remove=True,
                 network_mode="none",
@@ -205,6 +209,10 @@ class TaskContainer:
             )
             self._stdin = self._container.attach_socket(params={"stdin": 1, "stream": 1})
             self._container.start()
+            folder = self.task.directory / "environment"
+            if environment.docker_image is not None and not (folder / "Dockerfile").exists():
+                data = _build_archive({path.name: path for path in folder.glob("*")})
+                self._container.put_archive(self._container.attrs["Config"]["WorkingDir"] or "/", data)
 
     async def wait_until_healthy(self, check: Healthcheck) -> None:
         """Run the health check until it succeeds. Raises UnavailableError after ``check.retries`` failures."""
@@ -225,7 +233,9 @@ class TaskContainer:
         environment: Mapping[str, str] | None = None,
     ) -> CommandResult:
         """Run a command in a new ``bash``, for at most ``timeout`` seconds. Raises UnavailableError if Docker fails."""
-        run = partial(self._execute, command, timeout, "" if user is None else str(user), dict(environment or {}))
+        run = partial(
+            self._execute, command, timeout, self._user if user is None else str(user), dict(environment or {})
+        )
         return await self._containers.call_docker(run, timeout=timeout + _GRACE)
 
     def _execute(self, command: str, timeout: float, user: str, environment: dict[str, str]) -> CommandResult:
@@ -272,7 +282,7 @@ class TaskContainer:
     async def run_verifier(self) -> float:
         """Run the task's tests and return the reward. Raises UnavailableError if they crash or report no reward."""
         verifier = self.task.config.verifier
-        owner = self._container.attrs["Config"]["User"] or "root" if verifier.user is None else verifier.user
+        owner = self._user if verifier.user is None else verifier.user
         prepare = (
             f"rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /logs/artifacts && chown {owner} /logs/verifier"
         )
@@ -304,17 +314,7 @@ class TaskContainer:
         if network is not None:
             self._containers.client.networks.get("none").disconnect(self._container)
             self._containers.client.networks.get(network).connect(self._container)
-        data = io.BytesIO()
-
-        def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-            entry.uid = entry.gid = 0
-            entry.uname = entry.gname = "root"
-            entry.mode |= 0o755 if entry.isdir() or entry.name == "tests/test.sh" else 0o444
-            return entry
-
-        with tarfile.open(fileobj=data, mode="w") as archive:
-            archive.add(self.task.directory / "tests", arcname="tests", filter=owned)
-        self._container.put_archive("/", data.getvalue())
+        self._container.put_archive("/", _build_archive({"tests": self.task.directory / "tests"}))
 
     def _read_reward_files(self) -> float:
         """Return the reward from the verifier's files. Raises ValueError if they contain none."""
@@ -357,7 +357,7 @@ class TaskContainer:
             server.bind(f"{directory}/socket")
             server.listen(1)
             server.settimeout(_HELPER_SECONDS)
-            helper = self._containers.client.containers.create_and_start(
+            helper = self._containers.client.containers.create(
                 image,
                 ["-c", _LISTEN, str(port)],
                 entrypoint=["python3"],
@@ -392,10 +392,27 @@ class TaskContainer:
 
     def _remove(self) -> None:
         with self._lock:
-            if self._stdin is not None:
-                self._stdin._response.close()
+            # In this order, so that the call waits until the container is removed.
             if self._container is not None:
                 _call_ignoring_docker_errors(self._container.remove, force=True)
+            if self._stdin is not None:
+                self._stdin._response.close()
+
+
+def _build_archive(paths: Mapping[str, Path]) -> bytes:
+    """Return an archive of files and directories by name. All entries belong to root and are readable by all users."""
+
+    def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo:
+        entry.uid = entry.gid = 0
+        entry.uname = entry.gname = "root"
+        entry.mode |= 0o755 if entry.isdir() or entry.name == "tests/test.sh" else 0o444
+        return entry
+
+    data = io.BytesIO()
+    with tarfile.open(fileobj=data, mode="w") as archive:
+        for name, path in paths.items():
+            archive.add(path, arcname=name, filter=owned)
+    return data.getvalue()
 
 
 def _read_output_frames(stream: BinaryIO) -> Iterator[bytes]:

@@ -7,14 +7,15 @@ Harbor's package needs Python 3.12, so this module reads the parts of the format
 
 from __future__ import annotations
 
+import os
 import re
 import tomllib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, Field, ValidationError, field_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, Field, ValidationError, field_validator
 
 from agentrl_envs.registry import PluginError
 from agentrl_envs.types import Problem
@@ -23,17 +24,28 @@ _UNSUPPORTED = (
     ("steps",),
     ("verifier", "environment"),
     ("verifier", "collect"),
-    *(("environment", name) for name in ("mcp_servers", "gpus", "tpu", "skills_dir")),
+    *(("environment", name) for name in ("allowed_hosts", "mcp_servers", "gpus", "tpu", "skills_dir")),
+    ("agent", "allowed_hosts"),
 )
 _SIZE = re.compile(r"\s*([\d.]+)\s*([KMG])(?:i?B)?\s*", re.IGNORECASE)
 _MEGABYTES = {"K": 1 / 1024, "M": 1, "G": 1024}
+_REFERENCE = re.compile(r"\$\{([^}:]+)(?::-(.*))?\}")
 # Leading lines of an instruction that mark benchmark data. As in Harbor, agents do not see them.
 _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)\s*(?:\n|\Z))+", re.IGNORECASE)
 
 
+def _resolve_variable(value: str) -> str:
+    """Replace ``${NAME}`` or ``${NAME:-DEFAULT}`` by this process's environment variable, as Harbor does."""
+    reference = _REFERENCE.fullmatch(value)
+    found = value if reference is None else os.environ.get(reference[1], reference[2])
+    if found is None:
+        raise ValueError(f"this environment variable is not set: {reference[1]}")
+    return found
+
+
 class _Verifier(BaseModel):
     timeout_sec: float = Field(600.0, gt=0)
-    env: dict[str, str] = {}
+    env: dict[str, Annotated[str, AfterValidator(_resolve_variable)]] = {}
     user: str | int | None = None
 
 
@@ -59,14 +71,14 @@ class _Environment(BaseModel):
     cpus: float | None = Field(None, gt=0)
     memory_mb: int | None = Field(None, gt=0, validation_alias=AliasChoices("memory", "memory_mb"))
     workdir: str | None = None
-    env: dict[str, str] = {}
+    env: dict[str, Annotated[str, AfterValidator(_resolve_variable)]] = {}
     healthcheck: Healthcheck | None = None
 
     @field_validator("memory_mb", mode="before")
     @classmethod
     def _parse_megabytes(cls, size: object) -> object:
-        """Convert ``memory = "2G"`` of schema version 1.0 to megabytes."""
-        if not isinstance(size, str):
+        """Convert ``memory = "2G"`` of schema version 1.0 to megabytes. Numbers are megabytes, also as text."""
+        if not isinstance(size, str) or size.strip().isdecimal():
             return size
         match = _SIZE.fullmatch(size)
         if match is None:
@@ -99,33 +111,28 @@ class HarborTask:
 def read_task(directory: Path) -> HarborTask:
     """Read a task. Raises PluginError if a file is missing or invalid, or if the task needs an unsupported feature."""
     file = directory / "task.toml"
-    text, instruction = _read(file), _CANARY.sub("", _read(directory / "instruction.md"))
     try:
-        values: dict[str, Any] = tomllib.loads(text)
+        values: dict[str, Any] = tomllib.loads(_read(file))
         config = _TaskConfig.model_validate(values)
     except ValidationError as error:
         first = error.errors()[0]
         raise PluginError(f"{file}: {'.'.join(map(str, first['loc']))}={first['input']!r}: {first['msg']}") from error
     except ValueError as error:
         raise PluginError(f"{file} is not valid TOML: {error}") from error
-    tables = {"": values, **{name: values.get(name) or {} for name in ("verifier", "environment")}}
+    tables = {"": values, **{name: values.get(name) or {} for name in ("agent", "verifier", "environment")}}
     used = [".".join(path) for path in _UNSUPPORTED if tables["".join(path[:-1])].get(path[-1])]
-    used += [f"{table}.env (reference to a variable)" for table in tables if "${" in str(tables[table].get("env", ""))]
     used += ["environment.os"] if str(values.get("environment", {}).get("os", "linux")).lower() != "linux" else []
     used += ["verifier.environment_mode"] if tables["verifier"].get("environment_mode") == "separate" else []
-    files = [path.name for path in (directory / "environment").glob("*")]
-    if "docker-compose.yaml" in files:
-        used.append("docker-compose.yaml")
-    elif config.environment.docker_image is not None and files and "Dockerfile" not in files:
-        # Harbor copies them into the container.
-        used.append("files in environment/ without a Dockerfile")
+    used += ["trajectory.json"] if (directory / "trajectory.json").exists() else []
+    used += ["docker-compose.yaml"] if (directory / "environment" / "docker-compose.yaml").exists() else []
     if used:
         raise PluginError(f"{file}: {', '.join(used)}: not supported; remove this task from the directory")
     if not (directory / "tests" / "test.sh").is_file():
         raise PluginError(f"{directory / 'tests' / 'test.sh'} does not exist, so the task has no verifier")
     if config.environment.docker_image is None and not (directory / "environment" / "Dockerfile").is_file():
         raise PluginError(f"{directory} has neither environment/Dockerfile nor environment.docker_image in task.toml")
-    return HarborTask(directory=directory, instruction=instruction.strip(), config=config)
+    instruction = _CANARY.sub("", _read(directory / "instruction.md")).strip()
+    return HarborTask(directory=directory, instruction=instruction, config=config)
 
 
 def _read(file: Path) -> str:

@@ -18,6 +18,7 @@ from agentrl.rollout.gateway.environment import AgentEnvironment, program_for_en
 from agentrl.rollout.gateway.harbor import ContainerCommand
 from agentrl.rollout.gateway.programs import AgentFailureError
 from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
@@ -103,6 +104,31 @@ async def test_an_agent_that_reaches_a_limit_is_verified(tmp_path: Path) -> None
     assert [(row.reward, row.ended) for row in group.trajectories] == [(1.0, Ended.ANSWERED)]
 
 
+class FinishedContainer:
+    """A container whose agent has ended, and whose verifier returns 1 if the rollout accepts no further requests."""
+
+    task = SimpleNamespace(config=SimpleNamespace(agent=SimpleNamespace(timeout_sec=None, user=None)))
+
+    def __init__(self, played: AgentRollout) -> None:
+        self._played = played
+
+    async def execute(self, command: str, **options: Any) -> CommandResult:
+        return CommandResult(output="", exit_code=0, stopped="")
+
+    async def run_verifier(self) -> float:
+        return float(self._played.finished)
+
+
+async def test_processes_that_an_agent_left_cannot_sample_while_the_verifier_runs() -> None:
+    settings = AgentGatewaySettings()
+    gateway, program = AgentGateway(settings), ContainerCommand("agent", HarborAgentSettings(), settings)
+    one = rollout(saying("done"))
+    access = gateway.admit(one)
+    program._gateway = gateway
+    program._prepared[access.name] = FinishedContainer(one), contextlib.AsyncExitStack()  # type: ignore[assignment]
+    assert await program.run(PROBLEM, access) == 1.0
+
+
 class StoppedContainer:
     """A container whose agent is stopped by the time limit of the task, and whose verifier returns 0."""
 
@@ -111,7 +137,7 @@ class StoppedContainer:
     async def execute(self, command: str, **options: Any) -> CommandResult:
         return CommandResult(output="", exit_code=124, stopped="it took 8 s")
 
-    async def verify(self) -> float:
+    async def run_verifier(self) -> float:
         return 0.0
 
 
