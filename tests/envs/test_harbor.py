@@ -424,7 +424,9 @@ async def test_the_container_of_a_killed_process_is_removed(containers: TaskCont
     words = [sys.executable, "-c", _HELD, str(task), BASE_IMAGE]
 
     def running() -> list[Any]:
-        found: list[Any] = containers.client.containers.list(all=True, filters={"label": f"{LABEL}=orphan"})
+        found: list[Any] = containers.client.containers.list(
+            all=True, ignore_removed=True, filters={"label": f"{LABEL}=orphan"}
+        )
         return found
 
     with subprocess.Popen(words, stdout=subprocess.PIPE, text=True) as process:
