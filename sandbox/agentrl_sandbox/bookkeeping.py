@@ -35,7 +35,7 @@ class SharedRuns:
         self._tasks: set[asyncio.Task[Execution]] = set()  # including cancelled runs without waiters
         self._finished: OrderedDict[object, Execution] = OrderedDict()
 
-    async def run(self, key: object, start: Callable[[], Coroutine[None, None, Execution]]) -> Execution:
+    async def run_or_join(self, key: object, start: Callable[[], Coroutine[None, None, Execution]]) -> Execution:
         """Return the result of ``start()``, or of a running or cached run with this key.
 
         The run is cancelled when all calls that wait for it are cancelled.

@@ -56,7 +56,7 @@ class DockerSandbox(RunnerPool):
         self.open()
         await asyncio.to_thread(self._start_container)
         waiting = asyncio.ensure_future(self.registry.wait_for_runner(_START_SECONDS))
-        ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_end))
+        ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_container_end))
         try:
             await asyncio.wait((waiting, ending), return_when=asyncio.FIRST_COMPLETED)
             if not waiting.done() or not waiting.result():
@@ -102,7 +102,7 @@ class DockerSandbox(RunnerPool):
                     break
                 except StartError:
                     await asyncio.sleep(1.0)  # the engine may be restarting; calls wait up to retry_deadline
-            ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_end))
+            ending = asyncio.ensure_future(asyncio.to_thread(self._wait_for_container_end))
 
     def _start_container(self) -> None:
         settings = self._settings
@@ -144,7 +144,7 @@ class DockerSandbox(RunnerPool):
         except DockerException as error:
             raise StartError(f"Docker did not start {self._image!r}: {error}") from error
 
-    def _wait_for_end(self) -> str:
+    def _wait_for_container_end(self) -> str:
         """Read the container's log until the container ends. Returns the last lines."""
         last: deque[bytes] = deque(maxlen=8)
         with contextlib.suppress(DockerException):

@@ -95,7 +95,7 @@ class ServiceSandbox(CallSandbox, ABC):
         try:
             while True:
                 try:
-                    await self.check_once()
+                    await self.check_without_retries()
                     return self
                 except BusyError as error:
                     if time.monotonic() > deadline:
@@ -109,16 +109,16 @@ class ServiceSandbox(CallSandbox, ABC):
         """Run a program; see ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError and ValueError."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
-        request = execute_request(call, request_id, default=self._settings.timeout)
+        request = build_execute_request(call, request_id, default=self._settings.timeout)
         started = time.monotonic()
         try:
-            return await self._call(request, call.session)
+            return await self._request_with_retries(request, call.session)
         except (BusyError, ClosedError) as error:  # closed while the program ran
             return failed_execution(str(error), started)
 
     async def open_session(self) -> str:
         """Open a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
-        return await self._call(
+        return await self._request_with_retries(
             ServiceRequest(method="POST", path="/v1/sessions", body={}, read=_parse_session, opens_session=True)
         )
 
@@ -126,19 +126,19 @@ class ServiceSandbox(CallSandbox, ABC):
         """Fork a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
         path = f"/v1/sessions/{session}/fork"
         request = ServiceRequest(method="POST", path=path, body={}, read=_parse_session, opens_session=True)
-        return await self._call(request, session)
+        return await self._request_with_retries(request, session)
 
     async def close_session(self, session: str) -> None:
         """Close a session; see ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
         path = f"/v1/sessions/{session}"
-        await self._call(ServiceRequest(method="DELETE", path=path, read=lambda answer: None), session)
+        await self._request_with_retries(ServiceRequest(method="DELETE", path=path, read=lambda answer: None), session)
 
     @abstractmethod
-    async def check_once(self) -> None:
+    async def check_without_retries(self) -> None:
         """Check a service. Raises StartError, UnisolatedError or RefusedError, and BusyError if it is not ready."""
 
     @abstractmethod
-    async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
+    async def _request_with_retries(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         """Send a request, in ``session``, until the response is valid. Raises BusyError after the deadline."""
 
 
@@ -166,11 +166,11 @@ class HttpSandbox(ServiceSandbox):
     def isolation(self) -> Isolation:
         return self._isolation
 
-    async def check_once(self) -> None:
+    async def check_without_retries(self) -> None:
         """Check the service's isolation and limits and the token."""
-        await self.check_state(await self.read_state())
+        await self.check_reported_state(await self.read_state())
 
-    async def check_state(self, state: JsonObject) -> None:
+    async def check_reported_state(self, state: JsonObject) -> None:
         """Check the isolation and limits reported by the service, and run a program.
 
         Raises StartError, UnisolatedError or RefusedError.
@@ -190,7 +190,7 @@ class HttpSandbox(ServiceSandbox):
         for connection in (*self._idle, *self._active):
             await connection.aclose()
 
-    async def send_once(self, request: ServiceRequest[_T]) -> _T:
+    async def request_without_retries(self, request: ServiceRequest[_T]) -> _T:
         """Send a request without retries.
 
         Raises BusyError if a retry may help (UnreachableServiceError: no response).
@@ -201,17 +201,17 @@ class HttpSandbox(ServiceSandbox):
         self.pending.add(limit)
         try:
             async with limit, self._request_slots:
-                return request.read(await self._send(request))
+                return request.read(await self._send_request(request))
         except TimeoutError:
             raise UnreachableServiceError(self._why_cancelled, begun=True) from None
         except UnreachableServiceError as error:
             if not self._closed:
-                self.record_failure(error)
+                self.handle_request_failure(error)
             raise
         finally:
             self.pending.discard(limit)
 
-    def record_failure(self, error: SandboxError) -> None:
+    def handle_request_failure(self, error: SandboxError) -> None:
         """Handle a request without response: log one warning per outage."""
         if not self._outage_logged:
             self._outage_logged = True
@@ -228,21 +228,21 @@ class HttpSandbox(ServiceSandbox):
 
     async def read_state(self) -> JsonObject:
         """Return the state of the service. Raises BusyError if it is not ready, StartError if it is another service."""
-        state = await self._send(ServiceRequest(method="GET", path="/ready", read=dict))
+        state = await self._send_request(ServiceRequest(method="GET", path="/ready", read=dict))
         if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
             return state
         raise StartError(f"{self.url} is not an agentrl-sandbox service")
 
-    async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
+    async def _request_with_retries(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         while True:
             try:
-                return await self.send_once(request)
+                return await self.request_without_retries(request)
             except BusyError as error:
                 busy = error
             await timer.pause(busy, f"{self.url} did not respond within {self._settings.retry_deadline:g} s")
 
-    async def _send(self, request: ServiceRequest[_T]) -> JsonObject:
+    async def _send_request(self, request: ServiceRequest[_T]) -> JsonObject:
         """Send one request. Raises BusyError if a retry may help."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
@@ -321,7 +321,7 @@ class HttpSandbox(ServiceSandbox):
                 )
 
 
-def execute_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
+def build_execute_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
     """Build the request that runs a program. ``default``: timeout in s. Raises ValueError for an invalid timeout."""
     seconds = validate_timeout(default if call.timeout is None else call.timeout)
     body = {

@@ -133,19 +133,21 @@ class ForkServerProcess(asyncio.Protocol):
         """
         header, blobs = call.frame()
         return execution_from_frame(
-            *await self._request({**header, "op": "run", "number": session}, blobs, call.timeout or 0.0)
+            *await self._send_and_wait({**header, "op": "run", "number": session}, blobs, call.timeout or 0.0)
         )
 
-    async def request(self, operation: str, session: int, **more: int) -> None:
+    async def request_session_operation(self, operation: str, session: int, **more: int) -> None:
         """Open, fork or close a session. Raises ServerExitedError, TimeoutError or ServerRefusedError."""
-        await self._request({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
+        await self._send_and_wait({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
         """End an abandoned session without waiting."""
         if self._transport is not None and not self.exited:
             self._transport.write(pack_frame({"op": "close", "id": 0, "number": session}))
 
-    async def _request(self, header: Mapping[str, object], blobs: list[bytes], timeout: float) -> Frame[ServerReply]:
+    async def _send_and_wait(
+        self, header: Mapping[str, object], blobs: list[bytes], timeout: float
+    ) -> Frame[ServerReply]:
         """Send one message and wait for the answer.
 
         The grace period is a separate wait, so that after a long pause of the event loop, answers that are already in
@@ -291,7 +293,7 @@ class LocalSandbox(CallSandbox):
         call = replace(call, timeout=seconds, fetch_files=tuple(dict.fromkeys(call.fetch_files)))
         if request_id is None:
             return await self._run(call)
-        return await self._shared_runs.run((request_id, call.digest()), lambda: self._run(call))
+        return await self._shared_runs.run_or_join((request_id, call.digest()), lambda: self._run(call))
 
     async def open_session(self) -> str:
         self._check_open()
@@ -325,7 +327,7 @@ class LocalSandbox(CallSandbox):
         live = self._sessions.find(session)
         self._sessions.record_end(session, "it was closed")
         try:
-            await live.owner.request("close", live.identifier)
+            await live.owner.request_session_operation("close", live.identifier)
         except ServerExitedError:
             return  # the session ended with its server
         except TimeoutError as error:
@@ -339,7 +341,7 @@ class LocalSandbox(CallSandbox):
             await self._server.close()
         await self._shared_runs.wait_until_finished()
 
-    async def check(self, reasons: Sequence[str] = ()) -> None:
+    async def check_isolation(self, reasons: Sequence[str] = ()) -> None:
         """Probe all properties. Raises UnisolatedError if a property is missing, unless the settings allow it.
 
         ``reasons`` explain why stronger isolation modes are unavailable.
@@ -359,14 +361,14 @@ class LocalSandbox(CallSandbox):
     async def _run(self, call: Call) -> Execution:
         if call.session is None:
             async with self._worker_slots:
-                return await self._run_at(None, None, call)
+                return await self._run_on_server(None, None, call)
         async with self._sessions.exclusive_use(call.session) as live, self._worker_slots:
             try:
-                return await self._run_at(live.owner, live.identifier, call)
+                return await self._run_on_server(live.owner, live.identifier, call)
             except ServerRefusedError as refused:
                 raise self._sessions.end_with_error(call.session, refused.why) from refused
 
-    async def _run_at(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
+    async def _run_on_server(self, server: ForkServerProcess | None, session: int | None, call: Call) -> Execution:
         started = time.monotonic()
         try:
             server = server or await self._running_server()
@@ -383,7 +385,7 @@ class LocalSandbox(CallSandbox):
     ) -> None:
         """Open or fork the session ``new_session`` at a server. Closes the session if the caller is cancelled."""
         try:
-            await server.request(op, session, **more)
+            await server.request_session_operation(op, session, **more)
         except ServerRefusedError as refused:
             if refused.kind == "limit":
                 raise SessionLimitError(f"cannot open another session: {refused.why}") from refused
@@ -399,7 +401,7 @@ class LocalSandbox(CallSandbox):
                 raise ServerExitedError("the sandbox was closed")
             if self._server.exited:
                 await self._server.close()  # before another server runs programs as the same users
-                config = replace(self._config, first_user=choose_first_user(self._settings))
+                config = replace(self._config, first_user=choose_first_user_id(self._settings))
                 self._server = await ForkServerProcess.start(config)
                 self._record_session_ends(self._server)
                 await self._server.wait_until_warm()
@@ -431,7 +433,7 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
         break
     sandbox = LocalSandbox(settings, config, server)
     try:
-        await asyncio.gather(server.wait_until_warm(), sandbox.check(reasons))
+        await asyncio.gather(server.wait_until_warm(), sandbox.check_isolation(reasons))
     except BaseException:
         await sandbox.close()
         raise
@@ -454,11 +456,11 @@ def runner_config(settings: SandboxSettings, mode: str) -> RunnerConfig:
         package_path=str(package.parent),
         readable=(*dict.fromkeys(libraries), *prefixes, str(package)),
         client_pid=os.getpid(),
-        first_user=choose_first_user(settings),
+        first_user=choose_first_user_id(settings),
     )
 
 
-def choose_first_user(settings: SandboxSettings) -> int:
+def choose_first_user_id(settings: SandboxSettings) -> int:
     """Return the first user id of a server's programs: the configured id, or a random id.
 
     Raises StartError if the user ids of this machine cannot be read.
@@ -466,12 +468,12 @@ def choose_first_user(settings: SandboxSettings) -> int:
     if settings.first_user is not None:
         return settings.first_user
     try:
-        return draw_first_user()
+        return draw_first_user_id()
     except OSError as error:
         raise StartError(f"cannot choose user ids for the sandbox's server: {error}") from error
 
 
-def draw_first_user() -> int:
+def draw_first_user_id() -> int:
     """Draw the first of ``_MAX_SLOTS`` user ids that are most likely unused on this host."""
     numbers = _USER_IDS if _is_user_mapped(_USER_IDS.stop - 1) else _CONTAINER_USER_IDS
     return random.SystemRandom().randrange(numbers.start, numbers.stop - _MAX_SLOTS, _MAX_SLOTS)

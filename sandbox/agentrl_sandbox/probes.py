@@ -245,11 +245,11 @@ async def probe_isolation(
         probes: dict[str, Probe] = {
             "no_network": partial(_probe_network, execute),
             "scratch_only_writes": partial(_probe_write_isolation, execute),
-            "no_foreign_reads": partial(_probe_reads, execute, victim, settings.concurrency > 1),
+            "no_foreign_reads": partial(_probe_read_isolation, execute, victim, settings.concurrency > 1),
             "bounded_memory": attack(memory, _ended_normally, Outcome.MEMORY_LIMIT),
             # Either further forks fail, or the program is killed.
             "bounded_processes": attack(processes, _reported_success, Outcome.OK, Outcome.KILLED),
-            "bounded_time": partial(_probe_time, execute),
+            "bounded_time": partial(_probe_timeout, execute),
             "bounded_output": attack(output, _ended_normally, Outcome.OUTPUT_LIMIT),
             "no_tracing": attack(
                 tracing, lambda ran: _reported_success(ran) or victim.secret_end in ran.stdout, Outcome.OK
@@ -370,7 +370,7 @@ def _is_unchanged(file: Path) -> bool:
     return file.exists() and file.stat().st_mode & 0o777 == 0o666 and file.read_text() == "untouched"
 
 
-async def _probe_reads(execute: ExecuteProbe, victim: _Victim, neighbours: bool, factor: int) -> bool:
+async def _probe_read_isolation(execute: ExecuteProbe, victim: _Victim, neighbours: bool, factor: int) -> bool:
     """Probe that a program cannot read secrets from a world-readable file, another program's files or a process.
 
     ``neighbours``: programs run concurrently, so the search is conclusive only if the other program's file existed.
@@ -420,7 +420,7 @@ def _ended_normally(ran: Execution) -> bool:
     return ran.outcome is Outcome.OK
 
 
-async def _probe_time(execute: ExecuteProbe, factor: int) -> bool:
+async def _probe_timeout(execute: ExecuteProbe, factor: int) -> bool:
     """Probe that a program that ignores signals is killed at its timeout."""
     ran = await execute(TIME, timeout=factor * _PROBE_SECONDS)
     if "spins" not in ran.stdout:

@@ -30,7 +30,7 @@ _CHECK_SECONDS = 10.0  # maximum duration of a health check, or service_deadline
 _MAX_LOSSES = 2  # lost services per call; its program may be the cause
 
 
-class _Service(HttpSandbox):
+class _MonitoredService(HttpSandbox):
     """One service of the list, its health, and its pending calls."""
 
     def __init__(self, settings: SandboxSettings) -> None:
@@ -39,7 +39,7 @@ class _Service(HttpSandbox):
         self.failing_since = math.inf  # finite from a failure until the service recovers or is lost
         self.workers = 1
 
-    def record_failure(self, error: SandboxError) -> None:
+    def handle_request_failure(self, error: SandboxError) -> None:
         """Send no new calls until the next successful health check."""
         if self.error is None:
             self.failing_since = time.monotonic()
@@ -57,18 +57,18 @@ class SeveralSandboxes(ServiceSandbox):
 
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
-        self._services = [_Service(settings.model_copy(update={"url": url})) for url in settings.addresses]
+        self._services = [_MonitoredService(settings.model_copy(update={"url": url})) for url in settings.addresses]
         self._health_checks: list[asyncio.Task[None]] = []
-        self._sessions: SessionRegistry[_Service, str] = SessionRegistry()
+        self._sessions: SessionRegistry[_MonitoredService, str] = SessionRegistry()
 
     @property
     def isolation(self) -> Isolation:
         """Properties that hold at all services that have responded."""
         return Isolation.combine([service.isolation for service in self._services if service.isolation.layers])
 
-    async def check_once(self) -> None:
+    async def check_without_retries(self) -> None:
         """Check all services. Services that do not respond may join later, but a faulty one is an error."""
-        await asyncio.gather(*map(self._check, self._services))
+        await asyncio.gather(*map(self._check_health, self._services))
         for service in self._services:
             if not isinstance(service.error, BusyError | None):
                 raise service.error
@@ -89,7 +89,7 @@ class SeveralSandboxes(ServiceSandbox):
         for service in self._services:
             await service.close()
 
-    async def _call(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
+    async def _request_with_retries(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
         timer = RetryTimer(request.seconds + self._settings.retry_deadline)
         losses = 0
         while not self._closed:
@@ -97,7 +97,7 @@ class SeveralSandboxes(ServiceSandbox):
             usable = (service for service in sorted(self._services, key=self._load_per_worker) if service.error is None)
             for service in usable if session is None else [self._sessions.find(session).owner]:
                 try:
-                    answer = await service.send_once(request)
+                    answer = await service.request_without_retries(request)
                     if request.opens_session:
                         self._sessions.add(service, str(answer), name=str(answer))
                     return answer
@@ -112,16 +112,16 @@ class SeveralSandboxes(ServiceSandbox):
             await timer.pause(busy, f"no response within {self._settings.retry_deadline:g} s")
         raise ClosedError("the sandbox was closed")
 
-    def _load_per_worker(self, service: _Service) -> tuple[float, float]:
+    def _load_per_worker(self, service: _MonitoredService) -> tuple[float, float]:
         """Return the pending calls and sessions per worker. A random number orders services with equal load."""
         return (len(service.pending) + self._sessions.count_at(service)) / service.workers, random.random()
 
-    async def _check_repeatedly(self, service: _Service) -> None:
+    async def _check_repeatedly(self, service: _MonitoredService) -> None:
         while True:
             await asyncio.sleep((_RECHECK_EVERY if service.error else _CHECK_EVERY) * random.uniform(0.8, 1.2))
-            await self._check(service)
+            await self._check_health(service)
 
-    async def _check(self, service: _Service) -> None:
+    async def _check_health(self, service: _MonitoredService) -> None:
         """Check a service's health and, if it is not in use, its isolation."""
         deadline = self._settings.service_deadline
         try:
@@ -129,15 +129,15 @@ class SeveralSandboxes(ServiceSandbox):
                 state = await service.read_state()
             if service.error:
                 async with asyncio.timeout(deadline):
-                    await service.check_state(state)
+                    await service.check_reported_state(state)
                 if self._health_checks:
                     _log.warning("the sandbox at %s has recovered", service.url)
             service.workers = max(1, int(state.get("workers", 1)))
             service.error = None
         except TimeoutError:
-            service.record_failure(UnreachableServiceError("no answer", begun=False))
+            service.handle_request_failure(UnreachableServiceError("no answer", begun=False))
         except SandboxError as error:
-            service.record_failure(error)
+            service.handle_request_failure(error)
         if service.error and time.monotonic() - service.failing_since >= deadline:
             _log.warning("the sandbox at %s and its sessions were lost: %s", service.url, service.error)
             service.failing_since = math.inf

@@ -179,7 +179,7 @@ def test_long_output_keeps_head_and_tail(execution: Callable[..., Execution]) ->
         "\nCode execution result: " + "a" * 256 + "\n[... output cut ...]\n" + "c" * 256 + "\n"
     )
     odd = SimpleTIRProtocol(instruction="", observation_limit=3)
-    assert odd.result(execution("abcdef")) == "a\n[... output cut ...]\nef"
+    assert odd.result_for_model(execution("abcdef")) == "a\n[... output cut ...]\nef"
 
 
 def test_setup_and_final_answer_stand_before_the_program() -> None:

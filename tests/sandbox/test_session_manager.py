@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.interpreter import RunOrder
+from agentrl_sandbox.runner.interpreter import RequestedRun
 from agentrl_sandbox.runner.sessions import SessionFamily, SessionManager
 
 CONFIG = RunnerConfig(
@@ -61,7 +61,7 @@ def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid()
     for handler in list(server.handlers.values()):
         handler()
     assert server.replies == [{"op": "opened", "id": 1}]
-    manager.run(RunOrder(identifier=2, session=7, call=Call(program="1", timeout=5.0)))
+    manager.run_in_session(RequestedRun(identifier=2, session=7, call=Call(program="1", timeout=5.0)))
     (program,) = server.programs
     assert program.pid == 0
     manager.handle_zygote_report({"op": "located", "id": -1, "pid": 4321})
@@ -85,5 +85,5 @@ def test_no_command_is_lost_while_the_session_init_is_busy():
         received = []
         while len(received) < 2_000:
             received.append(json.loads(theirs.recv(1_000))["id"])
-            family.flush()
+            family.send_queued_commands()
     assert received == list(range(2_000))

@@ -137,7 +137,7 @@ def mount_proc(flags: int) -> None:
     kernel.mount("/dev/null", "/proc/cmdline", None, kernel.MS_BIND)
 
 
-def become_namespace_root(extra_flags: int = 0) -> None:
+def enter_user_namespace_as_root(extra_flags: int = 0) -> None:
     """Enter a new user namespace in which this process's user is root and the only user.
 
     ``extra_flags``: further flags.
@@ -237,7 +237,7 @@ class Lockdown:
 
 def has_separate_users(config: RunnerConfig) -> bool:
     """Return True if every slot has a separate user."""
-    return config.isolate != "user" and kernel.may_change_user()
+    return config.isolate != "user" and kernel.can_change_user()
 
 
 def programs_can_signal_init(config: RunnerConfig) -> bool:
@@ -280,7 +280,7 @@ class ChildLimits:
     seeders: tuple[Callable[[], None], ...]  # functions that reseed the interpreter's random generators
 
     @classmethod
-    def measured_in_zygote(cls, config: RunnerConfig, seeders: tuple[Callable[[], None], ...]) -> ChildLimits:
+    def derive_in_zygote(cls, config: RunnerConfig, seeders: tuple[Callable[[], None], ...]) -> ChildLimits:
         """Derive the limits in the warm zygote. The memory limit is added to the memory mapped by the interpreter."""
         with open("/proc/self/statm", encoding="ascii") as file:
             mapped = int(file.read().split()[0]) * resource.getpagesize()
@@ -391,7 +391,7 @@ def isolate_child(limits: ChildLimits, slot: int) -> str:
         mount_proc(flags)
     if limits.isolate == "user":
         os.chdir(directory)
-        become_namespace_root()
+        enter_user_namespace_as_root()
         kernel.drop_capabilities()
     elif user is not None:
         kernel.switch_user(user)

@@ -78,7 +78,7 @@ def _kill_trees(roots: Collection[int]) -> None:
     while found := _stop_trees([*roots, *stopped], stopped, own_group):
         stopped |= found
     for pid in stopped:
-        _signal(pid, signal.SIGKILL, own_group)
+        _signal_group_or_process(pid, signal.SIGKILL, own_group)
 
 
 def _stop_trees(roots: list[int], stopped: set[int], own_group: int) -> set[int]:
@@ -91,13 +91,13 @@ def _stop_trees(roots: list[int], stopped: set[int], own_group: int) -> set[int]
             continue
         seen.add(pid)
         if pid not in stopped:
-            _signal(pid, signal.SIGSTOP, own_group)
+            _signal_group_or_process(pid, signal.SIGSTOP, own_group)
             found.add(pid)
         waiting += child_pids(pid)
     return found
 
 
-def _signal(pid: int, number: int, own_group: int) -> None:
+def _signal_group_or_process(pid: int, number: int, own_group: int) -> None:
     """Send a signal to the process group of a process, or only to the process if the group is ``own_group``."""
     with contextlib.suppress(ProcessLookupError):
         group = os.getpgid(pid)
@@ -181,7 +181,7 @@ def fork_server(config: RunnerConfig, descriptor: int) -> None:
     """
     if has_separate_users(config):
         _check_interpreter_access(config)
-    directory = _make_scratch(config)
+    directory = _make_scratch_directories(config)
     os.environ[SCRATCH_VARIABLE] = directory
     kernel.adopt_orphans(needed=not has_separate_users(config))
     signal.pthread_sigmask(signal.SIG_BLOCK, _SIGNALS)
@@ -229,7 +229,7 @@ def _user_can_list(user: int, path: str) -> bool:
     return True
 
 
-def _make_scratch(config: RunnerConfig) -> str:
+def _make_scratch_directories(config: RunnerConfig) -> str:
     """Create one directory per slot. Its user may write through the group but not change the permissions."""
     directory = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     separate_users = has_separate_users(config)

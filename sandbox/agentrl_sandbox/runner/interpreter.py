@@ -42,7 +42,7 @@ _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # forbid further seals, shrinking, growing and w
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class RunOrder:
+class RequestedRun:
     """The server's record of a requested run. ``session`` is the session's number at the server."""
 
     identifier: int
@@ -50,11 +50,11 @@ class RunOrder:
     call: Call
 
     @classmethod
-    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> RunOrder:
+    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> RequestedRun:
         return cls(identifier=header["id"], session=header["number"], call=Call.from_frame(header, blobs))
 
 
-def write_task(call: Call) -> int:
+def create_task_file(call: Call) -> int:
     """Create a memory file for the child, positioned at its start. It is sealed against writes by the program."""
     _, (source, stdin, *contents) = call.frame()
     header = {
@@ -74,7 +74,7 @@ def write_task(call: Call) -> int:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Task:
+class ChildTask:
     """The child's record of its run. The contents of files stay in the memory file."""
 
     source: bytes
@@ -83,10 +83,10 @@ class Task:
     fetch: tuple[str, ...]
 
 
-def read_task(descriptor: int) -> Task:
+def read_task_file(descriptor: int) -> ChildTask:
     """Read a memory file up to the files."""
     header = json.loads(_read_exactly(descriptor, int.from_bytes(_read_exactly(descriptor, 8), "big")))
-    return Task(
+    return ChildTask(
         source=_read_exactly(descriptor, header["source"]),
         echo=header["echo"],
         files=tuple((name, size) for name, size in header["files"]),
@@ -143,19 +143,19 @@ def _numpy_seeder(generator: Any) -> Callable[[], None]:
         generator.__setstate__(type(generator)().__getstate__())
 
     address = generator.ctypes.state_address
-    if type(generator).__name__ != "MT19937" or not _is_state_at(address, generator.state["state"]):
+    if type(generator).__name__ != "MT19937" or not _has_known_numpy_layout(address, generator.state["state"]):
         return replace_state
     generator._legacy_seeding(None)  # afterwards it cannot spawn generators
-    return lambda: _write_random_key(address)
+    return lambda: _write_random_generator_key(address)
 
 
-def _is_state_at(address: int, state: dict[str, Any]) -> bool:
+def _has_known_numpy_layout(address: int, state: dict[str, Any]) -> bool:
     """Return True if the Mersenne Twister's key and position have the memory layout of known NumPy versions."""
     key, position = ctypes.string_at(address, _KEY_BYTES), ctypes.c_int.from_address(address + _KEY_BYTES).value
     return (key, position) == (state["key"].tobytes(), state["pos"])
 
 
-def _write_random_key(address: int) -> None:
+def _write_random_generator_key(address: int) -> None:
     """Write a random key and mark its numbers as used, so that the next draw generates new ones."""
     ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
     ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4
@@ -211,14 +211,14 @@ def install_main_module() -> ModuleType:
     return main
 
 
-def receive_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | None:
+def receive_task(scratch: str, on_out_of_memory: Callable[[], None]) -> ChildTask | None:
     """Read the task from descriptor 0 and write its files. On failure, prints the reason and returns None.
 
     The caller, often a policy, chooses the number, names and sizes of the files, so exceeding a limit is an error of
     the program.
     """
     try:
-        task = read_task(0)
+        task = read_task_file(0)
         write_files(scratch, 0, task.files)
     except OSError as error:
         print(f"cannot write the files: {error}", file=sys.stderr, flush=True)
@@ -230,7 +230,7 @@ def receive_task(scratch: str, on_out_of_memory: Callable[[], None]) -> Task | N
     return task
 
 
-def run_program(task: Task, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
+def run_program(task: ChildTask, name: str, main: ModuleType, on_out_of_memory: Callable[[], None]) -> int:
     """Run the program in ``main``, as ``name`` in tracebacks. Prints an uncaught exception. Returns the exit status."""
     try:
         _execute(task, name, main)
@@ -270,7 +270,7 @@ def flush_streams() -> None:
             stream.flush()
 
 
-def _execute(task: Task, name: str, main: ModuleType) -> None:
+def _execute(task: ChildTask, name: str, main: ModuleType) -> None:
     text = task.source.decode("utf-8", "surrogatepass")
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     main.__dict__["__file__"] = name

@@ -151,7 +151,7 @@ def drop_capabilities() -> None:
     system_call_or_raise("capset", _number_on_this_machine(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
 
 
-def may_change_user() -> bool:
+def can_change_user() -> bool:
     """Return True if this process may become another user, change the owner of files and kill the user's processes.
 
     This requires CAP_CHOWN, CAP_KILL, CAP_SETGID and CAP_SETUID.

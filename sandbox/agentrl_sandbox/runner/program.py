@@ -20,14 +20,14 @@ from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED, has_separate_us
 from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, python_command
 from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
-from agentrl_sandbox.runner.interpreter import UNCAUGHT, RunOrder, write_task
+from agentrl_sandbox.runner.interpreter import UNCAUGHT, RequestedRun, create_task_file
 from agentrl_sandbox.runner.usage import (
     INODES,
     KernelMemoryQuota,
     ScratchQuota,
     Usage,
     process_tree,
-    proportional_bytes,
+    proportional_memory_bytes,
     resident_bytes,
 )
 from agentrl_sandbox.types import Execution, Outcome
@@ -70,7 +70,7 @@ class OutputCapture:
     def truncated(self) -> bool:
         return self.total > 2 * self._half
 
-    def text(self) -> bytes:
+    def head_and_tail(self) -> bytes:
         """Return head and tail, with a note in between if bytes were dropped."""
         tail = b"".join(self._tail)
         if not self.truncated:
@@ -124,7 +124,7 @@ class LimitChecker:
     def _memory_left(self, used: Usage, baseline: int) -> int:
         resident = used.resident
         if resident + used.page_tables > self._memory:
-            resident = proportional_bytes(used.processes, baseline)
+            resident = proportional_memory_bytes(used.processes, baseline)
         quota = KernelMemoryQuota(
             bytes_left=self._memory - used.page_tables - resident, socket_bytes=self._socket_bytes
         )
@@ -149,11 +149,11 @@ class LimitChecker:
 
     def _scratch_quota(self, program: Program) -> ScratchQuota:
         quota = ScratchQuota(bytes_left=self._scratch_bytes, inodes_left=INODES)
-        quota.add_tree(f"{self._scratch}/{program.slot}")
+        quota.count_tree(f"{self._scratch}/{program.slot}")
         if (user := self._user(program)) is not None:
-            quota.add_files_of(user, SHARED_MEMORY)
+            quota.count_user_files(user, SHARED_MEMORY)
         if program.pid:
-            quota.add_unlinked(process_tree(program.pid))
+            quota.count_unlinked_files(process_tree(program.pid))
         return quota
 
     def _user(self, program: Program) -> int | None:
@@ -184,17 +184,17 @@ class Program:
     reason: Outcome | None = None  # reason why the server killed the program
 
     @property
-    def captures(self) -> tuple[OutputCapture, ...]:
+    def output_captures(self) -> tuple[OutputCapture, ...]:
         """Standard output, standard error, and the status pipe if there is one."""
         return (self.stdout, self.stderr) if self.status is None else (self.stdout, self.stderr, self.status)
 
-    def execution(self, ending: Ending) -> Execution:
+    def to_execution(self, ending: Ending) -> Execution:
         """Return the result for the client. The result of a killed program contains no files."""
         killed = self.reason is not None or ending.exit_code is None or ending.exit_code < 0
         return Execution(
             outcome=ending.outcome,
-            stdout=self.stdout.text().decode("utf-8", "replace"),
-            stderr=self.stderr.text().decode("utf-8", "replace") + ending.why,
+            stdout=self.stdout.head_and_tail().decode("utf-8", "replace"),
+            stderr=self.stderr.head_and_tail().decode("utf-8", "replace") + ending.why,
             exit_code=ending.exit_code,
             seconds=time.monotonic() - self.started,
             truncated=self.stdout.truncated or self.stderr.truncated,
@@ -202,7 +202,7 @@ class Program:
         )
 
     def close(self) -> None:
-        for capture in self.captures:
+        for capture in self.output_captures:
             capture.close()
         if self.fetched_file >= 0:
             os.close(self.fetched_file)
@@ -215,13 +215,13 @@ class Ending:
     why: str = ""
 
 
-def prepare_program(order: RunOrder, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
+def prepare_program(order: RequestedRun, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
     """Start a program's deadline and open its pipes. Returns the program and the descriptors for the child.
 
     The descriptors, which the caller closes, are the memory file, stdout, stderr, the status pipe (outside sessions),
     and the fetch file if there is one.
     """
-    descriptors = [write_task(order.call)]
+    descriptors = [create_task_file(order.call)]
     limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])
     captures = []
     for limit in limits:
@@ -259,7 +259,7 @@ def determine_ending(program: Program, status: int, cpu_seconds: float) -> Endin
     """
     assert program.status is not None
     exit_code = os.waitstatus_to_exitcode(status)
-    report = program.status.text()
+    report = program.status.head_and_tail()
     if program.reason is None:
         if not report.startswith(STARTED):
             why = (

@@ -104,7 +104,9 @@ def allow_unless_one_of(argument: int, values: tuple[int, ...], denial: Code) ->
     return [_load(argument), *_jump_over_if_equal(values, allow_call()), *denial]
 
 
-def if_one_of(argument: int, values: tuple[int, ...], then: Code, otherwise: Code, mask: int = 0xFFFF_FFFF) -> Code:
+def branch_if_one_of(
+    argument: int, values: tuple[int, ...], then: Code, otherwise: Code, mask: int = 0xFFFF_FFFF
+) -> Code:
     """Continue with ``then`` if the masked lower half of an argument is one of ``values``, else with ``otherwise``."""
     masked = [] if mask == 0xFFFF_FFFF else [(_AND, 0, 0, mask)]
     return [_load(argument), *masked, *_jump_over_if_equal(values, otherwise), *then]
@@ -131,7 +133,7 @@ def assemble_filter(architecture: int, actions: Mapping[int, Code], highest: int
         *kill_process(),
         (_LOAD, 0, 0, _NUMBER_AT),
     ]
-    return b"".join(struct.pack("=HBBI", *instruction) for instruction in head + _search_tree(ranges))
+    return b"".join(struct.pack("=HBBI", *instruction) for instruction in head + _build_search_tree(ranges))
 
 
 def _load(argument: int, *, upper: bool = False) -> Instruction:
@@ -144,12 +146,12 @@ def _jump_over_if_equal(values: tuple[int, ...], code: Code) -> Code:
     return [*tests, *code]
 
 
-def _search_tree(ranges: list[tuple[int, Code]]) -> Code:
+def _build_search_tree(ranges: list[tuple[int, Code]]) -> Code:
     """Build a binary search. Each code applies to the numbers from its start up to the next start."""
     if len(ranges) == 1:
         return ranges[0][1]
     middle = len(ranges) // 2
-    lower, upper = _search_tree(ranges[:middle]), _search_tree(ranges[middle:])
+    lower, upper = _build_search_tree(ranges[:middle]), _build_search_tree(ranges[middle:])
     boundary = ranges[middle][0]
     if len(lower) <= 255:
         return [(_IF_AT_LEAST, len(lower), 0, boundary), *lower, *upper]
@@ -281,34 +283,34 @@ def _argument_rules() -> dict[str, Code]:
     """Return rules for calls that are denied only with some arguments."""
     refuse = fail_with(errno.EPERM)
     file_or_pipe = (0, 0o100000, 0o010000)  # files and pipes, no devices
-    own_process = if_one_of(0, (0,), allow_call(), refuse)
-    connected = if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow_call(), refuse, mask=_SOCK_KIND)
-    this_process = if_one_of(1, (0,), allow_call(), refuse)
+    own_process = branch_if_one_of(0, (0,), allow_call(), refuse)
+    connected = branch_if_one_of(1, (_SOCK_STREAM, _SOCK_SEQPACKET), allow_call(), refuse, mask=_SOCK_KIND)
+    this_process = branch_if_one_of(1, (0,), allow_call(), refuse)
     return {
         # The server cannot count the descriptors of a thread with a separate descriptor table.
-        "clone": if_one_of(
+        "clone": branch_if_one_of(
             0,
             (_CLONE_THREAD,),
             refuse,
             allow_unless_any_bit(0, _NEW_NAMESPACES | _CLONE_PARENT, refuse),
             mask=_CLONE_THREAD | _CLONE_FILES,
         ),
-        "mknod": if_one_of(1, file_or_pipe, allow_call(), refuse, mask=0o170000),
-        "mknodat": if_one_of(2, file_or_pipe, allow_call(), refuse, mask=0o170000),
+        "mknod": branch_if_one_of(1, file_or_pipe, allow_call(), refuse, mask=0o170000),
+        "mknodat": branch_if_one_of(2, file_or_pipe, allow_call(), refuse, mask=0o170000),
         "ioctl": allow_unless_one_of(1, _DENIED_IOCTL_REQUESTS, refuse),
         "fcntl": allow_unless_one_of(1, _DENIED_FCNTL_COMMANDS, refuse),
         # Shared memory without a file counts toward no limit. The zygote makes Python's mmap use files instead.
-        "mmap": if_one_of(
+        "mmap": branch_if_one_of(
             3, (_SHARED_ANONYMOUS,), refuse, allow_unless_any_bit(3, _MAP_HUGETLB, refuse), mask=_MAP_KIND
         ),
-        "personality": if_one_of(0, (_QUERY_PERSONALITY,), allow_call(), refuse),
-        "prctl": if_one_of(0, _ALLOWED_PRCTL_OPTIONS, allow_call(), refuse),
+        "personality": branch_if_one_of(0, (_QUERY_PERSONALITY,), allow_call(), refuse),
+        "prctl": branch_if_one_of(0, _ALLOWED_PRCTL_OPTIONS, allow_call(), refuse),
         # Datagram socket pairs could still send to a name, so only connected types are allowed.
-        "socketpair": if_one_of(0, (_AF_UNIX,), connected, refuse),
-        "setsockopt": if_one_of(1, (_SOL_SOCKET,), allow_unless_one_of(2, _BUFFER_SIZES, refuse), allow_call()),
+        "socketpair": branch_if_one_of(0, (_AF_UNIX,), connected, refuse),
+        "setsockopt": branch_if_one_of(1, (_SOL_SOCKET,), allow_unless_one_of(2, _BUFFER_SIZES, refuse), allow_call()),
         "sendto": allow_if_null(4, refuse),
-        "setpriority": if_one_of(0, (0,), this_process, refuse),
-        "ioprio_set": if_one_of(0, (1,), this_process, refuse),
+        "setpriority": branch_if_one_of(0, (0,), this_process, refuse),
+        "ioprio_set": branch_if_one_of(0, (1,), this_process, refuse),
         "prlimit64": own_process,
         "sched_setaffinity": own_process,
         "sched_setattr": own_process,

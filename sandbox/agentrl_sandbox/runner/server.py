@@ -25,7 +25,12 @@ from collections.abc import Callable, Mapping
 
 from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_frame, pack_frame
 from agentrl_sandbox.runner import cleanup, kernel
-from agentrl_sandbox.runner.child import available_layers, become_namespace_root, enter_namespaces, has_separate_users
+from agentrl_sandbox.runner.child import (
+    available_layers,
+    enter_namespaces,
+    enter_user_namespace_as_root,
+    has_separate_users,
+)
 from agentrl_sandbox.runner.config import (
     SCRATCH_VARIABLE,
     ProcessMessage,
@@ -33,7 +38,7 @@ from agentrl_sandbox.runner.config import (
     ServerRequest,
     needs_science_interpreter,
 )
-from agentrl_sandbox.runner.interpreter import RunOrder
+from agentrl_sandbox.runner.interpreter import RequestedRun
 from agentrl_sandbox.runner.program import (
     Ending,
     LimitChecker,
@@ -84,7 +89,7 @@ def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
 
     Without root, a zygote can return from a program's PID namespace only to one that it owns.
     """
-    become_namespace_root(extra_flags=kernel.CLONE_NEWPID)
+    enter_user_namespace_as_root(extra_flags=kernel.CLONE_NEWPID)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     child = os.fork()
     if child == 0:
@@ -113,7 +118,7 @@ class ForkServer:
         self._captures: dict[int, tuple[Program, OutputCapture]] = {}
         self._free_slots = list(range(config.workers))
         self._unclean_slots: dict[int, str] = {}  # slot -> the zygote that cleans it
-        self._queues: dict[str, deque[RunOrder]] = {kind: deque() for kind in _ZYGOTE_KINDS}
+        self._queues: dict[str, deque[RequestedRun]] = {kind: deque() for kind in _ZYGOTE_KINDS}
         self._zygotes: dict[str, ZygoteHandle] = {}
         self._zygotes_by_descriptor: dict[int, ZygoteHandle] = {}
         self._handlers: dict[int, Callable[[], None]] = {}
@@ -170,9 +175,9 @@ class ForkServer:
 
     def _on_frame(self, header: ServerRequest, blobs: list[bytes]) -> None:
         if header["op"] == "run":
-            order = RunOrder.from_frame(header, blobs)
+            order = RequestedRun.from_frame(header, blobs)
             if order.session is not None:
-                self._sessions.run(order)
+                self._sessions.run_in_session(order)
                 return
             kind = "science" if needs_science_interpreter(order.call.program) else "bare"
             self._queues[kind].append(order)
@@ -210,7 +215,7 @@ class ForkServer:
             while queue and self._free_slots and self._zygotes[kind].ready:
                 self._start_program(queue.popleft(), kind)
 
-    def _start_program(self, order: RunOrder, kind: str) -> None:
+    def _start_program(self, order: RequestedRun, kind: str) -> None:
         program, descriptors = prepare_program(order, self._config, kind, self._free_slots.pop())
         self.watch_program(program)
         try:
@@ -242,7 +247,7 @@ class ForkServer:
         for capture in (program.stdout, program.stderr):
             if self._captures.pop(capture.descriptor, None) is not None and capture.open:
                 self._epoll.unregister(capture.descriptor)
-        frame = execution_frame("done", program.identifier, program.execution(ending))
+        frame = execution_frame("done", program.identifier, program.to_execution(ending))
         program.close()
         return frame
 

@@ -66,11 +66,11 @@ def _copy_directory(source: str, target: str) -> None:
                 _copy_directory(entry.path, copy)
             elif entry.is_file(follow_symlinks=False):
                 shutil.copyfile(entry.path, copy, follow_symlinks=False)
-                _copy_status(entry.path, copy)
-    _copy_status(source, target)
+                _copy_permissions_and_times(entry.path, copy)
+    _copy_permissions_and_times(source, target)
 
 
-def _copy_status(source: str, target: str) -> None:
+def _copy_permissions_and_times(source: str, target: str) -> None:
     """Copy permissions and times, if programs may change them."""
     with contextlib.suppress(PermissionError):
         shutil.copystat(source, target, follow_symlinks=False)
@@ -313,7 +313,7 @@ class SessionInit:
             for descriptor in ready:
                 if descriptor in self._expected_forks:
                     self._on_fork_announced(descriptor)
-                elif descriptor == self._server.fileno() and not self._receive_and_execute():
+                elif descriptor == self._server.fileno() and not self._receive_and_execute_command():
                     return
             # Run after all commands: a search for leftovers takes longer with more sessions. If all sessions are closed
             # at once, they are killed first and then reaped together.
@@ -333,7 +333,7 @@ class SessionInit:
     def _has_command(self) -> bool:
         return bool(select.select([self._server], [], [], 0)[0])
 
-    def _receive_and_execute(self) -> bool:
+    def _receive_and_execute_command(self) -> bool:
         """Execute one command of the server. Returns False if the server has disconnected."""
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:

@@ -26,7 +26,7 @@ from typing import Protocol
 from agentrl_sandbox.call import ExecutionHeader, Frame
 from agentrl_sandbox.runner.child import programs_can_signal_init
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
-from agentrl_sandbox.runner.interpreter import RunOrder
+from agentrl_sandbox.runner.interpreter import RequestedRun
 from agentrl_sandbox.runner.program import (
     Ending,
     LimitChecker,
@@ -67,9 +67,9 @@ class SessionFamily:
         """Send a command to the session init. Ignored if the session init has exited, which its zygote reports."""
         message = json.dumps({"op": operation, "id": session}).encode()
         self.unsent.append((message, tuple(map(os.dup, descriptors))))
-        self.flush()
+        self.send_queued_commands()
 
-    def flush(self) -> None:
+    def send_queued_commands(self) -> None:
         """Send commands in order until the buffer of the socket is full, which holds about 280 commands."""
         while self.unsent:
             message, descriptors = self.unsent[0]
@@ -83,7 +83,7 @@ class SessionFamily:
             for descriptor in descriptors:
                 os.close(descriptor)
 
-    def usage(self, baseline: int) -> tuple[dict[int, Usage], Usage]:
+    def usage_by_session(self, baseline: int) -> tuple[dict[int, Usage], Usage]:
         """Return the usage of each session, and the usage of stray processes."""
         by_pid = {session.pid: session.identifier for session in self.sessions.values()}
         known: dict[int, Usage] = {}
@@ -134,7 +134,7 @@ class ServerSession:
         """Enter a state that may last for ``seconds``."""
         self.state, self.deadline = state, time.monotonic() + seconds
 
-    def start_waiting_for_init(self, state: SessionState) -> None:
+    def enter_state_until_init_acts(self, state: SessionState) -> None:
         """Enter a state that lasts until the session's init process stops or kills the interpreter. Does not block."""
         self.enter_state(state, END_SECONDS + SECONDS_PER_SESSION * len(self.family.sessions))
 
@@ -206,10 +206,10 @@ class SessionManager:
         else:
             self._close(request, session)
 
-    def run(self, order: RunOrder) -> None:
+    def run_in_session(self, order: RequestedRun) -> None:
         """Run a program in an idle session."""
         assert order.session is not None
-        session = self._idle_session(order.identifier, order.session)
+        session = self._idle_session_or_refuse(order.identifier, order.session)
         if session is None:
             return
         program, descriptors = prepare_program(order, self._config, SESSION_ZYGOTE, session.family.slot)
@@ -248,7 +248,7 @@ class SessionManager:
     def _fork_session(self, request: int, number: int, fork: int) -> None:
         if self._refuse_if_full(request):
             return
-        origin = self._idle_session(request, number)
+        origin = self._idle_session_or_refuse(request, number)
         if origin is None:
             return
         control, childs_control = _socket_pair()
@@ -286,7 +286,7 @@ class SessionManager:
             self._server.reply({"op": "refused", "id": request, "kind": "limit", "why": why})
         return full
 
-    def _idle_session(self, request: int, number: int) -> ServerSession | None:
+    def _idle_session_or_refuse(self, request: int, number: int) -> ServerSession | None:
         """Return the session if it is idle. Otherwise refuse the request and return None."""
         session = self._sessions.get(number)
         if session is None or session.state is not SessionState.IDLE:
@@ -340,7 +340,7 @@ class SessionManager:
             self._stop_interpreter(session)
 
     def _stop_interpreter(self, session: ServerSession) -> None:
-        session.start_waiting_for_init(SessionState.STOPPING)
+        session.enter_state_until_init_acts(SessionState.STOPPING)
         session.family.send_command("stop", session.identifier)
 
     def _finish_fork(self, origin: ServerSession, fork: PendingFork) -> None:
@@ -375,7 +375,7 @@ class SessionManager:
         if not data:  # the zygote reports the exit
             self._server.remove_reader(family.init.fileno())
             return
-        family.flush()
+        family.send_queued_commands()
         message: ProcessMessage = json.loads(data)
         if message["op"] == "failed":
             self._end_processes(family, message["why"])
@@ -449,7 +449,7 @@ class SessionManager:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
             return  # killed when the process has started
-        session.start_waiting_for_init(SessionState.ENDING)
+        session.enter_state_until_init_acts(SessionState.ENDING)
         session.family.send_command("kill", number)
 
     def _end_session(self, session: ServerSession, why: str) -> None:
@@ -499,7 +499,7 @@ class SessionManager:
         if self._families.pop(family.identifier, None) is not None:
             self._server.remove_reader(family.init.fileno())
             family.init.close()
-            family.flush()  # discards the commands
+            family.send_queued_commands()  # discards the commands
             self._server.release_slot(family.slot, SESSION_ZYGOTE)
 
     def _end_processes(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
@@ -522,7 +522,7 @@ class SessionManager:
     def end_overdue(self, now: float) -> None:
         """End sessions that have exceeded the deadline of their state."""
         for family in self._families.values():
-            family.flush()
+            family.send_queued_commands()
         for session in list(self._sessions.values()):
             if now < session.deadline:
                 continue
@@ -542,7 +542,7 @@ class SessionManager:
             running = [session for session in family.sessions.values() if session.program is not None]
             if not running or not family.pid:
                 continue
-            known, stray = family.usage(baseline)
+            known, stray = family.usage_by_session(baseline)
             for session in running:
                 used = known.get(session.identifier, Usage()).add(stray)
                 assert session.program is not None

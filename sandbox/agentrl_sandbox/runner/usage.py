@@ -71,7 +71,7 @@ def measure_usage(pid: int, baseline: int = 0) -> Usage:
     )
 
 
-def proportional_bytes(processes: list[int], baseline: int) -> int:
+def proportional_memory_bytes(processes: list[int], baseline: int) -> int:
     """Measure the memory of processes above ``baseline`` bytes each. Shared pages count once.
 
     The kernel divides a page among the processes that map it. The zygote and possibly other programs also map the
@@ -256,7 +256,7 @@ class ScratchQuota:
     def is_exceeded(self) -> bool:
         return self._bytes_left < 0 or self._inodes_left < 0
 
-    def add_tree(self, directory: str) -> None:
+    def count_tree(self, directory: str) -> None:
         """Count everything in a directory. Raises OSError if it does not exist."""
         # Open directories on the current path, each with its unvisited subdirectories.
         names: list[str] = []
@@ -264,7 +264,7 @@ class ScratchQuota:
         open_directories = [(root, names)]
         try:
             self._devices.add(os.fstat(root).st_dev)
-            names += self._add_entries(root)
+            names += self._count_entries(root)
             while open_directories and not self.is_exceeded:
                 here, names = open_directories[-1]
                 if not names:
@@ -273,7 +273,7 @@ class ScratchQuota:
                 elif (subdirectory := _open_subdirectory(here, names.pop())) is not None:
                     names = []
                     open_directories.append((subdirectory, names))
-                    names += self._add_entries(subdirectory)
+                    names += self._count_entries(subdirectory)
         except OSError as error:
             if error.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
@@ -282,14 +282,14 @@ class ScratchQuota:
             for here, _ in open_directories:
                 os.close(here)
 
-    def add_files_of(self, user: int, directory: str) -> None:
+    def count_user_files(self, user: int, directory: str) -> None:
         """Count a user's files in a shared directory, if the directory exists."""
         with contextlib.suppress(FileNotFoundError):
             self._devices.add(os.stat(directory).st_dev)
         for _, status in user_files(user, directory):
             self._add(status)
 
-    def add_unlinked(self, processes: list[int]) -> None:
+    def count_unlinked_files(self, processes: list[int]) -> None:
         """Count unlinked files that processes keep open on the same file systems."""
         for pid in processes:
             with contextlib.suppress(FileNotFoundError, ProcessLookupError, PermissionError):
@@ -299,7 +299,7 @@ class ScratchQuota:
                         if status.st_nlink == 0 and status.st_dev in self._devices:
                             self._add(status)
 
-    def _add_entries(self, directory: int) -> list[str]:
+    def _count_entries(self, directory: int) -> list[str]:
         """Count the entries of a directory. Returns the names of its subdirectories."""
         names: list[str] = []
         if os.fstat(directory).st_mode & _OWNER_ACCESS != _OWNER_ACCESS:

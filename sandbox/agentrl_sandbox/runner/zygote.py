@@ -43,13 +43,13 @@ from agentrl_sandbox.runner.session_process import run_session_init
 # references of an immortal object are not counted.
 
 
-def freeze_refcounts() -> None:
+def make_objects_immortal() -> None:
     """Make all objects that the garbage collector reaches immortal.
 
     No effect if the interpreter has no immortal objects or stores reference counts differently. Existing objects are
     never freed, so call this only in an interpreter that only forks.
     """
-    count = _immortal_count()
+    count = _immortal_reference_count()
     if count is None:
         return
     seen: set[int] = set()
@@ -67,7 +67,7 @@ def freeze_refcounts() -> None:
         ctypes.c_uint32.from_address(address).value = count
 
 
-def _immortal_count() -> int | None:
+def _immortal_reference_count() -> int | None:
     """Return the low half of an immortal object's reference count, or None if Python has no immortal objects."""
     if sys.implementation.name != "cpython" or sys.version_info < (3, 12) or sys.maxsize < 1 << 32:
         return None
@@ -95,11 +95,11 @@ def main() -> None:
     sys.argv[:] = ["<program>"]
     gc.collect()
     seeders = make_random_seeders()
-    freeze_refcounts()
+    make_objects_immortal()
     gc.freeze()
     merge_heap_pages()
     with socket.socket(fileno=int(descriptor)) as server:
-        Zygote(config, server, ChildLimits.measured_in_zygote(config, seeders)).serve()
+        Zygote(config, server, ChildLimits.derive_in_zygote(config, seeders)).serve()
 
 
 def warm_up(*, science: bool) -> None:
@@ -216,10 +216,10 @@ class Zygote:
                 if descriptor == self._wake_read:
                     os.read(self._wake_read, 4096)
                     self._reap()
-                elif not self._receive_and_execute():
+                elif not self._receive_and_execute_command():
                     return
 
-    def _receive_and_execute(self) -> bool:
+    def _receive_and_execute_command(self) -> bool:
         """Execute one command of the server. Returns False if the server has disconnected."""
         flags = socket.MSG_CMSG_CLOEXEC
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, _MAX_DESCRIPTORS, flags)

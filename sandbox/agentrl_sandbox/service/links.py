@@ -159,7 +159,7 @@ def hello_header(settings: SandboxSettings, isolation: Isolation) -> dict[str, o
     }
 
 
-def read_message(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
+def parse_runner_message(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
     """Parse a runner's message and its execution, or None. Raises FrameError if the message is invalid."""
     header, blobs = frame
     try:
@@ -288,7 +288,7 @@ class RunnerLink(asyncio.Protocol):
         self._on_change(self)
 
     def _on_frame(self, frame: Frame[dict[str, object]]) -> None:
-        message, execution = read_message(frame)
+        message, execution = parse_runner_message(frame)
         if isinstance(message, HelloMessage) != (not self.hello.done()):
             raise FrameError("hello must be sent exactly once, as the first message")
         if isinstance(message, HelloMessage):
@@ -323,7 +323,7 @@ _POLL_SECONDS = 0.2  # between two scans of the directory
 _MAX_RUNNERS = 1024
 
 
-class RunnerRegistry:
+class RunnerLinks:
     """Links to all runners in a directory. ``on_change`` is called when a runner may have capacity or has exited."""
 
     def __init__(self, directory: Path, on_change: Callable[[RunnerLink], None]) -> None:

@@ -18,8 +18,8 @@ from agentrl_sandbox.service.links import (
     NotSentError,
     RefusedMessage,
     RunnerLink,
+    RunnerLinks,
     RunnerLostError,
-    RunnerRegistry,
     SessionMessage,
 )
 from agentrl_sandbox.types import (
@@ -125,7 +125,7 @@ class RunnerPool(CallSandbox):
     """
 
     def __init__(self, directory: Path, *, queue_limit: int, queue_seconds: float) -> None:
-        self.registry = RunnerRegistry(directory, self._on_change)
+        self.registry = RunnerLinks(directory, self._on_change)
         self.queue = RunnerQueue(self.registry.links.values, limit=queue_limit, seconds=queue_seconds)
         self.sessions = SessionRegistry[RunnerLink, str]()
         self._shared_runs = SharedRuns()
@@ -159,7 +159,7 @@ class RunnerPool(CallSandbox):
             raise ClosedError("the sandbox was closed")
         if request_id is None:
             return await self._run(call)
-        return await self._shared_runs.run((request_id, call.digest()), lambda: self._run(call))
+        return await self._shared_runs.run_or_join((request_id, call.digest()), lambda: self._run(call))
 
     async def _run(self, call: Call) -> Execution:
         if call.session is not None:

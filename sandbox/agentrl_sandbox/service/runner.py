@@ -51,7 +51,7 @@ async def serve_runner(
         with listening_socket(sockets, name) as listener:
             server = await loop.create_unix_server(service.new_connection, sock=listener)
             _log.info("runner %s is ready: %s", name, sandbox.isolation.describe())
-            unused = asyncio.create_task(service.wait_without_gateways(linger))
+            unused = asyncio.create_task(service.wait_until_unused(linger))
             await asyncio.wait((asyncio.create_task(stop.wait()), unused), return_when=asyncio.FIRST_COMPLETED)
             server.close()
         await service.drain()
@@ -126,7 +126,7 @@ class RunnerService:
     def new_connection(self) -> GatewayConnection:
         return GatewayConnection(self)
 
-    async def wait_without_gateways(self, seconds: float | None) -> None:
+    async def wait_until_unused(self, seconds: float | None) -> None:
         """Wait until no gateway has been connected for ``seconds``, or forever if it is None."""
         while True:
             self.changed.clear()
@@ -201,7 +201,7 @@ class GatewayConnection(asyncio.Protocol):
                 if identifier in self.tasks:
                     self.tasks[identifier].cancel()
                 continue
-            task = asyncio.get_running_loop().create_task(self._answer(identifier, header, blobs))
+            task = asyncio.get_running_loop().create_task(self._execute_and_answer(identifier, header, blobs))
             self.tasks[identifier] = task
             task.add_done_callback(self._removal_callback(identifier))
 
@@ -225,7 +225,7 @@ class GatewayConnection(asyncio.Protocol):
 
         return forget
 
-    async def _answer(self, identifier: int, header: links.RunnerRequest, blobs: list[bytes]) -> None:
+    async def _execute_and_answer(self, identifier: int, header: links.RunnerRequest, blobs: list[bytes]) -> None:
         """Execute one request and send exactly one answer."""
         try:
             answer, out = await self._execute_request(identifier, header, blobs)

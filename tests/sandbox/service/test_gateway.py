@@ -294,7 +294,7 @@ async def test_cached_results_are_limited_by_size():
         )
 
     for key in "abcab":
-        await once.run(key, lambda key=key: run(key))
+        await once.run_or_join(key, lambda key=key: run(key))
     assert runs == ["a", "b", "c", "a", "b"]
 
 
