@@ -77,7 +77,7 @@ class MicroBatch:
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
     home_ranks: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
-    routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.Routes`)
+    routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.ExpertRoutes`)
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
     support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
@@ -176,7 +176,7 @@ def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
         item_routes = item_routes.reshape(count, -1)
         if row_routes is None:
             row_routes = np.full((len(row.token_ids), item_routes.shape[1]), -1, dtype=np.int16)
-        row_routes[row.document(number, count - len(item.prompt_ids))] = item_routes
+        row_routes[row.document_positions(number, count - len(item.prompt_ids))] = item_routes
     return row_routes
 
 
@@ -348,7 +348,7 @@ class Batch:
     @cached_property
     def input_ids(self) -> Tensor:
         """Prompts and responses, [B, S] int64, left-aligned and padded with 0, for code that needs them unpacked."""
-        documents = [self.row.document(*item) for item in enumerate(self.response_lengths.tolist())]
+        documents = [self.row.document_positions(*item) for item in enumerate(self.response_lengths.tolist())]
         lengths = torch.tensor([len(document) for document in documents])
         indices = pad_sequence(documents, batch_first=True)
         ids = torch.where(torch.arange(indices.shape[1]) < lengths[:, None], self.row.token_ids.cpu()[indices], 0)

@@ -212,12 +212,12 @@ class Products(nn.Module):
 
 def accumulation(device: torch.device) -> Iterator[Figure | str]:
     """Sums that bfloat16 would lose: gradients over micro-batches, and products of the head."""
-    from agentrl.kernels.arithmetic import head_logits
+    from agentrl.kernels.arithmetic import write_head_logits
 
     # In bfloat16 neighbours of 16384 are 128 apart.
     terms = 16_392
     ones = torch.ones(128, terms, dtype=torch.bfloat16, device=device)
-    found = head_logits(ones, ones, torch.empty(128, 128, device=device))
+    found = write_head_logits(ones, ones, torch.empty(128, 128, device=device))
     yield Figure(
         name=f"error of a product of {terms} ones", value=float((found - terms).abs().max()), high=0.0,
         why="float32 holds the sum exactly",

@@ -52,7 +52,7 @@ class PackedOrPadded(PolicyModel):
         prompts = int(row.prompt_ends[0]) + 1  # of equal lengths, and none is shared
         lengths = row.lengths.to(row.response_starts.device)
         places = (row.response_starts - prompts)[:, None] + torch.arange(
-            row.longest_document, device=row.response_starts.device
+            row.longest_document_length, device=row.response_starts.device
         )
         input_ids = row.input_ids[0, torch.minimum(places, (row.response_starts - prompts + lengths - 1)[:, None])]
         states = self.backbone(input_ids=input_ids, use_cache=False).last_hidden_state

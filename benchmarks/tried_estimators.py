@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
-from agentrl.algorithms.estimators.baselines import column_baselines, weighted_energy
+from agentrl.algorithms.estimators.baselines import column_baselines, importance_weighted_energy
 from agentrl.algorithms.estimators.classic import weighted_group_means
-from agentrl.algorithms.estimators.optimal import baseline_columns, baseline_weights, sum_excluding_self
-from agentrl.algorithms.estimators.registry import PooledOptions
+from agentrl.algorithms.estimators.optimal import baseline_weights, group_returns_by_token_index, sum_excluding_self
+from agentrl.algorithms.estimators.registry import PooledBaselineOptions
 from agentrl.algorithms.options import check_positive, check_range, checked_option
 from agentrl.kernels.arithmetic import cumulative_sum
 
@@ -34,7 +34,7 @@ def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
 
     c = `trust`. With outcome rewards only: b is a mean of returns.
     """
-    energies = weighted_energy(inputs, options.energy)
+    energies = importance_weighted_energy(inputs, options.energy)
     by_index, count = _baselines(inputs, baseline_weights(inputs, cumulative_sum(energies), options), options)
     whole = baseline_weights(inputs, energies.sum(-1, keepdim=True), options).squeeze(-1)
     of_all = weighted_group_means(inputs, whole, leave_one_out=options.leave_one_out).unsqueeze(-1)
@@ -58,17 +58,17 @@ def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantage
     h = `reach`. Between `otb_isolated` (h = 0) and the same weight at every index (h large).
     """
     layout = inputs.layout
-    compact, exists = layout.gather(weighted_energy(inputs, options.energy)), layout.valid.double()
+    compact, exists = layout.gather_tokens(importance_weighted_energy(inputs, options.energy)), layout.valid.double()
     place = torch.arange(compact.shape[1])
     near = torch.exp(-(place - place.unsqueeze(-1)).abs() / options.reach).double()
-    smooth = layout.scatter((compact @ near) / (exists @ near).clamp(min=1e-12))
+    smooth = layout.scatter_to_tokens((compact @ near) / (exists @ near).clamp(min=1e-12))
     shared, _ = _baselines(inputs, baseline_weights(inputs, smooth, options), options)
     return _advantages(inputs, shared, options)
 
 
 def _baselines(inputs: EstimatorInputs, weights: Tensor, options: TokenBaselineOptions) -> tuple[Tensor, Tensor]:
     """Baselines [B, K] by compact index, and how many of the group's trajectories contribute to each."""
-    columns = baseline_columns(inputs, inputs.returns(options.gamma), weights)
+    columns = group_returns_by_token_index(inputs, inputs.returns(options.gamma), weights)
     shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
     return inputs.groups.unstack(shared), inputs.groups.unstack(columns.valid.sum(1, keepdim=True))
 
@@ -77,12 +77,12 @@ def _advantages(
     inputs: EstimatorInputs, shared: Tensor, options: TokenBaselineOptions | PooledTokenOptions
 ) -> Advantages:
     returns = inputs.returns(options.gamma)
-    baselines = inputs.layout.scatter(shared)
+    baselines = inputs.layout.scatter_to_tokens(shared)
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PooledTokenOptions(PooledOptions):
+class PooledTokenOptions(PooledBaselineOptions):
     """Options of `tir_otb_pooled`."""
 
     gamma: float = checked_option(1.0, check_range, 0.0, 1.0)  # discount a model token
@@ -104,8 +104,8 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
     Alone in the step at k: the baseline of the last index that is shared, 0 if there is none. On one rank only.
     """
     returns = inputs.returns(options.gamma)
-    weights = baseline_weights(inputs, cumulative_sum(weighted_energy(inputs, options.energy)), options)
-    columns = baseline_columns(inputs, returns, weights)
+    weights = baseline_weights(inputs, cumulative_sum(importance_weighted_energy(inputs, options.energy)), options)
+    columns = group_returns_by_token_index(inputs, returns, weights)
     absent = ~columns.valid
     lowest = columns.returns.masked_fill(absent, torch.inf).flatten(0, 1).amin(0)
     lowest = lowest.masked_fill(lowest == torch.inf, 0.0)

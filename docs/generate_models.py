@@ -17,7 +17,7 @@ from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from agentrl.errors import SettingsError
-from agentrl.models.exactness import check_architecture, packing_error
+from agentrl.models.exactness import check_forward_matches_unpadded, packing_error
 
 TARGET = Path(__file__).parent / "reference" / "models.md"
 KINDS = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -102,14 +102,16 @@ def decide(kind: str) -> Decision:
     if problem is None:
         return Decision("packed")
     try:
-        assert check_architecture(kind, config, "padded"), f"the copy of {kind} cannot run: add it to UNBUILDABLE"
+        assert check_forward_matches_unpadded(kind, config, "padded"), (
+            f"the copy of {kind} cannot run: add it to UNBUILDABLE"
+        )
     except SettingsError as error:
         return Decision("refused", _cause(str(error)))
     return Decision("padded", _cause(str(problem)))
 
 
 def _cause(message: str) -> str:
-    """Return the cause in a message of `check_architecture`, without the numbers that depend on the machine."""
+    """Return the cause in a message of `check_forward_matches_unpadded`, without machine-dependent numbers."""
     cause = message.removeprefix("model.path: ").split(" trajectories: ", 1)[-1]
     for end in (" Valid: ", ": set model.rows", ": choose another", "; choose another", ", so training would"):
         cause = cause.split(end, 1)[0]

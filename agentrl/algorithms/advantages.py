@@ -11,7 +11,7 @@ from agentrl.algorithms.estimators.branches import RolloutRowMapping
 from agentrl.algorithms.estimators.forks import LeafRowMapping
 from agentrl.algorithms.estimators.inputs import EstimatorInputs, blocks_of_whole_groups, select_rows
 from agentrl.algorithms.estimators.registry import ESTIMATORS, EstimatorEntry
-from agentrl.algorithms.options import InvalidInputError, as_mask
+from agentrl.algorithms.options import InvalidInputError, to_bool_mask
 from agentrl.algorithms.records import (
     LOCAL_COMMUNICATOR,
     AdvantageInputs,
@@ -45,9 +45,9 @@ def compute_advantages(
     record = entry.make_options(f"estimator {estimator!r}", options)
     check_shapes(inputs)
     entry.check_inputs(estimator, inputs)
-    inputs = replace(inputs, response_mask=as_mask("response_mask", inputs.response_mask))
+    inputs = replace(inputs, response_mask=to_bool_mask("response_mask", inputs.response_mask))
     if inputs.loss_mask is not None:
-        inputs = replace(inputs, loss_mask=as_mask("loss_mask", inputs.loss_mask))
+        inputs = replace(inputs, loss_mask=to_bool_mask("loss_mask", inputs.loss_mask))
     leaves = LeafRowMapping.from_inputs(inputs)
     if leaves is not None and entry.by_column:
         raise InvalidInputError(f"estimator {estimator!r} has no baseline for forked rollouts: use tir_otb")
@@ -71,14 +71,14 @@ def _compute_by_blocks(
     whole = None
     if at_once:
         whole = entry.function(
-            EstimatorInputs.from_checked(inputs, communicator=calls or LOCAL_COMMUNICATOR, weighted=entry.weighted),
+            EstimatorInputs.from_inputs(inputs, communicator=calls or LOCAL_COMMUNICATOR, weighted=entry.weighted),
             record,
         )
     moments = Moments.empty(raw)
     for rows in blocks:
-        block = EstimatorInputs.from_checked(select_rows(inputs, rows), rows, weighted=entry.weighted)
+        block = EstimatorInputs.from_inputs(select_rows(inputs, rows), rows, weighted=entry.weighted)
         estimate = entry.function(block, record) if whole is None else whole.select_rows(rows)
-        block.check_loss_ratio()  # even if the estimator does not use the weights
+        block.check_importance_weights()  # even if the estimator does not use the weights
         advantages = _check_and_normalize(estimate, block, normalize)
         if normalize == "whiten":
             moments = moments.merge(Moments.of_advantages(advantages, block.mask, block.groups.weights))
@@ -119,12 +119,12 @@ def normalize_by_group(advantages: Tensor, mask: Tensor, groups: Groups) -> Tens
 
     A group of one trajectory is not changed.
     """
-    counts = groups.sum(mask.sum(-1).to(advantages.dtype))
-    sums = groups.sum(advantages.masked_fill(~mask, 0.0).sum(-1))
+    counts = groups.broadcast_group_sum(mask.sum(-1).to(advantages.dtype))
+    sums = groups.broadcast_group_sum(advantages.masked_fill(~mask, 0.0).sum(-1))
     centred = (advantages - (sums / counts).unsqueeze(-1)).masked_fill_(~mask, 0.0)
-    squares = groups.sum(centred.square_().sum(-1))
+    squares = groups.broadcast_group_sum(centred.square_().sum(-1))
     divisor = (squares / (counts - 1).clamp(min=1)).sqrt() + 1e-6
-    divisor = torch.where(groups.members > 1, divisor, 1.0)
+    divisor = torch.where(groups.group_size_by_row > 1, divisor, 1.0)
     return (advantages / divisor.unsqueeze(-1)).masked_fill_(~mask, 0.0)
 
 

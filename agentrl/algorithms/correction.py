@@ -16,8 +16,6 @@ from agentrl.algorithms.options import (
     InvalidOptionError,
     Options,
     RegistryEntry,
-    as_loss_mask,
-    as_mask,
     check_choice,
     check_finite,
     check_order,
@@ -25,6 +23,8 @@ from agentrl.algorithms.options import (
     check_range,
     check_same_shape,
     checked_option,
+    loss_mask_or_response_mask,
+    to_bool_mask,
 )
 
 _EXPONENT_LIMIT = 20.0
@@ -124,10 +124,10 @@ def rollout_correction(
     InvalidInputError for invalid tensors.
     """
     record = correction_options(**options)
-    parts = _correction_parts(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
+    parts = _compute_intermediates(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
     metrics = {
-        **mismatch_metrics(train_log_probs, rollout_log_probs, parts.model),
-        **perplexity_metrics(train_log_probs, rollout_log_probs, parts.model),
+        **mismatch_metrics(train_log_probs, rollout_log_probs, parts.model_mask),
+        **perplexity_metrics(train_log_probs, rollout_log_probs, parts.model_mask),
         **parts.metrics(),
     }
     weights = parts.weights
@@ -135,7 +135,7 @@ def rollout_correction(
         total, count = parts.sums(record) if normalizer is None else normalizer.double()
         weights = weights * torch.where(total > 0, count / total, 1.0)
     dtype = torch.float64 if train_log_probs.dtype == torch.float64 else torch.float32
-    return Correction(weights=weights.to(dtype), loss_mask=parts.left, metrics=metrics)
+    return Correction(weights=weights.to(dtype), loss_mask=parts.kept_mask, metrics=metrics)
 
 
 @torch.no_grad()
@@ -149,7 +149,7 @@ def correction_weight_sums(
 ) -> Tensor:
     """Return [sum of weights, number of weights] (float64) of this part of the step, to be summed for `normalizer`."""
     record = correction_options(**options)
-    return _correction_parts(train_log_probs, rollout_log_probs, response_mask, loss_mask, record).sums(record)
+    return _compute_intermediates(train_log_probs, rollout_log_probs, response_mask, loss_mask, record).sums(record)
 
 
 def correction_options(**options: object) -> CorrectionOptions:
@@ -159,90 +159,102 @@ def correction_options(**options: object) -> CorrectionOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _CorrectionParts:
+class _CorrectionIntermediates:
     """Intermediate results of the correction, each [B, T]. `log_rho` is 0 off the model tokens."""
 
     log_rho: Tensor
-    model: Tensor  # the response mask
-    before: Tensor  # the input loss mask
-    left: Tensor  # the resulting loss mask
+    model_mask: Tensor  # the response mask
+    initial_mask: Tensor  # the input loss mask
+    kept_mask: Tensor  # the resulting loss mask
     weights: Tensor  # bounded, not normalized, 0 off the model tokens
-    bounded: Tensor  # bool, True if the bound changed the weight
+    changed_by_bound: Tensor  # bool, True if the bound changed the weight
 
     def sums(self, record: CorrectionOptions) -> Tensor:
-        weights = torch.where(self.left, self.weights, 0.0)
+        weights = torch.where(self.kept_mask, self.weights, 0.0)
         if record.weights == "token":
-            return torch.stack([weights.sum(), self.left.sum().double()])
-        lengths = self.left.sum(-1)
+            return torch.stack([weights.sum(), self.kept_mask.sum().double()])
+        lengths = self.kept_mask.sum(-1)
         each = weights.sum(-1) / lengths.clamp(min=1)  # a sequence's tokens share their weight
         return torch.stack([each.sum(), (lengths > 0).sum().double()])
 
     def metrics(self) -> dict[str, Tensor]:
-        tokens, left = self.model.sum().clamp(min=1), self.left.sum().clamp(min=1)
-        inside = self.log_rho[self.model] if bool(self.model.any()) else self.log_rho.new_zeros(1)
+        tokens, kept = self.model_mask.sum().clamp(min=1), self.kept_mask.sum().clamp(min=1)
+        inside = self.log_rho[self.model_mask] if bool(self.model_mask.any()) else self.log_rho.new_zeros(1)
         return {
             "rho_min": _exp_without_overflow(inside.min()),
             "rho_max": _exp_without_overflow(inside.max()),
-            "truncated_fraction": self.bounded.sum().double() / tokens,
-            "masked_fraction": (self.before & ~self.left).sum().double() / self.before.sum().clamp(min=1),
-            "weight_mean": torch.where(self.left, self.weights, 0.0).sum() / left,
+            "truncated_fraction": self.changed_by_bound.sum().double() / tokens,
+            "masked_fraction": (self.initial_mask & ~self.kept_mask).sum().double()
+            / self.initial_mask.sum().clamp(min=1),
+            "weight_mean": torch.where(self.kept_mask, self.weights, 0.0).sum() / kept,
         }
 
 
-def _correction_parts(
+def _compute_intermediates(
     train: Tensor, rollout: Tensor, response_mask: Tensor, loss_mask: Tensor | None, record: CorrectionOptions
-) -> _CorrectionParts:
-    model = validated_response_mask(train, rollout, response_mask)
-    before = as_loss_mask(loss_mask, model)
-    log_rho = torch.where(model, train.double(), 0.0) - torch.where(model, rollout.double(), 0.0)
-    weights, bounded = _weights(log_rho, model, record)
-    left = before & _mask_by_ratio(log_rho, model, record) & _mask_by_divergence(log_rho, model, record)
-    return _CorrectionParts(log_rho=log_rho, model=model, before=before, left=left, weights=weights, bounded=bounded)
+) -> _CorrectionIntermediates:
+    model_mask = validated_response_mask(train, rollout, response_mask)
+    initial_mask = loss_mask_or_response_mask(loss_mask, model_mask)
+    log_rho = torch.where(model_mask, train.double(), 0.0) - torch.where(model_mask, rollout.double(), 0.0)
+    weights, changed_by_bound = _bounded_importance_weights(log_rho, model_mask, record)
+    kept_mask = (
+        initial_mask & _mask_by_ratio(log_rho, model_mask, record) & _mask_by_divergence(log_rho, model_mask, record)
+    )
+    return _CorrectionIntermediates(
+        log_rho=log_rho,
+        model_mask=model_mask,
+        initial_mask=initial_mask,
+        kept_mask=kept_mask,
+        weights=weights,
+        changed_by_bound=changed_by_bound,
+    )
 
 
-def _weights(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> tuple[Tensor, Tensor]:
+def _bounded_importance_weights(
+    log_rho: Tensor, model_mask: Tensor, record: CorrectionOptions
+) -> tuple[Tensor, Tensor]:
     """Return (weights, mask of the weights that the bound changed)."""
     if record.weights is None:
-        return model.double(), torch.zeros_like(model)
-    ratio = _ratio(log_rho, model, record.weights)
+        return model_mask.double(), torch.zeros_like(model_mask)
+    ratio = _importance_ratios(log_rho, model_mask, record.weights)
     outside = ratio > record.weight_high
     if record.weight_bound == "icepop":
         outside = outside | (ratio < record.weight_low)
         weights = torch.where(outside, 0.0, ratio)
     else:
         weights = ratio.clamp(max=record.weight_high)
-    return torch.where(model, weights, 0.0), model & outside
+    return torch.where(model_mask, weights, 0.0), model_mask & outside
 
 
-def _mask_by_ratio(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
+def _mask_by_ratio(log_rho: Tensor, model_mask: Tensor, record: CorrectionOptions) -> Tensor:
     """Return the mask for masked importance sampling: True where the ratio is in [ratio_low, ratio_high]."""
     if record.ratio_mask is None:
-        return torch.ones_like(model)
-    ratio = _ratio(log_rho, model, record.ratio_mask)
+        return torch.ones_like(model_mask)
+    ratio = _importance_ratios(log_rho, model_mask, record.ratio_mask)
     return (ratio >= record.ratio_low) & (ratio <= record.ratio_high)
 
 
-def _mask_by_divergence(log_rho: Tensor, model: Tensor, record: CorrectionOptions) -> Tensor:
+def _mask_by_divergence(log_rho: Tensor, model_mask: Tensor, record: CorrectionOptions) -> Tensor:
     """Return a mask that is True where the divergence estimate is at most `divergence_high`."""
     if record.divergence_mask is None:
-        return torch.ones_like(model)
+        return torch.ones_like(model_mask)
     if record.divergence_mask == "k2":
         divergence = log_rho.square() / 2
     else:
         divergence = torch.expm1(log_rho.clamp(max=_LOG_LARGEST)) - log_rho
     if record.divergence_level == "sequence_mean":
-        divergence = _mean_by_row(divergence, model)
+        divergence = _row_means(divergence, model_mask)
     elif record.divergence_level == "sequence_max":
-        divergence = divergence.amax(-1, keepdim=True) if model.numel() else divergence
+        divergence = divergence.amax(-1, keepdim=True) if model_mask.numel() else divergence
     return divergence <= record.divergence_high
 
 
-def _ratio(log_rho: Tensor, model: Tensor, level: str) -> Tensor:
+def _importance_ratios(log_rho: Tensor, model_mask: Tensor, level: str) -> Tensor:
     """Return the importance ratio at every position [B, T]: per token, per sequence, or as a geometric mean."""
     if level == "sequence":
-        log_rho = log_rho.sum(-1, keepdim=True).expand_as(model)
+        log_rho = log_rho.sum(-1, keepdim=True).expand_as(model_mask)
     elif level == "geometric":
-        log_rho = _mean_by_row(log_rho, model)
+        log_rho = _row_means(log_rho, model_mask)
     return _exp_without_overflow(log_rho)
 
 
@@ -250,9 +262,9 @@ def _exp_without_overflow(log_rho: Tensor) -> Tensor:
     return log_rho.clamp(max=_LOG_LARGEST).exp()
 
 
-def _mean_by_row(values: Tensor, model: Tensor) -> Tensor:
+def _row_means(values: Tensor, model_mask: Tensor) -> Tensor:
     """Return each row's mean over its model tokens, at every position [B, T]. Values must be 0 off model tokens."""
-    return (values.sum(-1, keepdim=True) / model.sum(-1, keepdim=True).clamp(min=1)).expand_as(model)
+    return (values.sum(-1, keepdim=True) / model_mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(model_mask)
 
 
 @torch.no_grad()
@@ -311,7 +323,7 @@ def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respo
 
 def validated_response_mask(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> Tensor:
     """Return the mask as bool after checking that shapes match and log-probabilities are finite where it is True."""
-    mask = as_mask("response_mask", response_mask)
+    mask = to_bool_mask("response_mask", response_mask)
     check_same_shape(response_mask=mask, train_log_probs=train_log_probs, rollout_log_probs=rollout_log_probs)
     check_finite("train_log_probs", train_log_probs, mask)
     check_finite("rollout_log_probs", rollout_log_probs, mask)

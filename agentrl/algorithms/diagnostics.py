@@ -107,7 +107,9 @@ class HeadVarianceAccumulator:
             places = (token_labels[own] == group).nonzero().squeeze(-1)
             chosen, states = own[places], hidden[places].to(self._dtype)
             sets = None if support is None else support.select(chosen)
-            for block, product in self._gradient_blocks(states, targets[chosen], scale[chosen], tokens, sets):
+            for block, product in self._gradient_by_vocabulary_block(
+                states, targets[chosen], scale[chosen], tokens, sets
+            ):
                 whole = product if over_ranks is None else over_ranks(product)
                 self.power_sum += whole.double().square().sum()
                 self.gradient_sum[block] += whole
@@ -122,7 +124,7 @@ class HeadVarianceAccumulator:
         variance = (power - signal) / (self.groups - 1) if self.groups > 1 else None
         return HeadVariance(power=power, signal=signal, variance=variance, groups=self.groups)
 
-    def _gradient_blocks(
+    def _gradient_by_vocabulary_block(
         self, hidden: Tensor, targets: Tensor, scale: Tensor, tokens: int, support: Support | None
     ) -> Iterator[tuple[slice, Tensor]]:
         """Yield sum_t scale_t delta_t h_t^T of a group of `tokens` tokens for each block of the vocabulary."""

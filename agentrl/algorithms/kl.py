@@ -8,10 +8,10 @@ from torch import Tensor
 from agentrl.algorithms.options import (
     InvalidInputError,
     MissingInputError,
-    as_mask,
     check_choice,
     check_positive,
     check_range,
+    to_bool_mask,
 )
 
 REWARD_KL_ESTIMATORS = ("k1", "abs", "k2", "k3", "full")
@@ -52,7 +52,7 @@ def kl_penalty(
                 f"log_probs and {name} must have the same shape; got {tuple(log_probs.shape)} and {tuple(tensor.shape)}"
             )
     if mask is not None:
-        mask = as_mask("mask", mask)
+        mask = to_bool_mask("mask", mask)
     difference = _zero_off_mask(reference_log_probs.detach(), mask) - _zero_off_mask(log_probs, mask)
     penalty = _estimate(difference, estimator.removesuffix("+"), None if full is None else _zero_off_mask(full, mask))
     if estimator.endswith("+"):

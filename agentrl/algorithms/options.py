@@ -99,7 +99,7 @@ class OptionsRegistry(Registry[E]):
         return tuple(item.name for item in fields(self[name].options))
 
 
-def as_mask(name: str, mask: Tensor) -> Tensor:
+def to_bool_mask(name: str, mask: Tensor) -> Tensor:
     """Convert a mask to bool. Integer and floating-point masks of zeros and ones are accepted."""
     if mask.dtype == torch.bool:
         return mask
@@ -120,7 +120,7 @@ def check_same_shape(**tensors: Tensor | None) -> None:
             )
 
 
-def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
+def loss_mask_or_response_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
     """Return the loss mask as bool, by default the response mask.
 
     Raises InvalidInputError if the loss mask is True where the response mask is False.
@@ -128,7 +128,7 @@ def as_loss_mask(loss_mask: Tensor | None, response_mask: Tensor) -> Tensor:
     if loss_mask is None:
         return response_mask
     check_same_shape(response_mask=response_mask, loss_mask=loss_mask)
-    mask = as_mask("loss_mask", loss_mask)
+    mask = to_bool_mask("loss_mask", loss_mask)
     if bool((mask & ~response_mask).any()):
         raise InvalidInputError("loss_mask is True at tokens where response_mask is False")
     return mask
@@ -139,7 +139,7 @@ def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = 
 
     `rows` are the row indices for the message, by default 0, 1, ...
     """
-    raise_at_first(
+    raise_at_first_invalid(
         mask & ~torch.isfinite(tensor),
         "{name} is {value} at a model token: row {row}, position {position}",
         name,
@@ -150,7 +150,7 @@ def check_finite(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = 
 
 def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | None = None) -> None:
     """Raise InvalidInputError at the first negative value where the mask is True; `rows` as in `check_finite`."""
-    raise_at_first(
+    raise_at_first_invalid(
         mask & (tensor < 0),
         "{name} is {value} in row {row} at position {position}; it must not be negative",
         name,
@@ -159,7 +159,7 @@ def check_not_negative(name: str, tensor: Tensor, mask: Tensor, rows: Tensor | N
     )
 
 
-def raise_at_first(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
+def raise_at_first_invalid(bad: Tensor, message: str, name: str, tensor: Tensor, rows: Tensor | None) -> None:
     """Raise InvalidInputError for the first True in ``bad``. Message fields: {name}, {value}, {row}, {position}."""
     if bool(bad.any()):
         row, position = bad.nonzero()[0].tolist()

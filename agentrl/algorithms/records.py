@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.options import InvalidInputError, raise_at_first
+from agentrl.algorithms.options import InvalidInputError, raise_at_first_invalid
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,14 +126,14 @@ def check_rewards_on_mask(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
         "{name} is {value} in row {row} at position {position}, which is not a model token: assign each reward to "
         "the last model token of its turn"
     )
-    raise_at_first(torch.isfinite(off) & (off != 0), message, "rewards", rewards, rows)
+    raise_at_first_invalid(torch.isfinite(off) & (off != 0), message, "rewards", rewards, rows)
 
 
 class Communicator(Protocol):
     """Connects the calls that together contain a step's groups. All must make the same requests in the same order."""
 
     @property
-    def call_index(self) -> int:
+    def participant_index(self) -> int:
         """Index of this call, from 0."""
 
     def all_gather(self, values: Tensor) -> Tensor:
@@ -143,7 +143,7 @@ class Communicator(Protocol):
 class LocalCommunicator:
     """A step whose estimator is called once, with all groups."""
 
-    call_index = 0
+    participant_index = 0
 
     def all_gather(self, values: Tensor) -> Tensor:
         """Return ``values`` as [1, ...]."""
@@ -162,7 +162,7 @@ class Groups:
     [[2.0, 1.0], [1.0, 3.0]]
     >>> groups.present.tolist()
     [[True, False], [True, True]]
-    >>> groups.mean(torch.tensor([1., 2., 3.])).tolist()
+    >>> groups.broadcast_group_mean(torch.tensor([1., 2., 3.])).tolist()
     [2.0, 2.0, 2.0]
     """
 
@@ -189,7 +189,7 @@ class Groups:
         return cls(labels=labels, sizes=sizes, row_indices=slots, present=present, in_order=in_order, weights=weights)
 
     @property
-    def members(self) -> Tensor:
+    def group_size_by_row(self) -> Tensor:
         """Number of rows of the row's group, [B]."""
         return self.sizes[self.labels]
 
@@ -209,28 +209,32 @@ class Groups:
         flat = stacked.flatten(0, 1)
         return flat if self.in_order else flat[self.row_indices]
 
-    def sum(self, values: Tensor) -> Tensor:
+    def broadcast_group_sum(self, values: Tensor) -> Tensor:
         """Return the weighted sum of values [B] over each row's group, [B]."""
         values = values if self.weights is None else values * self.weights
         return torch.where(self.present, self.stack(values), 0).sum(1)[self.labels]
 
-    def mean(self, values: Tensor) -> Tensor:
+    def broadcast_group_mean(self, values: Tensor) -> Tensor:
         """Return the weighted mean of values [B] over each row's group, [B], exact if a group's values are equal."""
-        lowest = self.min(values)
-        return lowest + self.sum(values - lowest) / self.total_weight
+        lowest = self.broadcast_group_min(values)
+        return lowest + self.broadcast_group_sum(values - lowest) / self.group_weight_by_row
 
     @property
-    def total_weight(self) -> Tensor:
+    def group_weight_by_row(self) -> Tensor:
         """Sum of the weights of the row's group, [B]."""
-        return self.members if self.weights is None else self.sum(torch.ones_like(self.weights))
+        return (
+            self.group_size_by_row if self.weights is None else self.broadcast_group_sum(torch.ones_like(self.weights))
+        )
 
     @property
     def degrees_of_freedom(self) -> Tensor:
         """Degrees of freedom of the group's variance [B]: members - 1, or with weights V1 - V2 / V1."""
         return (
-            self.members - 1 if self.weights is None else self.total_weight - self.sum(self.weights) / self.total_weight
+            self.group_size_by_row - 1
+            if self.weights is None
+            else self.group_weight_by_row - self.broadcast_group_sum(self.weights) / self.group_weight_by_row
         )
 
-    def min(self, values: Tensor) -> Tensor:
+    def broadcast_group_min(self, values: Tensor) -> Tensor:
         """Return the minimum of values [B] over each row's group, [B]."""
         return torch.where(self.present, self.stack(values), torch.inf).amin(1)[self.labels]

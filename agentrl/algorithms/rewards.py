@@ -9,12 +9,12 @@ from agentrl.algorithms.kl import REWARD_KL_ESTIMATORS, kl_penalty
 from agentrl.algorithms.options import (
     InvalidInputError,
     InvalidOptionError,
-    as_mask,
     check_choice,
     check_finite,
     check_positive,
     check_range,
     check_same_shape,
+    to_bool_mask,
 )
 
 
@@ -35,7 +35,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: float, buffer: float) -> Te
 
 def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -> Tensor:
     """Add amounts [B] to rewards [B, T] at each row's last model token. Raises InvalidInputError for empty rows."""
-    mask = as_mask("response_mask", response_mask)
+    mask = to_bool_mask("response_mask", response_mask)
     check_same_shape(rewards=rewards, response_mask=mask)
     if amounts.shape != rewards.shape[:1]:
         raise InvalidInputError(f"amounts must be [B] = {tuple(rewards.shape[:1])}; got {tuple(amounts.shape)}")
@@ -79,7 +79,7 @@ def reward_kl(
     check_choice("KL estimator in the reward", estimator, REWARD_KL_ESTIMATORS)
     check_range("beta", beta, 0.0)
     check_same_shape(rewards=rewards, log_probs=log_probs)
-    mask = as_mask("response_mask", response_mask)
+    mask = to_bool_mask("response_mask", response_mask)
     kl = kl_penalty(log_probs, reference_log_probs, estimator, mask=mask, full=full)
     check_finite("the KL penalty", kl, mask)
     return RewardKL(rewards=torch.where(mask, rewards - beta * kl, rewards), kl=kl)

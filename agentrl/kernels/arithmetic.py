@@ -40,7 +40,7 @@ def logit_gradient_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> 
     return weight.dtype if halves else dtype
 
 
-def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float = 1.0) -> Tensor:
+def write_head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float = 1.0) -> Tensor:
     """Write hidden [R, D] weight^T / temperature to out [R, V] in the accumulation dtype, with weight [V, D]."""
     if logit_gradient_dtype(hidden, weight, out.dtype) != out.dtype:
         # Divide afterwards, because hidden / temperature would be rounded to half precision.
@@ -56,12 +56,12 @@ def head_logits(hidden: Tensor, weight: Tensor, out: Tensor, temperature: float 
     return out
 
 
-def tempered_logits(
+def write_tempered_logits(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, out: Tensor, temperature: float, cap: float | None
 ) -> Tensor:
     """Write z / temperature to out [R, V], with z = x = hidden weight^T + bias, or z = cap tanh(x / cap) with a cap."""
     divisor = temperature if cap is None else 1.0  # the cap is applied before the temperature
-    head_logits(hidden, weight, out, divisor)
+    write_head_logits(hidden, weight, out, divisor)
     if bias is not None:
         out += bias.to(out.dtype) / divisor
     return out if cap is None else apply_cap_and_temperature(out, cap, temperature)

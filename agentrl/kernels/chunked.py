@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative, tempered_logits
+from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative, write_tempered_logits
 from agentrl.kernels.gradients import HeadGradients, LogitGradientCoefficients, logit_gradient_coefficients
 from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
@@ -70,10 +70,10 @@ class _ChunkedStatistics(torch.autograd.Function):
         small = hidden.shape[0] * weight.shape[0] <= KEEP_ELEMENTS
         keep = any(ctx.needs_input_grad) and small and cap is None  # a cap's slope needs the logits themselves
         for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, support, dtype, whole=keep):
-            for piece, at in [(slice(None), rows)] if keep else _pieces(z, rows):
+            for piece, at in [(slice(None), rows)] if keep else _row_slices(z, rows):
                 log_p = functional.log_softmax(z[piece], dim=-1)
                 slope = None if cap is None else cap_derivative(z[piece], cap, temperature)
-                columns[:, at] = _piece_statistics(log_p, targets[at], clamp=clamp, slope=slope)
+                columns[:, at] = _statistics_from_log_probs(log_p, targets[at], clamp=clamp, slope=slope)
                 kept = log_p if keep else None
         log_probs, entropy, sum_pi_squared, energy = columns.unbind()
         ctx.save_for_backward(hidden, weight, bias, targets, kept, log_probs, entropy)
@@ -94,17 +94,17 @@ class _ChunkedStatistics(torch.autograd.Function):
                 rows = slice(0, hidden.shape[0])
                 dz = torch.empty_like(kept)
                 _write_gradient(kept, targets, rows, coefficients, out=dz)
-                totals.add(rows, dz, temperature)
+                totals.add_logit_gradient(rows, dz, temperature)
             else:
                 for rows, z in _logit_blocks(hidden, weight, bias, temperature, cap, ctx.support, dtype):
-                    for piece, at in _pieces(z, rows):
+                    for piece, at in _row_slices(z, rows):
                         log_p = functional.log_softmax(z[piece], dim=-1).clamp_(min=IMPOSSIBLE)
                         slope = None if cap is None else cap_derivative(z[piece], cap, temperature)
                         _write_gradient(log_p, targets[at], at, coefficients, out=z[piece])
                         if slope is not None:
                             z[piece].mul_(slope)
-                    totals.add(rows, z, temperature)
-        return (*totals.results(), None, None, None, None)
+                    totals.add_logit_gradient(rows, z, temperature)
+        return (*totals.input_gradients(), None, None, None, None)
 
 
 def _write_gradient(
@@ -137,11 +137,11 @@ def _logit_blocks(
     buffer = hidden.new_empty((size, vocabulary), dtype=dtype)
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
-        z = tempered_logits(hidden[rows], weight, bias, buffer[: rows.stop - start], temperature, cap)
+        z = write_tempered_logits(hidden[rows], weight, bias, buffer[: rows.stop - start], temperature, cap)
         yield rows, z if support is None else support.restrict(z, rows)
 
 
-def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
+def _row_slices(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
     """Yield slices of a few rows, relative to the block z [R, V] and to all rows."""
     step = max(1, PIECE_ELEMENTS[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], step):
@@ -149,7 +149,7 @@ def _pieces(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
         yield slice(start, stop), slice(rows.start + start, rows.start + stop)
 
 
-def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
+def _statistics_from_log_probs(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
     """Compute log_prob, entropy, sum_pi_squared and energy [4, R] from ln p [R, V].
 
     `clamp` replaces -inf in ln p by a finite value, in place. `slope` [R, V] is the derivative of the cap, which
@@ -163,7 +163,7 @@ def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Ten
     p = log_p.exp().scatter_(-1, index, 0.0)
     own, rest = rough.exp(), p.sum(-1)
     squares = torch.linalg.vector_norm(p, dim=-1).square()
-    own_slope, steep = (1.0, squares) if slope is None else _with_slope(p, slope, index)
+    own_slope, steep = (1.0, squares) if slope is None else _slope_terms(p, slope, index)
     log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
     entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=IMPOSSIBLE))
     sum_pi_squared = (2 * log_probs).exp() + squares
@@ -171,6 +171,6 @@ def _piece_statistics(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Ten
     return torch.stack([log_probs, entropy, sum_pi_squared, energy])
 
 
-def _with_slope(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def _slope_terms(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return (slope of the target [R], sum over other tokens of (p slope)^2 [R]), for p [R, V] with 0 at the target."""
     return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from agentrl.kernels.arithmetic import cap_derivative, tempered_logits
+from agentrl.kernels.arithmetic import cap_derivative, write_tempered_logits
 from agentrl.kernels.gradients import HeadGradients
-from agentrl.kernels.records import KernelInputError, Support, check_cap, check_inputs, statistics_dtype
+from agentrl.kernels.records import KernelInputError, Support, check_cap, check_head_inputs, statistics_dtype
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of one matrix product: 32 and 256 MB of float32
 _PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits per elementwise operation
@@ -55,9 +55,9 @@ def full_kl(
     together.
     """
     targets = torch.zeros(hidden.shape[:1], dtype=torch.int64, device=hidden.device)
-    check_inputs(hidden, head_weight, targets, temperature, bias)
+    check_head_inputs(hidden, head_weight, targets, temperature, bias)
     other_temperature = temperature if reference_temperature is None else reference_temperature
-    check_inputs(reference_hidden, reference_weight, targets, other_temperature, reference_bias)
+    check_head_inputs(reference_hidden, reference_weight, targets, other_temperature, reference_bias)
     check_cap(cap)
     check_cap(reference_cap)
     if head_weight.shape[0] != reference_weight.shape[0]:
@@ -95,21 +95,23 @@ def top_divergence(
     """
     chosen = torch.cat([targets[:, None], ids], dim=1).long()
     with torch.autocast(hidden.device.type, enabled=False):
-        output: Tensor = _ChosenOutputs.apply(hidden, head_weight, chosen, log_probs.dtype)
+        output: Tensor = _HeadOutputsAtIds.apply(hidden, head_weight, chosen, log_probs.dtype)
         output = output if bias is None else output + bias[chosen].to(output.dtype)
         z = (output if cap is None else cap * torch.tanh(output / cap)) / temperature
         log_p = log_probs[:, None] + z[:, 1:] - z[:, :1]
-        return _divergence(_with_rest(log_p), _with_rest(reference_log_probs.detach().to(log_p)), beta)
+        return _divergence(
+            _append_remaining_log_prob(log_p), _append_remaining_log_prob(reference_log_probs.detach().to(log_p)), beta
+        )
 
 
-class _ChosenOutputs(torch.autograd.Function):
+class _HeadOutputsAtIds(torch.autograd.Function):
     """(hidden [N, D], weight [V, D], ids [N, K], dtype) -> hidden . weight[ids] [N, K], by blocks of rows."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
         ctx.save_for_backward(hidden, weight, ids)
         result = hidden.new_empty(ids.shape, dtype=dtype)
-        for rows in _pieces(ids, width=ids.shape[1] * hidden.shape[1]):
+        for rows in _row_slices(ids, width=ids.shape[1] * hidden.shape[1]):
             result[rows] = torch.einsum("nd,nkd->nk", hidden[rows].to(dtype), weight[ids[rows]].to(dtype))
         return result
 
@@ -120,7 +122,7 @@ class _ChosenOutputs(torch.autograd.Function):
         to_hidden = torch.empty_like(hidden)
         # None for a frozen head, because the head's gradient is the largest tensor here.
         to_weight = torch.zeros_like(weight, dtype=gradient.dtype) if ctx.needs_input_grad[1] else None
-        for rows in _pieces(ids, width=ids.shape[1] * hidden.shape[1]):
+        for rows in _row_slices(ids, width=ids.shape[1] * hidden.shape[1]):
             own, states = gradient[rows], hidden[rows].to(gradient.dtype)
             to_hidden[rows] = torch.einsum("nk,nkd->nd", own, weight[ids[rows]].to(gradient.dtype)).to(hidden.dtype)
             if to_weight is not None:
@@ -128,7 +130,7 @@ class _ChosenOutputs(torch.autograd.Function):
         return to_hidden, None if to_weight is None else to_weight.to(weight.dtype), None, None
 
 
-def _with_rest(log_probs: Tensor) -> Tensor:
+def _append_remaining_log_prob(log_probs: Tensor) -> Tensor:
     """Append the logarithm of the remaining probability, at least 1e-6 despite rounding, to ln p [N, K]."""
     rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     return torch.cat([log_probs, rest], dim=-1)
@@ -144,9 +146,9 @@ class _FullKL(torch.autograd.Function):
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, *others: Any) -> Tensor:
         tensors, (ctx.maps, ctx.support, ctx.beta) = (hidden, weight, *others[:-3]), others[-3:]
         ctx.save_for_backward(*tensors)
-        result = hidden.new_empty(hidden.shape[0], dtype=_dtype(tensors))
-        for rows, z, reference in _blocks(tensors, ctx.maps, ctx.support):
-            for piece in _pieces(z):
+        result = hidden.new_empty(hidden.shape[0], dtype=_accumulation_dtype(tensors))
+        for rows, z, reference in _paired_logit_blocks(tensors, ctx.maps, ctx.support):
+            for piece in _row_slices(z):
                 log_p, log_q = functional.log_softmax(z[piece], -1), functional.log_softmax(reference[piece], -1)
                 result[rows][piece] = _divergence(log_p, log_q, ctx.beta)
         return result
@@ -159,13 +161,15 @@ class _FullKL(torch.autograd.Function):
         totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             scale = (gradient / temperature).unsqueeze(-1)
-            for rows, dz, reference in _blocks(ctx.saved_tensors, ctx.maps, ctx.support):
-                for piece in _pieces(dz):
+            for rows, dz, reference in _paired_logit_blocks(ctx.saved_tensors, ctx.maps, ctx.support):
+                for piece in _row_slices(dz):
                     log_p, log_q = functional.log_softmax(dz[piece], -1), functional.log_softmax(reference[piece], -1)
                     slope = 1.0 if cap is None else cap_derivative(dz[piece], cap, temperature)
-                    torch.mul(_logit_gradient(log_p, log_q, ctx.beta), scale[rows][piece], out=dz[piece]).mul_(slope)
-                totals.add(rows, dz)
-        return (*totals.results(), None, None, None, None, None, None)
+                    torch.mul(
+                        _divergence_logit_gradient(log_p, log_q, ctx.beta), scale[rows][piece], out=dz[piece]
+                    ).mul_(slope)
+                totals.add_logit_gradient(rows, dz)
+        return (*totals.input_gradients(), None, None, None, None, None, None)
 
 
 def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
@@ -178,13 +182,13 @@ def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
 
 
-def _logit_gradient(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+def _divergence_logit_gradient(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """Compute the gradient [R, V] of :func:`_divergence` with respect to the tempered logits of p."""
     if beta == 1:
-        return _kl_gradient(log_p, log_q)
+        return _kl_logit_gradient(log_p, log_q)
     if beta == 0:
         return log_p.exp() - log_q.exp()
-    return (1 - beta) * _kl_gradient(log_p, _log_mixture(log_p, log_q, beta))
+    return (1 - beta) * _kl_logit_gradient(log_p, _log_mixture(log_p, log_q, beta))
 
 
 def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
@@ -205,7 +209,7 @@ def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     return terms.sum(-1)
 
 
-def _kl_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
+def _kl_logit_gradient(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Compute the gradient p (d - sum p d) [R, V] of KL(p || q) with respect to the tempered logits of p."""
     p, d = log_p.exp(), _log_ratio(log_p, log_q)
     d = torch.where(p > 0, d, 0.0)
@@ -217,18 +221,18 @@ def _log_ratio(log_p: Tensor, log_q: Tensor) -> Tensor:
     return torch.where(log_p == -torch.inf, 0.0, log_p - log_q)
 
 
-def _dtype(tensors: Sequence[Any]) -> torch.dtype:
+def _accumulation_dtype(tensors: Sequence[Any]) -> torch.dtype:
     """Return float64 if the statistics of either policy are float64, otherwise float32."""
     hidden, weight, _, ref_hidden, ref_weight, _ = tensors
     return torch.promote_types(statistics_dtype(hidden, weight), statistics_dtype(ref_hidden, ref_weight))
 
 
-def _blocks(
+def _paired_logit_blocks(
     tensors: Sequence[Any], maps: Sequence[tuple[float, float | None]], support: Support | None
 ) -> Iterator[tuple[slice, Tensor, Tensor]]:
     """Yield (rows, tempered logits [R, V], reference logits) of each block. The next block reuses the memory."""
     hidden, weight, bias, ref_hidden, ref_weight, ref_bias = tensors
-    dtype = _dtype(tensors)
+    dtype = _accumulation_dtype(tensors)
     total, vocabulary = hidden.shape[0], weight.shape[0]
     size = max(1, min(total, _BLOCK_ELEMENTS[hidden.device.type] // vocabulary))
     buffers = hidden.new_empty((2, size, vocabulary), dtype=dtype)
@@ -237,13 +241,13 @@ def _blocks(
         own, other = buffers[:, : rows.stop - start]
         sides = ((hidden, weight, bias, own), (ref_hidden, ref_weight, ref_bias, other))
         for (states, head, shift, out), (temperature, cap) in zip(sides, maps, strict=True):
-            tempered_logits(states[rows], head, shift, out, temperature, cap)
+            write_tempered_logits(states[rows], head, shift, out, temperature, cap)
             if support is not None:
                 support.restrict(out, rows)
         yield rows, own, other
 
 
-def _pieces(block: Tensor, width: int | None = None) -> Iterator[slice]:
+def _row_slices(block: Tensor, width: int | None = None) -> Iterator[slice]:
     """Yield slices of a few rows of the block [R, V], for operations with ``width`` elements per row (default: V)."""
     step = max(1, _PIECE_ELEMENTS[block.device.type] // (width or block.shape[1]))
     for start in range(0, block.shape[0], step):

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.kernels.arithmetic import cap_derivative, head_input_gradient, tempered_logits
-from agentrl.kernels.attention import AttentionBackend, PackedRow, pack_row, packed_states
+from agentrl.kernels.arithmetic import cap_derivative, head_input_gradient, write_tempered_logits
+from agentrl.kernels.attention import AttentionBackend, PackedRow, compute_packed_states, pack_row
 from agentrl.kernels.layer_energies import (
     CausalLMParts,
     LayerEnergies,
@@ -23,7 +23,7 @@ from agentrl.kernels.records import KernelInputError, check_cap
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Rows:
+class _EnergyInputs:
     """Input of the passes: trajectories with attended positions first, then padding. All tensors are [B, S]."""
 
     input_ids: Tensor
@@ -31,7 +31,7 @@ class _Rows:
     active: Tensor  # bool, the positions whose state affects the log-probability of a counted token
     coefficients: Tensor  # factors of the log-probabilities, 0 off the mask, in the accumulation dtype
     packed: tuple[PackedRow, AttentionBackend] | None  # the packed row that the model reads instead
-    places: Tensor  # int64, index of each active position in the model's input
+    input_positions: Tensor  # int64, index of each active position in the model's input
 
 
 def trajectory_energies(
@@ -67,31 +67,31 @@ def trajectory_energies(
     module), reentrant gradient checkpointing, and inputs that do not fit together.
     """
     parts = split_causal_lm(model)
-    _check(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
+    _check_energy_inputs(input_ids, token_mask.bool(), attention_mask, importance_weights, temperature)
     check_cap(cap)
     dtype = torch.float64 if parts.embedding.weight.dtype == torch.float64 else torch.float32
-    rows = _prepared(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype, packed)
-    layers = LayerEnergies(parts.layers, rows.active, rows.places, dtype)
+    rows = _prepare_inputs(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype, packed)
+    layers = LayerEnergies(parts.layers, rows.active, rows.input_positions, dtype)
     with torch.enable_grad(), layers.attached_hooks():
         embedded, hidden = _forward(parts, rows)
-        shares = _head_shares(parts, hidden.detach(), rows, temperature, cap)
+        shares = _head_energies_by_row(parts, hidden.detach(), rows, temperature, cap)
         layers.begin_backward()
-        (gradient,) = torch.autograd.grad(hidden, embedded, _gradient_of_states(hidden, shares, rows))
-    layers.check_complete()
+        (gradient,) = torch.autograd.grad(hidden, embedded, _hidden_state_gradient(hidden, shares, rows))
+    layers.check_all_layers_done()
     # The scale of an embedding's rows is a factor of the gradient of its weight.
     at_weight = gradient.detach().flatten(0, 1).to(dtype) * parts.embedding_scale
-    totals = layers.totals + _outer_energies(parts, shares, rows, at_weight)
+    totals = layers.totals + _head_and_embedding_energies(parts, shares, rows, at_weight)
     return totals.to(dtype)
 
 
-def _prepared(
+def _prepare_inputs(
     input_ids: Tensor,
     mask: Tensor,
     attention_mask: Tensor | None,
     weights: Tensor | None,
     dtype: torch.dtype,
     packed: AttentionBackend | None,
-) -> _Rows:
+) -> _EnergyInputs:
     """Return the rows with attended positions first, and their counted tokens."""
     if attention_mask is not None:
         # Move attended positions to the front, in order. A causal model then needs no mask, because padding comes last.
@@ -111,7 +111,9 @@ def _prepared(
         read = (row, packed)
         columns = torch.arange(input_ids.shape[1], device=input_ids.device)
         places = row.response_starts[:, None] + torch.minimum(columns, lengths[:, None] - 1)
-    return _Rows(input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=read, places=places)
+    return _EnergyInputs(
+        input_ids=input_ids, mask=mask, active=active, coefficients=coefficients, packed=read, input_positions=places
+    )
 
 
 def _shift_left(mask: Tensor) -> Tensor:
@@ -119,7 +121,7 @@ def _shift_left(mask: Tensor) -> Tensor:
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
 
-def _forward(parts: CausalLMParts, rows: _Rows) -> tuple[Tensor, Tensor]:
+def _forward(parts: CausalLMParts, rows: _EnergyInputs) -> tuple[Tensor, Tensor]:
     """Return (embedding output as the graph's leaf, states after the last norm), both [B, S, D] or [1, L, D]."""
     leaves: list[Tensor] = []
 
@@ -133,7 +135,7 @@ def _forward(parts: CausalLMParts, rows: _Rows) -> tuple[Tensor, Tensor]:
             hidden = parts.backbone(input_ids=rows.input_ids, use_cache=False).last_hidden_state
         else:
             row, backend = rows.packed
-            hidden = packed_states(row, parts.backbone, layers=parts.depth, backend=backend)[None]
+            hidden = compute_packed_states(row, parts.backbone, layers=parts.depth, backend=backend)[None]
     finally:
         handle.remove()
     if len(leaves) != 1:
@@ -141,15 +143,15 @@ def _forward(parts: CausalLMParts, rows: _Rows) -> tuple[Tensor, Tensor]:
     return leaves[0], hidden
 
 
-def _gradient_of_states(hidden: Tensor, shares: list[HeadEnergies], rows: _Rows) -> Tensor:
+def _hidden_state_gradient(hidden: Tensor, shares: list[HeadEnergies], rows: _EnergyInputs) -> Tensor:
     """Return the gradient of sum_t rho_t ln p(y_t) with respect to ``hidden``, the states after the last norm."""
     gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
-    gradient[rows.places[_shift_left(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
+    gradient[rows.input_positions[_shift_left(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
     return gradient.view(hidden.shape).to(hidden.dtype)
 
 
-def _head_shares(
-    parts: CausalLMParts, hidden: Tensor, rows: _Rows, temperature: float, cap: float | None
+def _head_energies_by_row(
+    parts: CausalLMParts, hidden: Tensor, rows: _EnergyInputs, temperature: float, cap: float | None
 ) -> list[HeadEnergies]:
     """Compute the head's part of every row inside one call to the head, whose hooks have gathered its weight."""
     shares: list[HeadEnergies] = []
@@ -161,7 +163,7 @@ def _head_shares(
             tokens = rows.mask[row].nonzero().squeeze(-1)
             shares.append(
                 head_energies(
-                    states[rows.places[row, tokens - 1]],
+                    states[rows.input_positions[row, tokens - 1]],
                     parts.head.weight.detach(),
                     None if parts.head.bias is None else parts.head.bias.detach(),
                     rows.input_ids[row, tokens],
@@ -181,7 +183,9 @@ def _head_shares(
     return shares
 
 
-def _outer_energies(parts: CausalLMParts, shares: list[HeadEnergies], rows: _Rows, gradient: Tensor) -> Tensor:
+def _head_and_embedding_energies(
+    parts: CausalLMParts, shares: list[HeadEnergies], rows: _EnergyInputs, gradient: Tensor
+) -> Tensor:
     """Return the energies of head and embedding [B], with the cross term if they are one parameter."""
     weights = torch.tensor([share.weight_energy for share in shares], dtype=torch.float64, device=gradient.device)
     biases = torch.tensor([share.bias_energy for share in shares], dtype=torch.float64, device=gradient.device)
@@ -196,13 +200,13 @@ def _outer_energies(parts: CausalLMParts, shares: list[HeadEnergies], rows: _Row
     padding = parts.embedding.padding_idx
     learns = rows.active if padding is None else rows.active & (rows.input_ids != padding)
     owner = learns.nonzero()[:, 0]
-    total += embedding_energy(rows.input_ids[learns], owner, gradient[rows.places[learns]], len(shares))
+    total += embedding_energy(rows.input_ids[learns], owner, gradient[rows.input_positions[learns]], len(shares))
     if parts.tied:
         for row, share in enumerate(shares):
             assert share.cross is not None  # requested above
             active = rows.active[row]
             kept = learns[row, active].unsqueeze(-1)
-            products = torch.where(kept, share.cross * gradient[rows.places[row, active]], 0.0)
+            products = torch.where(kept, share.cross * gradient[rows.input_positions[row, active]], 0.0)
             total[row] += 2 * products.sum(dtype=torch.float64)
     return total
 
@@ -236,9 +240,9 @@ def head_energies(
     Logits are materialized for one block of the vocabulary at a time. They are computed once if all fit into a block,
     otherwise twice, because the normalizer needs a first pass.
     """
-    blocks = _Blocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
+    blocks = _VocabularyBlocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
     hidden = hidden.to(coefficients.dtype)
-    normalizer, rest = blocks.normalizer()
+    normalizer, rest = blocks.log_normalizer_and_rest()
     scale = (coefficients / temperature).unsqueeze(-1)
     gram = gram_is_cheaper(hidden.shape[0], weight.shape[1], weight.shape[0])
     products = hidden.new_zeros(hidden.shape[0], hidden.shape[0]) if gram else None
@@ -269,7 +273,7 @@ def head_energies(
     )
 
 
-class _Blocks:
+class _VocabularyBlocks:
     """Iterates over blocks of the vocabulary with tempered logits [K, v], which the caller may overwrite."""
 
     def __init__(
@@ -293,7 +297,7 @@ class _Blocks:
         at = ((self._targets >= start) & (self._targets < start + width)).nonzero().squeeze(-1)
         return at, self._targets[at] - start
 
-    def normalizer(self) -> tuple[Tensor, Tensor]:
+    def log_normalizer_and_rest(self) -> tuple[Tensor, Tensor]:
         """Return (ln sum_v e^z_v, 1 - p(y)), each [K]. The second is a sum over other tokens, to avoid cancellation."""
         others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
         own = torch.empty_like(others)
@@ -316,7 +320,7 @@ class _Blocks:
             whole = buffer.shape[1] == part.shape[0]
             z = buffer if whole else torch.empty_like(buffer[:, : part.shape[0]])
             bias = None if self._bias is None else self._bias[start : start + self._step]
-            tempered_logits(self._hidden, part, bias, z, *self._map)
+            write_tempered_logits(self._hidden, part, bias, z, *self._map)
             if self._step == self._weight.shape[0]:
                 self._kept = z
             yield start, z
@@ -325,7 +329,7 @@ class _Blocks:
 _BLOCK_ELEMENTS = 1 << 25  # logits held at once: 128 MB of float32, and as much again for a temporary
 
 
-def _check(
+def _check_energy_inputs(
     input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, weights: Tensor | None, temperature: float
 ) -> None:
     if input_ids.ndim != 2 or not input_ids.numel():

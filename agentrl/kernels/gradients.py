@@ -56,7 +56,7 @@ class HeadGradients:
         self._weight = torch.zeros_like(weight, dtype=dtype) if needed[1] else None
         self._bias = torch.zeros_like(bias, dtype=dtype) if bias is not None and needed[2] else None
 
-    def add(self, rows: slice, d_logits: Tensor, temperature: float = 1.0) -> None:
+    def add_logit_gradient(self, rows: slice, d_logits: Tensor, temperature: float = 1.0) -> None:
         """Add dz [R, V]: the temperature times the gradient with respect to the head's output of these rows.
 
         May overwrite dz, because a copy would be as large as the block.
@@ -77,7 +77,7 @@ class HeadGradients:
                 d_logits, _divide_by_temperature(hidden[rows].to(d_logits.dtype), temperature), self._weight
             )
 
-    def results(self) -> tuple[Tensor | None, ...]:
+    def input_gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         totals = (self._hidden, self._weight, self._bias)
         return tuple(

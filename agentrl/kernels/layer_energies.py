@@ -210,7 +210,9 @@ class LayerEnergies:
 
         `positions` [B, S]: their indices in the layers' input. `dtype`: dtype of the products.
         """
-        self._sites = [_Site(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers]
+        self._sites = [
+            _TrackedLayer(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers
+        ]
         self._active = active
         self._positions = positions
         self._dtype = dtype
@@ -223,8 +225,8 @@ class LayerEnergies:
         handles: list[RemovableHandle] = []
         try:
             for site in self._sites:
-                handles.append(site.module.register_forward_pre_hook(self._before(site)))
-                handles.append(site.module.register_forward_hook(self._after(site)))
+                handles.append(site.module.register_forward_pre_hook(self._make_forward_pre_hook(site)))
+                handles.append(site.module.register_forward_hook(self._make_forward_hook(site)))
             yield
         finally:
             for handle in handles:
@@ -234,16 +236,16 @@ class LayerEnergies:
         """Mark the end of the forward pass. Further forwards of a layer are recomputations."""
         self._backward = True
 
-    def check_complete(self) -> None:
+    def check_all_layers_done(self) -> None:
         """Raise KernelInputError if a layer received no gradient in backward."""
         missing = [site.name for site in self._sites if not site.done]
         if missing:
             raise KernelInputError(f"no gradient reached {', '.join(missing)}: the forward does not use these modules")
 
-    def _before(self, site: _Site) -> Callable[..., None]:
+    def _make_forward_pre_hook(self, site: _TrackedLayer) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
             if not self._backward:
-                site.count_call()
+                site.check_called_once()
                 if site.recomputed:
                     return
             elif site.done or not site.recomputed:
@@ -253,7 +255,7 @@ class LayerEnergies:
 
         return hook
 
-    def _after(self, site: _Site) -> Callable[..., None]:
+    def _make_forward_hook(self, site: _TrackedLayer) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
             if self._backward:
                 return
@@ -270,7 +272,7 @@ class LayerEnergies:
         return hook
 
     @torch.no_grad()
-    def _add_energy(self, site: _Site) -> None:
+    def _add_energy(self, site: _TrackedLayer) -> None:
         """Add the energy of a layer once its input and its gradient are known, and release both."""
         if site.input is None or site.gradient is None:
             return
@@ -284,9 +286,9 @@ class LayerEnergies:
                 places = self._positions[rows, columns]
                 part = torch.where(active, inputs[places], 0.0)
                 gradient = torch.where(active, gradients[places], 0.0)
-                self.totals[rows] += site.energy(part, gradient, self._dtype)
+                self.totals[rows] += site.gradient_energy(part, gradient, self._dtype)
 
-    def _active_blocks(self, site: _Site, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
+    def _active_blocks(self, site: _TrackedLayer, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
         """Yield rows to process at once, and the columns in which any of these rows is active."""
         width = max(1, self._active.shape[1])
         product = min(width, inputs.shape[-1]) * gradients.shape[-1] if isinstance(site.module, nn.Linear) else 0
@@ -300,7 +302,7 @@ class LayerEnergies:
 
 
 @dataclass(kw_only=True, eq=False)
-class _Site:
+class _TrackedLayer:
     """One layer and the tensors collected for it so far."""
 
     name: str
@@ -311,7 +313,7 @@ class _Site:
     done: bool = False
     called: bool = False
 
-    def count_call(self) -> None:
+    def check_called_once(self) -> None:
         """Raise KernelInputError at a second call, whose gradients would have cross terms with the first call."""
         if self.called:
             raise KernelInputError(
@@ -319,7 +321,7 @@ class _Site:
             )
         self.called = True
 
-    def energy(self, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
+    def gradient_energy(self, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the squared norm [R] of the gradient of the layer's trainable parameters."""
         bias = getattr(self.module, "bias", None)
         total = torch.zeros(inputs.shape[0], dtype=torch.float64, device=inputs.device)

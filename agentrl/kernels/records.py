@@ -87,7 +87,7 @@ class Support:
         return Support(ids=self.ids[places.to(self.ids.device)], sizes=sizes)
 
 
-def check_inputs(
+def check_head_inputs(
     hidden: Tensor,
     head_weight: Tensor,
     targets: Tensor,

@@ -37,9 +37,9 @@ from agentrl.kernels.arithmetic import (
     IMPOSSIBLE,
     apply_cap_and_temperature,
     cap_derivative,
-    head_logits,
     logit_gradient_dtype,
     matmul_into,
+    write_head_logits,
 )
 from agentrl.kernels.gradients import logit_gradient_coefficients
 from agentrl.kernels.records import TokenStatistics, statistics_dtype
@@ -131,8 +131,8 @@ class _SlicedStatistics(torch.autograd.Function):
         sums[:, TOP] = -torch.inf
         tiles = _Tiles(hidden, weight, bias, dtype, cap=cap)
         for columns, rows in tiles:
-            z = tiles.logits(rows, columns)
-            own = tiles.bias(columns), targets[rows], sums[rows]
+            z = tiles.compute_logits(rows, columns)
+            own = tiles.bias_for_epilogue(columns), targets[rows], sums[rows]
             epilogue.accumulate_sums(z, *own, heat, start=columns.start, cap=cap)
         (log_probs, entropy, sum_pi_squared, energy), normalisers = statistics_from_sums(sums, heat, cap)
         ctx.heat, ctx.cap, ctx.epilogue = heat, cap, epilogue
@@ -156,7 +156,7 @@ class _SlicedStatistics(torch.autograd.Function):
             tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True, cap=ctx.cap)
             _add_tile_gradients(ctx, tiles, targets, normalisers, gradients)
             del tiles
-            return (*gradients.results(), *nothing[3:])
+            return (*gradients.input_gradients(), *nothing[3:])
 
 
 def _add_tile_gradients(
@@ -164,12 +164,12 @@ def _add_tile_gradients(
 ) -> None:
     """Recompute every tile's logits, and add their gradient's contribution to the products."""
     for columns, rows in tiles:
-        z = tiles.logits(rows, columns)
-        dz = tiles.gradient(z)
+        z = tiles.compute_logits(rows, columns)
+        dz = tiles.gradient_buffer(z)
         given = targets[rows], normalisers[rows], gradients.coefficients[rows]
-        bias = tiles.bias(columns)
+        bias = tiles.bias_for_epilogue(columns)
         ctx.epilogue.write_logit_gradient(z, bias, *given, ctx.heat, dz, start=columns.start, cap=ctx.cap)
-        gradients.add(rows, columns, dz)
+        gradients.add_logit_gradient(rows, columns, dz)
 
 
 class _Tiles:
@@ -201,25 +201,25 @@ class _Tiles:
         rows = list(_slices_of(self._hidden.shape[0], self._height))
         return ((columns, block) for columns in _slices_of(self._weight.shape[0], self._width) for block in rows)
 
-    def bias(self, columns: slice) -> Tensor | None:
+    def bias_for_epilogue(self, columns: slice) -> Tensor | None:
         """Return the bias that the epilogue must add to :meth:`logits`."""
         return None if self._bias is None or self._cap is not None else self._bias[columns]
 
-    def logits(self, rows: slice, columns: slice) -> Tensor:
+    def compute_logits(self, rows: slice, columns: slice) -> Tensor:
         """Compute the contiguous logits [R, W] of a tile without temperature, overwriting the previous tile.
 
         They do not include the bias, except capped ones, because the cap is applied after the bias.
         """
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         out = self._buffer[: shape[0] * shape[1]].view(shape)
-        head_logits(self._hidden[rows], self._weight[columns], out)
+        write_head_logits(self._hidden[rows], self._weight[columns], out)
         if self._cap is None:
             return out
         if self._bias is not None:
             out += self._bias[columns]
         return apply_cap_and_temperature(out, self._cap, 1.0)
 
-    def gradient(self, logits: Tensor) -> Tensor:
+    def gradient_buffer(self, logits: Tensor) -> Tensor:
         """Return a buffer for a tile's gradient: the logits' buffer, unless products need a different dtype."""
         return self._gradient[: logits.numel()].view(logits.shape)
 
@@ -244,7 +244,7 @@ class _TileGradients:
         self._scale = None
         self.coefficients = coefficients
         if hidden.shape[0] and logit_gradient_dtype(hidden, weight, dtype) == torch.float16:
-            self._scale = _float16_scale(coefficients)
+            self._scale = _gradient_scale_for_float16(coefficients)
             self.coefficients = coefficients * self._scale
         self._hidden = hidden.new_zeros(hidden.shape, dtype=dtype) if wanted[0] else None
         self._weight = torch.zeros_like(weight) if wanted[1] else None
@@ -253,7 +253,7 @@ class _TileGradients:
         if wanted[1] and weight.dtype != dtype:
             self._slice = hidden.new_empty((min(SLICE, weight.shape[0]), weight.shape[1]), dtype=dtype)
 
-    def add(self, rows: slice, columns: slice, dz: Tensor) -> None:
+    def add_logit_gradient(self, rows: slice, columns: slice, dz: Tensor) -> None:
         """Add dz [R, W], the scaled gradient with respect to a tile's logits.
 
         The slices, and the blocks of rows of each slice, must be added in order.
@@ -271,7 +271,7 @@ class _TileGradients:
         if self._bias is not None:
             self._bias[columns] += dz.sum(0, dtype=self._bias.dtype)
 
-    def results(self) -> tuple[Tensor | None, ...]:
+    def input_gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""
         hidden, _, bias = self._inputs
         if self._hidden is not None:
@@ -284,7 +284,7 @@ class _TileGradients:
         return total if self._scale is None else total.div_(self._scale)
 
 
-def _float16_scale(coefficients: Tensor) -> Tensor:
+def _gradient_scale_for_float16(coefficients: Tensor) -> Tensor:
     """Return a scalar tensor, the power of two that scales the largest absolute logit gradient to at most 2^15.
 
     p |offset + slope ln p| <= |offset| + |slope|, because p |ln p| <= 1/e.

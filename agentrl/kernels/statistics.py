@@ -17,7 +17,7 @@ from agentrl.kernels.records import (
     Support,
     TokenStatistics,
     check_cap,
-    check_inputs,
+    check_head_inputs,
     statistics_dtype,
 )
 from agentrl.kernels.sliced import sliced_statistics
@@ -139,7 +139,7 @@ def token_statistics(
 
     Raises KernelInputError if the arguments do not fit together.
     """
-    check_inputs(hidden, head_weight, targets, temperature, bias)
+    check_head_inputs(hidden, head_weight, targets, temperature, bias)
     check_cap(cap)
     automatic = default_backend(hidden.device) if support is None else "chunked"
     name = automatic if backend == "auto" else backend

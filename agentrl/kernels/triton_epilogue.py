@@ -17,7 +17,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 
 @triton.jit(do_not_specialize=["start"])
-def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a kernel
+def accumulate_sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a kernel
     logits,
     bias,
     targets,
@@ -78,7 +78,7 @@ def sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no Any in a ke
 
 
 @triton.jit(do_not_specialize=["start"])
-def gradient_kernel(  # type: ignore[no-untyped-def]
+def logit_gradient_kernel(  # type: ignore[no-untyped-def]
     logits,
     bias,
     targets,
@@ -130,7 +130,7 @@ def accumulate_sums(
     rows, width = logits.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(logits):
-        sums_kernel[(rows,)](
+        accumulate_sums_kernel[(rows,)](
             *(logits, logits if bias is None else bias, targets, sums, temperature, width, start),
             HAS_BIAS=bias is not None,
             CAP=cap,
@@ -160,7 +160,7 @@ def write_logit_gradient(
     rows, width = logits.shape
     block = triton.next_power_of_2(width)
     with torch.cuda.device_of(logits):
-        gradient_kernel[(rows,)](
+        logit_gradient_kernel[(rows,)](
             *(logits, logits if bias is None else bias, targets, normalisers, coefficients, out),
             *(temperature, width, start),
             HAS_BIAS=bias is not None,

@@ -214,7 +214,7 @@ def _cross_energies(
     lengths = mask.sum(-1).tolist()
     weights = [None] * len(lengths) if ratios is None else ratios[rows][mask].split(lengths)
     for states, targets, token_weights in zip(hidden.split(lengths), ids[mask].split(lengths), weights, strict=True):
-        logits, slope = policy.head.logit_map.with_cap_slope(policy.head(states).float())
+        logits, slope = policy.head.logit_map.logits_and_slope(policy.head(states).float())
         parts.append(
             cross_energy(torch.log_softmax(logits / temperature, dim=-1), targets, token_weights, slope=slope).float()
         )

@@ -42,8 +42,8 @@ def attention(
 ) -> tuple[Tensor, None]:
     """Compute attention, with the signature that `transformers` requires.
 
-    Inside :func:`.packed_states`, each document of the row attends only to itself. Otherwise, ``attention_mask`` is
-    applied as in `sdpa`, and ``softcap`` caps the scores.
+    Inside :func:`.compute_packed_states`, each document of the row attends only to itself. Otherwise,
+    ``attention_mask`` is applied as in `sdpa`, and ``softcap`` caps the scores.
     """
     now = current_attention_pass()
     if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
@@ -53,7 +53,7 @@ def attention(
         )
     if now is not None:
         now.layers.add(id(module))
-        obstacle = reason_too_long_to_pack(module.config, now.row.longest_document)
+        obstacle = reason_too_long_to_pack(module.config, now.row.longest_document_length)
         if obstacle is not None:
             raise SettingsError(obstacle)
         window = _checked_window(module, sliding_window)

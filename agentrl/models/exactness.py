@@ -1,9 +1,9 @@
 """Comparison of the forward pass of training with a model's forward pass of one unpadded row.
 
 A model can accept packed rows and still compute wrong values. For example, BART adds positions by index and ignores
-``position_ids``. :func:`check_architecture` tests a model's code on a small random copy before a run begins.
-:func:`check_packed_forward` tests the loaded weights, in their dtype, on their device and on their sequence-parallel
-group.
+``position_ids``. :func:`check_forward_matches_unpadded` tests a model's code on a small random copy before a run
+begins. :func:`check_packed_forward` tests the loaded weights, in their dtype, on their device and on their
+sequence-parallel group.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ _packing_errors: dict[str, SettingsError | None] = {}  # cached by configuration
 
 
 def packing_error(config: PreTrainedConfig) -> SettingsError | None:
-    """Return the error of :func:`check_architecture` for packed rows, or None if a model can be packed. Cached."""
+    """Return the error of :func:`check_forward_matches_unpadded` for packed rows, or None. Cached."""
     key = config.to_json_string()
     if key not in _packing_errors:
         try:
-            check_architecture("model.path", config, "sdpa")
+            check_forward_matches_unpadded("model.path", config, "sdpa")
             _packing_errors[key] = None
         except SettingsError as error:
             _packing_errors[key] = error
@@ -75,7 +75,7 @@ def packing_error(config: PreTrainedConfig) -> SettingsError | None:
 
 
 @torch.no_grad()
-def check_architecture(name: str, config: PreTrainedConfig, backend: AttentionBackend) -> bool:
+def check_forward_matches_unpadded(name: str, config: PreTrainedConfig, backend: AttentionBackend) -> bool:
     """Raise SettingsError if the forward pass of model ``name`` with ``backend`` differs from unpadded rows.
 
     Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns False if the copy
@@ -87,11 +87,11 @@ def check_architecture(name: str, config: PreTrainedConfig, backend: AttentionBa
     backend = "padded" if backend == "padded" else "sdpa"  # runs on any machine
     with torch.random.fork_rng(devices=[]):
         try:
-            small = small_config(config)
+            small = shrink_config(config)
             if count_parameters(small) > _LARGEST:
                 return False
             own = random_model(small, attention="eager")
-            rows = two_test_sequences(small.get_text_config().vocab_size)
+            rows = make_test_sequences(small.get_text_config().vocab_size)
             wanted = unpacked_log_probs(own, rows)
         except Exception:  # noqa: BLE001 - a copy of these sizes cannot run, but the model itself may
             return False
@@ -114,7 +114,7 @@ def check_packed_forward(name: str, policy: PolicyModel) -> None:
     Collective over ranks that share parameters or form a sequence-parallel group.
     """
     model, head = policy.causal_lm, policy.head
-    rows = [row.to(head.weight.device) for row in two_test_sequences(head.out_features)]
+    rows = [row.to(head.weight.device) for row in make_test_sequences(head.out_features)]
     with _errors_with_model_name(name, type(model).__name__, policy.attention):
         found = packed_log_probs(policy, rows)
         implementation = model.config._attn_implementation
@@ -169,7 +169,7 @@ def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> I
         ) from error
 
 
-def two_test_sequences(vocabulary: int) -> list[Tensor]:
+def make_test_sequences(vocabulary: int) -> list[Tensor]:
     """Return two sequences [S] of token ids with the same prompt and different lengths."""
     draw = torch.Generator().manual_seed(0)
     low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens are at the ends
@@ -198,11 +198,11 @@ def packed_log_probs(policy: PolicyModel, rows: Sequence[Tensor]) -> Tensor:
     return log_probs
 
 
-def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
+def shrink_config(config: PreTrainedConfig) -> PreTrainedConfig:
     """Return a copy of ``config`` with few layers, few narrow heads and a small vocabulary, otherwise unchanged.
 
     Keeps enough layers to contain each kind of layer once. Attention windows become shorter than the sequences of
-    :func:`two_test_sequences`.
+    :func:`make_test_sequences`.
     """
     small = copy.deepcopy(config)
     for part in _nested_configs(small):

@@ -16,7 +16,7 @@ from torch.autograd.graph import save_on_cpu
 
 from agentrl.errors import SettingsError
 from agentrl.models.attention import ATTENTION, register_attention
-from agentrl.models.routes import recompute_contexts
+from agentrl.models.routes import routing_recompute_contexts
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl_envs.registry import did_you_mean
 
@@ -176,7 +176,7 @@ def enable_gradient_checkpointing(model: PreTrainedModel) -> None:
     """Enable gradient checkpointing for padded and packed rows."""
     # context_fn restores the packed row and its routes while a layer is recomputed. It requires use_reentrant=False.
     model.gradient_checkpointing_enable(
-        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": recompute_contexts}
+        gradient_checkpointing_kwargs={"use_reentrant": False, "context_fn": routing_recompute_contexts}
     )
 
 

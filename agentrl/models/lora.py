@@ -38,11 +38,14 @@ def add_adapters(model: _Model, settings: LoRASettings) -> _Model:
     """
     if settings.rank == 0:
         return model
-    check_peft()
+    check_peft_installed()
     from peft import LoraConfig, inject_adapter_in_model
 
     config = LoraConfig(
-        r=settings.rank, lora_alpha=settings.alpha, target_modules=target_layers(model, settings), lora_dropout=0.0
+        r=settings.rank,
+        lora_alpha=settings.alpha,
+        target_modules=adapted_layer_names(model, settings),
+        lora_dropout=0.0,
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -52,12 +55,12 @@ def add_adapters(model: _Model, settings: LoRASettings) -> _Model:
     return model
 
 
-def check_peft() -> None:
+def check_peft_installed() -> None:
     """Raise SettingsError if peft is not installed."""
     require_package("peft", extra="lora", purpose="model.lora.rank")
 
 
-def target_layers(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
+def adapted_layer_names(model: PreTrainedModel, settings: LoRASettings) -> list[str]:
     """Return the names of the layers to which adapters are added.
 
     Raises SettingsError for a target that does not exist or is the head.

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from agentrl.errors import SettingsError
-from agentrl.kernels.arithmetic import tempered_logits
+from agentrl.kernels.arithmetic import write_tempered_logits
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -41,7 +41,7 @@ class LogitMap:
         scaled = output.to(torch.promote_types(output.dtype, torch.float32)) * self.scale
         return scaled if self.cap is None else self.cap * torch.tanh(scaled / self.cap)
 
-    def with_cap_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
+    def logits_and_slope(self, output: Tensor) -> tuple[Tensor, Tensor | None]:
         """Return the logits and their derivative with respect to scale times output (None without a cap)."""
         logits = self(output)
         return logits, None if self.cap is None else 1 - (logits / self.cap).square()
@@ -77,7 +77,9 @@ class ModelParts:
         if weight.dtype == dtype:
             return self.logit_map(self.head(hidden))
         rows = hidden.flatten(0, -2)
-        output = tempered_logits(rows, weight, bias, rows.new_empty(len(rows), len(weight), dtype=dtype), 1.0, None)
+        output = write_tempered_logits(
+            rows, weight, bias, rows.new_empty(len(rows), len(weight), dtype=dtype), 1.0, None
+        )
         return self.logit_map(output).view(*hidden.shape[:-1], -1)
 
 
@@ -91,8 +93,8 @@ def split_model(causal_lm: PreTrainedModel) -> ModelParts:
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear) or backbone is causal_lm:
         raise SettingsError(f"model.path: {name} is not a causal language model with a linear head; choose another one")
-    parts = ModelParts(backbone=backbone, head=head, logit_map=_declared(causal_lm.config))
-    problem = _difference(causal_lm, parts)
+    parts = ModelParts(backbone=backbone, head=head, logit_map=_declared_logit_map(causal_lm.config))
+    problem = _describe_logit_difference(causal_lm, parts)
     if problem is not None:
         raise SettingsError(
             f"model.path: {name} {problem}, so training would use a different policy than this model. Supported: "
@@ -101,7 +103,7 @@ def split_model(causal_lm: PreTrainedModel) -> ModelParts:
     return parts
 
 
-def _declared(config: PreTrainedConfig) -> LogitMap:
+def _declared_logit_map(config: PreTrainedConfig) -> LogitMap:
     """Return the logit map that the configuration declares under the names of `transformers`."""
     text = config.get_text_config()
     scale = 1.0 / (getattr(text, _DIVISOR, None) or 1.0) * (getattr(text, _FACTOR, None) or 1.0)
@@ -109,7 +111,7 @@ def _declared(config: PreTrainedConfig) -> LogitMap:
 
 
 @torch.no_grad()
-def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
+def _describe_logit_difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
     """Describe how the model's logits for given hidden states differ from the logits of ``parts``. None if equal."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
@@ -122,9 +124,9 @@ def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
     given: list[Tensor] = []
     taken: list[Tensor] = []
 
-    def transformer(*args: object, **kwargs: object) -> _Output:
+    def transformer(*args: object, **kwargs: object) -> _TransformerOutput:
         given.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not ids)
-        return _Output(hidden)
+        return _TransformerOutput(hidden)
 
     def linear(states: Tensor) -> Tensor:
         taken.append(states)
@@ -144,7 +146,7 @@ def _difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
     return None
 
 
-class _Output:
+class _TransformerOutput:
     """A transformer's output, readable by attribute or as a tuple. Every attribute except the hidden states is None."""
 
     def __init__(self, states: Tensor) -> None:

@@ -19,10 +19,16 @@ from agentrl.kernels import (
     top_divergence,
     trajectory_energies,
 )
-from agentrl.kernels.attention import AttentionBackend, PackedRow, SequenceGroup, packed_states, rank_slice
+from agentrl.kernels.attention import (
+    AttentionBackend,
+    PackedRow,
+    SequenceParallelGroup,
+    compute_packed_states,
+    rank_slice,
+)
 from agentrl.models.attention import use_attention_backend
 from agentrl.models.model_parts import IDENTITY_LOGIT_MAP, LogitMap, split_model
-from agentrl.models.routes import Routes, install_routes, routing
+from agentrl.models.routes import ExpertRoutes, install_routes, use_routes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -186,7 +192,7 @@ class PolicyModel(nn.Module):
         *,
         backend: Backend = "auto",
         attention: AttentionBackend = "sdpa",
-        sequence: SequenceGroup | None = None,
+        sequence: SequenceParallelGroup | None = None,
     ) -> None:
         """Replace the head of ``causal_lm`` with a :class:`FusedHead` that uses ``backend``.
 
@@ -207,7 +213,7 @@ class PolicyModel(nn.Module):
         self.attention: AttentionBackend = attention
         self.sequence = sequence
         self.records_routes = False
-        self.routes: Routes | None = None  # of the last forward that recorded or replayed them
+        self.routes: ExpertRoutes | None = None  # of the last forward that recorded or replayed them
 
     @property
     def head(self) -> FusedHead:
@@ -246,9 +252,11 @@ class PolicyModel(nn.Module):
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         given = None if row.routes is None else row.routes[rank_slice(row, self.sequence)]
-        self.routes = Routes(num_layers=layers, replayed=given) if self.records_routes or given is not None else None
-        with routing(self.routes):
-            states = packed_states(
+        self.routes = (
+            ExpertRoutes(num_layers=layers, replayed=given) if self.records_routes or given is not None else None
+        )
+        with use_routes(self.routes):
+            states = compute_packed_states(
                 row, self.backbone, layers=layers, backend=self.attention, sequence=self.sequence
             )  # [l, D]
         indices, targets = row.predicting_positions(rows, columns), row.response_token_ids(rows, columns)
@@ -258,7 +266,7 @@ class PolicyModel(nn.Module):
             return statistics, selected.detach() if keep_hidden else None
         numbers = self.local_token_indices(row, rows, columns)
         assert numbers is not None  # ranks share the row
-        held = _at_least_one(numbers)
+        held = _indices_or_zero(numbers)
         # A rank without tokens computes one token and discards it, because the head is a collective under ZeRO-3.
         own = (indices[held] - rank_slice(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
@@ -304,7 +312,7 @@ class PolicyModel(nn.Module):
             weights[places] = importance_weights[rows, columns]
         every = torch.arange(len(input_ids), device=input_ids.device)
         numbers = every if self.sequence is None else every[self.sequence.rank :: self.sequence.size]
-        own = _at_least_one(numbers)
+        own = _indices_or_zero(numbers)
         energies = trajectory_energies(
             self.causal_lm,
             input_ids[own],
@@ -319,12 +327,14 @@ class PolicyModel(nn.Module):
         return self.sequence.all_gather(energies[: len(numbers)], numbers, len(every))
 
 
-def _at_least_one(numbers: Tensor) -> Tensor:
+def _indices_or_zero(numbers: Tensor) -> Tensor:
     """Return ``numbers`` [n], or [0] if empty, because a rank without work must still take part in collectives."""
     return numbers if len(numbers) else numbers.new_zeros(1)
 
 
-def _gather_statistics(own: TokenStatistics, numbers: Tensor, total: int, sequence: SequenceGroup) -> TokenStatistics:
+def _gather_statistics(
+    own: TokenStatistics, numbers: Tensor, total: int, sequence: SequenceParallelGroup
+) -> TokenStatistics:
     """Gather the statistics of all tokens to every rank. ``numbers`` are the indices of this rank's tokens."""
     given = {name: values for name, values in vars(own).items() if values is not None}
     every = sequence.all_gather(torch.stack([*given.values()], dim=-1)[: len(numbers)], numbers, total).unbind(-1)
@@ -350,7 +360,7 @@ class ValueModel(nn.Module):
         causal_lm: PreTrainedModel,
         *,
         attention: AttentionBackend = "sdpa",
-        sequence: SequenceGroup | None = None,
+        sequence: SequenceParallelGroup | None = None,
     ) -> None:
         """Build the critic on the transformer of ``causal_lm``. ``sequence``: the sequence-parallel group, if any.
 
@@ -372,7 +382,7 @@ class ValueModel(nn.Module):
         Index t contains the value of the state before response token t. For a response of L tokens, index L contains
         the value of the final state, and values at larger indices are undefined.
         """
-        states = packed_states(
+        states = compute_packed_states(
             row, self.backbone, layers=self._layers, backend=self._attention, sequence=self._sequence
         )
         rows = torch.arange(len(row.response_starts), device=states.device)

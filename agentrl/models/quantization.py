@@ -23,16 +23,16 @@ def fake_quantize(model: PreTrainedModel, number_format: str) -> PreTrainedModel
     head = model.get_output_embeddings()
     for name, module in model.named_modules():
         if isinstance(module, nn.Linear) and module is not head:
-            module.weight.copy_(rounded(module.weight, number_format))
+            module.weight.copy_(round_weight(module.weight, number_format))
         elif name.endswith("experts"):
             for weight in module.parameters(recurse=False):
                 if weight.dim() == 3:
                     outputs = weight.mT if getattr(module, "is_transposed", False) else weight
-                    outputs.copy_(rounded(outputs, number_format))
+                    outputs.copy_(round_weight(outputs, number_format))
     return model
 
 
-def rounded(weight: Tensor, number_format: str) -> Tensor:
+def round_weight(weight: Tensor, number_format: str) -> Tensor:
     """Round a weight [out, in] with one scale per output.
 
     >>> rounded(torch.tensor([[127.0, 1.4], [2.0, -0.99]]), "int8")

@@ -5,8 +5,8 @@ select different experts. With routes from the engine, the trainer computes the 
 by the trainer's scores, through which gradients reach the router.
 
 One mechanism serves all families: while a block of experts runs, a call of `topk` over the scores of all its experts
-returns the scores of the replayed experts. :func:`routes_obstacle` tests with a small copy whether a model routes this
-way.
+returns the scores of the replayed experts. :func:`reason_routes_not_replayable` tests with a small copy whether a
+model routes this way.
 
 Routes have the shape [tokens, layers * k] for k experts per token, with zeros in layers without experts.
 """
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class Routes:
+class ExpertRoutes:
     """The routes of one forward pass. ``num_layers``: number of layers of the model, with or without experts."""
 
     num_layers: int
@@ -40,7 +40,7 @@ class Routes:
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [tokens, k] by layer, selected by the scores
     modes: list[TorchFunctionMode] = field(default_factory=list)  # of the running block
 
-    def select(self, layer: int, scores: Tensor, top: Any) -> Any:
+    def select_experts(self, layer: int, scores: Tensor, top: Any) -> Any:
         """Return the scores and indices [tokens, k] of the experts to compute, given the largest scores ``top``."""
         self.chosen[layer] = top.indices.detach()
         if self.replayed is None:
@@ -50,13 +50,13 @@ class Routes:
         wanted = torch.where(wanted < 0, top.indices, wanted)
         return type(top)((scores.gather(-1, wanted), wanted))
 
-    def recorded(self) -> Tensor:
+    def recorded_routes(self) -> Tensor:
         """Return the routes [tokens, layers * k] that the scores selected, int16."""
         first = next(iter(self.chosen.values()))
         empty = torch.zeros_like(first)
         return torch.cat([self.chosen.get(layer, empty) for layer in range(self.num_layers)], dim=-1).short()
 
-    def count_changed(self) -> tuple[Tensor, int]:
+    def count_changed_and_replayed(self) -> tuple[Tensor, int]:
         """Return (number of routes for which the scores select other experts, number of replayed routes)."""
         assert self.replayed is not None
         count = next(iter(self.chosen.values())).shape[-1]
@@ -70,11 +70,11 @@ class Routes:
         return other, total
 
 
-_current: ContextVar[Routes | None] = ContextVar("routes", default=None)
+_current: ContextVar[ExpertRoutes | None] = ContextVar("routes", default=None)
 
 
 @contextmanager
-def routing(routes: Routes | None) -> Iterator[None]:
+def use_routes(routes: ExpertRoutes | None) -> Iterator[None]:
     """Record and replay ``routes`` in the forward passes of this thread inside the block. None: no effect."""
     token = _current.set(routes)
     try:
@@ -83,23 +83,23 @@ def routing(routes: Routes | None) -> Iterator[None]:
         _current.reset(token)
 
 
-def recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+def routing_recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return the contexts of `torch.utils.checkpoint`. Layers are recomputed in the context of their forward pass."""
-    first, again = attention.recompute_contexts()
+    first, again = attention.attention_recompute_contexts()
     routes = _current.get()
 
     @contextmanager
     def both() -> Iterator[None]:
-        with again, routing(routes):
+        with again, use_routes(routes):
             yield
 
     return first, both()
 
 
-class _TopK(TorchFunctionMode):
+class _TopKOverride(TorchFunctionMode):
     """Replaces the selection of experts while a block of ``experts`` experts runs."""
 
-    def __init__(self, routes: Routes, layer: int, experts: int) -> None:
+    def __init__(self, routes: ExpertRoutes, layer: int, experts: int) -> None:
         super().__init__()
         self._routes, self._layer, self._experts = routes, layer, experts
 
@@ -108,7 +108,7 @@ class _TopK(TorchFunctionMode):
         if func in (torch.topk, torch.Tensor.topk):
             scores = args[0] if args else kwargs["input"]
             if scores.shape[-1] == self._experts:
-                return self._routes.select(self._layer, scores, result)
+                return self._routes.select_experts(self._layer, scores, result)
         return result
 
 
@@ -134,7 +134,7 @@ def install_routes(model: PreTrainedModel) -> int:
 def _enter(block: nn.Module, arguments: object, *, layer: int, experts: int) -> None:
     routes = _current.get()
     if routes is not None:
-        routes.modes.append(_TopK(routes, layer, experts))
+        routes.modes.append(_TopKOverride(routes, layer, experts))
         routes.modes[-1].__enter__()
 
 
@@ -145,15 +145,15 @@ def _leave(block: nn.Module, arguments: object, output: object) -> None:
 
 
 @torch.no_grad()
-def routes_obstacle(config: PreTrainedConfig) -> str | None:
+def reason_routes_not_replayable(config: PreTrainedConfig) -> str | None:
     """Return the reason why the routes of a model cannot be replayed, or None if they can.
 
     Tests a small random copy of the model. It must record one route in every layer with experts, compute the same
     states with these routes, and compute different states with different routes.
     """
-    from agentrl.models.exactness import random_model, small_config, two_test_sequences
+    from agentrl.models.exactness import make_test_sequences, random_model, shrink_config
 
-    small = small_config(config)
+    small = shrink_config(config)
     text = small.get_text_config()
     if getattr(text, "first_k_dense_replace", 0):
         text.first_k_dense_replace = 1  # keep a layer with experts
@@ -163,11 +163,11 @@ def routes_obstacle(config: PreTrainedConfig) -> str | None:
     layers = install_routes(model)
     if not layers:
         return f"{name}: it has no layers with experts; set correction.route_replay=off"
-    ids = two_test_sequences(text.vocab_size)[0][None]
+    ids = make_test_sequences(text.vocab_size)[0][None]
 
-    def states(replayed: Tensor | None) -> tuple[Tensor, Routes]:
-        routes = Routes(num_layers=text.num_hidden_layers, replayed=replayed)
-        with routing(routes):
+    def states(replayed: Tensor | None) -> tuple[Tensor, ExpertRoutes]:
+        routes = ExpertRoutes(num_layers=text.num_hidden_layers, replayed=replayed)
+        with use_routes(routes):
             return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state, routes
 
     plain, routes = states(None)
@@ -176,8 +176,8 @@ def routes_obstacle(config: PreTrainedConfig) -> str | None:
         return (
             f"{name}: {len(routes.chosen)} of its {layers} layers with experts select them by one top-k of all scores"
         )
-    same, _ = states(routes.recorded())
-    others, _ = states(routes.recorded().flip(0))  # the routes of other tokens
+    same, _ = states(routes.recorded_routes())
+    others, _ = states(routes.recorded_routes().flip(0))  # the routes of other tokens
     if not torch.equal(plain, same) or torch.equal(plain, others):
         return f"{name}: its experts do not follow the selected indices"
     return None

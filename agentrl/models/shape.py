@@ -10,7 +10,7 @@ import torch
 from agentrl.errors import SettingsError
 from agentrl.models.attention import reason_not_packable
 from agentrl.models.loading import load_config
-from agentrl.models.lora import target_layers
+from agentrl.models.lora import adapted_layer_names
 from agentrl.models.settings import LoRASettings, ModelSettings
 
 if TYPE_CHECKING:
@@ -62,7 +62,7 @@ def shape_from_config(name: str, config: PreTrainedConfig, lora: LoRASettings | 
     sizes = [item.numel() for item in model.parameters()]
     head = model.get_output_embeddings()
     vectors = [item.numel() for name, item in model.named_parameters() if item.ndim == 1 and name.endswith("weight")]
-    adapted = [model.get_submodule(name) for name in target_layers(model, lora or LoRASettings())]
+    adapted = [model.get_submodule(name) for name in adapted_layer_names(model, lora or LoRASettings())]
     text = config.get_text_config()
 
     def dimension(field: str, default: int) -> int:  # missing in the configurations of some architectures

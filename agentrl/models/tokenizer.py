@@ -44,7 +44,7 @@ class TextCodec:
         """Create a codec. ``turn_end`` is the chat template's end-of-turn marker, a special token.
 
         ``shown_special_tokens`` remain in decoded text, for example ``[TOOL_CALLS]``. For ``generation_ends``, see
-        :func:`read_generation_ends`. Raises ValueError if ``turn_end`` is not a single token.
+        :func:`read_end_token_ids`. Raises ValueError if ``turn_end`` is not a single token.
         """
         self._encode_mark = lru_cache(maxsize=64)(
             lambda mark: tuple(tokenizer(mark, add_special_tokens=False)["input_ids"])
@@ -65,11 +65,11 @@ class TextCodec:
             raise ValueError(f"the end-of-turn marker {turn_end!r} must be a single token; got {len(ends)} tokens")
         self.end_ids: frozenset[int] = frozenset({self.eos_id, *ends, *generation_ends})
         self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
-        self.prefix_ids: tuple[int, ...] = self._prefix(tokenizer)
+        self.prefix_ids: tuple[int, ...] = self._prepended_tokens(tokenizer)
         self._table: list[bytes] | None = None
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(lambda text: self.prefix_ids + self.encode(text))
 
-    def _prefix(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    def _prepended_tokens(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
         """Return the tokens that the tokenizer prepends to every text (a BOS token for Llama, none for Qwen)."""
         whole, text = tuple(tokenizer("a", add_special_tokens=True)["input_ids"]), self.encode("a")
         places = range(len(whole) - len(text) + 1)
@@ -167,7 +167,9 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path)
 
 
-def different_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, owner: str) -> dict[int, str]:
+def different_special_tokens(
+    policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, owner: str
+) -> dict[int, str]:
     """Return the ids of special tokens that differ between two tokenizers, each with a message that names it.
 
     Raises SettingsError if an ordinary token differs. ``owner`` describes the model of the other tokenizer.
@@ -187,7 +189,7 @@ def different_tokens(policy: PreTrainedTokenizerBase, other: PreTrainedTokenizer
     return different
 
 
-def read_generation_ends(path: str | Path) -> tuple[int, ...]:
+def read_end_token_ids(path: str | Path) -> tuple[int, ...]:
     """Return the end-of-sequence tokens from generation_config.json or, if the file is missing, from config.json.
 
     Chat models list tokens there that their tokenizer does not list (``<|im_end|>`` in addition to ``<|endoftext|>``).

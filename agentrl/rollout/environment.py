@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.models.chat_template import read_chat_format
-from agentrl.models.tokenizer import TextCodec, read_generation_ends
+from agentrl.models.tokenizer import TextCodec, read_end_token_ids
 from agentrl.rollout.gateway.environment import (
     AgentEnvironment,
     RerenderedEnvironment,
@@ -170,7 +170,7 @@ def build_codec(tokenizer: PreTrainedTokenizerBase, name: str, chat: ChatSetup |
     """Build the codec for conversations with the model ``name``, with or without a chat template."""
     if chat is not None and chat.renderer is not None:
         return chat.renderer.codec
-    generation_ends = read_generation_ends(name)
+    generation_ends = read_end_token_ids(name)
     if chat is None or chat.format is None:
         return TextCodec(tokenizer, generation_ends=generation_ends)
     chat_format = chat.format

@@ -101,7 +101,7 @@ class TrajectoryTokens:
         return np.exp(np.clip(self.update_log_probs.astype(np.float64) - self.log_probs, -20.0, 20.0))
 
     @property
-    def weighted_energy(self) -> np.ndarray:
+    def importance_weighted_energy(self) -> np.ndarray:
         """Terms of the realized energy [K] float64: (rho_k loss_mask_k)^2 w_k."""
         energy = self.energy.astype(np.float64)
         if self.hidden_norm_squared is not None:
@@ -143,7 +143,7 @@ def realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.nd
         if row.key not in energies:
             parent = by_key.get(RowKey(row.group, row.sample, row.parent)) if row.parent >= 0 else None
             before = 0.0 if parent is None else float(of(parent)[row.fork - 1])
-            energies[row.key] = before + np.cumsum(row.weighted_energy)
+            energies[row.key] = before + np.cumsum(row.importance_weighted_energy)
         return energies[row.key]
 
     for row in by_key.values():

@@ -308,7 +308,7 @@ def _sibling_record(stored: StoredStep, item: StoredTrajectory, row: dict[str, o
         about["edge"] = {
             "return": float(item.tokens.returns[0]),
             "baseline": float(item.tokens.baselines.mean()),
-            "energy": float(item.tokens.weighted_energy.sum()),
+            "energy": float(item.tokens.importance_weighted_energy.sum()),
         }
         about["mean_advantage"] = float(item.tokens.advantages.mean())
         about["index"] = indices.tolist()

@@ -207,7 +207,7 @@ def test_user_code_adds_an_estimator_by_a_decorator_once(own_registries):
 
 def test_an_estimator_that_reads_the_corrections_weights_says_so(own_registries):
     def masked(inputs: EstimatorInputs, options: object) -> Advantages:
-        ratio = inputs.loss_ratio
+        ratio = inputs.masked_importance_weights
         return Advantages(advantages=ratio, returns=ratio, baselines=torch.zeros_like(ratio))
 
     register_estimator("undeclared")(masked)

@@ -10,7 +10,7 @@ from agentrl.algorithms import ESTIMATORS, AdvantageInputs, InvalidInputError, c
 from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.estimators import inputs as estimator_inputs
 from agentrl.algorithms.estimators.branches import reward_to_go
-from agentrl.algorithms.estimators.inputs import blocks_of_equal_groups
+from agentrl.algorithms.estimators.inputs import blocks_of_equally_sized_groups
 from agentrl.algorithms.records import Groups
 
 
@@ -26,23 +26,23 @@ def test_unstacking_gives_the_rows_back(ids):
     groups = Groups.from_ids(torch.tensor(ids))
     values = torch.rand(len(ids), 3, generator=torch.Generator().manual_seed(0))
     assert torch.equal(groups.unstack(groups.stack(values)), values)
-    assert groups.members.tolist() == [ids.count(i) for i in ids]
-    sums = groups.sum(values[:, 0])
+    assert groups.group_size_by_row.tolist() == [ids.count(i) for i in ids]
+    sums = groups.broadcast_group_sum(values[:, 0])
     for row, i in enumerate(ids):
         own = [float(values[j, 0]) for j, other in enumerate(ids) if other == i]
         assert float(sums[row]) == pytest.approx(sum(own))
-        assert float(groups.min(values[:, 0])[row]) == min(own)
+        assert float(groups.broadcast_group_min(values[:, 0])[row]) == min(own)
 
 
 def test_the_mean_of_equal_values_is_exactly_that_value():
     values = torch.full((7,), 0.1, dtype=torch.float64)
-    assert torch.equal(Groups.from_ids(torch.zeros(7, dtype=torch.int64)).mean(values), values)
+    assert torch.equal(Groups.from_ids(torch.zeros(7, dtype=torch.int64)).broadcast_group_mean(values), values)
 
 
 def test_blocks_hold_whole_groups_of_one_size_and_every_row_once(monkeypatch):
     monkeypatch.setitem(estimator_inputs._BLOCK_ELEMENTS, "cpu", 24)
     ids = torch.tensor([3, 1, 3, 2, 1, 2, 2, 7, 8, 8, 4, 4])
-    blocks = list(blocks_of_equal_groups(ids, 3))
+    blocks = list(blocks_of_equally_sized_groups(ids, 3))
     assert sorted(torch.cat(blocks).tolist()) == list(range(12))
     members = [[ids[block].tolist().count(i) for i in ids[block].tolist()] for block in blocks]
     assert all(len(set(sizes)) == 1 for sizes in members)

@@ -25,10 +25,10 @@ class Meeting:
 @dataclass
 class Call:
     meeting: Meeting
-    call_index: int
+    participant_index: int
 
     def all_gather(self, values: Tensor) -> Tensor:
-        self.meeting.places[self.call_index] = values
+        self.meeting.places[self.participant_index] = values
         self.meeting.barrier.wait()
         found = torch.stack([self.meeting.places[place] for place in range(self.meeting.calls)])
         self.meeting.barrier.wait()

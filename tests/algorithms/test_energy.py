@@ -38,7 +38,9 @@ def test_realized_energy_by_hand():
             token_energy=torch.tensor([[1.0, 2.0, torch.nan, 4.0]]),
             **given,
         )
-        return cumulative_sum(baselines.weighted_energy(EstimatorInputs.from_checked(inputs), "logit_proxy")).tolist()
+        return cumulative_sum(
+            baselines.importance_weighted_energy(EstimatorInputs.from_inputs(inputs), "logit_proxy")
+        ).tolist()
 
     assert realized() == [[1.0, 3.0, 3.0, 7.0]]
     rho = torch.tensor([[2.0, 1.0, torch.inf, 0.5]])

@@ -27,7 +27,7 @@ def test_the_table_lists_exactly_the_registered_estimators():
 def test_the_table_says_what_each_needs():
     for name, (kind, _, needs, *_) in rows("name").items():
         entry = ESTIMATORS[name]
-        wanted = entry.needs(entry.options())
+        wanted = entry.requirements(entry.options())
         assert kind == ("token" if entry.per_token else "scalar"), name
         named = set(re.findall(r"`(\w+)`", needs)) - {"bootstrap_values"}
         assert named == wanted.inputs, name

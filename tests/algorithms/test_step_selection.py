@@ -19,7 +19,7 @@ from agentrl.algorithms import (
     policy_loss,
     step_selection,
 )
-from agentrl.algorithms.losses.compute import draw_token_numbers
+from agentrl.algorithms.losses.compute import random_integers_by_token
 
 NAMES = ["clip_cov", "kl_cov"]
 OPTIONS = {
@@ -186,7 +186,7 @@ def test_the_draws_are_splitmix64():
         return x ^ (x >> 31)
 
     assert mix(0) == first
-    draws = draw_token_numbers(torch.tensor([3, -7]), 3, seed=5)
+    draws = random_integers_by_token(torch.tensor([3, -7]), 3, seed=5)
     for row, key in enumerate([3, -7]):
         for t in range(3):
             assert int(draws[row, t]) & mask == mix(mix(mix(5) ^ (key & mask)) ^ t)

@@ -11,12 +11,12 @@ def compile_kernels(capability: int) -> None:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    from agentrl.kernels.triton_epilogue import gradient_kernel, sums_kernel
+    from agentrl.kernels.triton_epilogue import accumulate_sums_kernel, logit_gradient_kernel
 
     for out, bias, cap in (("*fp32", False, None), ("*bf16", True, None), ("*fp16", True, 30.0)):
-        for kernel in (sums_kernel, gradient_kernel):
+        for kernel in (accumulate_sums_kernel, logit_gradient_kernel):
             types = {name: SHARED.get(name, "*fp32") for name in kernel.arg_names}
-            if kernel is gradient_kernel:
+            if kernel is logit_gradient_kernel:
                 types["out"] = out
             constants = {"HAS_BIAS": bias, "CAP": cap, "BLOCK": 2048}
             source = ASTSource(fn=kernel, signature=types, constexprs=constants)

@@ -54,7 +54,7 @@ def packed(documents: tuple[Tensor, list[int], list[int]], *, share_prefixes: bo
 def indices_of(row: PackedRow, prompts: list[int], lengths: list[int]) -> list[list[int]]:
     """Where in the row the tokens of each document are."""
     rests = [length - prompt for prompt, length in zip(prompts, lengths, strict=True)]
-    return [row.document(number, rest).tolist() for number, rest in enumerate(rests)]
+    return [row.document_positions(number, rest).tolist() for number, rest in enumerate(rests)]
 
 
 def distinct_tokens(ids: Tensor, prompts: list[int], lengths: list[int]) -> int:
@@ -79,16 +79,16 @@ def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, sh
         assert row.position_ids[0, places].tolist() == list(range(lengths[document]))
     assert row.input_ids.shape[1] == (distinct_tokens(ids, prompts, lengths) if share else sum(lengths))
     assert row.lengths.sum() == row.input_ids.shape[1]
-    assert row.longest_document == max(lengths)
+    assert row.longest_document_length == max(lengths)
     every = torch.arange(row.input_ids.shape[1])
     calls, places = row.attention_batches
     assert torch.equal(torch.cat([queries.flatten() for queries, _, _ in calls])[places], every)
-    tables, places = row.documents
+    tables, places = row.document_batches
     assert torch.equal(torch.cat([table.flatten() for table in tables])[places], every)
     # Each token attends to the tokens on its path, whatever the order of the segments.
-    paths = {int(path[-1 - back]): path[: len(path) - back] for path in row.paths for back in range(len(path))}
+    paths = {int(path[-1 - back]): path[: len(path) - back] for path in row.segment_paths for back in range(len(path))}
     for token in every.tolist():
-        assert torch.equal((row.reach[: token + 1] > token).nonzero()[:, 0], paths[token])
+        assert torch.equal((row.attended_until[: token + 1] > token).nonzero()[:, 0], paths[token])
 
 
 def test_segments_name_the_prompt_that_they_follow() -> None:

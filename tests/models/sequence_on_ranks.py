@@ -21,7 +21,7 @@ from torch import Tensor
 from agentrl.algorithms import HeadVarianceAccumulator
 from agentrl.batch import Batch, MicroBatch
 from agentrl.kernels import TokenStatistics
-from agentrl.kernels.attention import AttentionBackend, SequenceGroup
+from agentrl.kernels.attention import AttentionBackend, SequenceParallelGroup
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.lora import add_adapters, is_adapter_factor
 from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
@@ -105,7 +105,7 @@ def loss_of(statistics: TokenStatistics) -> Tensor:
     return value + ((statistics.full_kl + 2 * statistics.teacher_divergence) * scale).sum()
 
 
-def found_by(case: Case, sequence: SequenceGroup | None) -> dict[str, Any]:
+def found_by(case: Case, sequence: SequenceParallelGroup | None) -> dict[str, Any]:
     """Statistics, values, energies and this rank's gradients."""
     batch, model = batch_of(case, ranks=1 if sequence is None else sequence.size), model_of(case)
     policy = PolicyModel(model, attention=case.attention, sequence=sequence)
@@ -160,14 +160,14 @@ def head_variance(policy: PolicyModel, batch: Batch, hidden: Tensor, held: Tenso
     return {"power": torch.tensor(found.power), "signal": torch.tensor(found.signal)}
 
 
-def groups() -> dict[int, SequenceGroup]:
+def groups() -> dict[int, SequenceParallelGroup]:
     """The groups of two and of all ranks that this one belongs to, by their size."""
     rank, world = torch.distributed.get_rank(), torch.distributed.get_world_size()
     made = {}
     for size in sorted({2, world}):
         own, _ = torch.distributed.new_subgroups(size)
         assert own is not None
-        made[size] = SequenceGroup(rank=rank % size, size=size, group=own)
+        made[size] = SequenceParallelGroup(rank=rank % size, size=size, group=own)
     return made
 
 

@@ -16,13 +16,13 @@ from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
 from agentrl.models.attention import register_attention
 from agentrl.models.exactness import (
-    check_architecture,
+    check_forward_matches_unpadded,
     check_packed_forward,
     choose_attention_backend,
     count_parameters,
+    make_test_sequences,
     random_model,
-    small_config,
-    two_test_sequences,
+    shrink_config,
 )
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
@@ -49,7 +49,7 @@ def compare_with_own_gradients(config: Any, mode: str) -> None:
     own = random_model(config, attention="eager")
     attention, backend = (None, "padded") if mode == "padded" else (register_attention(), "sdpa")
     policy = PolicyModel(random_model(config, attention=attention, weights_from=own), attention=backend)
-    rows = two_test_sequences(config.get_text_config().vocab_size)
+    rows = make_test_sequences(config.get_text_config().vocab_size)
     prompt, lengths = 5, [len(row) for row in rows]
     parts = []
     for row in rows:
@@ -87,7 +87,7 @@ def test_every_class_is_exact_or_refused_by_name() -> None:
             assert decisions[kind].reason, kind
             continue
         try:
-            small = small_config(config_for(kind))
+            small = shrink_config(config_for(kind))
             assert count_parameters(small) < 50_000_000, "not small: nothing was compared"
             compare_with_own_gradients(small, decisions[kind].mode)
         except Exception as error:  # noqa: BLE001 - listed with its cause
@@ -100,9 +100,9 @@ def test_every_class_is_exact_or_refused_by_name() -> None:
 
 @pytest.mark.parametrize("kind", ["stablelm", "nemotron"])
 def test_layers_that_drop_keyword_arguments_train_when_they_are_recomputed(kind: str) -> None:
-    config = small_config(config_for(kind))
+    config = shrink_config(config_for(kind))
     own = random_model(config, attention=register_attention())
-    batch = two_test_sequences(config.vocab_size)
+    batch = make_test_sequences(config.vocab_size)
     ids = torch.nn.utils.rnn.pad_sequence(batch, batch_first=True)
     mask = torch.arange(5, ids.shape[1]) < torch.tensor([len(row) for row in batch])[:, None]
     found = []
@@ -120,7 +120,7 @@ def test_ignored_position_ids_are_named_with_the_difference() -> None:
         SettingsError,
         match=r"model\.path='some/bart': BartForCausalLM cannot be .* and unpacked trajectories differ by 0\.\d+",
     ):
-        check_architecture("some/bart", AutoConfig.for_model("bart"), "sdpa")
+        check_forward_matches_unpadded("some/bart", AutoConfig.for_model("bart"), "sdpa")
 
 
 def test_loaded_weights_are_compared_and_left_as_they_were() -> None:

@@ -9,16 +9,16 @@ import torch
 from rollout.fakes import tiny_model
 from transformers import GptOssConfig, GptOssForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from agentrl.models.quantization import fake_quantize, rounded
+from agentrl.models.quantization import fake_quantize, round_weight
 
 
 def test_a_weight_is_within_half_a_step_of_its_output() -> None:
     weight = torch.randn(5, 40, generator=torch.Generator().manual_seed(0))
     largest = weight.abs().amax(-1, keepdim=True)
-    assert bool(((rounded(weight, "int8") - weight).abs() <= largest / 254 * 1.001).all())
+    assert bool(((round_weight(weight, "int8") - weight).abs() <= largest / 254 * 1.001).all())
     # fp8 (e4m3) has three bits after the point, and steps of 2^-9 of 448 near zero.
-    assert bool(((rounded(weight, "fp8") - weight).abs() <= (weight.abs() / 16).clamp(min=1e-5) * 1.001).all())
-    assert torch.equal(rounded(torch.zeros(2, 3), "fp8"), torch.zeros(2, 3))
+    assert bool(((round_weight(weight, "fp8") - weight).abs() <= (weight.abs() / 16).clamp(min=1e-5) * 1.001).all())
+    assert torch.equal(round_weight(torch.zeros(2, 3), "fp8"), torch.zeros(2, 3))
 
 
 def test_linear_layers_except_the_head_are_rounded() -> None:
@@ -46,7 +46,7 @@ def test_fused_experts_have_a_scale_for_each_expert_and_output(transposed: bool)
     fake_quantize(model, "int8")
     for name in ("gate_up_proj", "down_proj"):
         weight, now = before[f"model.layers.0.mlp.experts.{name}"], getattr(experts, name)
-        wanted = [rounded(one.T, "int8").T if transposed else rounded(one, "int8") for one in weight]
+        wanted = [round_weight(one.T, "int8").T if transposed else round_weight(one, "int8") for one in weight]
         assert torch.equal(now, torch.stack(wanted))
         assert not torch.equal(now, weight)
     for name, value in model.state_dict().items():

@@ -26,7 +26,7 @@ from agentrl.batch import Batch, MicroBatch
 from agentrl.models.attention import use_agentrl_attention
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
-from agentrl.models.routes import Routes, install_routes, routes_obstacle, routing
+from agentrl.models.routes import ExpertRoutes, install_routes, reason_routes_not_replayable, use_routes
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.trajectory import Segment, Trajectory
@@ -118,12 +118,12 @@ async def test_the_engine_returns_the_experts_of_every_token(model: Any) -> None
     items = await played(model)
     for item in items:
         ids = torch.tensor([item.prompt_ids + item.response_ids])
-        routes = Routes(num_layers=LAYERS)
-        with torch.inference_mode(), routing(routes):
+        routes = ExpertRoutes(num_layers=LAYERS)
+        with torch.inference_mode(), use_routes(routes):
             model.get_decoder()(input_ids=ids, use_cache=False)
         known = routes_of(item)
         assert len(known) == ids.shape[1] - 1 - len(item.segments[-1].token_ids)  # without the last model token
-        assert torch.equal(known.sort(-1).values, routes.recorded()[: len(known)].sort(-1).values)
+        assert torch.equal(known.sort(-1).values, routes.recorded_routes()[: len(known)].sort(-1).values)
 
 
 def with_fixed_routes(model: Any, routes: Callable[[], Tensor]) -> None:
@@ -163,7 +163,7 @@ async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model
     for row, item in enumerate(items):
         known_tokens = len(routes_of(item))
         prompt = len(item.prompt_ids)
-        given = batch.row.routes[batch.row.document(row, known_tokens - prompt)]
+        given = batch.row.routes[batch.row.document_positions(row, known_tokens - prompt)]
         with_fixed_routes(copy, lambda given=given: given)
         ids = torch.tensor([item.prompt_ids + item.response_ids])
         logits = copy(input_ids=ids[:, :known_tokens], use_cache=False).logits[0]
@@ -186,20 +186,20 @@ async def test_replay_hides_a_router_that_chooses_differently(model: Any) -> Non
     with torch.no_grad():
         policy(batch.row, batch.rows, batch.columns)
         assert policy.routes is not None
-        other, total = policy.routes.count_changed()
+        other, total = policy.routes.count_changed_and_replayed()
         assert (int(other), total) == (0, int((batch.row.routes[:, 0] >= 0).sum()) * len(policy.routes.chosen))
         for name, parameter in model.named_parameters():
             if name.endswith("gate.weight"):
                 parameter += 0.3 * torch.randn_like(parameter)
         policy(batch.row, batch.rows, batch.columns)
-        other, total = policy.routes.count_changed()
+        other, total = policy.routes.count_changed_and_replayed()
         assert 0 < int(other) < total
         policy.records_routes = True
         replayed = batch.row.routes
         row = batch.row.pad_to_multiple(1)
         object.__setattr__(row, "routes", None)
         policy(row, batch.rows, batch.columns)
-        own = policy.routes.recorded()
+        own = policy.routes.recorded_routes()
         assert policy.routes.replayed is None
         assert not torch.equal(own[replayed[:, 0] >= 0], replayed[replayed[:, 0] >= 0])
 
@@ -221,12 +221,16 @@ def config_of(kind: str) -> PreTrainedConfig:
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss"])
 def test_families_whose_routes_can_be_replayed(kind: str) -> None:
-    assert routes_obstacle(config_of(kind)) is None
+    assert reason_routes_not_replayable(config_of(kind)) is None
 
 
 def test_other_models_are_refused_by_name() -> None:
-    assert "does not support qwen2: it has no layers with experts" in str(routes_obstacle(config_of("qwen2")))
-    assert "does not support phimoe: 0 of its 2 layers with experts" in str(routes_obstacle(config_of("phimoe")))
+    assert "does not support qwen2: it has no layers with experts" in str(
+        reason_routes_not_replayable(config_of("qwen2"))
+    )
+    assert "does not support phimoe: 0 of its 2 layers with experts" in str(
+        reason_routes_not_replayable(config_of("phimoe"))
+    )
 
 
 def test_settings_that_cannot_replay_routes_are_named() -> None:

@@ -62,7 +62,7 @@ PROBLEM = Problem(
 def classes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     (tmp_path / "chat_classes.py").write_text(CLASSES, encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(rooms, "read_generation_ends", lambda name: ())  # there is no model, only its tokenizer
+    monkeypatch.setattr(rooms, "read_end_token_ids", lambda name: ())  # there is no model, only its tokenizer
     return "chat_classes"
 
 

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from agentrl.kernels import Backend, reason_triton_unavailable
-from agentrl.kernels.attention import SequenceGroup
+from agentrl.kernels.attention import SequenceParallelGroup
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.rollout.settings import RewardSettings
@@ -88,7 +88,7 @@ class Case:
             zero_stage=self.zero_stage, persistence_threshold=0, sequence_parallel=self.sequence_parallel
         )
 
-    def sequence(self) -> SequenceGroup | None:
+    def sequence(self) -> SequenceParallelGroup | None:
         return rank_groups(self.training()).sequence
 
 

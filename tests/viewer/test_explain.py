@@ -181,7 +181,7 @@ def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Pat
     @register_estimator("best", options=ScalarOptions, group_based=True)
     def best(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
         totals = inputs.totals.unsqueeze(-1)
-        most = -inputs.groups.min(-inputs.totals).unsqueeze(-1)
+        most = -inputs.groups.broadcast_group_min(-inputs.totals).unsqueeze(-1)
         return Advantages(advantages=totals - most, returns=totals, baselines=most)
 
     made = make_run(tmp_path / "best", "best")
@@ -202,7 +202,7 @@ def test_weights_on_returns_make_the_stored_baseline(tmp_path: Path, own_registr
     @register_estimator("squares", options=ScalarOptions, group_based=True)
     def squares(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
         totals = inputs.totals.unsqueeze(-1)
-        mean = inputs.groups.mean(inputs.totals.square()).unsqueeze(-1)
+        mean = inputs.groups.broadcast_group_mean(inputs.totals.square()).unsqueeze(-1)
         return Advantages(advantages=totals - mean, returns=totals, baselines=mean)
 
     lines = list(explain(make_run(tmp_path / "x", "squares"), step=3, trajectory=0, token=0).lines())

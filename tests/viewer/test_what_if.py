@@ -64,7 +64,7 @@ def test_it_equals_compute_advantages(step: StoredStep, name: str, options: dict
     chosen = step.trajectories[1]
     found = what_if(step, chosen, estimator=name, options=options)
     trained = [item for item in step.trajectories if item.tokens is not None]
-    wide = ESTIMATORS[name].needs(ESTIMATORS[name].make_options(name, options)).step_wide
+    wide = ESTIMATORS[name].requirements(ESTIMATORS[name].make_options(name, options)).step_wide
     group = trained if wide else step.siblings(chosen)
     for item, expected in zip(group, straight(step, group, name, options), strict=True):
         if item.key in found.columns:

@@ -41,13 +41,13 @@ def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     return proxy.mul_(_read_energy_input(inputs, "hidden_norm_squared", energy, negative=False))
 
 
-def weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
+def importance_weighted_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     """Compute (rho_t loss_mask_t)^2 w_t on model tokens, [B, T]. Its running sum is the realized energy W_k.
 
     The ratio is inside that sum (arXiv 2602.07078, the line before Eq. 60).
     """
     energies = token_energy(inputs, energy)
-    ratio = inputs.loss_ratio
+    ratio = inputs.masked_importance_weights
     return energies if ratio is None else energies.mul_(ratio.square())
 
 
@@ -70,14 +70,14 @@ def _read_energy_input(inputs: EstimatorInputs, name: str, energy: str, *, negat
             f"energy={energy!r} needs {name} (TokenStatistics.{name} of the policy's forward); energy='length' "
             "needs no input"
         )
-    return inputs.read(name, allow_negative=negative)
+    return inputs.token_field(name, allow_negative=negative)
 
 
 TAILS = ("zero", "carry", "self")
 
 
 @dataclass(frozen=True, kw_only=True)
-class BaselineColumns:
+class GroupedReturns:
     """J groups of N rows, laid out so that the entries of a group in one column share a baseline.
 
     `valid` marks existing entries. For these, `returns` is G and `weights` is W + eps.
@@ -89,7 +89,7 @@ class BaselineColumns:
     sizes: Tensor  # [J] number of rows of the group, at most N
 
 
-def column_baselines(columns: BaselineColumns, *, tail: str, leave_one_out: bool) -> Tensor:
+def column_baselines(columns: GroupedReturns, *, tail: str, leave_one_out: bool) -> Tensor:
     """Compute b = sum W G / sum W over the group's entries of a column: [J, N, C], or [J, 1, C] if all rows share it.
 
     With `leave_one_out`, every entry is excluded from its own sums. If an entry is alone in its column, `tail`
@@ -113,7 +113,7 @@ class _ColumnSums:
     valid: Tensor  # [J, N, C]
 
     @classmethod
-    def of(cls, columns: BaselineColumns) -> _ColumnSums:
+    def of(cls, columns: GroupedReturns) -> _ColumnSums:
         invalid = ~columns.valid
         lowest = columns.returns.masked_fill(invalid, torch.inf).amin(1, keepdim=True)
         lowest = lowest.masked_fill_(lowest == torch.inf, 0.0)
@@ -149,7 +149,7 @@ class _ColumnSums:
         return (terms.sum(1, keepdim=True) - terms).scatter_(1, heaviest, rest)
 
 
-def _apply_tail(columns: BaselineColumns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
+def _apply_tail(columns: GroupedReturns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
     alone = count == 1
     if tail == "zero":
         return shared.masked_fill(alone, 0.0)

@@ -27,9 +27,9 @@ class CompactLayout:
     """Layout with each row's model tokens left-aligned, in order: [B, K], where K is their largest number in a row.
 
     >>> layout = CompactLayout.from_mask(torch.tensor([[True, False, True], [False, True, False]]))
-    >>> layout.gather(torch.tensor([[1., 2., 3.], [4., 5., 6.]])).tolist()
+    >>> layout.gather_tokens(torch.tensor([[1., 2., 3.], [4., 5., 6.]])).tolist()
     [[1.0, 3.0], [5.0, 0.0]]
-    >>> layout.scatter(torch.tensor([[1., 3.], [5., 9.]])).tolist()
+    >>> layout.scatter_to_tokens(torch.tensor([[1., 3.], [5., 9.]])).tolist()
     [[1.0, 0.0, 3.0], [0.0, 5.0, 0.0]]
     """
 
@@ -52,15 +52,15 @@ class CompactLayout:
         position = index.new_zeros(rows, longest + 1).scatter_(-1, target, source)[:, :longest]
         return cls(mask=mask, index=index, position=position, valid=valid)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather_tokens(self, tensor: Tensor) -> Tensor:
         """Move [B, T] to [B, K]; entries that do not exist are 0."""
         return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
     def returns_and_weights_along_paths(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (returns, weights, valid) at every compact index, each [B, K], from values [B, T]."""
-        return self.gather(returns), self.gather(weights), self.valid
+        return self.gather_tokens(returns), self.gather_tokens(weights), self.valid
 
-    def scatter(self, tensor: Tensor) -> Tensor:
+    def scatter_to_tokens(self, tensor: Tensor) -> Tensor:
         """Move [B, K] to [B, T]; 0 off the mask."""
         if not tensor.shape[-1]:
             return tensor.new_zeros(self.mask.shape)
@@ -78,7 +78,7 @@ class TokenTrees:
     >>> paths = TokenTrees(mask, torch.tensor([[-1, 0, 0]]))  # the third token forks after the first
     >>> paths.sum_along_paths(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 3.0, 5.0]]
-    >>> paths.depth.tolist()
+    >>> paths.token_depths.tolist()
     [[0, 1, 1]]
     """
 
@@ -99,7 +99,7 @@ class TokenTrees:
         return sums
 
     @cached_property
-    def depth(self) -> Tensor:
+    def token_depths(self) -> Tensor:
         """Number of model tokens before each token on its path from the root, [R, W]; 0 off the mask."""
         return (self.sum_along_paths(self.mask.long()) - 1).clamp_(min=0)
 
@@ -118,18 +118,20 @@ class TokenTrees:
         count = self._sums(self.mask.to(weights.dtype))
         total = self._sums(weights.masked_fill(none, 0.0))
         lowest = torch.full_like(total, torch.inf)
-        lowest.scatter_reduce_(-1, self.depth, returns.masked_fill(none, torch.inf), "amin")
+        lowest.scatter_reduce_(-1, self.token_depths, returns.masked_fill(none, torch.inf), "amin")
         lowest.masked_fill_(count == 0, 0.0)
-        above = (returns - self.scatter(lowest)).mul_(weights)  # so that the mean of equal returns is exact
+        above = (returns - self.scatter_to_tokens(lowest)).mul_(weights)  # so that the mean of equal returns is exact
         mean = lowest + self._sums(above.masked_fill_(none, 0.0)) / total.masked_fill(count == 0, 1.0)
         return mean, total / count.clamp(min=1), count > 0
 
-    def scatter(self, columns: Tensor) -> Tensor:
+    def scatter_to_tokens(self, columns: Tensor) -> Tensor:
         """Move [R, C] to [R, W]; 0 off the mask."""
-        return columns.gather(-1, self.depth).masked_fill_(~self.mask, 0)
+        return columns.gather(-1, self.token_depths).masked_fill_(~self.mask, 0)
 
     def _sums(self, values: Tensor) -> Tensor:
-        return values.new_zeros(len(values), int(self.depth.max()) + 1).scatter_add_(-1, self.depth, values)
+        return values.new_zeros(len(values), int(self.token_depths.max()) + 1).scatter_add_(
+            -1, self.token_depths, values
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,9 +139,9 @@ class LeafPaths:
     """The L root-to-leaf paths of R rollouts, one row per path: [L, D], where D is the length of the longest path.
 
     >>> ways = TokenTrees(torch.tensor([[True, True, True]]), torch.tensor([[-1, 0, 0]])).leaf_paths
-    >>> ways.gather(torch.tensor([[1., 2., 4.]])).tolist()
+    >>> ways.gather_tokens(torch.tensor([[1., 2., 4.]])).tolist()
     [[1.0, 2.0], [1.0, 4.0]]
-    >>> ways.scatter(torch.tensor([[1., 2.], [3., 4.]])).tolist()
+    >>> ways.scatter_to_tokens(torch.tensor([[1., 2.], [3., 4.]])).tolist()
     [[2.0, 2.0, 4.0]]
     """
 
@@ -156,7 +158,7 @@ class LeafPaths:
         leaves = paths.mask.clone()
         leaves[rows, back[rows, tokens]] = False
         rollout, leaf = leaves.nonzero(as_tuple=True)
-        length = paths.depth[rollout, leaf].unsqueeze(-1) + 1
+        length = paths.token_depths[rollout, leaf].unsqueeze(-1) + 1
         column = torch.arange(int(length.max()), device=back.device)
         steps = (length - 1 - column).clamp_(min=0)  # from the leaf back to the column's token
         position = leaf.unsqueeze(-1).expand_as(steps)
@@ -167,11 +169,11 @@ class LeafPaths:
             power *= 2
         return cls(mask=paths.mask, rollout=rollout, position=position, valid=column < length)
 
-    def gather(self, tensor: Tensor) -> Tensor:
+    def gather_tokens(self, tensor: Tensor) -> Tensor:
         """Move [R, W] to [L, D]; entries that do not exist are 0."""
         return tensor[self.rollout.unsqueeze(-1), self.position].masked_fill_(~self.valid, 0)
 
-    def scatter(self, tensor: Tensor) -> Tensor:
+    def scatter_to_tokens(self, tensor: Tensor) -> Tensor:
         """Average [L, D] over the paths of each token: [R, W], 0 off the mask."""
         rows = self.rollout.unsqueeze(-1).expand_as(self.position)[self.valid]
         sums, counts = tensor.new_zeros(2, *self.mask.shape)
@@ -207,7 +209,7 @@ def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RolloutInputs(AdvantageInputs):
+class InputsByRollout(AdvantageInputs):
     """Inputs with one row [W] for each of R rollouts."""
 
     branched: Tensor  # [R] bool: a rollout of its group has branches
@@ -251,24 +253,24 @@ class RolloutRowMapping:
         return cls(
             mask=mask,
             positions=positions,
-            previous=_previous(inputs, layout, positions, parent_rows(inputs)),
+            previous=_predecessor_indices(inputs, layout, positions, parent_rows(inputs)),
             rollout=rollout,
             first=order[begins],
             last=order[ends],
             branched=branched[order[begins]],
         )
 
-    def merge_rows(self, inputs: AdvantageInputs) -> RolloutInputs:
+    def merge_rows(self, inputs: AdvantageInputs) -> InputsByRollout:
         """Return the inputs with one row per rollout."""
         given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         tokens = {
-            name: self._joined(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
+            name: self._merge(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
         }
         ungrouped = dict.fromkeys(("samples", "branches", "parents", "forks"))
-        merged = RolloutInputs(
+        merged = InputsByRollout(
             **{**given, **tokens, **ungrouped, "groups": inputs.groups[self.first]},
             branched=self.branched,
-            previous=self._joined(self.previous),
+            previous=self._merge(self.previous),
         )
         if inputs.greedy_returns is not None:
             merged = replace(merged, greedy_returns=inputs.greedy_returns[self.first])
@@ -285,18 +287,18 @@ class RolloutRowMapping:
     def split_by_row(self, advantages: Advantages) -> Advantages:
         """Convert results for rollouts [R, W] to results for the rows [B, T]."""
         return Advantages(
-            advantages=self._apart(advantages.advantages),
-            returns=self._apart(advantages.returns),
-            baselines=self._apart(advantages.baselines),
+            advantages=self._split(advantages.advantages),
+            returns=self._split(advantages.returns),
+            baselines=self._split(advantages.baselines),
         )
 
-    def _joined(self, tensor: Tensor) -> Tensor:
+    def _merge(self, tensor: Tensor) -> Tensor:
         positions, mask = self.positions[self.mask], self.mask
         joined = tensor.new_zeros(len(self.first), int(positions.max()) + 1)
         joined[self.rollout.unsqueeze(-1).expand_as(mask)[mask], positions] = tensor[mask]
         return joined
 
-    def _apart(self, tensor: Tensor) -> Tensor:
+    def _split(self, tensor: Tensor) -> Tensor:
         positions = self.positions.clamp(max=tensor.shape[1] - 1)
         return tensor[self.rollout].gather(-1, positions).masked_fill_(~self.mask, 0.0)
 
@@ -316,7 +318,7 @@ def parent_rows(inputs: AdvantageInputs) -> Tensor:
     return torch.where(forked, order[found], -1)
 
 
-def _previous(inputs: AdvantageInputs, layout: CompactLayout, positions: Tensor, parents: Tensor) -> Tensor:
+def _predecessor_indices(inputs: AdvantageInputs, layout: CompactLayout, positions: Tensor, parents: Tensor) -> Tensor:
     """Return the index of each model token's predecessor, [B, T].
 
     The predecessor of a row's first token is the token of the parent row after which the row forks.

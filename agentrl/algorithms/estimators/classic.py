@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.baselines import BaselineColumns, column_baselines
+from agentrl.algorithms.estimators.baselines import GroupedReturns, column_baselines
 from agentrl.algorithms.estimators.branches import LeafPaths, reward_to_go
 from agentrl.algorithms.estimators.forks import sibling_baselines
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.estimators.registry import (
-    DiscountedOptions,
+    DiscountedReturnOptions,
     GaeOptions,
     ScalarOptions,
-    WeightedOptions,
-    WhitenedOptions,
+    WeightedBaselineOptions,
+    WhitenedAdvantageOptions,
     register_estimator,
 )
 from agentrl.algorithms.records import Advantages, Groups
@@ -28,7 +28,9 @@ def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
     A group of one: mean 0 and std 1, so A = R.
     """
-    return advantages_from_baselines(inputs.totals, group_means(inputs), _standardized(inputs.totals, inputs.groups))
+    return advantages_from_baselines(
+        inputs.totals, group_means(inputs), _standardize_by_group(inputs.totals, inputs.groups)
+    )
 
 
 @register_estimator("tree_grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
@@ -39,10 +41,10 @@ def tree_grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     so without forks this is `grpo`.
     """
     totals, forest = inputs.totals, inputs.forest
-    advantages = _standardized(totals, inputs.groups)
+    advantages = _standardize_by_group(totals, inputs.groups)
     if forest is not None:
         trees = Groups.from_ids(forest.edges[:, 0], forest.weights)
-        advantages = advantages + torch.where(trees.members == 1, 0.0, _standardized(totals, trees))
+        advantages = advantages + torch.where(trees.group_size_by_row == 1, 0.0, _standardize_by_group(totals, trees))
     return advantages_from_baselines(totals, group_means(inputs), advantages)
 
 
@@ -56,10 +58,12 @@ def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """
     totals, forest, root = inputs.totals, inputs.forest, group_means(inputs)
     if forest is None:
-        return advantages_from_baselines(totals, root, torch.where(inputs.members == 1, 1.0, 2.0) * (totals - root))
+        return advantages_from_baselines(
+            totals, root, torch.where(inputs.group_size_by_row == 1, 1.0, 2.0) * (totals - root)
+        )
     columns = torch.stack([forest.weights, forest.weights * totals, torch.ones_like(totals)], 1)
     below = torch.stack(
-        [level.spread_to_leaves(level.sum_over_leaves(columns)) for level in forest.siblings_by_level], 1
+        [level.copy_to_leaves(level.sum_over_leaves(columns)) for level in forest.siblings_by_level], 1
     )  # [L, H, 3]
     weight, moment, leaves = (forest.edges_to_tokens(part) for part in below.unbind(-1))
     values = below[..., 1] / below[..., 0].clamp(min=torch.finfo(totals.dtype).tiny)
@@ -69,11 +73,13 @@ def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     return advantages_from_baselines(totals, baselines, advantages)
 
 
-def _standardized(totals: Tensor, groups: Groups) -> Tensor:
+def _standardize_by_group(totals: Tensor, groups: Groups) -> Tensor:
     """Compute (R - mean) / (std + 1e-6) over each row's group [B], std unbiased; R for a group of one."""
-    alone = groups.members == 1
-    centred = totals - torch.where(alone, 0.0, groups.mean(totals))
-    spread = (groups.sum(centred.square()) / torch.where(alone, 1.0, groups.degrees_of_freedom)).sqrt() + 1e-6
+    alone = groups.group_size_by_row == 1
+    centred = totals - torch.where(alone, 0.0, groups.broadcast_group_mean(totals))
+    spread = (
+        groups.broadcast_group_sum(centred.square()) / torch.where(alone, 1.0, groups.degrees_of_freedom)
+    ).sqrt() + 1e-6
     return centred / torch.where(alone, 1.0, spread)
 
 
@@ -90,13 +96,13 @@ def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     A group of one: baseline 0, so A = R. In forked rollouts, the mean for a token is over the leaves not
     below the token.
     """
-    totals, members, forest = inputs.totals, inputs.members.double(), inputs.forest
+    totals, members, forest = inputs.totals, inputs.group_size_by_row.double(), inputs.forest
     if forest is not None:
         sums = torch.stack([forest.weights, forest.weights * totals], 1)
         edges = torch.stack(
-            [level.spread_to_leaves(level.sum_over_leaves(sums)) for level in forest.siblings_by_level], 1
+            [level.copy_to_leaves(level.sum_over_leaves(sums)) for level in forest.siblings_by_level], 1
         )  # [L, H, 2]
-        groups = torch.stack([inputs.groups.total_weight, inputs.groups.sum(totals)], 1)
+        groups = torch.stack([inputs.groups.group_weight_by_row, inputs.groups.broadcast_group_sum(totals)], 1)
         total, moment = (forest.edges_to_tokens(part) for part in (groups.unsqueeze(1) - edges).unbind(-1))
         alone = total < _EQUAL
         baselines = torch.where(alone, 0.0, moment / torch.where(alone, 1.0, total))
@@ -105,8 +111,8 @@ def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     return advantages_from_baselines(totals, totals - advantages, advantages)
 
 
-@register_estimator("reinforce_pp_baseline", options=WhitenedOptions, group_based=True)
-def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> Advantages:
+@register_estimator("reinforce_pp_baseline", options=WhitenedAdvantageOptions, group_based=True)
+def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedAdvantageOptions) -> Advantages:
     """Compute A = R - mean of the group, whitened over the step by default (`normalize`; Hu, arXiv 2501.03262).
 
     A group of one: A = R before whitening.
@@ -117,7 +123,7 @@ def reinforce_pp_baseline(inputs: EstimatorInputs, options: WhitenedOptions) -> 
 @register_estimator("remax", options=ScalarOptions, requires=("greedy_returns",))
 def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute A = R - R_greedy; R_greedy is the return of one greedy rollout (Li et al., arXiv 2310.10505)."""
-    return advantages_from_baselines(inputs.totals, inputs.read_trajectories("greedy_returns"))
+    return advantages_from_baselines(inputs.totals, inputs.trajectory_field("greedy_returns"))
 
 
 @register_estimator("gpg", options=ScalarOptions, span="ranks", group_based=True)
@@ -127,7 +133,7 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     B counts the trajectories of the step. A group of one: A = c R; its rewards are equal.
     """
     totals = inputs.totals
-    lowest, highest = inputs.groups.min(totals), -inputs.groups.min(-totals)
+    lowest, highest = inputs.groups.broadcast_group_min(totals), -inputs.groups.broadcast_group_min(-totals)
     here = highest - lowest > _EQUAL * torch.maximum(highest.abs(), lowest.abs())
     weights = torch.ones_like(totals) if inputs.forest is None else inputs.forest.weights
     counts = torch.stack([weights[here].sum(), weights.sum()])
@@ -137,8 +143,8 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     return advantages_from_baselines(totals, means, scale * (totals - means))
 
 
-@register_estimator("opo", options=WeightedOptions, group_based=True)
-def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
+@register_estimator("opo", options=WeightedBaselineOptions, group_based=True)
+def opo(inputs: EstimatorInputs, options: WeightedBaselineOptions) -> Advantages:
     """Compute A = R - b, b = sum (K + eps) R / sum (K + eps), K the model tokens (Hao et al., arXiv 2505.23585).
 
     K includes rejected tokens. With importance weights or a loss mask, use `ogb` with `energy="length"` as the weighted
@@ -151,14 +157,14 @@ def opo(inputs: EstimatorInputs, options: WeightedOptions) -> Advantages:
 
 
 @register_estimator("none", options=ScalarOptions, equal_groups=True)
-def none(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
+def zero_advantages(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Return A = 0: rewards are measured, but do not train the policy. For distillation from a teacher."""
     return advantages_from_baselines(inputs.totals, inputs.totals)
 
 
 def group_means(inputs: EstimatorInputs) -> Tensor:
     """Return the mean R of the row's group [B]; 0 for a group of one."""
-    return torch.where(inputs.members == 1, 0.0, inputs.groups.mean(inputs.totals))
+    return torch.where(inputs.group_size_by_row == 1, 0.0, inputs.groups.broadcast_group_mean(inputs.totals))
 
 
 def weighted_group_means(
@@ -178,7 +184,7 @@ def weighted_group_means(
         )
     if forest is not None:
         weights = weights * forest.weights
-    columns = BaselineColumns(
+    columns = GroupedReturns(
         returns=groups.stack(inputs.totals.unsqueeze(-1)),
         weights=groups.stack(weights.unsqueeze(-1)),
         valid=groups.present.unsqueeze(-1),
@@ -199,8 +205,8 @@ def advantages_from_baselines(totals: Tensor, baselines: Tensor, advantages: Ten
     return Advantages(advantages=advantages, returns=totals, baselines=baselines)
 
 
-@register_estimator("reinforce_pp", options=DiscountedOptions, per_token=True)
-def reinforce_pp(inputs: EstimatorInputs, options: DiscountedOptions) -> Advantages:
+@register_estimator("reinforce_pp", options=DiscountedReturnOptions, per_token=True)
+def reinforce_pp(inputs: EstimatorInputs, options: DiscountedReturnOptions) -> Advantages:
     """Compute A_k = G_k, whitened over the step by default (`normalize`; Hu, arXiv 2501.03262)."""
     returns = inputs.returns(options.gamma)
     return Advantages(advantages=returns, returns=returns, baselines=torch.zeros_like(returns))
@@ -218,17 +224,17 @@ def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     end. A token on several paths has the mean of its advantages.
     """
     layout, rewards = inputs.layout_and_rewards
-    values = layout.gather(inputs.read("values"))  # [B, K]
+    values = layout.gather_tokens(inputs.token_field("values"))  # [B, K]
     following = torch.zeros_like(values)
     following[:, :-1] = values[:, 1:]
     if inputs.source.bootstrap_values is not None:
-        after = inputs.read_trajectories("bootstrap_values")
+        after = inputs.trajectory_field("bootstrap_values")
         after = after[layout.rollout] if isinstance(layout, LeafPaths) else after
         following.scatter_(-1, layout.valid.sum(-1, keepdim=True) - 1, after.unsqueeze(-1))
     errors = rewards + options.gamma * following - values
     advantages = reward_to_go(errors, options.gamma * options.lam)
     return Advantages(
-        advantages=layout.scatter(advantages),
-        returns=layout.scatter(advantages + values),
-        baselines=layout.scatter(values),
+        advantages=layout.scatter_to_tokens(advantages),
+        returns=layout.scatter_to_tokens(advantages + values),
+        baselines=layout.scatter_to_tokens(values),
     )

@@ -8,7 +8,8 @@ weight of an edge is the sum of the weights of its leaves (docs/reference/formul
 Estimators receive one row per leaf, with its weight. Therefore, a mean over rows estimates the mean over rollouts for
 trees of any shape. A token of an edge receives the weighted mean of its advantages over the leaves below it.
 
-:class:`LeafRowMapping` maps edges to leaves and back. :class:`Forest` computes sums over the siblings of a branch.
+:class:`LeafRowMapping` maps edges to leaves and back. :class:`RolloutForest` computes sums over the siblings of a
+branch.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from agentrl.kernels.arithmetic import cumulative_sum
 
 
 @dataclass(frozen=True, kw_only=True)
-class LeafInputs(AdvantageInputs):
+class InputsByLeaf(AdvantageInputs):
     """Inputs with one row for each of L leaves: the up to D model tokens on its path, without observations.
 
     The level of an edge is the number of forks above it. An edge that is the only child of its parent counts as a part
@@ -68,9 +69,9 @@ class LeafRowMapping:
     valid: Tensor  # [L, D] bool, entries that exist
     leaf: Tensor  # [L] row of each leaf
     ancestors: Tensor  # [L, A] rows from the root to the leaf; -1: none
-    weights: Tensor  # [L] float64, as `LeafInputs.leaf_weights`
-    edges: Tensor  # [L, H] as in `LeafInputs`
-    levels: Tensor  # [L, D] as in `LeafInputs`
+    weights: Tensor  # [L] float64, as `InputsByLeaf.leaf_weights`
+    edges: Tensor  # [L, H] as in `InputsByLeaf`
+    levels: Tensor  # [L, D] as in `InputsByLeaf`
 
     @classmethod
     def from_inputs(cls, inputs: AdvantageInputs) -> LeafRowMapping | None:
@@ -116,7 +117,7 @@ class LeafRowMapping:
             levels=levels[:, :longest].masked_fill(~valid, -1),
         )
 
-    def merge_rows(self, inputs: AdvantageInputs) -> LeafInputs:
+    def merge_rows(self, inputs: AdvantageInputs) -> InputsByLeaf:
         """Return the inputs with one row per leaf."""
         given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
         rows = {name: tensor[self.leaf] for name, tensor in given.items() if tensor is not None and tensor.dim() == 1}
@@ -126,7 +127,7 @@ class LeafRowMapping:
             if tensor is not None and tensor.dim() == 2
         }
         ungrouped = dict.fromkeys(("samples", "branches", "parents", "forks", "path_weights"))
-        leaves = LeafInputs(
+        leaves = InputsByLeaf(
             **{**given, **rows, **tokens, **ungrouped},
             leaf_weights=self.weights,
             edges=self.edges,
@@ -143,7 +144,7 @@ class LeafRowMapping:
         return Advantages(**{name: self._mean_over_leaves(values) for name, values in vars(advantages).items()})
 
     def _gather_along_paths(self, tensor: Tensor) -> Tensor:
-        return self.layout.gather(tensor).flatten()[self.tokens].masked_fill_(~self.valid, 0)
+        return self.layout.gather_tokens(tensor).flatten()[self.tokens].masked_fill_(~self.valid, 0)
 
     def _mean_over_leaves(self, values: Tensor) -> Tensor:
         places, width = self.tokens[self.valid], self.layout.valid.shape
@@ -151,11 +152,13 @@ class LeafRowMapping:
         total, moment = weights.new_zeros(2, self.layout.valid.numel())
         total.index_add_(0, places, weights)
         moment.index_add_(0, places, weights * values[self.valid].double())
-        return self.layout.scatter((moment / total.masked_fill_(total == 0, 1.0)).view(width)).to(values.dtype)
+        return self.layout.scatter_to_tokens((moment / total.masked_fill_(total == 0, 1.0)).view(width)).to(
+            values.dtype
+        )
 
 
 @dataclass(frozen=True)
-class Forest:
+class RolloutForest:
     """The trees of L leaf rows. A plain rollout is a tree with one leaf. The prompt is the fork above the trees."""
 
     weights: Tensor  # [L] float64
@@ -199,9 +202,9 @@ class Siblings:
         """Sum values [E, C] over the siblings of the edge of each leaf, [L, C]; 0 for leaves without an edge here."""
         stacked = self.groups.stack(sums).masked_fill(~self.groups.present.unsqueeze(-1), 0.0)
         siblings = self.groups.unstack(sum_excluding_self(stacked.transpose(1, 2)).transpose(1, 2))
-        return self.spread_to_leaves(siblings)
+        return self.copy_to_leaves(siblings)
 
-    def spread_to_leaves(self, values: Tensor) -> Tensor:
+    def copy_to_leaves(self, values: Tensor) -> Tensor:
         """Copy values [E, C] of edges to their leaves, [L, C]."""
         return values.new_zeros(self.leaves, values.shape[1]).index_copy_(0, self.rows, values[self.edge])
 
@@ -210,7 +213,7 @@ SIBLINGS = ("none", "only", "pooled")
 
 
 def sibling_baselines(
-    forest: Forest, returns: Tensor, weights: Tensor, valid: Tensor, *, siblings: str, pool: float, tail: str
+    forest: RolloutForest, returns: Tensor, weights: Tensor, valid: Tensor, *, siblings: str, pool: float, tail: str
 ) -> Tensor:
     """Compute b = sum W G / sum W over the siblings of each token at its index, [L, D], without its own branch.
 
@@ -228,7 +231,9 @@ def sibling_baselines(
         index = torch.minimum(torch.arange(valid.shape[1], device=valid.device).expand_as(valid), last)
         returns, weights, valid = returns.gather(1, index), weights.gather(1, index), torch.ones_like(valid)
     # Relative to the lowest return, so that the mean of equal returns is exact.
-    lowest = Groups.from_ids(forest.groups).min(returns.masked_fill(~valid, torch.inf).amin(1)).unsqueeze(1)
+    lowest = (
+        Groups.from_ids(forest.groups).broadcast_group_min(returns.masked_fill(~valid, torch.inf).amin(1)).unsqueeze(1)
+    )
     weights = (weights * forest.weights.unsqueeze(1)).masked_fill(~valid, 0.0)
     moments = weights * (returns - lowest).masked_fill(~valid, 0.0)
 

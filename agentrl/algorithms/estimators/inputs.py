@@ -7,8 +7,8 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.branches import CompactLayout, LeafPaths, RolloutInputs, TokenTrees, reward_to_go
-from agentrl.algorithms.estimators.forks import Forest, LeafInputs
+from agentrl.algorithms.estimators.branches import CompactLayout, InputsByRollout, LeafPaths, TokenTrees, reward_to_go
+from agentrl.algorithms.estimators.forks import InputsByLeaf, RolloutForest
 from agentrl.algorithms.options import InvalidInputError, MissingInputError, check_finite, check_not_negative
 from agentrl.algorithms.records import (
     LOCAL_COMMUNICATOR,
@@ -33,10 +33,12 @@ class EstimatorInputs:
     groups: Groups
     rows: Tensor  # [B] row indices for messages
     communicator: Communicator = LOCAL_COMMUNICATOR  # access to the step's other groups
-    weighted: bool = True  # False: the estimator does not depend on `loss_ratio`, which may be unknown yet
+    weighted: bool = (
+        True  # False: the estimator does not depend on `masked_importance_weights`, which may be unknown yet
+    )
 
     @classmethod
-    def from_checked(
+    def from_inputs(
         cls,
         inputs: AdvantageInputs,
         row_numbers: Tensor | None = None,
@@ -49,7 +51,7 @@ class EstimatorInputs:
             row_numbers = torch.arange(inputs.groups.numel(), device=inputs.groups.device)
         check_rows_have_tokens(inputs.response_mask, row_numbers)
         check_rewards_on_mask(inputs.rewards, inputs.response_mask, row_numbers)
-        weights = inputs.leaf_weights if isinstance(inputs, LeafInputs) and inputs.is_forked else None
+        weights = inputs.leaf_weights if isinstance(inputs, InputsByLeaf) and inputs.is_forked else None
         return cls(
             source=inputs,
             groups=Groups.from_ids(inputs.groups, weights),
@@ -64,9 +66,9 @@ class EstimatorInputs:
         return self.source.response_mask
 
     @property
-    def members(self) -> Tensor:
+    def group_size_by_row(self) -> Tensor:
         """Number of trajectories in the row's group, [B]."""
-        return self.groups.members
+        return self.groups.group_size_by_row
 
     @cached_property
     def lengths(self) -> Tensor:
@@ -76,7 +78,7 @@ class EstimatorInputs:
     @cached_property
     def rewards(self) -> Tensor:
         """Rewards r, [B, T]."""
-        return self.read("rewards")
+        return self.token_field("rewards")
 
     @cached_property
     def totals(self) -> Tensor:
@@ -84,7 +86,7 @@ class EstimatorInputs:
         rows, width = self.mask.shape
         step = max(1, _block_elements(self.mask.device) // max(1, width))
         parts = [slice(start, start + step) for start in range(0, max(1, rows), step)]
-        return torch.cat([cumulative_sum(self._read("rewards", part))[:, -1] for part in parts])
+        return torch.cat([cumulative_sum(self._token_field("rewards", part))[:, -1] for part in parts])
 
     @cached_property
     def layout(self) -> CompactLayout:
@@ -92,20 +94,20 @@ class EstimatorInputs:
         return CompactLayout.from_mask(self.mask)
 
     @cached_property
-    def paths(self) -> TokenTrees | None:
+    def token_trees(self) -> TokenTrees | None:
         """The paths from the roots of branched rollouts to their tokens; None if no rollout has branches."""
         source = self.source
-        if not isinstance(source, RolloutInputs) or not bool(source.branched.any()):
+        if not isinstance(source, InputsByRollout) or not bool(source.branched.any()):
             return None
         return TokenTrees(self.mask, source.previous)
 
     @cached_property
-    def forest(self) -> Forest | None:
+    def forest(self) -> RolloutForest | None:
         """The trees of forked rollouts, whose leaves are the rows; None if no rollout is forked."""
         source = self.source
-        if not isinstance(source, LeafInputs) or not source.is_forked:
+        if not isinstance(source, InputsByLeaf) or not source.is_forked:
             return None
-        return Forest(source.leaf_weights, source.edges, source.levels, self.groups.labels)
+        return RolloutForest(source.leaf_weights, source.edges, source.levels, self.groups.labels)
 
     @cached_property
     def tree_lengths(self) -> Tensor:
@@ -115,24 +117,24 @@ class EstimatorInputs:
         tree = self.forest.siblings_by_level[0]
         weights = self.forest.weights.unsqueeze(-1)
         total, moment = tree.sum_over_leaves(weights), tree.sum_over_leaves(weights * self.lengths.unsqueeze(-1))
-        return tree.spread_to_leaves(moment / total).squeeze(-1)
+        return tree.copy_to_leaves(moment / total).squeeze(-1)
 
     @property
-    def loss_ratio(self) -> Tensor | None:
+    def masked_importance_weights(self) -> Tensor | None:
         """rho * loss_mask, [B, T], or None if all values are 1. Only available to estimators registered as weighted."""
         if not self.weighted:
-            raise MissingInputError("this estimator reads loss_ratio: register it with weighted=True")
-        return self._loss_ratio
+            raise MissingInputError("this estimator reads masked_importance_weights: register it with weighted=True")
+        return self._masked_importance_weights
 
-    def check_loss_ratio(self) -> None:
+    def check_importance_weights(self) -> None:
         """Raise InvalidInputError if an importance weight is negative or not finite."""
-        _ = self._loss_ratio
+        _ = self._masked_importance_weights
 
     @cached_property
-    def _loss_ratio(self) -> Tensor | None:
+    def _masked_importance_weights(self) -> Tensor | None:
         ratio = None
         if self.source.importance_weights is not None:
-            ratio = self.read("importance_weights", allow_negative=False)
+            ratio = self.token_field("importance_weights", allow_negative=False)
         if self.source.loss_mask is None:
             return ratio
         counted = self.mask & self.source.loss_mask
@@ -145,13 +147,13 @@ class EstimatorInputs:
         A token on several paths has their mean. Without a discount, this equals all rewards except those before the
         token.
         """
-        if gamma == 1.0 and self.paths is not None:
-            before = self.paths.sum_along_paths(self.rewards) - self.rewards
+        if gamma == 1.0 and self.token_trees is not None:
+            before = self.token_trees.sum_along_paths(self.rewards) - self.rewards
             return (self.totals.unsqueeze(-1) - before).masked_fill_(~self.mask, 0.0)
         if gamma == 1.0:
             return reward_to_go(self.rewards, 1.0).masked_fill_(~self.mask, 0.0)
         layout, rewards = self.layout_and_rewards
-        return layout.scatter(reward_to_go(rewards, gamma))
+        return layout.scatter_to_tokens(reward_to_go(rewards, gamma))
 
     @cached_property
     def layout_and_rewards(self) -> tuple[CompactLayout | LeafPaths, Tensor]:
@@ -160,36 +162,36 @@ class EstimatorInputs:
         A row is a trajectory. In branched rollouts, it is a path from the root to a leaf, whose last reward includes
         the rewards of the rollout off this path.
         """
-        if self.paths is None:
-            return self.layout, self.layout.gather(self.rewards)
-        ways = self.paths.leaf_paths
-        rewards = ways.gather(self.rewards)
+        if self.token_trees is None:
+            return self.layout, self.layout.gather_tokens(self.rewards)
+        ways = self.token_trees.leaf_paths
+        rewards = ways.gather_tokens(self.rewards)
         elsewhere = self.totals[ways.rollout] - rewards.sum(-1)
         return ways, rewards.scatter_add_(-1, ways.valid.sum(-1, keepdim=True) - 1, elsewhere.unsqueeze(-1))
 
-    def read(self, name: str, *, allow_negative: bool = True) -> Tensor:
+    def token_field(self, name: str, *, allow_negative: bool = True) -> Tensor:
         """Return the input field `name` [B, T] in float64, 0 off the mask.
 
         Raises InvalidInputError for a non-finite value at a model token, or a negative one unless ``allow_negative``.
         """
-        values = self._read(name, slice(None))
+        values = self._token_field(name, slice(None))
         if not allow_negative and values.numel() and float(values.min()) < 0:
             check_not_negative(name, values, self.mask, self.rows)
         return values
 
-    def _read(self, name: str, rows: slice) -> Tensor:
-        tensor, mask = self._required(name)[rows].detach(), self.mask[rows]
+    def _token_field(self, name: str, rows: slice) -> Tensor:
+        tensor, mask = self._required_field(name)[rows].detach(), self.mask[rows]
         values = tensor.to(torch.float64, copy=True).masked_fill_(~mask, 0.0)
         if not bool(torch.isfinite(values.sum())):  # the sum of finite numbers may overflow, so check each
             check_finite(name, tensor, mask, self.rows[rows])
         return values
 
-    def read_trajectories(self, name: str, *, allow_negative: bool = True) -> Tensor:
+    def trajectory_field(self, name: str, *, allow_negative: bool = True) -> Tensor:
         """Return the input field `name` [B] in float64.
 
         Raises InvalidInputError for a non-finite value, or a negative one unless ``allow_negative``.
         """
-        values = self._required(name).detach().double()
+        values = self._required_field(name).detach().double()
         bad = ~torch.isfinite(values) if allow_negative else ~(torch.isfinite(values) & (values >= 0))
         if bool(bad.any()):
             row = int(bad.nonzero()[0])
@@ -197,7 +199,7 @@ class EstimatorInputs:
             raise InvalidInputError(f"{name} is {float(values[row])} in row {int(self.rows[row])}; {reason}")
         return values
 
-    def _required(self, name: str) -> Tensor:
+    def _required_field(self, name: str) -> Tensor:
         tensor: Tensor | None = getattr(self.source, name)
         if tensor is None:
             raise MissingInputError(f"this estimator needs {name}")
@@ -216,19 +218,19 @@ def blocks_of_whole_groups(inputs: AdvantageInputs) -> Iterator[Tensor]:
     Groups with branched or forked rollouts are in separate blocks, so that they change no value of other groups.
     """
     width = inputs.rewards.shape[1]
-    if isinstance(inputs, RolloutInputs):
+    if isinstance(inputs, InputsByRollout):
         apart = inputs.branched
-    elif isinstance(inputs, LeafInputs):
+    elif isinstance(inputs, InputsByLeaf):
         apart = torch.isin(inputs.groups, inputs.groups[inputs.leaf_weights < 1])
     else:
-        yield from blocks_of_equal_groups(inputs.groups, width)
+        yield from blocks_of_equally_sized_groups(inputs.groups, width)
         return
     for kind in (~apart, apart):
         (rows,) = kind.nonzero(as_tuple=True)
-        yield from (rows[block] for block in blocks_of_equal_groups(inputs.groups[rows], width))
+        yield from (rows[block] for block in blocks_of_equally_sized_groups(inputs.groups[rows], width))
 
 
-def blocks_of_equal_groups(group_ids: Tensor, row_length: int) -> Iterator[Tensor]:
+def blocks_of_equally_sized_groups(group_ids: Tensor, row_length: int) -> Iterator[Tensor]:
     """Yield row indices in non-empty blocks of whole groups of one size. The rows of a group are contiguous.
 
     A block contains as many groups as fit into a cache, at least one. Therefore passes over it are cheap, and no
@@ -236,9 +238,9 @@ def blocks_of_equal_groups(group_ids: Tensor, row_length: int) -> Iterator[Tenso
     """
     groups = Groups.from_ids(group_ids)
     limit = _block_elements(group_ids.device)
-    order = (groups.members * groups.sizes.numel() + groups.labels).argsort(stable=True)
+    order = (groups.group_size_by_row * groups.sizes.numel() + groups.labels).argsort(stable=True)
     for size in groups.sizes.unique().tolist():
-        rows = order[groups.members[order] == size]
+        rows = order[groups.group_size_by_row[order] == size]
         together = max(1, limit // max(1, size * row_length))
         yield from rows.split(size * together)
 

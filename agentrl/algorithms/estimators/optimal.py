@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.baselines import BaselineColumns, column_baselines, weighted_energy
+from agentrl.algorithms.estimators.baselines import GroupedReturns, column_baselines, importance_weighted_energy
 from agentrl.algorithms.estimators.classic import advantages_from_baselines, weighted_group_means
 from agentrl.algorithms.estimators.forks import sibling_baselines, sum_excluding_self
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
@@ -25,7 +25,7 @@ from agentrl.algorithms.estimators.registry import (
     ColumnBaselineOptions,
     ExactEnergyOptions,
     GlobalBaselineOptions,
-    PooledOptions,
+    PooledBaselineOptions,
     ProxyEnergyOptions,
     TokenBaselineOptions,
     register_estimator,
@@ -38,29 +38,31 @@ _token_baseline = partial(register_estimator, weighted=True, aggregation="token_
 
 
 @register_estimator("ogb", options=GlobalBaselineOptions, weighted=True, group_based=True)
-def ogb(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
+def optimal_global_baseline(inputs: EstimatorInputs, options: GlobalBaselineOptions) -> Advantages:
     """Compute A = R - b, b = sum (W_K + eps) R / sum (W_K + eps), W_K = sum_j (rho_j loss_mask_j)^2 w_j.
 
     The Optimal Global Baseline with the proxy energy (arXiv 2602.07078, Eq. 21). A group of one: A = R.
     """
-    return _advantages_by_total_energy(inputs, weighted_energy(inputs, options.energy), options)
+    return _advantages_by_total_energy(inputs, importance_weighted_energy(inputs, options.energy), options)
 
 
 @register_estimator("eob", options=ExactEnergyOptions, weighted=True, requires=("trajectory_energy",), group_based=True)
-def eob(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
+def exact_optimal_baseline(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
     """Compute A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2, the exact input.
 
     The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E has no fixed unit, so eps is multiplied by the
     group's mean energy. This mean includes the trajectory itself, so `leave_one_out` leaves a bias of order eps. A
     group of one: A = R.
     """
-    energy = inputs.read_trajectories("trajectory_energy", allow_negative=False)
-    weights = _add_epsilon(inputs, energy.unsqueeze(-1), inputs.groups.mean(energy), options).squeeze(-1)
+    energy = inputs.trajectory_field("trajectory_energy", allow_negative=False)
+    weights = _add_epsilon(inputs, energy.unsqueeze(-1), inputs.groups.broadcast_group_mean(energy), options).squeeze(
+        -1
+    )
     return _trajectory_advantages(inputs, weights, options)
 
 
 @_token_baseline("otb", options=ColumnBaselineOptions, by_column=True)
-def otb(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
+def optimal_column_baseline(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
     """Compute A_t = G_t - b_t, b_t = sum (W_t + eps) G_t / sum (W_t + eps) over the group's tokens in *column* t.
 
     The Optimal Token Baseline (arXiv 2602.07078, Theorem 4.1) for left-aligned answers without observations. With
@@ -68,11 +70,11 @@ def otb(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
     of a rollout have no common columns: groups with a branched rollout use the baseline of `ogb`.
     """
     groups = inputs.groups
-    if inputs.paths is not None:
-        return _advantages_by_total_energy(inputs, weighted_energy(inputs, options.energy), options)
+    if inputs.token_trees is not None:
+        return _advantages_by_total_energy(inputs, importance_weighted_energy(inputs, options.energy), options)
     returns = inputs.returns(options.gamma)
-    energies = cumulative_sum(weighted_energy(inputs, options.energy))
-    columns = BaselineColumns(
+    energies = cumulative_sum(importance_weighted_energy(inputs, options.energy))
+    columns = GroupedReturns(
         returns=groups.stack(returns),
         weights=groups.stack(baseline_weights(inputs, energies, options)),
         valid=groups.stack(inputs.mask) & groups.present.unsqueeze(-1),
@@ -83,7 +85,7 @@ def otb(inputs: EstimatorInputs, options: ColumnBaselineOptions) -> Advantages:
 
 
 @_token_baseline("tir_otb", options=TokenBaselineOptions)
-def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
+def optimal_token_baseline(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """Compute A_k = G_k - b_k, b_k = sum (W_k + eps) G_k / sum (W_k + eps) over trajectories of the group with K > k.
 
     The Optimal Token Baseline (arXiv 2602.07078) for tool-integrated reasoning: k counts model tokens only, without
@@ -91,21 +93,21 @@ def tir_otb(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantage
     are counted from the root of the conversation, and tokens of a rollout with the same k count as one, with the mean
     of their W_k.
     """
-    energies = weighted_energy(inputs, options.energy)
-    sums = cumulative_sum(energies) if inputs.paths is None else inputs.paths.sum_along_paths(energies)
+    energies = importance_weighted_energy(inputs, options.energy)
+    sums = cumulative_sum(energies) if inputs.token_trees is None else inputs.token_trees.sum_along_paths(energies)
     return _token_advantages(inputs, sums, options)
 
 
 @_token_baseline("otb_isolated", options=TokenBaselineOptions)
-def otb_isolated(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
+def optimal_token_baseline_own_energy(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """Compute `tir_otb` with the token's own energy (rho_k loss_mask_k)^2 w_k (arXiv 2602.07078, Eq. 52)."""
-    return _token_advantages(inputs, weighted_energy(inputs, options.energy), options)
+    return _token_advantages(inputs, importance_weighted_energy(inputs, options.energy), options)
 
 
 @_token_baseline("otb_total", options=TokenBaselineOptions)
-def otb_total(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
+def optimal_token_baseline_total_energy(inputs: EstimatorInputs, options: TokenBaselineOptions) -> Advantages:
     """Compute `tir_otb` with the trajectory's total energy W_K at every k: acausal (arXiv 2602.07078, Eq. 34)."""
-    energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
+    energies = importance_weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     return _token_advantages(inputs, energies.expand(inputs.mask.shape), options)
 
 
@@ -138,24 +140,24 @@ def _token_advantages(inputs: EstimatorInputs, energies: Tensor, options: TokenB
     leave_one_out = options.leave_one_out or siblings != "none"
     if inputs.forest is not None and leave_one_out:
         columns = inputs.layout.returns_and_weights_along_paths(returns, weights)
-        forest = replace(inputs.forest, levels=inputs.layout.gather(inputs.forest.levels))
+        forest = replace(inputs.forest, levels=inputs.layout.gather_tokens(inputs.forest.levels))
         made = sibling_baselines(forest, *columns, siblings=siblings, pool=pool, tail=options.tail)
-        baselines = inputs.layout.scatter(made)
+        baselines = inputs.layout.scatter_to_tokens(made)
     else:
         shared = column_baselines(
-            baseline_columns(inputs, returns, weights), tail=options.tail, leave_one_out=leave_one_out
+            group_returns_by_token_index(inputs, returns, weights), tail=options.tail, leave_one_out=leave_one_out
         )
-        baselines = (inputs.paths or inputs.layout).scatter(inputs.groups.unstack(shared))
+        baselines = (inputs.token_trees or inputs.layout).scatter_to_tokens(inputs.groups.unstack(shared))
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
-def baseline_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> BaselineColumns:
+def group_returns_by_token_index(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> GroupedReturns:
     """Arrange values [B, T] of model tokens by group and compact index, with the weights of forked rollouts' leaves."""
-    layout, groups = inputs.paths or inputs.layout, inputs.groups
+    layout, groups = inputs.token_trees or inputs.layout, inputs.groups
     if inputs.forest is not None:
         weights = weights * inputs.forest.weights.unsqueeze(-1)
     column_returns, column_weights, valid = layout.returns_and_weights_along_paths(returns, weights)
-    return BaselineColumns(
+    return GroupedReturns(
         returns=groups.stack(column_returns),
         weights=groups.stack(column_weights),
         valid=groups.stack(valid) & groups.present.unsqueeze(-1),
@@ -166,7 +168,7 @@ def baseline_columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) 
 def baseline_weights(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] that are sums of token energies."""
     if options.energy == "head_exact":
-        return _add_epsilon(inputs, energies, _hidden_scale(inputs), options)
+        return _add_epsilon(inputs, energies, _mean_squared_hidden_norms(inputs), options)
     return _add_epsilon(inputs, energies, torch.ones_like(inputs.totals), options)
 
 
@@ -188,24 +190,24 @@ def _add_epsilon(
     return weights
 
 
-def _hidden_scale(inputs: EstimatorInputs) -> Tensor:
+def _mean_squared_hidden_norms(inputs: EstimatorInputs) -> Tensor:
     """Return the mean ||h||^2 over the model tokens of the row's group [B], independent of other groups."""
     groups = inputs.groups
-    sums = groups.sum(inputs.read("hidden_norm_squared", allow_negative=False).sum(-1))
-    return sums / groups.sum(inputs.lengths)
+    sums = groups.broadcast_group_sum(inputs.token_field("hidden_norm_squared", allow_negative=False).sum(-1))
+    return sums / groups.broadcast_group_sum(inputs.lengths)
 
 
 @register_estimator(
-    "ogb_pooled", options=PooledOptions, weighted=True, span="ranks", equal_groups=True, group_based=True
+    "ogb_pooled", options=PooledBaselineOptions, weighted=True, span="ranks", equal_groups=True, group_based=True
 )
-def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
+def pooled_optimal_global_baseline(inputs: EstimatorInputs, options: PooledBaselineOptions) -> Advantages:
     """Compute A_i = R_i - b_i, b_i = (sum_j W_j R_j + c P[W R]) / (sum_j W_j + c P[W]), with W of `ogb`.
 
     Sums are over i's group. P is the mean over all trajectories of the step's other groups, c = `pool`. A trajectory
     that is alone in the step has A = R.
     """
     groups, calls, present = inputs.groups, inputs.communicator, inputs.groups.present
-    energies = weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
+    energies = importance_weighted_energy(inputs, options.energy).sum(-1, keepdim=True)
     returns = groups.stack(inputs.totals).masked_fill(~present, torch.inf)
     lowest = calls.all_gather(torch.cat([returns.flatten(), returns.new_full((1,), torch.inf)]).amin()).amin()
     leaf_weights = torch.ones_like(inputs.totals) if inputs.forest is None else inputs.forest.weights
@@ -227,7 +229,7 @@ def ogb_pooled(inputs: EstimatorInputs, options: PooledOptions) -> Advantages:
     def expected(terms: Tensor) -> Tensor:
         own = others(terms) if options.leave_one_out else terms.sum(-1, keepdim=True)
         here = terms.sum(-1)
-        other_calls = sum_excluding_self(calls.all_gather(here.sum()))[calls.call_index]
+        other_calls = sum_excluding_self(calls.all_gather(here.sum()))[calls.participant_index]
         return own + prior * (sum_excluding_self(here) + other_calls).unsqueeze(-1)
 
     total, moment = expected(weights), expected(weighted)

@@ -75,7 +75,7 @@ class EstimatorEntry(RegistryEntry[EstimatorFunction]):
     """A registered estimator and its traits."""
 
     requires: frozenset[str] = frozenset()  # inputs that it needs for any options
-    weighted: bool = False  # reads `loss_ratio`, so that the rollout correction changes its advantages
+    weighted: bool = False  # reads `masked_importance_weights`, so that the rollout correction changes its advantages
     span: Span = "group"
     aggregation: str | None = None  # aggregation required by its derivation; None: the loss's default
     equal_groups: bool = False  # groups of equal rewards have advantages other than 0
@@ -83,7 +83,7 @@ class EstimatorEntry(RegistryEntry[EstimatorFunction]):
     per_token: bool = False  # advantages differ between the tokens of a trajectory
     by_column: bool = False  # token baselines by column; branched rollouts have one baseline
 
-    def needs(self, record: object) -> EstimatorNeeds:
+    def requirements(self, record: object) -> EstimatorNeeds:
         """Return the requirements for ``record``, the options returned by `make_options`."""
         inputs = self.requires | _OF_ENERGY.get(getattr(record, "energy", ""), frozenset())
         reason = "" if self.span == "group" else "the estimator needs the groups of the whole step"
@@ -129,8 +129,9 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
                 return Advantages(advantages=totals / 2, returns=totals, baselines=totals / 2)
 
         The other arguments are its traits. `requires` lists the fields of AdvantageInputs that must be given. Set
-        `weighted` if the function reads `inputs.loss_ratio`, the weights and mask of the rollout correction. Advantages
-        are computed before the forward if the estimator is not weighted and requires nothing that a forward computes.
+        `weighted` if the function reads `inputs.masked_importance_weights`, the weights and mask of the rollout
+        correction. Advantages are computed before the forward if the estimator is not weighted and requires nothing
+        that a forward computes.
 
         By default, a call receives one or more complete groups. With span="step", it receives all rows of the step, on
         rank 0. With span="ranks", it receives all rows of its rank, and exchanges sums with other ranks through
@@ -181,7 +182,7 @@ def estimator_needs(name: str, **options: object) -> EstimatorNeeds:
     Raises UnknownNameError for an unknown estimator or option, and InvalidOptionError for an invalid option.
     """
     entry = ESTIMATORS[name]
-    return entry.needs(entry.make_options(f"estimator {name!r}", options))
+    return entry.requirements(entry.make_options(f"estimator {name!r}", options))
 
 
 NORMALIZATIONS = (None, "group_std", "whiten")
@@ -195,28 +196,28 @@ class ScalarOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class WhitenedOptions(ScalarOptions):
+class WhitenedAdvantageOptions(ScalarOptions):
     """ScalarOptions of estimators that whiten advantages by default. `normalize=None` disables the whitening."""
 
     normalize: str | None = checked_option("whiten", check_choice, NORMALIZATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class DiscountedOptions(WhitenedOptions):
+class DiscountedReturnOptions(WhitenedAdvantageOptions):
     """Options of `reinforce_pp`."""
 
     gamma: float = checked_option(1.0, check_range, 0.0, 1.0)  # discount per model token
 
 
 @dataclass(frozen=True, kw_only=True)
-class GaeOptions(DiscountedOptions):
+class GaeOptions(DiscountedReturnOptions):
     """Options of `gae`."""
 
     lam: float = checked_option(1.0, check_range, 0.0, 1.0)  # 0: critic after one token; 1: rewards only
 
 
 @dataclass(frozen=True, kw_only=True)
-class WeightedOptions(ScalarOptions):
+class WeightedBaselineOptions(ScalarOptions):
     """Options of `opo`: a weighted mean over the group."""
 
     leave_one_out: bool = checked_option(
@@ -226,14 +227,14 @@ class WeightedOptions(ScalarOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EnergyOptions(WeightedOptions):
+class EnergyBaselineOptions(WeightedBaselineOptions):
     """Options of optimal baselines. If the loss aggregation is seq_mean_token_mean, weights are W / K^2."""
 
     loss_aggregation: str = checked_option("token_mean", check_choice, AGGREGATIONS)
 
 
 @dataclass(frozen=True, kw_only=True)
-class SiblingOptions(Options):
+class SiblingBaselineOptions(Options):
     """Options of optimal baselines over the siblings in forked rollouts (docs/reference/formulas.md 10).
 
     `siblings`: `none` uses the estimator's baseline over the group; `only` uses the branches of the token's nearest
@@ -246,21 +247,21 @@ class SiblingOptions(Options):
 
 
 @dataclass(frozen=True, kw_only=True)
-class ExactEnergyOptions(SiblingOptions, EnergyOptions):
+class ExactEnergyOptions(SiblingBaselineOptions, EnergyBaselineOptions):
     """Options of `eob`, whose energy is exact by definition. With other energies, the baseline is `ogb`."""
 
     energy: str = checked_option("exact", check_choice, ("exact",))
 
 
 @dataclass(frozen=True, kw_only=True)
-class ProxyEnergyOptions(EnergyOptions):
+class ProxyEnergyOptions(EnergyBaselineOptions):
     """Options of baselines of whole trajectories with a proxy energy."""
 
     energy: str = checked_option("logit_proxy", check_choice, ENERGIES)
 
 
 @dataclass(frozen=True, kw_only=True)
-class GlobalBaselineOptions(SiblingOptions, ProxyEnergyOptions):
+class GlobalBaselineOptions(SiblingBaselineOptions, ProxyEnergyOptions):
     """Options of `ogb`."""
 
 
@@ -273,12 +274,12 @@ class ColumnBaselineOptions(ProxyEnergyOptions):
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenBaselineOptions(SiblingOptions, ColumnBaselineOptions):
+class TokenBaselineOptions(SiblingBaselineOptions, ColumnBaselineOptions):
     """Options of optimal token baselines by compact index."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class PooledOptions(ProxyEnergyOptions):
+class PooledBaselineOptions(ProxyEnergyOptions):
     """Options of `ogb_pooled`."""
 
     pool: float = checked_option(4.0, check_positive)  # weight of the step's other groups, in trajectories

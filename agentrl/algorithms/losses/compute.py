@@ -13,12 +13,12 @@ from agentrl.algorithms.options import (
     AlgorithmError,
     InvalidInputError,
     MissingInputError,
-    as_loss_mask,
-    as_mask,
     check_choice,
     check_finite,
     check_positive,
     check_same_shape,
+    loss_mask_or_response_mask,
+    to_bool_mask,
 )
 
 _LOG_RATIO_LIMIT = 20.0
@@ -60,7 +60,7 @@ def policy_loss(
         if selected is None:
             selected = traits.selection(inputs, record, _draw_for_trajectories(inputs.mask, None, 0))
         check_same_shape(log_probs=log_probs, selected=selected)
-        inputs = replace(inputs, selected=as_mask("selected", selected) & inputs.mask)
+        inputs = replace(inputs, selected=to_bool_mask("selected", selected) & inputs.mask)
     per_token, metrics = _check_loss_result(name, entry.function(inputs, record), inputs.mask)
     if weights is not None:
         check_same_shape(log_probs=log_probs, weights=weights)
@@ -144,7 +144,7 @@ def _draw_for_trajectories(mask: Tensor, trajectory_ids: Tensor | None, seed: in
         )
     if trajectory_ids.unique().numel() != rows:
         raise InvalidInputError("trajectory_ids must be unique, because they identify the trajectories of the step")
-    return draw_token_numbers(trajectory_ids, width, seed)
+    return random_integers_by_token(trajectory_ids, width, seed)
 
 
 def _loss_inputs(
@@ -157,9 +157,9 @@ def _loss_inputs(
     check_same_shape(
         log_probs=log_probs, old_log_probs=old, advantages=advantages, loss_mask=loss_mask, response_mask=response_mask
     )
-    mask = as_mask("loss_mask", loss_mask)
-    model = mask if response_mask is None else as_mask("response_mask", response_mask)
-    mask = as_loss_mask(mask, model)
+    mask = to_bool_mask("loss_mask", loss_mask)
+    model = mask if response_mask is None else to_bool_mask("response_mask", response_mask)
+    mask = loss_mask_or_response_mask(mask, model)
     check_finite("log_probs", log_probs, model)
     if old is not None:
         check_finite("old_log_probs", old, model)
@@ -213,7 +213,7 @@ def value_loss(
     (V-ret)^2 / 2. Values where the mask is False have no effect. Raises InvalidOptionError for clip <= 0,
     MissingInputError for a clip without old values, and InvalidInputError for invalid tensors.
     """
-    mask = as_mask("response_mask", response_mask)
+    mask = to_bool_mask("response_mask", response_mask)
     if clip is not None:
         check_positive("value clip", clip)
         if old_values is None:
@@ -249,7 +249,7 @@ _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)
 
 
-def draw_token_numbers(trajectory_ids: Tensor, width: int, seed: int) -> Tensor:
+def random_integers_by_token(trajectory_ids: Tensor, width: int, seed: int) -> Tensor:
     """Draw uniform int64 values [B, width] that depend only on (seed, trajectory id [B] int64, position)."""
     positions = torch.arange(width, dtype=torch.int64, device=trajectory_ids.device)
     start = torch.full_like(trajectory_ids, seed)

@@ -172,7 +172,7 @@ def clipped_surrogate(ratio: Tensor, advantages: Tensor, options: ClipOptions) -
     return torch.maximum(-advantages * ratio, -advantages * inside)
 
 
-def clipped_masks(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
+def lower_and_upper_clip_masks(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tuple[Tensor, Tensor]:
     """Return two masks: tokens at the lower and at the upper bound of `clipped_surrogate`, where no gradient flows."""
     low = (advantages < 0) & (ratio < 1 - options.clip_low)
     return low, (advantages > 0) & (ratio > 1 + options.clip_high)
@@ -180,7 +180,7 @@ def clipped_masks(ratio: Tensor, advantages: Tensor, options: ClipOptions) -> tu
 
 def clip_fractions(inputs: LossInputs, ratio: Tensor, options: ClipOptions) -> dict[str, Tensor]:
     """Return the fractions of tokens whose gradient the lower and the upper bound set to 0."""
-    low, high = clipped_masks(ratio.detach(), inputs.advantages, options)
+    low, high = lower_and_upper_clip_masks(ratio.detach(), inputs.advantages, options)
     return {"clip_fraction_low": inputs.fraction(low), "clip_fraction_high": inputs.fraction(high)}
 
 
@@ -257,7 +257,7 @@ def _importance_weighted_loss(inputs: LossInputs, keep: Tensor) -> tuple[Tensor,
     return loss, {"clip_fraction": inputs.fraction(~keep & (inputs.advantages != 0))}
 
 
-def token_covariances(inputs: LossInputs) -> Tensor:
+def advantage_log_prob_covariances(inputs: LossInputs) -> Tensor:
     """Compute (A - mean A) (ln p - mean ln p) [B, T] float64, with means over the loss mask; 0 off it."""
     count = inputs.mask.sum().clamp(min=1)
     advantages, log_probs = inputs.advantages.double(), inputs.log_probs.detach().double()
@@ -270,12 +270,12 @@ def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draw
 
     The number is `covariance_fraction` of *all* tokens, at least one, or all such tokens if they are fewer.
     """
-    product = token_covariances(inputs)
+    product = advantage_log_prob_covariances(inputs)
     inside = (product > options.covariance_low) & (product < options.covariance_high)
-    low, high = clipped_masks(inputs.ratio, inputs.advantages, options)
+    low, high = lower_and_upper_clip_masks(inputs.ratio, inputs.advantages, options)
     eligible = inputs.mask & inside & ~(low | high)
     return _select_smallest(
-        eligible, torch.zeros_like(product), draws, _token_count(inputs, options.covariance_fraction)
+        eligible, torch.zeros_like(product), draws, _count_for_fraction(inputs, options.covariance_fraction)
     )
 
 
@@ -285,7 +285,10 @@ def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: T
     Random draws order equal covariances, so that the order of rows has no effect.
     """
     return _select_smallest(
-        inputs.mask, -token_covariances(inputs), draws, _token_count(inputs, options.covariance_fraction)
+        inputs.mask,
+        -advantage_log_prob_covariances(inputs),
+        draws,
+        _count_for_fraction(inputs, options.covariance_fraction),
     )
 
 
@@ -312,7 +315,7 @@ def _required_selection(inputs: LossInputs) -> Tensor:
     return inputs.selected
 
 
-def _token_count(inputs: LossInputs, fraction: float) -> int:
+def _count_for_fraction(inputs: LossInputs, fraction: float) -> int:
     """Return the token count for `fraction`, at least 1, rounded down with a tolerance for errors like 0.29 * 100."""
     return max(1, int(fraction * int(inputs.mask.sum()) + 1e-9))
 

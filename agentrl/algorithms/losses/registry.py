@@ -15,9 +15,9 @@ from agentrl.algorithms.options import (
     NoOptions,
     OptionsRegistry,
     RegistryEntry,
-    as_mask,
     check_choice,
     check_same_shape,
+    to_bool_mask,
 )
 
 AGGREGATIONS = ("token_mean", "token_sum", "seq_mean_token_mean", "seq_mean_token_sum", "seq_mean_token_sum_norm")
@@ -57,7 +57,7 @@ def aggregate(
     check_choice("aggregation", mode, AGGREGATIONS)
     check_same_shape(per_token=per_token, loss_mask=loss_mask)
     _check_length(mode, length)
-    mask = as_mask("loss_mask", loss_mask)
+    mask = to_bool_mask("loss_mask", loss_mask)
     sums = torch.where(mask, per_token, 0.0).sum(-1)  # (B,)
     sums = sums if problem_weights is None else sums * problem_weights
     if mode == "seq_mean_token_mean":
@@ -90,7 +90,7 @@ def token_factors(
     """
     check_choice("aggregation", mode, AGGREGATIONS)
     _check_length(mode, length)
-    mask = as_mask("loss_mask", loss_mask)
+    mask = to_bool_mask("loss_mask", loss_mask)
     factors = torch.ones(mask.shape[0], dtype=torch.float64, device=mask.device)
     if mode == "seq_mean_token_mean":
         factors = factors / mask.sum(-1).clamp(min=1)
@@ -118,7 +118,7 @@ def loss_normalizer(
     `problem_weights`.
     """
     check_choice("aggregation", mode, AGGREGATIONS)
-    mask = as_mask("loss_mask", loss_mask)
+    mask = to_bool_mask("loss_mask", loss_mask)
     if mode == "token_sum":
         return mask.new_zeros((), dtype=torch.int64)
     counts = mask.sum(-1) if mode == "token_mean" else mask.any(-1).long()

@@ -6,13 +6,13 @@ from agentrl.kernels.attention.row import (
     AttentionPass,
     PackedRow,
     PrefixTree,
-    SequenceGroup,
+    SequenceParallelGroup,
+    attention_recompute_contexts,
+    compute_packed_states,
     current_attention_pass,
     pack_padded,
     pack_row,
-    packed_states,
     rank_slice,
-    recompute_contexts,
 )
 
 __all__ = [
@@ -20,12 +20,12 @@ __all__ = [
     "AttentionPass",
     "PackedRow",
     "PrefixTree",
-    "SequenceGroup",
+    "SequenceParallelGroup",
     "attend",
+    "attention_recompute_contexts",
+    "compute_packed_states",
     "current_attention_pass",
     "pack_padded",
     "pack_row",
-    "packed_states",
     "rank_slice",
-    "recompute_contexts",
 ]

@@ -37,7 +37,7 @@ def attend(
     """
     if (ranks := attention_pass.sequence) is None:
         return _attend_local_heads(attention_pass, query, key, value, scale, window, cap)
-    query, key, value = ranks.tokens_to_heads(query), ranks.keys_to_heads(key), ranks.keys_to_heads(value)
+    query, key, value = ranks.tokens_to_heads(query), ranks.shared_keys_to_heads(key), ranks.shared_keys_to_heads(value)
     return ranks.heads_to_tokens(_attend_local_heads(attention_pass, query, key, value, scale, window, cap))
 
 
@@ -55,15 +55,17 @@ def _attend_local_heads(
     if now.backend == "flash":
         return attend_flash(now.row, query, key, value, scale=scale, window=window, cap=cap)
     calls, places = now.row.attention_batches
-    if (name := ("sdpa", window, cap is None, query.dtype)) not in now.row.masks:
-        now.row.masks[name] = [_additive_mask(*call, window, query.dtype, needed=cap is not None) for call in calls]
+    if (name := ("sdpa", window, cap is None, query.dtype)) not in now.row.mask_cache:
+        now.row.mask_cache[name] = [
+            _additive_mask(*call, window, query.dtype, needed=cap is not None) for call in calls
+        ]
     parts = [
         _attend_batch(
             _select_tokens(query, queries), _select_tokens(key, keys), _select_tokens(value, keys), mask, scale, cap
         )
         .transpose(1, 2)
         .flatten(0, 1)
-        for (queries, keys, _), mask in zip(calls, now.row.masks[name], strict=True)
+        for (queries, keys, _), mask in zip(calls, now.row.mask_cache[name], strict=True)
     ]
     return torch.cat(parts).index_select(0, places)[None]
 
@@ -95,14 +97,14 @@ def attend_flex(
     cap: float | None,
 ) -> Tensor:
     """Run the backend `flex`: one call with a block mask. Compiled on GPUs; torch has no backward pass on CPUs."""
-    if (name := ("flex", window)) not in row.masks:
-        row.masks[name] = _block_mask(row, window)
+    if (name := ("flex", window)) not in row.mask_cache:
+        row.mask_cache[name] = _block_mask(row, window)
     attended = _flex_function(compiled=query.is_cuda)(
         query,
         key,
         value,
         score_mod=None if cap is None else _cap_function(cap),
-        block_mask=row.masks[name],
+        block_mask=row.mask_cache[name],
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
     )
@@ -125,7 +127,7 @@ def _flex_function(*, compiled: bool) -> Callable[..., Tensor]:
 
 
 def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
-    reach, positions = row.reach, row.position_ids[0]
+    reach, positions = row.attended_until, row.position_ids[0]
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside = (key <= query) & (query < reach[key])

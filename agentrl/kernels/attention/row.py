@@ -23,7 +23,7 @@ from agentrl.kernels.records import KernelInputError
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class SequenceGroup:
+class SequenceParallelGroup:
     """A sequence-parallel group. All methods except :meth:`rank_slice` are collective, forward and backward."""
 
     rank: int  # in the group
@@ -42,7 +42,7 @@ class SequenceGroup:
         )  # [size, H / size, l, E], tokens in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
-    def keys_to_heads(self, states: Tensor) -> Tensor:
+    def shared_keys_to_heads(self, states: Tensor) -> Tensor:
         """Apply :meth:`tokens_to_heads` to G heads shared by queries.
 
         Ranks that need the same head receive a copy each.
@@ -80,24 +80,24 @@ class SequenceGroup:
         return swapped
 
 
-class _SavedGroup(Protocol):
+class _AutogradContext(Protocol):
     """Values that the backward pass needs."""
 
-    ranks: SequenceGroup
+    ranks: SequenceParallelGroup
 
 
 class _AllToAll(torch.autograd.Function):
     """Autograd function of (blocks [size, ...], ranks). Sends block r to rank r, and receives the result's block r."""
 
     @staticmethod
-    def forward(ctx: _SavedGroup, blocks: Tensor, ranks: SequenceGroup) -> Tensor:
+    def forward(ctx: _AutogradContext, blocks: Tensor, ranks: SequenceParallelGroup) -> Tensor:
         ctx.ranks = ranks
         received = torch.empty_like(blocks)
         torch.distributed.all_to_all_single(received, blocks, group=ranks.group)
         return received
 
     @staticmethod
-    def backward(ctx: _SavedGroup, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: _AutogradContext, gradient: Tensor) -> tuple[Tensor, None]:
         return _AllToAll.apply(gradient.contiguous(), ctx.ranks), None
 
 
@@ -193,7 +193,7 @@ class PackedRow:
         )
 
     @cached_property
-    def paths(self) -> list[Tensor]:
+    def segment_paths(self) -> list[Tensor]:
         """Row indices of the tokens from the start of a document to the end of each segment. On the host."""
         paths: list[Tensor] = []
         spans = zip(self.continued_segments.tolist(), self.segment_starts.tolist(), self.lengths.tolist(), strict=True)
@@ -203,21 +203,21 @@ class PackedRow:
         return paths
 
     @cached_property
-    def longest_document(self) -> int:
+    def longest_document_length(self) -> int:
         """Number of tokens of the longest document."""
-        return max(map(len, self.paths))
+        return max(map(len, self.segment_paths))
 
     @cached_property
     def prefix_lengths(self) -> Tensor:
         """Number of tokens of the document before each segment, [S]."""
-        return torch.tensor([len(path) for path in self.paths], device="cpu") - self.lengths
+        return torch.tensor([len(path) for path in self.segment_paths], device="cpu") - self.lengths
 
-    def document(self, number: int, response: int) -> Tensor:
+    def document_positions(self, number: int, response: int) -> Tensor:
         """Return the row indices of a document's prompt and of its first ``response`` response tokens. On the host."""
         end, start = int(self.prompt_ends[number]), int(self.response_starts[number])
         segment = int(torch.searchsorted(self.segment_starts, end, right=True)) - 1
         count = int(self.prefix_lengths[segment]) + end - int(self.segment_starts[segment]) + 1
-        return torch.cat([self.paths[segment][:count], torch.arange(start, start + response, device="cpu")])
+        return torch.cat([self.segment_paths[segment][:count], torch.arange(start, start + response, device="cpu")])
 
     @cached_property
     def segment_starts(self) -> Tensor:
@@ -225,12 +225,12 @@ class PackedRow:
         return self.lengths.cumsum(0) - self.lengths
 
     @cached_property
-    def masks(self) -> dict[object, Any]:
+    def mask_cache(self) -> dict[object, Any]:
         """Cache of the backends' masks for this row."""
         return {}
 
     @cached_property
-    def reach(self) -> Tensor:
+    def attended_until(self) -> Tensor:
         """For each token, the row index after the last segment that continues the token's segment, [L].
 
         A token attends to the tokens before it in the row whose reach exceeds its index.
@@ -249,7 +249,7 @@ class PackedRow:
         def ends(lengths: Tensor) -> Tensor:
             return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
-        indices = torch.cat(self.paths) if bool(self.prefix_lengths.any()) else None
+        indices = torch.cat(self.segment_paths) if bool(self.prefix_lengths.any()) else None
         return VarlenBounds(
             indices=None if indices is None else indices.to(device),
             queries=ends(self.lengths),
@@ -269,32 +269,34 @@ class PackedRow:
         # A causal call without a mask skips half of the scores, so a segment is computed separately only if it is not
         # longer than its prefix. Either way, no token attends to another document.
         first = torch.where(self.prefix_lengths >= self.lengths, self.prefix_lengths, 0)
-        counts = [(len(path) - start, len(path)) for path, start in zip(self.paths, first.tolist(), strict=True)]
+        counts = [
+            (len(path) - start, len(path)) for path, start in zip(self.segment_paths, first.tolist(), strict=True)
+        ]
         calls = []
         places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
         device = self.token_ids.device
         for part in _group_similar_counts(counts):
-            queries = _stack_padded([self.paths[number][first[number] :] for number in part])
-            keys = _stack_padded([self.paths[number] for number in part])
+            queries = _stack_padded([self.segment_paths[number][first[number] :] for number in part])
+            keys = _stack_padded([self.segment_paths[number] for number in part])
             starts = first[part]
             starts = starts[:1] if bool((starts == starts[0]).all()) else starts
             calls.append((queries.to(device), keys.to(device), starts.to(device)))
             for number in part:
                 stop = offset + counts[number][0]
-                own = self.paths[number][-int(self.lengths[number]) :]
+                own = self.segment_paths[number][-int(self.lengths[number]) :]
                 places[own] = torch.arange(stop - len(own), stop, device="cpu")
                 offset += queries.shape[1]
         return calls, places.to(device)
 
     @cached_property
-    def documents(self) -> tuple[list[Tensor], Tensor]:
+    def document_batches(self) -> tuple[list[Tensor], Tensor]:
         """Batches of whole documents of nearly equal lengths, as tables [n, w] of row indices.
 
         Also returns the index [L] of each token in the concatenation of all tables. A token of several documents has
         the index in one of them.
         """
         inner = {parent for number, parent in enumerate(self.continued_segments.tolist()) if parent != number}
-        paths = [path for number, path in enumerate(self.paths) if number not in inner]
+        paths = [path for number, path in enumerate(self.segment_paths) if number not in inner]
         tables = []
         places, offset = torch.empty(len(self.token_ids), dtype=torch.int64, device="cpu"), 0
         for part in _group_similar_counts([(len(path),) for path in paths]):
@@ -419,7 +421,7 @@ class AttentionPass:
 
     row: PackedRow
     backend: AttentionBackend
-    sequence: SequenceGroup | None = None
+    sequence: SequenceParallelGroup | None = None
     layers: set[int] = field(default_factory=set)  # ids of the attention modules that have read the row
 
     @property
@@ -433,13 +435,13 @@ class AttentionPass:
 _current: ContextVar[AttentionPass | None] = ContextVar("attention_pass", default=None)
 
 
-def packed_states(
+def compute_packed_states(
     row: PackedRow,
     transformer: nn.Module,
     *,
     layers: int,
     backend: AttentionBackend,
-    sequence: SequenceGroup | None = None,
+    sequence: SequenceParallelGroup | None = None,
 ) -> Tensor:
     """Run a `transformers` model with ``layers`` layers, and return the states [l, D] of this rank's tokens.
 
@@ -449,9 +451,9 @@ def packed_states(
     are not packed, and any causal model is exact.
     """
     if backend == "padded":
-        return _padded_states(row, transformer)
+        return _compute_padded_states(row, transformer)
     now = AttentionPass(row=row, backend=backend, sequence=sequence)
-    with _current_pass_set(now):
+    with _set_current_pass(now):
         output = transformer(
             input_ids=row.input_ids[:, now.rank_slice],
             position_ids=row.position_ids[:, now.rank_slice],
@@ -468,38 +470,38 @@ def packed_states(
     return states
 
 
-def _padded_states(row: PackedRow, transformer: nn.Module) -> Tensor:
+def _compute_padded_states(row: PackedRow, transformer: nn.Module) -> Tensor:
     """Return the states [L, D] of a row whose documents are batch entries with padding on the right.
 
     A causal model's states do not depend on later tokens, so the padding needs no mask. A shared prefix is computed
     with each document. One forward pass for each batch of documents of nearly equal lengths.
     """
-    tables, places = row.documents
+    tables, places = row.document_batches
     parts = [transformer(input_ids=row.input_ids[0][table], use_cache=False).last_hidden_state for table in tables]
     return torch.cat([states.flatten(0, 1) for states in parts]).index_select(0, places)
 
 
-def rank_slice(row: PackedRow, sequence: SequenceGroup | None) -> slice:
+def rank_slice(row: PackedRow, sequence: SequenceParallelGroup | None) -> slice:
     """Return the slice of the row whose states a rank of ``sequence`` computes."""
     length = row.input_ids.shape[1]
     return slice(0, length) if sequence is None else sequence.rank_slice(length)
 
 
 def current_attention_pass() -> AttentionPass | None:
-    """Return the forward that runs in this thread, or None outside :func:`packed_states`."""
+    """Return the forward that runs in this thread, or None outside :func:`compute_packed_states`."""
     return _current.get()
 
 
-def recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+def attention_recompute_contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
     """Return the contexts of `torch.utils.checkpoint`. Layers are recomputed in the context of their forward pass.
 
-    The backward pass runs outside :func:`packed_states`, on GPUs in another thread.
+    The backward pass runs outside :func:`compute_packed_states`, on GPUs in another thread.
     """
-    return nullcontext(), _current_pass_set(_current.get())
+    return nullcontext(), _set_current_pass(_current.get())
 
 
 @contextmanager
-def _current_pass_set(now: AttentionPass | None) -> Iterator[None]:
+def _set_current_pass(now: AttentionPass | None) -> Iterator[None]:
     token = _current.set(now)
     try:
         yield

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.models.model_parts import ModelParts
-from agentrl.models.routes import Routes, routing
+from agentrl.models.routes import ExpertRoutes, use_routes
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, use_decode_attention
 from agentrl.rollout.engines.sampling import keyed_uniform, restrict, sample_tokens
@@ -393,8 +393,8 @@ class Batcher:
         """Return the hidden states [m, q, D] and, if a request needs them, the routes [m, q, R] on the host."""
         mask = self._cache.select(rows, positions, width)
         wanted = any(row.request is not None and row.request.sampling.routes_from is not None for row in self._rows)
-        routes = Routes(num_layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
-        with routing(routes):
+        routes = ExpertRoutes(num_layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
+        with use_routes(routes):
             hidden = self._parts.backbone(
                 input_ids=ids,
                 attention_mask=mask,
@@ -402,7 +402,7 @@ class Batcher:
                 past_key_values=self._cache,
                 use_cache=True,
             ).last_hidden_state
-        return hidden, None if routes is None else routes.recorded().cpu().unflatten(0, ids.shape)
+        return hidden, None if routes is None else routes.recorded_routes().cpu().unflatten(0, ids.shape)
 
     # -- sampling -------------------------------------------------------------------------------------------------
 

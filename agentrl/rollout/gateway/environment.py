@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
-from agentrl.models.tokenizer import TextCodec, read_generation_ends
+from agentrl.models.tokenizer import TextCodec, read_end_token_ids
 from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gateway.programs import (
@@ -71,7 +71,7 @@ def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings
     codec = TextCodec(
         tokenizer,
         turn_end=draft.turn_end(),
-        generation_ends=read_generation_ends(name),
+        generation_ends=read_end_token_ids(name),
         shown_special_tokens=draft.call_format.tokens,
     )
     return ChatRenderer(tokenizer, codec, template=template, options=options)

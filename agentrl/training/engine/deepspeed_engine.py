@@ -375,7 +375,7 @@ class TrainingEngine(Generic[_Module_co]):
         return values
 
     @property
-    def call_index(self) -> int:
+    def participant_index(self) -> int:
         """Index of this rank among ranks with different rows."""
         return self.groups.replica
 

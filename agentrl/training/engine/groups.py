@@ -14,7 +14,7 @@ import torch.distributed
 from torch.distributed import ProcessGroup
 
 from agentrl.errors import SettingsError
-from agentrl.kernels.attention import SequenceGroup
+from agentrl.kernels.attention import SequenceParallelGroup
 from agentrl.training.settings import TrainingSettings
 
 
@@ -24,7 +24,7 @@ class RankGroups:
 
     replica: int  # index of this rank's sequence-parallel group
     replicas: int
-    sequence: SequenceGroup | None = None  # that group; None if every rank has different rows
+    sequence: SequenceParallelGroup | None = None  # that group; None if every rank has different rows
     peers: ProcessGroup | None = None  # one rank of each group; None: all ranks
 
     @property
@@ -81,6 +81,6 @@ def _create_groups(every: ProcessGroup, size: int, deadline: float) -> RankGroup
     return RankGroups(
         replica=rank // size,
         replicas=world // size,
-        sequence=SequenceGroup(rank=rank % size, size=size, group=sequence),
+        sequence=SequenceParallelGroup(rank=rank % size, size=size, group=sequence),
         peers=peers,
     )

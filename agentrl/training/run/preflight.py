@@ -20,10 +20,10 @@ from agentrl.models.attention import (
     reason_rows_not_shareable,
     reason_too_long_to_pack,
 )
-from agentrl.models.exactness import check_architecture, packing_error, uses_padded_rows
+from agentrl.models.exactness import check_forward_matches_unpadded, packing_error, uses_padded_rows
 from agentrl.models.loading import load_config
-from agentrl.models.lora import check_peft
-from agentrl.models.routes import routes_obstacle
+from agentrl.models.lora import check_peft_installed
+from agentrl.models.routes import reason_routes_not_replayable
 from agentrl.models.shape import read_shape, shape_from_config
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.plan import dry_run_lines
@@ -109,7 +109,7 @@ def _check_model(settings: Settings) -> None:
     the model's own.
     """
     if settings.model.lora.rank:
-        check_peft()
+        check_peft_installed()
     longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
     named = (settings.kl.reference, settings.teacher.local_path, settings.critic.path)
     others = {path for path in named if path is not None}
@@ -124,7 +124,7 @@ def _check_model(settings: Settings) -> None:
         if model.lora.targets and path == settings.model.path:
             shape_from_config(str(path), config, model.lora)
         padded = uses_padded_rows(model, config)  # a dry run on another machine may lack the backend for packed rows
-        check_architecture(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
+        check_forward_matches_unpadded(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
         for reason in (
             _reason_not_paddable(settings, config) if padded else None,
             reason_rows_not_shareable(config, settings.training.sequence_parallel),
@@ -142,7 +142,7 @@ def _reason_routes_not_replayable(settings: Settings, config: PreTrainedConfig, 
         return None
     if padded:
         return f"{replay} needs packed trajectories, but the model reads padded ones (model.rows): set it to off"
-    return routes_obstacle(config)
+    return reason_routes_not_replayable(config)
 
 
 def _reason_not_paddable(settings: Settings, config: PreTrainedConfig) -> str | None:

@@ -16,7 +16,7 @@ from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.lora import disabled_adapters
 from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
-from agentrl.models.tokenizer import different_tokens, read_tokenizer
+from agentrl.models.tokenizer import different_special_tokens, read_tokenizer
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen_forward, read_for_training, read_policy
 from agentrl.training.engine.groups import rank_groups
 from agentrl.training.settings import CriticSettings, KLSettings
@@ -136,7 +136,7 @@ def open_teacher(
     """
     teacher = settings.teacher
     path = teacher.path or start
-    refused_ids = different_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
+    refused_ids = different_special_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
     vocabulary = engine.module.head.out_features
     if teacher.url is not None:
         from agentrl.training.step.served_teacher import ServedTeacher

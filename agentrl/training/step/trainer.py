@@ -17,7 +17,7 @@ from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import rank_slice
 from agentrl.models.policy import PolicyModel
-from agentrl.models.routes import Routes
+from agentrl.models.routes import ExpertRoutes
 from agentrl.training.engine.collectives import Meter
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Heartbeat
@@ -357,18 +357,18 @@ class Trainer:
             scored = replace(scored, trajectory_energy=energies)
         return scored, statistics, hidden
 
-    def _with_routes(self, batch: Batch, routes: Routes, step: _Step) -> Batch:
+    def _with_routes(self, batch: Batch, routes: ExpertRoutes, step: _Step) -> Batch:
         """Record metrics of replayed ``routes``, or return the batch with the routes that the trainer has selected.
 
         In the first micro-batch of a step, a second forward measures the difference from the engine without replay.
         """
         row, policy = batch.row, self._engine.module
         if routes.replayed is None:
-            recorded = routes.recorded()
+            recorded = routes.recorded_routes()
             whole = recorded.new_full((len(row.token_ids), recorded.shape[1]), -1)
             whole[rank_slice(row, policy.sequence)] = recorded
             return replace(batch, row=replace(row, routes=whole))
-        other, total = routes.count_changed()
+        other, total = routes.count_changed_and_replayed()
         step.meter.add_mean("policy/other_routes", other.double() / max(1, total), total * int(batch.counted))
         if self._routes_measured_at != step.plan.step:
             self._routes_measured_at = step.plan.step
