@@ -329,7 +329,7 @@ def main() -> None:
     parser.add_argument("--measured", type=int, default=32, help="trajectories of --step that are measured")
     args = parser.parse_args()
     if args.step is not None:
-        step_costs(*args.step, args.measured)
+        step_costs(args.step[0], args.step[1], args.measured)
         return
     codec = small_codec()
     print(

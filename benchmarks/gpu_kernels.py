@@ -93,17 +93,18 @@ def attention(device: torch.device) -> Iterator[Figure | str]:
     heads, groups, size, total = (28, 4, 128, 16_384) if real else (4, 2, 16, 128)
     dtype = torch.bfloat16 if real else torch.float32
     torch.manual_seed(0)
-    states = [
+    query, key, value = (
         torch.randn(total, count, size, device=device, dtype=dtype, requires_grad=True)
         for count in (heads, groups, groups)
-    ]
+    )
+    states = (query, key, value)
     repeats = 8 if real else 2
     fresh = [documents(total, seed) for seed in range(2 * repeats)]
     floor = statistics.median(7 * heads * size * sum(n * n for n in one) / PEAK * 1e3 for one in fresh)
     yield f"floor of the same operations: {floor:.2f} ms for {len(fresh[0])} documents of {total} tokens together"
     short = documents(max(128, total // 8), 0)  # the reference holds all scores
     few = [one.detach()[: sum(short)] for one in states]
-    exact = _each_document(SDPBackend.MATH)(*(one.float() for one in few), short)
+    exact = _each_document(SDPBackend.MATH)(few[0].float(), few[1].float(), few[2].float(), short)
     own, backend = _own_attention(device)
     ways: dict[str, tuple[Attend, float | None, float | None]] = {
         # name: (function, least and most of the ratio of new to repeated lengths)
@@ -114,7 +115,7 @@ def attention(device: torch.device) -> Iterator[Figure | str]:
     }
     for name, (attend, least, most) in ways.items():
         try:
-            error = float((attend(*few, short).float() - exact).abs().max())
+            error = float((attend(few[0], few[1], few[2], short).float() - exact).abs().max())
             new, again = (
                 statistics.median(_milliseconds(lambda: _both(attend, states, lengths)) for lengths in every)  # noqa: B023
                 for every in (fresh[1:], [fresh[-1]] * repeats)
@@ -184,8 +185,9 @@ def _each_document(backend: SDPBackend) -> Attend:
     return attend
 
 
-def _both(attend: Attend, states: Sequence[Tensor], lengths: Sequence[int]) -> None:
-    torch.autograd.grad(attend(*states, lengths).sum(), states)
+def _both(attend: Attend, states: tuple[Tensor, Tensor, Tensor], lengths: Sequence[int]) -> None:
+    query, key, value = states
+    torch.autograd.grad(attend(query, key, value, lengths).sum(), states)
 
 
 def _milliseconds(run: Callable[[], object]) -> float:

@@ -212,10 +212,10 @@ async def _table(program: str, kinds: dict[str, Call], options: argparse.Namespa
     print(f"{program:8}{'in flight':>10}{'calls/s':>10}{'p50 ms':>9}{'p99 ms':>9}{'ideal ms':>10}", end="")
     print(f"{'of fork loop':>14}{'over fresh':>12}")
     print(f"{'fork loop':8}{1:>9}{base:>10.1f}{_ms(loops, 0.5):>9.1f}{_ms(loops, 0.99):>9.1f}")
-    for (kind, concurrency), found in rounds.items():
-        rate = statistics.median(one.rate for one in found)
+    for (kind, concurrency), repeated in rounds.items():
+        rate = statistics.median(one.rate for one in repeated)
         print(
-            f"{kind:8}{concurrency:>10}{rate:>10.1f}{_ms(found, 0.5):>9.1f}{_ms(found, 0.99):>9.1f}"
+            f"{kind:8}{concurrency:>10}{rate:>10.1f}{_ms(repeated, 0.5):>9.1f}{_ms(repeated, 0.99):>9.1f}"
             f"{1e3 * concurrency / rate:>10.1f}{rate / base:>14.2f}{rate / fresh[concurrency]:>12.1f}"
         )
 

@@ -84,7 +84,7 @@ class Slow:
         """W + eps."""
         result = []
         for i, row in enumerate(self.energies()):
-            shared = {
+            shared: Row = {
                 "otb_isolated": row,
                 "otb_total": [sum(row)] * len(row),
                 "otb": [sum(row[: k + 1]) for k in range(len(row))],

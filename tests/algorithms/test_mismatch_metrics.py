@@ -63,7 +63,7 @@ def test_a_missing_log_prob_at_a_model_token_is_an_error(which):
     tensors = [torch.zeros(2, 3), torch.zeros(2, 3)]
     tensors[which][1, 0] = torch.nan
     with pytest.raises(InvalidInputError, match=r"log_probs is nan at a model token: row 1, position 0"):
-        mismatch_metrics(*tensors, torch.tensor(MASK))
+        mismatch_metrics(tensors[0], tensors[1], torch.tensor(MASK))
 
 
 def test_shapes_must_agree():

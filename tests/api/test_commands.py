@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import agentrl
 from agentrl.api.run import Run
 from agentrl.errors import SettingsError, WorldError
+from agentrl.training.run.callbacks import TrainedStep
 
 pytestmark = [
     pytest.mark.slow,
@@ -85,15 +86,15 @@ def test_metrics_are_a_frame_of_steps(run: Run) -> None:
 def test_callbacks_are_called_in_order_with_typed_records(run: Run) -> None:
     assert [(type(one), one.step) for one in RECORDS] == [
         (agentrl.EvaluatedStep, 0),
-        (agentrl.TrainedStep, 1),
+        (TrainedStep, 1),
         (agentrl.EvaluatedStep, 1),
         (agentrl.SavedCheckpoint, 1),
-        (agentrl.TrainedStep, 2),
+        (TrainedStep, 2),
         (agentrl.EvaluatedStep, 2),
         (agentrl.SavedCheckpoint, 2),
     ]
     assert {one.run for one in RECORDS} == {run.path}
-    steps = [one for one in RECORDS if isinstance(one, agentrl.TrainedStep)]
+    steps = [one for one in RECORDS if isinstance(one, TrainedStep)]
     assert [one.metrics["reward/mean"] for one in steps] == [0.75, 0.75]
     evaluations = [one for one in RECORDS if isinstance(one, agentrl.EvaluatedStep)]
     assert [one.score for one in evaluations] == run.evaluations["eval/avg_at_k"].tolist()
@@ -135,7 +136,7 @@ def test_an_interrupt_saves_and_resume_continues_with_a_loaded_model(run: Run, t
     agent = AutoModelForCausalLM.from_pretrained(run.policy)
     tokenizer = AutoTokenizer.from_pretrained(run.policy)
 
-    def interrupt(step: agentrl.TrainedStep) -> None:
+    def interrupt(step: TrainedStep) -> None:
         signal.raise_signal(signal.SIGINT)
 
     with pytest.raises(KeyboardInterrupt):
@@ -152,7 +153,7 @@ def test_an_interrupt_saves_and_resume_continues_with_a_loaded_model(run: Run, t
     done = int(agentrl.load_run(tmp_path / "long").metrics.index[-1])
     assert 1 <= done < 500
 
-    def fail(step: agentrl.TrainedStep) -> None:
+    def fail(step: TrainedStep) -> None:
         raise ZeroDivisionError(step.step)
 
     with pytest.raises(ZeroDivisionError) as caught:

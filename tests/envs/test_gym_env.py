@@ -42,7 +42,7 @@ def test_episode_through_make(scripted_sandbox: Sandboxes, execution: Ran, probl
     observation, reward, terminated, truncated, info = env.step(PROGRAM)
     assert (observation, reward, terminated, truncated) == ("\nCode execution result: \\boxed{5}\n", 1.0, True, False)
     assert (info["ended"], info["verdict"], info["answer"]) == ("answered", "correct", "5")
-    assert [call.seconds for call in env.unwrapped.telemetry] == [0.25, 2.0]  # timings are here, not in info
+    assert [call.seconds for call in env.get_wrapper_attr("telemetry")] == [0.25, 2.0]  # timings are here, not in info
     env.close()
 
 

@@ -52,7 +52,9 @@ def test_what_a_user_registers_is_found_by_its_name() -> None:
     def zero(problem: object, conversation: object, verdict: object) -> float:
         return 0.0
 
-    assert resolve_environment("mine")(GymnasiumSettings(threads=3)).own == GymnasiumSettings(threads=3)
+    made = resolve_environment("mine")(GymnasiumSettings(threads=3))
+    assert isinstance(made, Mine)
+    assert made.own == GymnasiumSettings(threads=3)
     assert make_protocol(SimpleTIRSettings(protocol="plain")) == ToRLProtocol(instruction="", observation_limit=7)
     assert [schema.name for schema in load_tools(("python", "six")).schemas] == ["python", "six"]
     assert TimedRewardFunction("zero", deadline=1.0)._function is zero

@@ -2,6 +2,7 @@
 
 import math
 from itertools import chain
+from typing import Any
 
 import pytest
 import torch
@@ -97,9 +98,9 @@ def test_the_divergence_over_top_tokens_has_the_gradient_of_autograd_and_bounds_
         if exact:
             value = coarse(leaves, reference, ids, beta, cap)
         else:
-            more = {"temperature": 0.7, "bias": leaves[2], "cap": cap}
-            log_probs = token_statistics(*leaves[:2], targets, **more).log_probs
-            value = top_divergence(*leaves[:2], targets, log_probs, ids, log_q, beta=beta, **more)
+            more: dict[str, Any] = {"temperature": 0.7, "bias": leaves[2], "cap": cap}
+            log_probs = token_statistics(leaves[0], leaves[1], targets, **more).log_probs
+            value = top_divergence(leaves[0], leaves[1], targets, log_probs, ids, log_q, beta=beta, **more)
         results.append((value.detach(), *torch.autograd.grad((value * upstream).sum(), leaves)))
     for got, expected in zip(*results, strict=True):
         torch.testing.assert_close(got, expected, rtol=1e-9, atol=1e-10)

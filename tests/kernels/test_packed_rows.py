@@ -134,7 +134,7 @@ def test_attention_is_that_of_each_document_alone(
     torch.manual_seed(seed)
     query = torch.randn(1, 4, row.input_ids.shape[1], 8, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, row.input_ids.shape[1], 8, dtype=torch.float64)
-    inputs = [states.requires_grad_() for states in (query, key, value)]
+    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
     if torch_kernel and cap is not None:
         with pytest.raises(KernelInputError, match="cannot cap scores"):
             attend(now, *inputs, scale=0.4, window=window, cap=cap)

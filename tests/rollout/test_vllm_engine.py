@@ -127,7 +127,9 @@ async def test_the_dtype_of_each_servers_logits_is_reported(device: str, overrid
 
 
 async def test_the_models_own_config_may_name_the_dtype_of_logits(tmp_path: Path) -> None:
-    Qwen2Config(vocab_size=VOCABULARY, head_dtype="float32").save_pretrained(tmp_path)
+    config = Qwen2Config(vocab_size=VOCABULARY)
+    config.head_dtype = "float32"
+    config.save_pretrained(tmp_path)
     needs = ServerRequirements.from_policy(str(tmp_path), CODEC, max_tokens=200)
     async with fakes(CODEC) as (server,):
         server.dtype = "torch.bfloat16"

@@ -18,6 +18,7 @@ from agentrl_sandbox.client import (
     UnknownSessionError,
     open_sandbox,
 )
+from agentrl_sandbox.local import LocalSandbox
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -108,6 +109,7 @@ async def test_a_cancelled_waiter_leaves_the_session_alone(sandbox, session):
 
 async def test_an_idle_session_expires_and_a_used_one_does_not():
     sandbox = await open_sandbox(SandboxSettings(**SMALL, session_idle_timeout=3.0))
+    assert isinstance(sandbox, LocalSandbox)
     idle, used = await sandbox.open_session(), await sandbox.open_session()
     while not sandbox._sessions.has_ended(idle):
         assert (await sandbox.execute("1", session=used)).outcome is Outcome.OK

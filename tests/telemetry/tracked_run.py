@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import struct
 import sys
@@ -62,12 +63,11 @@ def read(folder: Path) -> None:
 
 
 def read_wandb(folder: Path) -> dict[str, object]:
-    from wandb.proto.wandb_internal_pb2 import Record
 
     rows, ids, config = [], set(), {}
     for file in sorted(folder.glob("wandb/offline-run-*/*.wandb")):
         for data in leveldb_log(file.read_bytes(), header=7):
-            one = Record()
+            one = importlib.import_module("wandb.proto.wandb_internal_pb2").Record()  # generated, without types
             one.ParseFromString(data)
             if one.HasField("run"):
                 ids.add((one.run.run_id, one.run.project, one.run.display_name))

@@ -77,9 +77,10 @@ def main() -> None:
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
     model = read_for_training(path, SETTINGS, TRAINING)
-    result["held"] = sum(item.numel() for item in model.parameters())
-    result["shard"] = sum(item.ds_tensor.numel() for item in model.parameters())
-    result["all"] = sum(item.ds_numel for item in model.parameters())
+    parameters: list[Any] = list(model.parameters())  # DeepSpeed adds attributes
+    result["held"] = sum(item.numel() for item in parameters)
+    result["shard"] = sum(item.ds_tensor.numel() for item in parameters)
+    result["all"] = sum(item.ds_numel for item in parameters)
     result["read"] = whole(model)  # before any forward
     result["buffers"] = dict(model.named_buffers())
     result["generation"] = model.generation_config.to_dict()

@@ -55,8 +55,17 @@ def test_only_the_teacher_reads_the_hint() -> None:
         assert same == hinted
 
 
-class Server(BaseHTTPRequestHandler):
+class TeacherServer(ThreadingHTTPServer):
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.requests: list[dict[str, Any]] = []
+        self.model = tiny_model()  # once: threads that create models concurrently would share random numbers
+
+
+class Handler(BaseHTTPRequestHandler):
     """Scores prompts with a tiny model in vLLM's format. The first request to every server fails."""
+
+    server: TeacherServer
 
     def do_POST(self) -> None:
         request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
@@ -81,10 +90,8 @@ class Server(BaseHTTPRequestHandler):
 
 
 @pytest.fixture
-def server() -> Iterator[ThreadingHTTPServer]:
-    with ThreadingHTTPServer(("127.0.0.1", 0), Server) as made:
-        made.requests = []
-        made.model = tiny_model()  # once: threads that create models concurrently would share random numbers
+def server() -> Iterator[TeacherServer]:
+    with TeacherServer(("127.0.0.1", 0), Handler) as made:
         thread = threading.Thread(target=made.serve_forever)
         thread.start()
         yield made
@@ -92,13 +99,13 @@ def server() -> Iterator[ThreadingHTTPServer]:
         thread.join()
 
 
-def served(server: ThreadingHTTPServer, **settings: Any) -> ServedTeacher:
+def served(server: TeacherServer, **settings: Any) -> ServedTeacher:
     url = f"http://127.0.0.1:{server.server_port}/v1"
     return ServedTeacher(TeacherSettings(url=url, path="teacher", **settings), refused_ids={})
 
 
 @pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd"])
-def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPServer, objective: Any) -> None:
+def test_a_server_gives_the_divergence_of_a_local_teacher(server: TeacherServer, objective: Any) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     settings = TeacherSettings(objective=objective)
     local = frozen_policy(tiny_model(), temperature=1.0, over_vocabulary=True, beta=settings.resolved_beta)
@@ -115,7 +122,7 @@ def test_a_server_gives_the_divergence_of_a_local_teacher(server: ThreadingHTTPS
     assert {request["model"] for request in server.requests} == {"teacher"}
 
 
-def test_one_log_probability_suffices_for_the_sampled_form(server: ThreadingHTTPServer) -> None:
+def test_one_log_probability_suffices_for_the_sampled_form(server: TeacherServer) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     here, _ = frozen_policy(tiny_model(), temperature=1.0).score_batch(batch)
     there, head = served(server, objective="sampled").score_batch(batch)
@@ -124,7 +131,7 @@ def test_one_log_probability_suffices_for_the_sampled_form(server: ThreadingHTTP
     assert {request["prompt_logprobs"] for request in server.requests} == {0}
 
 
-def test_a_server_may_list_tokens_that_the_policy_lacks(server: ThreadingHTTPServer) -> None:
+def test_a_server_may_list_tokens_that_the_policy_lacks(server: TeacherServer) -> None:
     """The teacher's vocabulary may be padded further: such tokens count among the others."""
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     url = f"http://127.0.0.1:{server.server_port}/v1"
@@ -139,7 +146,7 @@ def test_a_server_may_list_tokens_that_the_policy_lacks(server: ThreadingHTTPSer
         torch.testing.assert_close(all_tokens.log_probs[row][known[row]][: head.ids.shape[1]], head.log_probs[row])
 
 
-def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: ThreadingHTTPServer) -> None:
+def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: TeacherServer) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
     with pytest.raises(WorldError, match=r"the teacher t at http://127.0.0.1:9/v1 does not score trajectories"):
         ServedTeacher(TeacherSettings(url="http://127.0.0.1:9/v1", path="t"), refused_ids={}, deadline=0.1).score_batch(

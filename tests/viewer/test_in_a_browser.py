@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
@@ -35,9 +36,12 @@ CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HERE = CHROMIUM is not None or os.environ.get("CI") == "true"  # in CI there must be one
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not HERE, reason="no chromium here")]
 
-sync_api = pytest.importorskip("playwright.sync_api")
-expect = sync_api.expect
-Page = sync_api.Page
+if TYPE_CHECKING:
+    from playwright import sync_api
+    from playwright.sync_api import Page, expect
+else:
+    sync_api = pytest.importorskip("playwright.sync_api")
+    expect = sync_api.expect
 DEADLINE = 120_000  # milliseconds, for a machine that is busy
 LONG_LINE = "x" * 100_000
 
@@ -85,7 +89,7 @@ def phone(browser: sync_api.Browser) -> Iterator[Page]:
     yield from pages(browser, viewport={"width": 390, "height": 800}, color_scheme="dark")
 
 
-def pages(browser: sync_api.Browser, **options: object) -> Iterator[Page]:
+def pages(browser: sync_api.Browser, **options: Any) -> Iterator[Page]:
     context = browser.new_context(**options)
     opened = context.new_page()
     opened.set_default_timeout(DEADLINE)

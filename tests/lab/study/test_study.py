@@ -162,11 +162,11 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert "grpo-seed-1: finished" in run_study(file, home, retry=True)
     assert all(run.status == "finished" for run in read_record(home / RECORD).runs)
 
-    other = tmp_path / "kept"
-    other.mkdir()
-    (other / "kept.json").write_bytes((home / RECORD).read_bytes())
-    run_study(other / "kept.json", other)
-    assert (other / "report.md").read_text() == (home / "report.md").read_text()
+    kept = tmp_path / "kept"
+    kept.mkdir()
+    (kept / "kept.json").write_bytes((home / RECORD).read_bytes())
+    run_study(kept / "kept.json", kept)
+    assert (kept / "report.md").read_text() == (home / "report.md").read_text()
 
 
 def record_alone(text: str, file: Path) -> tuple[Path, tuple[RunCurve, ...]]:

@@ -25,6 +25,7 @@ import agentrl_sandbox
 from agentrl_sandbox.check.case import Case
 from agentrl_sandbox.check.suite import CASES, run_case, run_suite
 from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, StartError, open_sandbox
+from agentrl_sandbox.docker import DockerSandbox
 
 COMPOSE_FILE = Path(agentrl_sandbox.__file__).parents[1] / "compose.yaml"
 
@@ -263,6 +264,7 @@ async def test_docker_url_starts_a_container_and_removes_it(image, engine):
     before = ours()
     settings = SandboxSettings(url=f"docker://{image}", workers=2, memory_mb=256)
     sandbox = await open_sandbox(settings)
+    assert isinstance(sandbox, DockerSandbox)
     (container,) = ours() - before
     try:
         assert (await sandbox.execute("import numpy; print(numpy.ones(3).sum())")).stdout == "3.0\n"
