@@ -5,8 +5,7 @@ r"""Comparison of an answer with the reference answer, part by part. The kinds o
 >>> compare("0", "x+y+z=0"), compare("5", "x=5"), compare("y-2x=3", "y=2x+3")
 (<Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
 
-If the reference answer is a list without brackets, the answer may be in any brackets; tuples and intervals must then
-have the same order.
+A list without brackets matches the same elements in any order in square brackets, and in the same order in parentheses.
 """
 
 from __future__ import annotations
@@ -272,7 +271,7 @@ def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
     ordered = {"()", "<>", "list"}
     if reference.kind in ordered and answer.kind in ordered:
         return _same_parts(reference, answer, ordered=True)
-    return reference.kind == "list" and answer.kind == "[]" and _same_parts(reference, answer, ordered=False)
+    return {reference.kind, answer.kind} == {"list", "[]"} and _same_parts(reference, answer, ordered=False)
 
 
 def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) -> bool:
