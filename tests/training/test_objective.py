@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from itertools import combinations
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from training.rows import rows_of
 
 from agentrl.algorithms import Advantages, Correction
 from agentrl.rollout.settings import RewardSettings
+from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import AlgorithmSettings, CorrectionSettings, KLSettings, TeacherSettings
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings
@@ -97,3 +100,20 @@ def test_what_no_sampled_token_enters_is_exact_whatever_the_weights(term: str, f
     p = logits.softmax(-1)
     exact = (p * p.log()).sum() if term == "entropy" else (p * (p / REFERENCE).log()).sum()
     torch.testing.assert_close(found, torch.autograd.grad(exact, logits)[0], rtol=1e-6, atol=1e-12)
+
+
+def test_the_random_tokens_of_a_loss_depend_on_the_seed_of_the_run_and_the_step() -> None:
+    batch = rows_of(torch.zeros(4, 64))
+    advantages = torch.ones(4, 64)
+    scored = replace(batch, estimate=Advantages(advantages=advantages, returns=advantages, baselines=advantages))
+    engine = cast(TrainingEngine[nn.Module], SimpleNamespace(device="cpu", groups=SimpleNamespace(peers=None)))
+
+    def selected(seed: int, step: int) -> Tensor:
+        algorithm = AlgorithmSettings(loss="kl_cov", loss_options={"covariance_fraction": 0.2})
+        made = PolicyObjective(ObjectiveSettings(algorithm=algorithm, response_tokens=64, seed=seed))
+        (mask,) = made.select_tokens([scored.log_probs], [scored], engine, step=step)
+        return mask
+
+    masks = [selected(seed, step) for seed, step in ((0, 0), (0, 1), (1, 0), (1, 1))]
+    assert torch.equal(masks[0], selected(0, 0))
+    assert all(not torch.equal(one, other) for one, other in combinations(masks, 2))

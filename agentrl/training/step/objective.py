@@ -33,6 +33,7 @@ class PolicyObjective:
     def __init__(self, settings: ObjectiveSettings) -> None:
         """Resolve the loss. Raises SettingsError if the loss is unknown or does not support a changed setting."""
         self._algorithm = settings.algorithm
+        self._seed = settings.seed
         self._options = loss_options(settings)
         self._mode = settings.aggregation
         self._length = settings.norm_length if self._mode == "seq_mean_token_sum_norm" else None
@@ -123,7 +124,7 @@ class PolicyObjective:
 
     @torch.no_grad()
     def select_tokens(
-        self, log_probs: Sequence[Tensor], batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, seed: int
+        self, log_probs: Sequence[Tensor], batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, step: int
     ) -> list[Tensor]:
         """Select an update's tokens on rank 0. Returns a mask [B, T] for each micro-batch. Collective.
 
@@ -143,7 +144,7 @@ class PolicyObjective:
             advantages=exchange.send_home(counted(part.advantages for part in batches)),
             loss_mask=exchange.send_home(masks),
             trajectory_ids=exchange.send_home(counted(part.trajectory_ids for part in batches)),
-            seed=seed,
+            seed=(self._seed << 32) + step,  # the run's seed is below 2^31
             **self._options,
         )
         parts = zip(exchange.send_back(chosen), batches, strict=True)

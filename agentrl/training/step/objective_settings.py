@@ -36,7 +36,7 @@ _REMOVED = {"otb_cross": "removed from training; the laboratory measures it: age
 class ObjectiveSettings:
     """The settings of a step's objective.
 
-    ``response_tokens`` is rollout.max_response_tokens, the default of unset lengths.
+    ``response_tokens`` is rollout.max_response_tokens, the default of unset lengths. ``seed`` is the run's seed.
     """
 
     algorithm: AlgorithmSettings = field(default_factory=AlgorithmSettings)
@@ -45,6 +45,7 @@ class ObjectiveSettings:
     teacher: TeacherSettings = field(default_factory=TeacherSettings)
     correction: CorrectionSettings = field(default_factory=CorrectionSettings)
     response_tokens: int
+    seed: int = 0
 
     @classmethod
     def from_settings(cls, settings: Settings) -> ObjectiveSettings:
@@ -56,6 +57,7 @@ class ObjectiveSettings:
             teacher=settings.teacher,
             correction=settings.correction,
             response_tokens=settings.rollout.max_response_tokens,
+            seed=settings.seed,
         )
 
     @property

@@ -271,7 +271,7 @@ class Trainer:
 
         with torch.no_grad():
             current = self._over_micro_batches(log_probs, batches)
-        selected = self._objective.select_tokens(current, batches, self._engine, seed=step.plan.step)
+        selected = self._objective.select_tokens(current, batches, self._engine, step=step.plan.step)
         return [replace(batch, selected=chosen) for batch, chosen in zip(batches, selected, strict=True)]
 
     def _apply_update(self, step: _Step) -> None:
