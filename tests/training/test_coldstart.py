@@ -261,6 +261,19 @@ def test_the_first_steps_also_repeat_tokens_and_report_the_loss_on_demonstration
     assert losses == pytest.approx([losses[0]] * 3)  # the weights do not change
 
 
+async def test_a_cold_start_that_is_killed_leaves_no_folder(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(train, "TrainingEngine", _Engine)
+    monkeypatch.setattr(train, "start_distributed", lambda deadline: (0, 1))
+    settings = load_settings(
+        overrides=["coldstart.count=8", "coldstart.steps=2", "coldstart.batch_size=2", "model.tiny.layers=1"]
+    )
+    during: list[list[Path]] = []
+    output = tmp_path / "made" / "policy"
+    await train.cold_start(settings, output, lambda step, loss: during.append(list(output.parent.iterdir())))
+    assert during == [[], []]
+    assert list(output.parent.iterdir()) == [output]
+
+
 def test_every_demonstration_comes_once_an_epoch() -> None:
     drawn = list(itertools.islice(shuffled_batches(5, 2, seed=1), 5))
     flat = [index for batch in drawn for index in batch]

@@ -7,7 +7,6 @@ import json
 import os
 import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -171,16 +170,21 @@ async def cold_start(
     try:
         read = read_coldstart_demonstrations(settings).demonstrations
         demonstrations = [await add_observations(item, environment) for item in read]
-        with _temporary_directory(output) as directory:
-            model, tokenizer = await _train_model(settings, demonstrations, environment, report, problems)
-            body = (
-                f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
-                f"fine-tuning on {len(demonstrations)} demonstrations ({settings.coldstart.demonstrations})."
-            )
-            with os_errors_as_world_errors(output, "write the policy to"):
-                folder = directory / "policy"
-                write_model(folder, model=model, tokenizer=tokenizer, title=output.name, body=body)
-                _publish(folder, output)
+        try:
+            output.parent.mkdir(parents=True, exist_ok=True)
+            # Nothing of it remains during training, which may be killed.
+            _temporary_directory(output).cleanup()
+        except OSError as error:
+            raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
+        model, tokenizer = await _train_model(settings, demonstrations, environment, report, problems)
+        body = (
+            f"Cold start by agentrl {agentrl.__version__}: {settings.coldstart.steps} steps of supervised "
+            f"fine-tuning on {len(demonstrations)} demonstrations ({settings.coldstart.demonstrations})."
+        )
+        with os_errors_as_world_errors(output, "write the policy to"), _temporary_directory(output) as directory:
+            folder = Path(directory) / "policy"
+            write_model(folder, model=model, tokenizer=tokenizer, title=output.name, body=body)
+            _publish(folder, output)
     finally:
         await environment.close()
 
@@ -316,19 +320,8 @@ def _content_for_cache_key(demonstration: Demonstration) -> str:
     return demonstration.text + (json.dumps(info, sort_keys=True) if info else "")
 
 
-@contextmanager
-def _temporary_directory(output: Path) -> Iterator[Path]:
-    """Create a directory beside ``output`` before any computation, and delete it at the end.
-
-    Raises SettingsError if the directory cannot be created.
-    """
-    try:
-        output.parent.mkdir(parents=True, exist_ok=True)
-        directory = TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
-    except OSError as error:
-        raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
-    with directory as path:
-        yield Path(path)
+def _temporary_directory(output: Path) -> TemporaryDirectory[str]:
+    return TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
 
 
 def _publish(folder: Path, output: Path) -> None:
