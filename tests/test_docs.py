@@ -27,6 +27,7 @@ from agentrl.problems.demonstrations import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.rollout.environment import build_environment
 from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.episode import UnavailableError
 from agentrl_envs.rewards import Conversation, Message, TimedRewardFunction
 from agentrl_envs.settings import INSTRUCTIONS
 from agentrl_envs.tools import EpisodeTools, load_tools
@@ -210,14 +211,18 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
 
 
 async def judges(program: str, problem: Problem, conversation: Conversation) -> None:
-    """The judge's example against an endpoint that grades with 7 of 10."""
+    """The judge's example against an endpoint that grades with 7 of 10, and then writes no grade."""
     names: dict[str, Any] = {}
     exec(compile(program, "environments.md", "exec"), names)
     await names["CLIENT"].aclose()
-    said = {"choices": [{"message": {"content": "I give it 7"}}]}
-    answers = httpx.MockTransport(lambda request: httpx.Response(200, json=said))
+    replies = iter(["2 errors on a scale of 0 to 10. Grade: 7 out of 10.", "I give it 7."])
+    answers = httpx.MockTransport(
+        lambda request: httpx.Response(200, json={"choices": [{"message": {"content": next(replies)}}]})
+    )
     async with httpx.AsyncClient(base_url="http://judge/v1", transport=answers) as names["CLIENT"]:
         assert await names["judged"](problem, conversation, None) == 0.7
+        with pytest.raises(UnavailableError, match="I give it 7"):
+            await names["judged"](problem, conversation, None)
 
 
 async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> list[str]:
