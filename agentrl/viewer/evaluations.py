@@ -95,20 +95,24 @@ def rollout_page(path: Path, index: int) -> dict[str, object]:
     """Return a rollout, its problem, and the formulas in both. Raises SettingsError if ``index`` does not exist."""
     for position, record in enumerate(rollout_records(path)):
         if position == index:
-            return page_of_rollout(record, problems_by_key(path))
+            return page_of_rollout(path, record, problems_by_key(path))
     raise SettingsError(f"{path} has no rollout {index}")
 
 
 def problems_by_key(path: Path) -> dict[tuple[str, str], ProblemRow]:
     """Return the rows of ``problems.jsonl`` by benchmark and id."""
-    return {(row["benchmark"], row["id"]): row for row in EvaluationDirectory(path).problem_rows()}
+    with malformed_as_world_error(f"{path / 'problems.jsonl'}"):
+        return {(row["benchmark"], row["id"]): row for row in EvaluationDirectory(path).problem_rows()}
 
 
-def page_of_rollout(record: JSONObject, problems: Mapping[tuple[str, str], ProblemRow]) -> dict[str, object]:
-    """Build the content of a rollout's page from its record."""
-    problem = problems[record["benchmark"], record["problem"]]
-    texts = [problem["prompt"], *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
-    return {"rollout": record, "problem": problem, "formulas": formula_trees(texts)}
+def page_of_rollout(
+    path: Path, record: JSONObject, problems: Mapping[tuple[str, str], ProblemRow]
+) -> dict[str, object]:
+    """Build the content of a rollout's page from its record. Raises WorldError if the record or problem is damaged."""
+    with malformed_as_world_error(f"{path}: a rollout or its problem"):
+        problem = problems[record["benchmark"], record["problem"]]
+        texts = [problem["prompt"], *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
+        return {"rollout": record, "problem": problem, "formulas": formula_trees(texts)}
 
 
 def find_rollouts(path: Path, text: str) -> list[int]:
@@ -116,12 +120,13 @@ def find_rollouts(path: Path, text: str) -> list[int]:
     wanted = text.casefold()
     problems = problems_by_key(path)
     matching = {key for key, row in problems.items() if wanted in _searchable(row).casefold()}
-    return [
-        index
-        for index, record in enumerate(rollout_records(path))
-        if (record["benchmark"], record["problem"]) in matching
-        or wanted in "\n".join([record["answer"] or "", *(turn["text"] for turn in record["turns"])]).casefold()
-    ]
+    with malformed_as_world_error(f"{path}: a rollout"):
+        return [
+            index
+            for index, record in enumerate(rollout_records(path))
+            if (record["benchmark"], record["problem"]) in matching
+            or wanted in "\n".join([record["answer"] or "", *(turn["text"] for turn in record["turns"])]).casefold()
+        ]
 
 
 def comparison_page(first: Path, second: Path) -> dict[str, object]:

@@ -100,7 +100,7 @@ def _pack_rollouts(path: Path) -> list[str]:
     for index, record in enumerate(rollout_records(path)):
         rank = rank_of.get(index)
         if rank is not None and rank < count:
-            answer = page_of_rollout(record, problems)
+            answer = page_of_rollout(path, record, problems)
             packed[rank].append(_pack_answer((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
     sizes = accumulate(sum(map(len, packed[rank])) for rank in range(count))
     count = max(1, sum(size <= _LARGEST_REPORT for size in sizes))

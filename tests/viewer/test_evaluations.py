@@ -48,6 +48,19 @@ def test_an_evaluation_that_goes_on_shows_its_whole_rollouts(evaluation: Path) -
     assert len(client.get(f"/api/evaluations/{about['id']}").json()["rollouts"]) == 7
 
 
+def test_a_rollout_without_its_problem_is_reported(evaluation: Path) -> None:
+    client = client_of(evaluation)
+    (about,) = client.get("/api/library").json()["evaluations"]
+    address = f"/api/evaluations/{about['id']}"
+    (evaluation / "problems.jsonl").write_text("")
+    without = client.get(f"{address}/0")
+    assert "a rollout or its problem is damaged (KeyError" in without.json()["error"]
+    (evaluation / "problems.jsonl").write_text('{"id": "p0"}\n')
+    for answer in (client.get(f"{address}/0"), client.get(f"{address}/search", params={"text": "x"})):
+        assert answer.status_code == without.status_code
+        assert "problems.jsonl is damaged (KeyError: 'benchmark')" in answer.json()["error"]
+
+
 def test_two_are_compared_problem_by_problem(evaluation: Path) -> None:
     made_evaluation(evaluation.parent / "better", better)
     client = client_of(evaluation.parent)
