@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import signal
@@ -19,9 +20,15 @@ from agentrl.cluster.local import THIS_MACHINE, LocalProcess
 from agentrl.cluster.processes import ProcessSpec, visible_gpus
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
+from agentrl.models.settings import ModelSettings
 from agentrl.rollout.engines.pooled_server import ServerLoad, choose_server
 from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.vllm.plan import VLLMPlan, colocated_memory_fraction, place_servers
+from agentrl.rollout.engines.vllm.plan import (
+    VLLMPlan,
+    colocated_memory_fraction,
+    place_servers,
+    plan_policy_servers,
+)
 from agentrl.rollout.settings import RolloutSettings
 
 
@@ -86,6 +93,21 @@ def test_a_colocated_server_takes_what_training_leaves(free: float, largest: int
     fraction = colocated_memory_fraction(int(free * 2**30), 80 * 2**30, largest=largest * 2**30)
     (plan,) = plans(gpus=1, placement="colocated", memory_fraction=fraction)
     assert option(plan.arguments(), "--gpu-memory-utilization") == expected
+
+
+@pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vllm")
+def test_an_explicit_memory_fraction_is_not_measured() -> None:
+    (plan,) = plan_policy_servers(
+        RolloutSettings(engine="vllm", vllm={"placement": "colocated", "gpu_memory_utilization": 0.4}),
+        ModelSettings(),
+        "policy",
+        served="served",
+        longest=300,
+        training_gpus=1,
+        backend="ipc",
+        gpus=["0"],  # not on this machine: reading its memory would raise
+    )
+    assert option(plan.arguments(), "--gpu-memory-utilization") == "0.4"
 
 
 def test_too_little_memory_beside_training_is_said_before_a_server_starts() -> None:
