@@ -103,17 +103,18 @@ def _cost_table(record: StudyRecord, target: float) -> list[str]:
     lines = [
         f"## Cost of a held-out score of {target:g}",
         "",
-        "Median over the runs that reached this score, up to the first evaluation that did.",
+        "Median over the runs that reached this score, up to the first evaluation that did. Seconds: of training steps.",
         "",
-        "| variant | reached | sampled tokens | trajectories |",
-        "|---|---|---|---|",
+        "| variant | reached | sampled tokens | trajectories | seconds |",
+        "|---|---|---|---|---|",
     ]
     for variant, runs in curves_by_variant(record).items():
         done = [run for run in runs if run.status == "finished"]
         tokens = [run.cost_to_reach(target, run.model_tokens) for run in done]
         trajectories = [run.cost_to_reach(target, run.trajectories) for run in done]
-        reached = sum(value is not None for value in tokens)
-        lines.append(f"| {variant} | {reached} of {len(done)} | {_median(tokens)} | {_median(trajectories)} |")
+        seconds = [run.cost_to_reach(target, run.seconds) for run in done]
+        reached = f"{sum(value is not None for value in tokens)} of {len(done)}"
+        lines.append(f"| {variant} | {reached} | {_median(tokens)} | {_median(trajectories)} | {_median(seconds)} |")
     return lines
 
 
@@ -173,7 +174,7 @@ def _format_estimate(values: Sequence[float], summary: Callable[..., MeanWithInt
     return f"{estimate.value:.3f}{ends}"
 
 
-def _median(values: Sequence[int | None]) -> str:
+def _median(values: Sequence[float | None]) -> str:
     known = [value for value in values if value is not None]
     return f"{median(known):,.0f}" if known else "-"
 

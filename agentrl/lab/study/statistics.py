@@ -194,7 +194,7 @@ class RunCurve(BaseModel):
         means = np.interp(points, known, [score.mean for score in self.scores])
         return float(means[-1]), float(np.trapezoid(means, points)) / tokens
 
-    def cost_to_reach(self, target: float, spent: Sequence[int]) -> int | None:
+    def cost_to_reach(self, target: float, spent: Sequence[float]) -> float | None:
         """Sum ``spent`` up to the first evaluation with a score of at least ``target``.
 
         ``spent`` has one entry for each of ``steps``. Returns None if no evaluation reaches ``target``.

@@ -246,7 +246,7 @@ def test_a_step_without_data_is_no_reward_of_zero(tmp_path: Path, fake_train: Pa
 def test_what_it_cost_is_asked_of_runs_that_ended():
     runs = (curve("a", 0, 0.2, 0.9), curve("a", 1, status="waiting"), curve("a", 2, status="failed"))
     text = study_markdown(StudyRecord(agentrl="1", study=study(variants={"a": {}}, target=0.8), runs=runs))
-    assert "| a | 1 of 1 | 1,000 | 80 |" in text
+    assert "| a | 1 of 1 | 1,000 | 80 | 10 |" in text
     assert "| 0 of 1 | 1 |" in text.split("## Cost")[0]  # collapsed, failed
 
 
