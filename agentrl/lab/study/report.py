@@ -103,7 +103,8 @@ def _cost_table(record: StudyRecord, target: float) -> list[str]:
     lines = [
         f"## Cost of a held-out score of {target:g}",
         "",
-        "Median over the runs that reached this score, up to the first evaluation that did. Seconds: of training steps.",
+        "Median over the runs that reached this score, up to the first evaluation that did. Seconds: of training "
+        "steps.",
         "",
         "| variant | reached | sampled tokens | trajectories | seconds |",
         "|---|---|---|---|---|",
