@@ -17,11 +17,12 @@ import random
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeVar
 
 from agentrl_envs.episode import EpisodeUsageError, UnavailableError
 from agentrl_envs.settings import ExecutionSettings
 from agentrl_envs.types import ToolCall
-from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, UnknownSessionError
+from agentrl_sandbox.client import Execution, Outcome, Sandbox, SandboxError, SessionForkError, UnknownSessionError
 
 MAX_PRINTED_CHARACTERS = 4096
 """Number of characters of a program's output that its `ToolCall` stores."""
@@ -32,6 +33,8 @@ trace_program: Callable[[], AbstractContextManager[object]] = nullcontext
 """Context manager around each program. Rollout tracing replaces it."""
 
 logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
 
 
 class _InfrastructureError(Exception):
@@ -119,13 +122,14 @@ class EpisodeSandbox:
         raise EpisodeUsageError("sandbox.run() would block the event loop: use await sandbox.execute(...)")
 
     async def fork(self) -> EpisodeSandbox:
-        """Return the sandbox of a forked episode, with a copy of the session. Raises UnavailableError."""
+        """Return the sandbox of a forked episode, with a copy of the session. Raises UnavailableError.
+
+        Waits for room in a full sandbox as long as `execute` does.
+        """
         twin = EpisodeSandbox(self._sandbox, self._settings)
-        if self._session is not None:
-            try:
-                twin._session = await self._sandbox.fork_session(self._session)
-            except SandboxError as error:
-                raise UnavailableError(f"the interpreter's session cannot be forked: {error}") from error
+        session = self._session
+        if session is not None:
+            twin._session = await self._run_within_deadline(lambda: self._sandbox.fork_session(session))
         return twin
 
     async def close(self) -> None:
@@ -144,7 +148,7 @@ class EpisodeSandbox:
                 self._session = await self._sandbox.open_session()
             return self._session
 
-    async def _run_within_deadline(self, run: Callable[[], Awaitable[Execution]]) -> Execution:
+    async def _run_within_deadline(self, run: Callable[[], Awaitable[_Result]]) -> _Result:
         settings = self._settings
         try:
             async with asyncio.timeout(settings.sandbox_deadline):
@@ -157,6 +161,8 @@ class EpisodeSandbox:
             raise UnavailableError(message, seconds=error.execution.seconds) from error
         except UnknownSessionError as error:
             raise UnavailableError(f"the interpreter's session was lost: {error}") from error
+        except SessionForkError as error:
+            raise UnavailableError(f"the interpreter's session cannot be forked: {error}") from error
         except SandboxError as error:
             raise UnavailableError(f"the sandbox failed {settings.sandbox_attempts} times: {error}") from error
 
@@ -177,15 +183,15 @@ def infrastructure_failure_call(seconds: float) -> ToolCall:
     return ToolCall(outcome=Outcome.INFRASTRUCTURE_FAILURE.value, seconds=seconds)
 
 
-async def _run_with_retries(run: Callable[[], Awaitable[Execution]], settings: ExecutionSettings) -> Execution:
+async def _run_with_retries(run: Callable[[], Awaitable[_Result]], settings: ExecutionSettings) -> _Result:
     """Retry ``run`` after sandbox failures, and return the result of the first successful attempt."""
     # Do not use stamina: even without a retry, it takes ten times as long as all other work of a turn.
     wait = settings.sandbox_retry_wait
     for attempt in range(settings.sandbox_attempts - 1):
         try:
             return await run()
-        except UnknownSessionError:
-            raise  # a retry cannot restore the variables of the session
+        except (UnknownSessionError, SessionForkError):
+            raise  # a retry can restore neither the variables of the session nor its ability to fork
         except (SandboxError, _InfrastructureError):
             await asyncio.sleep(min(_MAX_RETRY_WAIT, wait * 2**attempt) + random.uniform(0, wait))
     return await run()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from dataclasses import replace
 
 import pytest
 import pytest_asyncio
 
+from agentrl_envs.episode import UnavailableError
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.settings import INSTRUCTIONS, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment, SimpleTIREpisode
@@ -60,6 +62,36 @@ async def test_a_killed_program_takes_the_state_along_and_says_so(environment: S
         "TimeoutError: the program did not finish in time; the interpreter was restarted and its variables are gone"
     )
     assert await run(episode, "print('x' in globals(), reveal())") == "False 40"
+    await episode.close()
+
+
+async def test_a_fork_of_a_killed_interpreter_starts_a_new_one(environment: SimpleTIREnvironment) -> None:
+    episode = environment.episode(PROBLEM)
+    await episode.start()
+    await run(episode, "x = 1")
+    await run(episode, "import os\nos.abort()")
+    twin = await episode.fork()
+    assert await run(twin, "print('x' in globals(), reveal())") == "False 40"
+    await twin.close()
+    await episode.close()
+
+
+async def test_a_fork_waits_for_room_and_a_lost_session_fails_at_once(environment: SimpleTIREnvironment) -> None:
+    episode, other = environment.episode(PROBLEM), environment.episode(PROBLEM)
+    for one in (episode, other):  # as many sessions as the sandbox may have
+        await one.start()
+        await run(one, "x = 1")
+    forking = asyncio.create_task(episode.fork())
+    await asyncio.sleep(0)
+    await other.close()
+    twin = await forking
+    assert await run(twin, "print(x)") == "1"
+    await twin.close()
+    assert episode._sandbox is not None
+    assert episode._sandbox._session is not None
+    await environment._require_sandbox().close_session(episode._sandbox._session)
+    with pytest.raises(UnavailableError, match="session was lost"):
+        await episode.fork()
     await episode.close()
 
 

@@ -47,6 +47,8 @@ async def test_what_kills_a_program_ends_its_session(sandbox, program, outcome, 
     done = await sandbox.execute(program, session=session, timeout=1.0 if outcome is Outcome.TIMEOUT else 60.0)
     assert (done.outcome, done.session_ended) == (outcome, True)
     assert why in await ended(sandbox, session)
+    with pytest.raises(UnknownSessionError, match=why):
+        await sandbox.fork_session(session)
     await sandbox.close_session(session)  # has ended: nothing to do
     assert (await sandbox.execute("print(1)")).outcome is Outcome.OK
 
@@ -126,6 +128,22 @@ async def test_more_than_max_sessions_are_refused_and_room_comes_back():
             await call
     await sandbox.close_session(first)
     assert (await sandbox.execute("print(1)", session=await sandbox.open_session())).stdout == "1\n"
+    await sandbox.close()
+
+
+async def test_trees_that_fork_at_the_same_time_share_max_sessions():
+    sandbox = await open_sandbox(SandboxSettings(**{**SMALL, "memory_mb": 1024, "max_sessions": 12}))
+    roots = [await sandbox.open_session() for _ in range(4)]
+    for root in roots:
+        await sandbox.execute("x = 1", session=root)
+    forks = await asyncio.gather(*(sandbox.fork_session(root) for root in roots * 4), return_exceptions=True)
+    opened = [fork for fork in forks if isinstance(fork, str)]
+    assert len(opened) == 12 - 4
+    assert {type(fork) for fork in forks} == {str, SessionLimitError}
+    done = await asyncio.gather(*(sandbox.execute("print(x)", session=fork) for fork in opened))
+    assert {one.stdout for one in done} == {"1\n"}
+    await asyncio.gather(*map(sandbox.close_session, [*roots, *opened]))
+    assert (await sandbox.execute("print(2)", session=await sandbox.open_session())).stdout == "2\n"
     await sandbox.close()
 
 

@@ -86,9 +86,11 @@ async def test_the_limits_hold_in_a_fork_and_its_end_is_its_own(sandbox, session
         timeout = 1.0 if outcome is Outcome.TIMEOUT else 60.0
         assert (await sandbox.execute(program, session=fork, timeout=timeout)).outcome is outcome
         await ended(sandbox, fork)
-    fork = await sandbox.fork_session(session)
-    assert (await sandbox.execute("x = bytearray(10**10)", session=fork)).outcome is Outcome.MEMORY_LIMIT
-    await sandbox.close_session(fork)
+    for program in ("x = bytearray(10**10)", "x = []\nwhile True: x.append(bytes(range(256)) * 4096)"):
+        fork, sibling = await sandbox.fork_session(session), await sandbox.fork_session(session)
+        assert (await sandbox.execute(program, session=fork)).outcome is Outcome.MEMORY_LIMIT
+        assert (await sandbox.execute("print(2)", session=sibling)).stdout == "2\n"
+        await asyncio.gather(*map(sandbox.close_session, (fork, sibling)))
     assert (await sandbox.execute("print(1)", session=session)).stdout == "1\n"
 
 
