@@ -147,8 +147,17 @@ class Laboratory:
         return torch.cat([part.flatten() for part in parts])
 
 
-def table(measured: dict[str, list[dict[str, float]]], baseline: str = "independent: tir_otb") -> str:
-    """Render the noise of every arm relative to ``baseline``, and its scale."""
+def table(measured: dict[str, dict[str, list[dict[str, float]]]], baseline: str = "independent: tir_otb") -> str:
+    """Render the noise of every arm relative to ``baseline``, and its scale. One column for each measurement."""
+    names = dict.fromkeys(name for arms in measured.values() for name in arms)
+    columns = {title: _noise_and_scale(arms, baseline) for title, arms in measured.items()}
+    lines = [f"| rollouts: estimator | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]
+    lines += [f"| {name} | {' | '.join(cells.get(name, '') for cells in columns.values())} |" for name in names]
+    return "\n".join(lines)
+
+
+def _noise_and_scale(measured: dict[str, list[dict[str, float]]], baseline: str) -> dict[str, str]:
+    """Return ``noise [interval]; scale [interval]`` by arm."""
     arms = {name: {key: np.array([item[key] for item in rows]) for key in rows[0]} for name, rows in measured.items()}
     draws = np.random.default_rng(0).integers(len(measured[baseline]), size=(4000, len(measured[baseline])))
     everything = np.arange(len(measured[baseline]))[None]
@@ -161,15 +170,15 @@ def table(measured: dict[str, list[dict[str, float]]], baseline: str = "independ
         low, high = np.percentile(drawn, [2.5, 97.5])
         return f"{values[0]:.2f} [{low:.2f}, {high:.2f}]"
 
-    lines = [f"| rollouts: estimator | noise, to {baseline} | scale | tokens of a step |", "|---|---|---|---|"]
+    cells = {}
     for name, arm in arms.items():
         parts = []
         for chosen in (everything, draws):
             noise, scale = noise_and_scale(arm, chosen)
             parts.append((noise / noise_and_scale(arms[baseline], chosen)[0], scale))
         (ratio, scale), (ratios, scales) = parts
-        lines.append(f"| {name} | {shown(ratio, ratios)} | {shown(scale, scales)} | {arm['tokens'].mean():.0f} |")
-    return "\n".join(lines)
+        cells[name] = f"{shown(ratio, ratios)}; {shown(scale, scales)}"
+    return cells
 
 
 def main() -> None:
@@ -180,12 +189,11 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=4, help="problems of a step")
     parser.add_argument("--steps", type=int, default=12, help="independent steps on each batch")
     parser.add_argument("--forks", nargs="+", default=["1", "1,2"], help="turns after which rollouts fork, by variant")
-    parser.add_argument("--table", type=Path, nargs="+", help="print the tables of these files, without measuring")
+    parser.add_argument("--table", type=Path, nargs="+", help="print a table of these files, without measuring")
     parser.add_argument("--output", type=Path, help="file for the moments of every batch")
     options, overrides = parser.parse_known_args()
-    for path in options.table or ():
-        print(f"{path.stem}\n\n{table(json.loads(path.read_text())['measured'])}\n")
     if options.table:
+        print(table({path.stem: json.loads(path.read_text())["measured"] for path in options.table}))
         return
     laboratory = Laboratory(options, overrides)
     lab = LabSettings(problems=options.batch * options.batches)
@@ -193,7 +201,7 @@ def main() -> None:
     measured = asyncio.run(laboratory.measure(problems))
     if options.output:
         options.output.write_text(json.dumps({"options": vars(options), "measured": measured}, default=str) + "\n")
-    print(table(measured))
+    print(table({"noise; scale": measured}))
 
 
 if __name__ == "__main__":

@@ -267,7 +267,8 @@ def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -
         critic=critic,
     )
     # The transformers engine's cache, limited to all concurrent trajectories at maximum length.
-    rows = min(rollout.concurrency, rollout.problems_per_step * rollout.group_size)
+    in_step = rollout.problems_per_step * rollout.group_size * rollout.branching.max_live_branches
+    rows = min(rollout.concurrency, in_step)
     return Plan(
         shape=shape,
         setup=setup,

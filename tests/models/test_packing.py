@@ -26,8 +26,9 @@ from agentrl.models.attention import (
     register_attention,
 )
 from agentrl.models.loading import enable_gradient_checkpointing, read_config, read_model
+from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel, ValueModel
-from agentrl.models.settings import ModelSettings
+from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.trajectory import Segment
 
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
@@ -83,7 +84,7 @@ def gradients(model: Any, log_probs: Tensor, entropy: Tensor) -> dict[str, Tenso
     weights = torch.arange(len(log_probs)) % 5 - 2.0
     model.zero_grad()
     (log_probs * weights + 0.1 * entropy).sum().backward()
-    return {name: value.grad.clone() for name, value in model.named_parameters()}
+    return {name: value.grad.clone() for name, value in model.named_parameters() if value.grad is not None}
 
 
 @pytest.mark.on_device
@@ -117,13 +118,13 @@ def test_packed_is_padded_is_one_row_at_a_time(kind: str, checkpointing: bool) -
 
 
 @pytest.mark.on_device
-@pytest.mark.parametrize("kind", MODELS)
-def test_shared_prefixes_have_the_gradient_of_separate_rows_in_float32(kind: str) -> None:
+@pytest.mark.parametrize(("kind", "rank"), [*((kind, 0) for kind in MODELS), ("qwen3", 4)])
+def test_shared_prefixes_have_the_gradient_of_separate_rows_in_float32(kind: str, rank: int) -> None:
     batch = conversations(seed=1, rows=9)
     tokens: dict[bool, int] = {}
     found: dict[bool, Tensor] = {}
     for shared in (True, False):
-        model = build_tiny(kind, **MODELS[kind]).train()
+        model = add_adapters(build_tiny(kind, **MODELS[kind]), LoRASettings(rank=rank)).train()
         packed = pack_padded(batch.input_ids, batch.prompt_lengths, batch.response_mask, share_prefixes=shared)
         statistics, _ = PolicyModel(model)(*packed, temperature=0.7)
         tokens[shared] = len(packed[0].token_ids)

@@ -30,9 +30,10 @@ FORKS = [
     "rollout.branching.leaves=4",
     "rollout.branching.live=2",
     "rollout.concurrency=16",
+    "rollout.budget=neyman",
     "algorithm.siblings=pooled",
 ]
-"""Rollouts that fork with their interpreters; two branches of a tree are played at the same time."""
+"""Rollouts that fork with their interpreters, with a budget; two branches of a tree are played at the same time."""
 HEAD = "model.embed_tokens.weight"
 TIMINGS = ("time/", "tokens_per_s", "rollout/seconds")
 

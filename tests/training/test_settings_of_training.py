@@ -177,6 +177,20 @@ def test_dry_run_says_settings_passes_and_memory(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_the_dry_run_counts_all_branches_of_a_forked_rollout(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = ["rollout.problems_per_step=1", "rollout.group_size=2", "rollout.max_prompt_tokens=200"]
+    caches = []
+    for forks, passes in (([], "micro-batches of whole groups"), (["rollout.branching.width=8"], "a second forward")):
+        dry_run(load_settings(config_file="tiny", overrides=[*sizes, "rollout.concurrency=64", *forks]))
+        said = capsys.readouterr().out
+        assert passes in next(line for line in said.splitlines() if line.startswith("passes:"))
+        caches += [float(line.split()[2]) for line in said.splitlines() if line.strip().startswith("KV cache")]
+    assert caches[1] == pytest.approx(8 * caches[0], rel=0.1)
+
+
 def test_the_dry_run_counts_what_a_penalty_and_a_critic_need(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -190,7 +190,7 @@ def dry_run(settings: Settings) -> None:
     longest = settings.rollout.max_prompt_tokens + settings.rollout.max_response_tokens
     passes = describe_passes(
         ObjectiveSettings.from_settings(settings),
-        group_tokens=settings.rollout.largest_group * longest,
+        group_tokens=settings.rollout.largest_group * settings.rollout.branching.max_leaves * longest,
         budget=settings.training.micro_batch_tokens,
     )
     console.note(f"passes: {passes}")
