@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from agentrl.telemetry.alerts import Alert, alerts, training_rows
+from agentrl.telemetry.alerts import Alert, find_alerts, training_rows
 from agentrl.telemetry.run_directory import RunDirectory
 
 BROKEN_MASK = '''
@@ -102,7 +102,7 @@ def first_alerts(run: RunDirectory) -> list[Alert]:
     rows = training_rows(run.metrics())
     first: dict[str, Alert] = {}
     for count in range(1, len(rows) + 1):
-        for alert in alerts(rows[:count]):
+        for alert in find_alerts(rows[:count]):
             first.setdefault(alert.alert, alert)
     return list(first.values())
 

@@ -30,12 +30,12 @@ import psutil
 from scripted import ScriptedEngine, written
 
 from agentrl.config import load_settings
-from agentrl.evaluation.benchmarks import ProblemSet, problem_sets
+from agentrl.evaluation.benchmarks import ProblemSet, load_problem_sets
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.results import default_pass_ks
 from agentrl.evaluation.run import run_rollouts, write_results
 from agentrl.evaluation.samplers import ModelSampler
-from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
+from agentrl.evaluation.settings import EvaluationRequest, with_evaluation_limits
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
@@ -183,9 +183,9 @@ def main() -> int:
     parser.add_argument("settings", nargs="*", help="further key=value settings")
     options = parser.parse_args()
     overrides = ["model.path=scripted/scripted", f"evaluation.samples={options.n}", *options.settings]
-    settings = evaluation_settings(load_settings("simpletir", None, overrides, command="eval"))
+    settings = with_evaluation_limits(load_settings("simpletir", None, overrides, command="eval"))
     names = tuple(options.benchmarks.split(","))
-    sets = problem_sets(settings, names, options.data_dir)
+    sets = load_problem_sets(settings, names, options.data_dir)
     if options.problems is not None:
         sets = [
             ProblemSet(name=one.name, problems=one.problems[: options.problems], revision=one.revision) for one in sets

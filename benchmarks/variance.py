@@ -16,7 +16,7 @@ import numpy as np
 from agentrl.lab.report import use_logarithmic_scale
 from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_problems
 from agentrl.lab.summary import EstimatorResult, IntervalEstimate, summarize_estimators
-from agentrl.telemetry.files import atomic_write, json_line
+from agentrl.telemetry.files import atomic_write, encode_json_line
 from agentrl.telemetry.plots import add_caption, add_legend_below, line_options, new_figure, style_axes
 
 STUDIES = Path(__file__).parent / "studies" / "variance"
@@ -62,8 +62,8 @@ def keep(source: Path, target: Path) -> None:
     settings, lines = results.settings(), results.lines()
     target.mkdir(parents=True, exist_ok=True)
     (target / PROBLEMS).unlink(missing_ok=True)
-    (target / SETTINGS).write_bytes(json_line({**settings, "model": source.name, "behaviour": None}))
-    text = b"".join(json_line({**line, "moments": shortened(line["moments"])}) for line in lines)
+    (target / SETTINGS).write_bytes(encode_json_line({**settings, "model": source.name, "behaviour": None}))
+    text = b"".join(encode_json_line({**line, "moments": shortened(line["moments"])}) for line in lines)
     atomic_write(target / PROBLEMS, lambda out: out.write(text))
     print(f"kept: {len(lines)} problems in {target}")
 

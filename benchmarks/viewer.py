@@ -53,7 +53,7 @@ def make_run(folder: Path, steps: int, trajectories: int, tokens: int) -> RunDir
         else:
             written = (step - 1) % DIFFERENT + 1
             os.link(run.trajectory_file(written), run.trajectory_file(step))
-            os.link(run.token_file(written, 0), run.token_file(step, 0))
+            os.link(run.token_statistics_file(written, 0), run.token_statistics_file(step, 0))
     rows = [{"step": step, **{name: float(draw.uniform()) for name in METRICS}} for step in range(1, steps + 1)]
     run.metrics_file.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     run.close()
@@ -76,7 +76,7 @@ def _write_step(run: RunDirectory, step: int, lengths: Sequence[int], draw: np.r
     rows = [
         made_tokens(number, length // TURNS * TURNS, draw, loss_weight=1e-6) for number, length in enumerate(lengths)
     ]
-    write_tokens(run.token_file(step, 0), facts, rows)
+    write_tokens(run.token_statistics_file(step, 0), facts, rows)
 
 
 def measure(run: RunDirectory) -> None:
@@ -101,7 +101,7 @@ def measure(run: RunDirectory) -> None:
 def walk(run: RunDirectory, address: str, server: int) -> None:
     """Every kind of page, as it is drawn for the first time, then the long trajectory twice more."""
     (place,) = Library([run.path]).folders()
-    newest = run.trajectory_steps()[-1]
+    newest = run.steps_with_trajectories()[-1]
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:
         browser = playwright.chromium.launch(executable_path=chromium, args=["--no-sandbox", "--disable-gpu"])

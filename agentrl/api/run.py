@@ -149,7 +149,7 @@ class Run:
 
     def steps(self) -> list[int]:
         """Return the steps whose trajectories are stored."""
-        return self._files.trajectory_steps()
+        return self._files.steps_with_trajectories()
 
     def step(self, step: int) -> StoredStep:
         """Return the stored trajectories of one step, with token statistics if training recorded them.

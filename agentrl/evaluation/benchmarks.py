@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import cast
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.formats import ProblemRow, SetRecord
+from agentrl.evaluation.formats import ProblemRow, ProblemSetRecord
 from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
 from agentrl.problems.rows import ProblemFieldError, ProblemLoadError
 from agentrl.problems.sampler import digest_of_columns
 from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
-from agentrl.problems.sources import evaluation_set, load_source, read_with_locations
+from agentrl.problems.sources import fixed_evaluation_problems, load_source, read_with_locations
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
 from agentrl.telemetry.console import Console
@@ -225,11 +225,11 @@ class ProblemSet:
                 digest.update(digest_of_columns({"info": problem.info, "messages": problem.messages}).encode())
         return digest.hexdigest()
 
-    def record(self) -> SetRecord:
+    def record(self) -> ProblemSetRecord:
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
 
-def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
+def load_problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: Path | None) -> list[ProblemSet]:
     """Load the benchmarks in ``names`` or, if it is empty, the sources in ``data.eval``.
 
     ``evaluation.falsified`` adds a falsified copy of each set. Raises SettingsError if there are no problems, a name is
@@ -239,7 +239,11 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     if repeated:
         raise SettingsError(f"--benchmarks lists {', '.join(sorted(repeated))} more than once: list each name once")
     answered = compares_answers(settings)
-    sets = [_benchmark_set(name, data_dir, answered=answered) for name in names] if names else _held_out_sets(settings)
+    sets = (
+        [_load_benchmark_set(name, data_dir, answered=answered) for name in names]
+        if names
+        else _load_held_out_sets(settings)
+    )
     if not any(one.problems for one in sets):
         raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
     # An agent program receives the output of its tools directly, so the output cannot be falsified here.
@@ -247,17 +251,17 @@ def problem_sets(settings: EvaluationSections, names: Sequence[str], data_dir: P
     return sets + (_falsified_sets(sets) if falsified else [])
 
 
-def held_out_problems(settings: EvaluationSections) -> list[Problem]:
+def load_held_out_problems(settings: EvaluationSections) -> list[Problem]:
     """Load ``evaluation.problems`` problems of each source in ``data.eval``."""
-    return [problem for one in _held_out_sets(settings) for problem in one.problems]
+    return [problem for one in _load_held_out_sets(settings) for problem in one.problems]
 
 
-def _held_out_sets(settings: EvaluationSections) -> list[ProblemSet]:
+def _load_held_out_sets(settings: EvaluationSections) -> list[ProblemSet]:
     """Load a set for each source in ``data.eval``, named after the source. Repeated names are numbered."""
     sets: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:
         source = load_source(entry, seed=settings.seed, answered=compares_answers(settings)).source
-        problems = tuple(evaluation_set(source, settings.evaluation.problems))
+        problems = tuple(fixed_evaluation_problems(source, settings.evaluation.problems))
         same = sum(name == source.name or name.startswith(f"{source.name} #") for name in sets)
         name = f"{source.name} #{same + 1}" if same else source.name
         sets[name] = ProblemSet(name=name, problems=problems, revision=entry.revision or "")
@@ -278,14 +282,14 @@ def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], s
     ]
 
 
-def _benchmark_set(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
+def _load_benchmark_set(name: str, data_dir: Path | None, *, answered: bool) -> ProblemSet:
     """Load a benchmark, or a file as a set named after the file's stem.
 
     Rows of a file need answers only if ``answered``.
     """
     if not answered and name.lower().endswith(FILE_KINDS):
         source = load_source(ProblemSourceSettings(path=name), answered=False).source
-        problems = tuple(evaluation_set(source, source.size or 0))
+        problems = tuple(fixed_evaluation_problems(source, source.size or 0))
         return ProblemSet(name=Path(name).stem, problems=problems, revision="")
     problems = tuple(load_benchmark(name, data_dir=data_dir))
     return ProblemSet(name=name if name in BENCHMARKS else Path(name).stem, problems=problems, revision="")

@@ -19,9 +19,15 @@ from numpy.typing import ArrayLike
 from agentrl.errors import SettingsError
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import BenchmarkResults, Results
-from agentrl.evaluation.provenance import COMPARED_SECTIONS, differences
+from agentrl.evaluation.provenance import COMPARED_SECTIONS, list_differences
 from agentrl.evaluation.results import Table
-from agentrl.evaluation.scores import Floats, Interval, checked_counts, student_quantile, this_benchmark_interval
+from agentrl.evaluation.scores import (
+    Floats,
+    Interval,
+    check_and_convert_counts,
+    student_quantile,
+    this_benchmark_interval,
+)
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.settings import TelemetrySettings
 
@@ -33,7 +39,7 @@ _DRAWS_AT_ONCE = 2_000  # relabellings in memory at once
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Difference:
+class ScoreDifference:
     """Difference of mean scores, second run minus first run, with intervals within [-1, 1].
 
     ``won``, ``lost`` and ``tied`` count problems. ``unpaired`` counts problems without a sample in one of the runs.
@@ -51,13 +57,13 @@ class Difference:
     unpaired: int
 
 
-def compare(first: Results, second: Results) -> dict[str, Difference]:
+def compare_results(first: Results, second: Results) -> dict[str, ScoreDifference]:
     """Compute the difference, second minus first, on each benchmark that both runs contain.
 
     Raises SettingsError if the protocols differ (listing the settings), if the problems of a benchmark differ, or if
     the runs have no benchmark in common.
     """
-    changed = differences(first["provenance"], second["provenance"], ignored_keys=COMPARED_SECTIONS)
+    changed = list_differences(first["provenance"], second["provenance"], ignored_keys=COMPARED_SECTIONS)
     if changed:
         lines = "\n".join(f"  {key}: {before!r} in A, {after!r} in B" for key, before, after in changed)
         raise SettingsError(f"A and B cannot be compared, because their protocols differ:\n{lines}")
@@ -104,7 +110,7 @@ def comparison_notes(first: Results, second: Results) -> list[str]:
 
 def paired_difference(
     first: tuple[ArrayLike, ArrayLike], second: tuple[ArrayLike, ArrayLike], *, seed: int = 0
-) -> Difference:
+) -> ScoreDifference:
     """Compare two runs, each ``(samples, correct)`` with one entry per problem, in the same order.
 
     Problems without a sample in one of the runs are left out and counted as unpaired. ``seed`` determines the random
@@ -115,8 +121,8 @@ def paired_difference(
     >>> round(result.mean, 3), result.won, result.lost, result.tied
     (0.083, 1, 1, 1)
     """
-    n1, c1 = checked_counts(*first)
-    n2, c2 = checked_counts(*second)
+    n1, c1 = check_and_convert_counts(*first)
+    n2, c2 = check_and_convert_counts(*second)
     if n1.shape != n2.shape:
         raise ValueError(
             f"both runs must have the same problems in the same order; got {len(n1)} and {len(n2)} problems"
@@ -128,7 +134,7 @@ def paired_difference(
     gain_P = c2 / n2 - c1 / n1
     rng = np.random.default_rng(seed)
     won, lost = int((gain_P > _ROUNDING).sum()), int((gain_P < -_ROUNDING).sum())
-    return Difference(
+    return ScoreDifference(
         mean=float(gain_P.mean()),
         this_benchmark=difference_on_this_benchmark(n1, c1, n2, c2),
         this_benchmark_p=_samples_p_value(n1, c1, n2, c2, rng),
@@ -201,11 +207,11 @@ def _p_value(observed: float, relabelled_means: Callable[[int], Floats]) -> floa
     return (far + 1) / (BOOTSTRAP_DRAWS + 1)
 
 
-def compare_command(first: Path, second: Path) -> dict[str, Difference]:
+def compare_command(first: Path, second: Path) -> dict[str, ScoreDifference]:
     """Print and return the differences by benchmark, B minus A."""
     console = Console(TelemetrySettings())
     before, after = (EvaluationDirectory.open_existing(path).results() for path in (first, second))
-    by_benchmark = compare(before, after)
+    by_benchmark = compare_results(before, after)
     names = [results["provenance"]["model"]["name"] for results in (before, after)]
     console.note(f"A: {names[0]} ({first})\nB: {names[1]} ({second})")
     for line in comparison_notes(before, after):
@@ -215,7 +221,7 @@ def compare_command(first: Path, second: Path) -> dict[str, Difference]:
     return by_benchmark
 
 
-def difference_tables(first: Results, second: Results, by_benchmark: Mapping[str, Difference]) -> list[Table]:
+def difference_tables(first: Results, second: Results, by_benchmark: Mapping[str, ScoreDifference]) -> list[Table]:
     """Build a table of scores and differences and a table of won and lost problems, with a row per benchmark."""
     columns = ("benchmark", "A", "B", "B - A", "95 % this benchmark", "p", "95 % problems like these", "p like these")
     rows = []

@@ -22,15 +22,15 @@ from typing import cast
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import JSONObject, ProblemRow, Provenance, Results
-from agentrl.evaluation.provenance import differences
+from agentrl.evaluation.provenance import list_differences
 from agentrl.evaluation.transcripts import Transcript, read_rollouts
 from agentrl.telemetry.files import (
     LOCK_DEADLINE,
     acquire_lock,
     atomic_write,
-    json_line,
+    encode_json_line,
     os_errors_as_world_errors,
-    resolve_inside,
+    resolve_path_inside,
 )
 from agentrl_envs.types import Problem
 
@@ -113,7 +113,7 @@ class EvaluationDirectory:
 
     def problem_rows(self) -> Iterator[ProblemRow]:
         """Yield the rows of ``problems.jsonl``."""
-        path = resolve_inside(self._problems, self.path)
+        path = resolve_path_inside(self._problems, self.path)
         with os_errors_as_world_errors(path, "read"), path.open(encoding="utf-8") as lines:
             for number, line in enumerate(lines, start=1):
                 yield cast(ProblemRow, _parse_object(line, f"{path}, line {number}"))
@@ -137,12 +137,12 @@ class EvaluationDirectory:
         foreign = sorted(entry.name for entry in self.path.iterdir() if not _is_left_by_killed_evaluation(entry.name))
         if foreign:
             raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}): choose another --output")
-        atomic_write(self._problems, lambda out: out.writelines(json_line(row) for row in problems))
+        atomic_write(self._problems, lambda out: out.writelines(encode_json_line(row) for row in problems))
         # Written last, because this file marks the directory as an evaluation that can be continued.
         self.write_json(self._provenance.name, provenance)
 
     def _check_same(self, provenance: Provenance) -> None:
-        changed = differences(self.provenance(), json.loads(json.dumps(provenance)))
+        changed = list_differences(self.provenance(), json.loads(json.dumps(provenance)))
         if changed:
             lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in changed)
             raise SettingsError(
@@ -152,7 +152,7 @@ class EvaluationDirectory:
 
     def _read_json(self, path: Path) -> JSONObject:
         with os_errors_as_world_errors(path, "read"):
-            return _parse_object(resolve_inside(path, self.path).read_text(encoding="utf-8"), str(path))
+            return _parse_object(resolve_path_inside(path, self.path).read_text(encoding="utf-8"), str(path))
 
 
 def _parse_object(text: str, location: str) -> JSONObject:

@@ -29,10 +29,10 @@ from agentrl.evaluation.endpoint_messages import (
     error_message,
     find_usage,
     first_choice,
-    parse_events,
     parse_json_object,
     parse_model_list_response,
     parse_retry_after,
+    parse_server_sent_events,
 )
 from agentrl.evaluation.formats import JSONObject
 from agentrl.evaluation.settings import EndpointSettings
@@ -218,7 +218,7 @@ class TextEngine:
         """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
-                on=_backoff,
+                on=_retry_decision,
                 attempts=None,
                 timeout=self._settings.retry_deadline,
                 wait_initial=0.1,
@@ -273,7 +273,7 @@ class TextEngine:
             if "text/event-stream" not in response.headers.get("content-type", ""):
                 await response.aread()
                 return self._parse_response(parse_json_object(response.text), sampling)
-            return await self._read_stream(parse_events(response.aiter_bytes()), sampling)
+            return await self._read_stream(parse_server_sent_events(response.aiter_bytes()), sampling)
 
     async def _check_status(self, response: Response) -> None:
         """Raise the exception for a response's status, unless the status is 200."""
@@ -353,7 +353,7 @@ class TextEngine:
             self._fingerprints.add(replace_lone_surrogates(fingerprint))
 
 
-def _backoff(error: Exception) -> bool | float:
+def _retry_decision(error: Exception) -> bool | float:
     """Return False for no retry, True for a retry with backoff, or 0 for an immediate retry.
 
     After a ``Retry-After`` no backoff is needed, because `_wait_for_rate_limit` waits.

@@ -46,7 +46,7 @@ class MessageDelta:
         )
 
 
-async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
+async def parse_server_sent_events(chunks: AsyncIterable[bytes]) -> AsyncIterator[JSONObject]:
     """Yield the JSON objects of a server-sent event stream until ``[DONE]``.
 
     Lines end only at the standard's line ends, not at other Unicode line breaks. A character that is split between two

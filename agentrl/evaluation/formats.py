@@ -12,7 +12,7 @@ JSONObject = dict[str, Any]
 """An object whose keys depend on the settings, the engine or the environment."""
 
 
-class SetRecord(TypedDict):
+class ProblemSetRecord(TypedDict):
     """Identity of a set of problems."""
 
     revision: str
@@ -25,7 +25,7 @@ class Provenance(TypedDict):
 
     model: JSONObject
     engine: JSONObject
-    benchmarks: dict[str, SetRecord]
+    benchmarks: dict[str, ProblemSetRecord]
     protocol: JSONObject
     sampling: JSONObject
     limits: JSONObject
@@ -88,7 +88,7 @@ class ProblemCounts(TypedDict):
 _Pass = TypedDict("_Pass", {"pass": dict[str, PassRecord | None]})  # ``pass`` is a keyword
 
 
-class BenchmarkResults(SetRecord, RolloutStatistics, _Pass):
+class BenchmarkResults(ProblemSetRecord, RolloutStatistics, _Pass):
     """Results of one benchmark in ``results.json``."""
 
     avg: ScoreRecord
@@ -110,7 +110,7 @@ class Results(TypedDict):
     benchmarks: dict[str, BenchmarkResults]
 
 
-class Change(TypedDict):
+class RegradedRollout(TypedDict):
     """A rollout whose answer or verdict changed when it was regraded."""
 
     benchmark: str
@@ -123,11 +123,11 @@ class Change(TypedDict):
     after: str
 
 
-class Regraded(Results):
+class RegradedResults(Results):
     """Content of ``regraded.json``."""
 
-    changed: list[Change]
-    changed_answers: list[Change]
+    changed: list[RegradedRollout]
+    changed_answers: list[RegradedRollout]
     extracted: bool
     grader: JSONObject | str
 

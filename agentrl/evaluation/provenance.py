@@ -26,7 +26,7 @@ COMPARED_SECTIONS = (
 """Keys, or prefixes of keys, in which two comparable runs may differ. All other keys form the protocol."""
 
 
-def differences(
+def list_differences(
     first: Mapping[str, object], second: Mapping[str, object], *, ignored_keys: Sequence[str] = ()
 ) -> list[tuple[str, object, object]]:
     """List every difference as (dotted key, first value, second value). ``ignored_keys`` may be prefixes.
@@ -78,7 +78,7 @@ def build_provenance(
         "protocol": {
             "env": settings.env,
             **settings.environment.model_dump(mode="json"),
-            **_instruction(settings),
+            **_instruction_record(settings),
             "prompt": _prompt_format(settings),
         },
         "sampling": {
@@ -106,7 +106,7 @@ def grader_record(settings: EvaluationSections) -> JSONObject:
     return {"math_verify": _version("math-verify"), **limits}
 
 
-def _instruction(settings: EvaluationSections) -> dict[str, str]:
+def _instruction_record(settings: EvaluationSections) -> dict[str, str]:
     """Return the instruction in the prompt, or an empty mapping if the environment has no instruction."""
     environment = settings.environment
     if isinstance(environment, SimpleTIRSettings | ReasoningSettings):

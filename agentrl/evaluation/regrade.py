@@ -15,7 +15,7 @@ from pathlib import Path
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.formats import Change, Provenance, Regraded, Results
+from agentrl.evaluation.formats import Provenance, RegradedResults, RegradedRollout, Results
 from agentrl.evaluation.provenance import grader_record
 from agentrl.evaluation.results import RolloutIndex, make_results, result_tables
 from agentrl.evaluation.scores import AnswerGrader
@@ -130,7 +130,9 @@ class FunctionGrader:
         """Do nothing, because a function holds no resources."""
 
 
-def regrade_command(run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False) -> Regraded:
+def regrade_command(
+    run: Path, settings: EvaluationSections, grader: str | None, *, extract: bool = False
+) -> RegradedResults:
     """Grade all answers again, print the changes and write ``regraded.json``. Returns its content.
 
     ``extract`` first extracts the answers again.
@@ -143,18 +145,18 @@ def regrade_command(run: Path, settings: EvaluationSections, grader: str | None,
     answers = [change for change in changes if change["answer"] != change["answer_before"]]
     verdicts = [change for change in changes if change["before"] != change["after"]]
     if answers:
-        _show_answers(console, answers)
+        _print_answer_changes(console, answers)
     elif extract:
         console.note("no answer changed: extraction returned the stored answers")
     if verdicts:
-        _show_verdicts(console, verdicts)
+        _print_verdict_changes(console, verdicts)
     else:
         console.note("no verdict changed")
     for name, one in after["benchmarks"].items():
         console.note(f"{name}: {before['benchmarks'][name]['avg']['mean']:.4f} -> {one['avg']['mean']:.4f}")
     scores = result_tables(after)[0]
     console.table("Scores after regrading", scores.columns, scores.rows)
-    record: Regraded = {
+    record: RegradedResults = {
         **after,
         "changed": verdicts,
         "changed_answers": answers,
@@ -173,11 +175,11 @@ async def _regrade(
     settings: EvaluationSections,
     path: str | None,
     protocol: TextProtocol | None,
-) -> tuple[list[Change], Results]:
+) -> tuple[list[RegradedRollout], Results]:
     sets = directory.problem_sets()
     golds = {(one.name, problem.id): problem.answer for one in sets for problem in one.problems}
     grader: Grader | FunctionGrader = Grader(settings.grader) if path is None else FunctionGrader(path)
-    index, changes = RolloutIndex(), list[Change]()
+    index, changes = RolloutIndex(), list[RegradedRollout]()
 
     async def flush(batch: list[Transcript]) -> None:
         current = batch if protocol is None else [extract_answer_again(one, protocol) for one in batch]
@@ -216,7 +218,7 @@ async def _grade_again(old: Transcript, new: Transcript, reference: str | None, 
     return replace(new, verdict=verdict, ended=ended, reward=float(verdict is Verdict.CORRECT))
 
 
-def _change(old: Transcript, new: Transcript, reference: str | None) -> Change:
+def _change(old: Transcript, new: Transcript, reference: str | None) -> RegradedRollout:
     return {
         "benchmark": old.benchmark,
         "problem": old.problem,
@@ -229,7 +231,7 @@ def _change(old: Transcript, new: Transcript, reference: str | None) -> Change:
     }
 
 
-def _show_verdicts(console: Console, changes: list[Change]) -> None:
+def _print_verdict_changes(console: Console, changes: list[RegradedRollout]) -> None:
     """Print counts of changed verdicts by kind of change, and examples."""
     kinds = Counter(
         (change["before"], change["after"], change["answer"] == change["answer_before"]) for change in changes
@@ -240,25 +242,25 @@ def _show_verdicts(console: Console, changes: list[Change]) -> None:
     )
     console.table("Verdicts that changed", ("verdict", "answer", "rollouts"), rows)
     columns = ("problem", "answer", "reference answer", "before", "now")
-    _show_examples(console, "Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
+    _print_examples(console, "Answers whose verdict changed", columns, changes, ("answer", "gold", "before", "after"))
 
 
-def _show_answers(console: Console, changes: list[Change]) -> None:
+def _print_answer_changes(console: Console, changes: list[RegradedRollout]) -> None:
     kinds = Counter(_kind_of_answer(change) for change in changes)
     console.table(
         "Answers that changed", ("answer", "rollouts"), tuple((kind, str(count)) for kind, count in kinds.most_common())
     )
     columns = ("problem", "answer before", "answer now", "reference answer")
-    _show_examples(console, "Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
+    _print_examples(console, "Rollouts whose answer changed", columns, changes, ("answer_before", "answer", "gold"))
 
 
-def _kind_of_answer(change: Change) -> str:
+def _kind_of_answer(change: RegradedRollout) -> str:
     if change["answer_before"] is None:
         return "newly extracted"
     return "no longer extracted" if change["answer"] is None else "different"
 
 
-def _show_examples(
+def _print_examples(
     console: Console,
     title: str,
     columns: tuple[str, ...],

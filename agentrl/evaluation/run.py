@@ -13,14 +13,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.benchmarks import FalsifiedEnvironment, ProblemSet, problem_records, problem_sets
+from agentrl.evaluation.benchmarks import FalsifiedEnvironment, ProblemSet, load_problem_sets, problem_records
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.endpoint import TextEngine
 from agentrl.evaluation.formats import BenchmarkResults, Results
 from agentrl.evaluation.plots import draw_results
 from agentrl.evaluation.provenance import build_provenance, configured_engine_record
 from agentrl.evaluation.results import RolloutIndex, default_pass_ks, make_results, result_tables
-from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections, evaluation_settings
+from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections, with_evaluation_limits
 from agentrl.evaluation.transcripts import RolloutLog, Transcript
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.run_directory import RunDirectory
@@ -54,12 +54,12 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
     for k in request.ks:
         if k > n:
             raise SettingsError(f"--k={k} exceeds --n={n}, but pass@k needs k samples per problem; valid: 1 to {n}")
-    settings = evaluation_settings(settings)
+    settings = with_evaluation_limits(settings)
     check_trackers(settings.telemetry.trackers)
     console = Console(settings.telemetry)
-    with asyncio.Runner() as runner, _endpoint(settings, runner) as endpoint:
-        sets = problem_sets(settings, request.benchmarks, request.data_dir)
-        output = request.output or default_output(settings, sets)
+    with asyncio.Runner() as runner, _open_configured_endpoint(settings, runner) as endpoint:
+        sets = load_problem_sets(settings, request.benchmarks, request.data_dir)
+        output = request.output or default_output_directory(settings, sets)
         try:
             directory = runner.run(run_rollouts(settings, sets, output, console, endpoint=endpoint))
         except KeyboardInterrupt:
@@ -69,7 +69,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *
 
 
 @contextmanager
-def _endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[TextEngine | None]:
+def _open_configured_endpoint(settings: EvaluationSections, runner: asyncio.Runner) -> Iterator[TextEngine | None]:
     """Open the configured endpoint, if any, before problems are read and heavy libraries are imported."""
     if settings.evaluation.endpoint.url is None:
         yield None
@@ -130,12 +130,12 @@ async def run_rollouts(
         for transcript in directory.transcripts():
             index.add(transcript)
         if too_long:
-            _record_as_truncated(too_long, settings, sets, console, log, index)
-        await _sample_missing(sampler, environment, settings, sets, console, log, index)
+            _record_unsampled_as_truncated(too_long, settings, sets, console, log, index)
+        await _sample_missing_rollouts(sampler, environment, settings, sets, console, log, index)
     return directory
 
 
-def _record_as_truncated(
+def _record_unsampled_as_truncated(
     prompt_lengths: Mapping[tuple[str, str], int],
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],
@@ -168,7 +168,7 @@ def _record_as_truncated(
     )
 
 
-async def _sample_missing(
+async def _sample_missing_rollouts(
     sampler: Sampler,
     environment: Environment,
     settings: EvaluationSections,
@@ -269,7 +269,7 @@ def write_results(
         console.table(f"{table.title} ({results['provenance']['model']['name']})", table.columns, table.rows)
     _warn_of_unparsable_references(results, console)
     plots = "plots/, " if settings.telemetry.plots else ""
-    track_results(directory, results, settings.telemetry, console)
+    log_results_to_trackers(directory, results, settings.telemetry, console)
     console.note(f"results are in {directory.path}: results.json, table.md, report.html, {plots}rollouts.jsonl.zst")
     return results
 
@@ -298,7 +298,7 @@ async def _compute_results(
         await grader.close()
 
 
-def default_output(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> Path:
+def default_output_directory(settings: EvaluationSections, sets: Sequence[ProblemSet]) -> Path:
     """Return ``evaluations/MODEL-DIGEST`` with a digest of everything that affects the results.
 
     The same command therefore continues in the same directory, and a different command uses a new directory.
@@ -326,7 +326,7 @@ async def _read_prompts(sets: Sequence[ProblemSet], environment: Environment) ->
     return prompts
 
 
-def track_results(
+def log_results_to_trackers(
     directory: EvaluationDirectory, results: Results, telemetry: TelemetrySettings, console: Console
 ) -> None:
     """Log provenance, scores, a sample of rollouts and the plots to every tracker, as a separate run.

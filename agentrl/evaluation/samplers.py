@@ -44,14 +44,14 @@ print(min(x * x - 4 * x + 1 for x in range(-10, 11)))
 """
 
 
-async def open_and_verify(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
+async def open_and_verify_engine(managed: ManagedEngine, settings: EvaluationSections, codec: TextCodec) -> str:
     """Open the engine, verify its weights and return the fingerprint of the model in ``model.path``.
 
     While the servers start, this process loads the model on the CPU. Every server must have the same weight checksums
     and return the same scores for the probe. Raises SettingsError or WorldError.
     """
     try:
-        reading = asyncio.to_thread(_read_reference, settings, codec)
+        reading = asyncio.to_thread(_fingerprint_and_probe, settings, codec)
         (fingerprint, probe), _ = await asyncio.gather(reading, managed.open())
         problem = await managed.verify(0, probe)
         if problem is not None:
@@ -63,7 +63,7 @@ async def open_and_verify(managed: ManagedEngine, settings: EvaluationSections, 
 
 
 @torch.inference_mode()
-def _read_reference(settings: EvaluationSections, codec: TextCodec) -> tuple[str, Probe]:
+def _fingerprint_and_probe(settings: EvaluationSections, codec: TextCodec) -> tuple[str, Probe]:
     """Load the model, and return its fingerprint and its scores of the probe."""
     policy = settings.model.model_copy(update={"attention": "sdpa"})
     model = read_model(str(settings.model.path), policy).eval()
@@ -131,7 +131,7 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
         )
     )
     if model is None:
-        fingerprint = await open_and_verify(managed, settings, codec)
+        fingerprint = await open_and_verify_engine(managed, settings, codec)
     else:
         fingerprint = model_fingerprint(model.state_dict().items())
     return ModelSampler(
@@ -208,7 +208,7 @@ class ModelSampler:
             async for group in groups:
                 trajectory = concatenate_branches(group.trajectories)
                 failure = driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
-                yield Transcript.of(by_index[group.index], trajectory, failure=failure)
+                yield Transcript.from_trajectory(by_index[group.index], trajectory, failure=failure)
 
     def prompts_too_long(self, prompts: Mapping[ProblemKey, str]) -> Mapping[ProblemKey, int]:
         rollout = self.settings.rollout

@@ -65,7 +65,7 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     >>> score.mean, score.problems, score.problems_without_samples
     (0.5, 3, 1)
     """
-    n, c = checked_counts(samples, correct)
+    n, c = check_and_convert_counts(samples, correct)
     kept = n > 0
     if not kept.any():
         raise ValueError("no problem has a sample, so there is no score")
@@ -89,7 +89,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     >>> pass_at_k([4, 4], [1, 4], 2)
     0.75
     """
-    n, c = checked_counts(samples, correct)
+    n, c = check_and_convert_counts(samples, correct)
     if k < 1 or len(n) == 0 or n.min() < k:
         least = int(n.min()) if len(n) else 0
         raise ValueError(f"pass@{k} needs k >= 1 and at least k samples of every problem; one problem has {least}")
@@ -97,7 +97,7 @@ def pass_at_k(samples: ArrayLike, correct: ArrayLike, k: int) -> float:
     return 1.0 - math.fsum(missed) / len(missed)
 
 
-def checked_counts(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
+def check_and_convert_counts(samples: ArrayLike, correct: ArrayLike) -> tuple[Floats, Floats]:
     """Convert samples and correct samples to float vectors. Raises ValueError for invalid counts."""
     n, c = np.asarray(samples, dtype=np.float64), np.asarray(correct, dtype=np.float64)
     if n.ndim != 1 or n.shape != c.shape:
@@ -182,7 +182,7 @@ class AnswerGrader(Protocol):
 class VoteCounts:
     """Votes on one problem: for the correct answer, for each distinct wrong answer (most votes first), and abstentions.
 
-    >>> VoteCounts(correct=3, wrong=(3, 1), abstentions=1).majority
+    >>> VoteCounts(correct=3, wrong=(3, 1), abstentions=1).majority_score
     0.5
     """
 
@@ -191,7 +191,7 @@ class VoteCounts:
     abstentions: int = 0
 
     @property
-    def majority(self) -> float:
+    def majority_score(self) -> float:
         """1 if the correct answer has the most votes, 1 / (number of tied answers) for a tie, otherwise 0."""
         most = max((self.correct, *self.wrong))
         if self.correct == 0 or self.correct < most:
@@ -221,7 +221,7 @@ async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: Ans
 
 
 def maj_at_n(tallies: Sequence[VoteCounts]) -> float:
-    """Compute the mean of `VoteCounts.majority` over problems. Raises ValueError if there is no problem.
+    """Compute the mean of `VoteCounts.majority_score` over problems. Raises ValueError if there is no problem.
 
     >>> counts = [VoteCounts(correct=2, wrong=(1,)), VoteCounts(correct=1, wrong=(1,))]
     >>> maj_at_n([*counts, VoteCounts(correct=0, wrong=(), abstentions=3)])
@@ -229,7 +229,7 @@ def maj_at_n(tallies: Sequence[VoteCounts]) -> float:
     """
     if not tallies:
         raise ValueError("maj@n needs at least one problem")
-    return sum(item.majority for item in tallies) / len(tallies)
+    return sum(item.majority_score for item in tallies) / len(tallies)
 
 
 async def _find_or_add_group(answer: str, groups: dict[str, int], grader: AnswerGrader) -> str:

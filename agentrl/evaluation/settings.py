@@ -212,7 +212,7 @@ def quoted_override(key: str, text: str) -> str:
     return f"{key}='{escaped}'"
 
 
-def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
+def evaluation_rollout_settings(settings: EvaluationSections) -> RolloutSettings:
     """Return ``settings.rollout`` with the token limits and sampling parameters of evaluation."""
     evaluation = settings.evaluation
     rollout = settings.rollout
@@ -230,19 +230,19 @@ def evaluation_rollout(settings: EvaluationSections) -> RolloutSettings:
     )
 
 
-def evaluation_settings(settings: EvaluationSections) -> EvaluationSections:
+def with_evaluation_limits(settings: EvaluationSections) -> EvaluationSections:
     """Return ``settings`` with the evaluation limits applied to the environment and the rollouts.
 
     ``evaluation.max_turns`` applies to episodes with tools. Other environments have a separate limit.
     """
-    update: dict[str, object] = {"rollout": evaluation_rollout(settings)}
+    update: dict[str, object] = {"rollout": evaluation_rollout_settings(settings)}
     turns = settings.evaluation.max_turns
     if isinstance(settings.environment, SimpleTIRSettings) and turns is not None:
         update["environment"] = settings.environment.model_copy(update={"max_turns": turns})
     return settings.model_copy(update=update)
 
 
-def evaluation_environment(environment: Environment, settings: EvaluationSections) -> Environment:
+def with_evaluation_turn_limit(environment: Environment, settings: EvaluationSections) -> Environment:
     """Return an open ``environment`` with the turn limit of evaluation. The original must still be closed."""
     turns = settings.evaluation.max_turns
     return environment if turns is None else environment.with_turns(turns)

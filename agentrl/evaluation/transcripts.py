@@ -28,7 +28,7 @@ import zstandard
 
 from agentrl.errors import WorldError
 from agentrl.evaluation.formats import JSONObject
-from agentrl.telemetry.files import json_line, os_errors_as_world_errors
+from agentrl.telemetry.files import encode_json_line, os_errors_as_world_errors
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 if TYPE_CHECKING:
@@ -125,7 +125,7 @@ class Transcript:
     refused: bool = False
 
     @classmethod
-    def of(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
+    def from_trajectory(cls, sample: Sample, trajectory: Trajectory, *, failure: str | None = None) -> Transcript:
         """Build the transcript of a token trajectory."""
         return cls(
             benchmark=sample.benchmark,
@@ -244,7 +244,7 @@ class RolloutLog:
 
     def append(self, transcript: Transcript) -> None:
         """Write one rollout. Raises WorldError if the write fails, after removing the incomplete frame."""
-        frame = self._compressor.compress(json_line(transcript.to_record()))
+        frame = self._compressor.compress(encode_json_line(transcript.to_record()))
         with os_errors_as_world_errors(self.path, "append to"):
             end = os.fstat(self._file).st_size
             try:
@@ -283,7 +283,7 @@ def read_rollouts(path: Path) -> Iterator[Transcript]:
     """
     if not path.exists():
         return
-    for position, frame in _frames(path):
+    for position, frame in _complete_frames(path):
         try:
             yield Transcript.from_record(json.loads(frame))
         except (ValueError, KeyError, TypeError) as error:
@@ -296,7 +296,7 @@ def remove_incomplete_frame(path: Path) -> int:
         return 0
     with os_errors_as_world_errors(path, "repair"):
         end = 0
-        for position, _ in _frames(path, ends=True):
+        for position, _ in _complete_frames(path, ends=True):
             end = position
         size = path.stat().st_size
         if end < size:
@@ -306,7 +306,7 @@ def remove_incomplete_frame(path: Path) -> int:
         return size - end
 
 
-def _frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
+def _complete_frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield the position and the content of each complete frame.
 
     The position is the frame's start, or the frame's end if ``ends``.

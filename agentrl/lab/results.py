@@ -10,7 +10,13 @@ from typing import TypedDict
 
 from agentrl.errors import SettingsError
 from agentrl.lab.measure import GradientMoments, ProblemMoments
-from agentrl.telemetry.files import append_line, atomic_write, json_line, os_errors_as_world_errors, repair_torn_line
+from agentrl.telemetry.files import (
+    append_line,
+    atomic_write,
+    encode_json_line,
+    os_errors_as_world_errors,
+    repair_torn_line,
+)
 from agentrl.trajectory import Group
 
 SETTINGS, PROBLEMS = "settings.json", "problems.jsonl"
@@ -115,7 +121,7 @@ class MeasurementFiles:
 
     def add(self, line: ProblemLine) -> None:
         """Append one problem's line, and flush it to disk before returning."""
-        append_line(self.folder / PROBLEMS, json_line(line))
+        append_line(self.folder / PROBLEMS, encode_json_line(line))
 
 
 def measured_problems(lines: Sequence[ProblemLine]) -> list[Measured]:

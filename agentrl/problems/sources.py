@@ -220,7 +220,7 @@ def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, 
     return _read_problems(settings, path, _source_name(settings, path), answered=True)
 
 
-def evaluation_set(source: ProblemSource, count: int) -> list[Problem]:
+def fixed_evaluation_problems(source: ProblemSource, count: int) -> list[Problem]:
     """Return ``count`` fixed problems, evenly spaced if ``source`` is finite (all problems if it has fewer)."""
     if isinstance(source, ExerciseSource):
         return source.distinct_problems(count)
@@ -251,7 +251,7 @@ def _load_generated(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
     endless = _make_generator(settings, seed if settings.seed is None else settings.seed)
     if settings.limit is None:
         return LoadedSource(source=endless, report=None)
-    problems = evaluation_set(endless, settings.limit)
+    problems = fixed_evaluation_problems(endless, settings.limit)
     report = LoadReport(name=endless.name, rows=len(problems), kept=len(problems))
     return LoadedSource(source=FiniteSource(endless.name, problems), report=report)
 

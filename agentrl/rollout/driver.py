@@ -30,7 +30,7 @@ from agentrl.rollout.engines.base import CacheUse, Engine
 from agentrl.rollout.policy import LoopThrottle, TokenPolicy, TurnBarrier
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.rollout.work_queue import SkippedProblemError
-from agentrl.telemetry.trace import add_slice_since, reserve_lane, start_time
+from agentrl.telemetry.trace import add_slice_since, reserve_lane, slice_start_time
 from agentrl.trajectory import Group, Trajectory, concatenate_branches
 from agentrl_envs.episode import Environment, UnavailableError
 from agentrl_envs.rewards import Conversation, Message, WeightedRewards
@@ -350,7 +350,7 @@ class Driver:
         try:
             while (job := await next_job()) is not None:
                 with reserve_lane(f"{self.label}trajectories"):
-                    began = start_time()
+                    began = slice_start_time()
                     async with self._admission if state.turn_barrier is None else nullcontext():
                         add_slice_since(began, "wait for admission")
                         await state.throttle.wait()

@@ -16,8 +16,8 @@ from agentrl.rollout.metrics import VersionClock, rollout_metrics
 from agentrl.rollout.schedule import BackgroundSource, OnDemandSource, RolloutSource, Schedule
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import QueueState, WorkQueue
-from agentrl.telemetry.metrics import user_metrics
-from agentrl.telemetry.trace import add_slice_since, start_time
+from agentrl.telemetry.metrics import compute_user_metrics
+from agentrl.telemetry.trace import add_slice_since, slice_start_time
 from agentrl.trajectory import Group
 
 # Consecutive steps with only excluded rollouts after which a run ends. Steps emptied by filters do not count.
@@ -61,7 +61,7 @@ class RolloutWorker:
         rounds are played.
         """
         loop = asyncio.get_running_loop()
-        began, collecting = loop.time(), start_time()
+        began, collecting = loop.time(), slice_start_time()
         deadline = began + self.settings.step_deadline
         self.step = step
         if self._source is None:
@@ -91,7 +91,7 @@ class RolloutWorker:
         }
         add_slice_since(collecting, "collect groups", step=step)
         data = [item for group in played for item in group.trajectories if not item.is_excluded]
-        metrics |= user_metrics(data, metrics)
+        metrics |= compute_user_metrics(data, metrics)
         self._check_staleness(step, metrics.get("staleness/max", 0))
         self._clock.record_training_start()
         self.version, self.sampled_groups, self.metrics = self._clock.version, tuple(played), metrics

@@ -58,7 +58,7 @@ RULES: list[AlertRule] = []
 """All rules in the order of their definitions, causes before symptoms."""
 
 
-def _rule(
+def _register_rule(
     *, metrics: tuple[str, ...], when: str, advice: str, symptom_of: tuple[str, ...] = ()
 ) -> Callable[[Rule], Rule]:
     """Add the decorated function to :data:`RULES` under its name."""
@@ -92,7 +92,7 @@ def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
     return trained
 
 
-def alerts(rows: Sequence[Metrics]) -> list[Alert]:
+def find_alerts(rows: Sequence[Metrics]) -> list[Alert]:
     """Return the alerts that fire after the last of ``rows`` (:func:`training_rows`), causes before symptoms."""
     fired = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
     return remove_repeated_alerts(
@@ -138,13 +138,13 @@ def held_out_change(rows: Sequence[Metrics]) -> ChangeRecord | None:
     return _change_record(first["eval/avg_at_k"], last["eval/avg_at_k"], math.hypot(*errors))
 
 
-def is_worse(reward: ChangeRecord | None, held_out: ChangeRecord | None) -> bool:
+def policy_is_worse(reward: ChangeRecord | None, held_out: ChangeRecord | None) -> bool:
     """Return True if the held-out score fell by at least three standard errors. Without a score, use the reward."""
     change = held_out or reward
     return change is not None and change["end"] < change["start"] and _fall_in_errors(change) >= _WORSE_ERRORS
 
 
-@_rule(
+@_register_rule(
     metrics=("groups/infrastructure_failures",),
     when="more than 10 % of the rollouts of 5 steps failed for reasons outside the policy",
     advice="run agentrl doctor to check the sandbox and the servers; the run's console output contains the errors",
@@ -158,7 +158,7 @@ def infrastructure(rows: Sequence[Metrics]) -> str | None:
     return f"{failed / whole:.0%} of the rollouts failed for reasons outside the policy"
 
 
-@_rule(
+@_register_rule(
     metrics=("policy/engine_abs_diff",),
     when="5-step mean of `policy/engine_abs_diff` above 0.005 nats and above 5 times the mean of the first 5 steps; "
     "float32 runs stop earlier unless their bound, which the console prints, is above 0.005 nats",
@@ -171,7 +171,7 @@ def engine_difference(rows: Sequence[Metrics]) -> str | None:
     return f"log-probabilities of engine and trainer differ by {last:.3g} nats per token (first steps: {first:.3g})"
 
 
-@_rule(
+@_register_rule(
     metrics=("policy/log_ppl_gap",),
     when="5-step mean of `policy/log_ppl_gap` above 0.1 nats per token",
     advice="lower the staleness (rollout.schedule), or mask trajectories with a large gap "
@@ -183,7 +183,7 @@ def perplexity_gap(rows: Sequence[Metrics]) -> str | None:
     )
 
 
-@_rule(
+@_register_rule(
     metrics=("staleness/mean",),
     when="5-step mean of `staleness/mean` above 4 steps",
     advice="lower rollout.max_staleness, or assign more of the hardware to rollouts",
@@ -192,7 +192,7 @@ def staleness(rows: Sequence[Metrics]) -> str | None:
     return _mean_above(rows, "staleness/mean", 4.0, "tokens are {0:.3g} steps old on average")
 
 
-@_rule(
+@_register_rule(
     metrics=("reward/mean", "eval/avg_at_k"),
     when="any of: from step 3 on, the mean of `reward/mean` over the last 2 to 5 steps is below half of its value in "
     "the first steps, by more than 4 standard errors; its 5-step mean is below its best by more than 5 of the largest "
@@ -249,7 +249,7 @@ def _below_the_best(rows: Sequence[Metrics]) -> str | None:
     return f"the reward fell from {best:.3g} to {now:.3g} (means of {_RECENT_STEPS} steps)"
 
 
-@_rule(
+@_register_rule(
     metrics=("rollout/ended/{ending}",),
     when="more than half of the rollouts of 5 steps ended with a void turn",
     advice="raise rollout.max_turn_tokens, or start from a policy that was trained on the protocol (agentrl coldstart)",
@@ -259,7 +259,7 @@ def void_share(rows: Sequence[Metrics]) -> str | None:
     return _endings_above(rows, ("rollout/ended/void_turn",), 0.5, "{0:.0%} of the rollouts ended with a void turn")
 
 
-@_rule(
+@_register_rule(
     metrics=("rollout/ended/{ending}",),
     when="more than half of the rollouts of 5 steps ended at a limit of turns, tokens or time",
     advice="raise rollout.max_response_tokens or environment.max_turns, or set reward.overlong_buffer",
@@ -270,7 +270,7 @@ def truncated_share(rows: Sequence[Metrics]) -> str | None:
     return _endings_above(rows, limits, 0.5, "{0:.0%} of the rollouts ended at a limit of turns, tokens or time")
 
 
-@_rule(
+@_register_rule(
     metrics=("rollout/tool_outcome/{outcome}",),
     when="more than half of the tool calls of 5 steps failed, and more than twice the share of the first 5 steps",
     advice="read what the failing programs print; raise environment.execution_timeout if they time out",
@@ -284,7 +284,7 @@ def tool_failures(rows: Sequence[Metrics]) -> str | None:
     return None if last <= max(0.5, 2 * first) else f"{last:.0%} of the tool calls fail (first steps: {first:.0%})"
 
 
-@_rule(
+@_register_rule(
     metrics=("reward/mean", "rollout/verdict/{verdict}"),
     when="from step 3 on: all rewards since the first step are equal and at most 0, and no verdict was correct",
     advice="train longer before RL (coldstart.steps, docs/how-to/data.md), start from a stronger model.path, or begin "
@@ -299,7 +299,7 @@ def never_correct(rows: Sequence[Metrics]) -> str | None:
     return f"no rollout of {_format_steps(played)} was correct: all have the reward {played[0]['reward/mean']:.3g}"
 
 
-@_rule(
+@_register_rule(
     metrics=("reward/mean", "reward/stderr"),
     when="all rollouts of 5 steps have the same reward, which is above 0 or comes with a correct verdict",
     advice="if the problems are solved, stop the run or use harder problems; otherwise test the reward on a correct "
@@ -317,7 +317,7 @@ def constant_reward(rows: Sequence[Metrics]) -> str | None:
     return f"every rollout {when} has the reward {value:.3g}"
 
 
-@_rule(
+@_register_rule(
     metrics=("reward/mean", "reward/problem_share"),
     when="less than 5 % of the variance of rewards is between problems (40 steps, by 2 standard errors), and "
     "`reward/mean` over the last 20 steps is within 2.5 standard errors of the first 20",
@@ -341,7 +341,7 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
     )
 
 
-@_rule(
+@_register_rule(
     metrics=("rollout/sampled_entropy", "reward/mean"),
     when="5-step mean of `rollout/sampled_entropy` below 0.01 nats and below a twentieth of the mean of the first 5 "
     "steps, while the 5-step mean of `reward/mean` is below 0.9",
@@ -359,7 +359,7 @@ def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
     return f"entropy fell from {first:.3g} to {last:.3g} nats per token"
 
 
-@_rule(
+@_register_rule(
     metrics=("policy/gradient_norm",),
     when="5-step median of `policy/gradient_norm` above 10 times the median of the 20 steps before, and above every "
     "earlier value",
@@ -381,7 +381,7 @@ def gradient_spike(rows: Sequence[Metrics]) -> str | None:
     return f"the gradient norm rose from {usual:.3g} to {now:.3g} (medians of {_PAST_STEPS} and {_RECENT_STEPS} steps)"
 
 
-@_rule(
+@_register_rule(
     metrics=("rollout/model_tokens_mean",),
     when="5-step mean of `rollout/model_tokens_mean` above 3 times the mean of the first 5 steps",
     advice="read the longest trajectories; set reward.overlong_buffer or algorithm.aggregation=token_mean",
@@ -394,7 +394,7 @@ def length_explosion(rows: Sequence[Metrics]) -> str | None:
     return f"rollouts grew from {first:.0f} to {last:.0f} model tokens"
 
 
-@_rule(
+@_register_rule(
     metrics=("groups/trained",),
     when="no group was trained in 5 consecutive steps",
     advice="mix in easier or harder problems, raise rollout.group_size, or set rollout.max_extra_rounds",
@@ -411,7 +411,7 @@ def no_signal(rows: Sequence[Metrics]) -> str | None:
     return f"no group had a training signal in the last {_RECENT_STEPS} steps"
 
 
-@_rule(
+@_register_rule(
     metrics=("reward/mean", "policy/entropy"),
     when="from step 100 on: `reward/mean` and `policy/entropy` over the last 20 steps are within 2.5 standard errors "
     "of the first 20",
@@ -433,7 +433,7 @@ def standstill(rows: Sequence[Metrics]) -> str | None:
     return f"reward and entropy have not changed since the first {_PAST_STEPS} steps"
 
 
-@_rule(
+@_register_rule(
     metrics=(DISK_FREE,),
     when="less than 1 GiB is free on the disk of the run directory, or it will be full within 20 steps at the pace of "
     "the last 20",
@@ -451,7 +451,7 @@ def disk(rows: Sequence[Metrics]) -> str | None:
     return f"the disk of the run directory will be full in {free[-1] / pace:.0f} steps ({free[-1] / _GIB:.2f} GiB left)"
 
 
-@_rule(
+@_register_rule(
     metrics=(MEMORY_FREE,),
     when="5-step mean of the free memory of rank 0's machine (or its control group) below 5 %",
     advice="lower rollout.concurrency or training.micro_batch_tokens; lower rollout.kv_cache_tokens",

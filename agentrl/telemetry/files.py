@@ -91,7 +91,7 @@ class BackgroundWriter:
         self._thread.shutdown()
 
 
-def resolve_inside(path: Path, folder: Path) -> Path:
+def resolve_path_inside(path: Path, folder: Path) -> Path:
     """Return ``path`` with links resolved. Raises WorldError if it is outside ``folder`` or is not a regular file.
 
     Directories of runs and evaluations are shared between users, so a link in a directory must not expose files of the
@@ -162,7 +162,7 @@ def _kernel_id() -> str:
         return platform.node()
 
 
-def json_line(row: Mapping[str, object]) -> bytes:
+def encode_json_line(row: Mapping[str, object]) -> bytes:
     """Encode ``row`` as a line of JSON. Raises ValueError for values that JSON cannot express, such as NaN."""
     return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
 

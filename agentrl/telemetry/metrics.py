@@ -76,7 +76,7 @@ def register_metric(
     return add
 
 
-def user_metrics(trajectories: Sequence[object], reserved_names: Container[str]) -> dict[str, float]:
+def compute_user_metrics(trajectories: Sequence[object], reserved_names: Container[str]) -> dict[str, float]:
     """Compute the metrics of plug-ins over a step's trajectories, except metrics with a name in ``reserved_names``."""
     values = {}
     for name in USER_METRICS.names():
@@ -409,6 +409,6 @@ def find_metric(key: str) -> Metric | None:
     return next((family for family in _FAMILIES if family.pattern.fullmatch(key)), None)
 
 
-def defined_metrics() -> list[dict[str, str]]:
+def describe_built_in_metrics() -> list[dict[str, str]]:
     """Return the fields of every built-in metric, for the viewer."""
     return [asdict(metric) for metric in METRICS.values()]

@@ -21,11 +21,11 @@ from agentrl.telemetry.files import (
     acquire_lock,
     append_line,
     atomic_write,
-    json_line,
+    encode_json_line,
     lock_is_held,
     os_errors_as_world_errors,
     repair_torn_line,
-    resolve_inside,
+    resolve_path_inside,
 )
 from agentrl.telemetry.records import JsonRecord, Metrics, Summary
 from agentrl.telemetry.trajectory_file import is_complete_file, read_trajectories, write_trajectories
@@ -62,7 +62,7 @@ class RunDirectory:
         try:
             run.path.mkdir(parents=True, exist_ok=True)
             used = sorted(entry.name for entry in run.path.iterdir() if not _is_left_by_killed_evaluation(entry.name))
-            if used and not run._is_unused(used):
+            if used and not run._has_only_unused_entries(used):
                 raise SettingsError(
                     f"the run directory {run.path} is not empty (it contains {', '.join(used[:5])}"
                     f"{', ...' if len(used) > 5 else ''}): continue that run with --resume, or choose another name=..."
@@ -73,7 +73,7 @@ class RunDirectory:
                 f"cannot write to the run directory {run.path} ({error.strerror}): choose another runs_dir=..."
             ) from error
         run.write_text("config.yaml", config)  # first, because --resume requires this file
-        run._prepare_folders()
+        run._create_and_clean_folders()
         return run
 
     @classmethod
@@ -89,7 +89,7 @@ class RunDirectory:
             run._take_lock()
         except OSError as error:
             raise SettingsError(f"cannot write to the run directory {run.path}: {error.strerror}") from error
-        run._prepare_folders()
+        run._create_and_clean_folders()
         repair_torn_line(run.metrics_file)
         repair_torn_line(run.trace)
         return run
@@ -116,7 +116,7 @@ class RunDirectory:
         """Append a row, which is on disk when this method returns. Raises ValueError without an integer ``step``."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"a metrics row must have an integer 'step'; got {dict(row)!r}")
-        append_line(self.metrics_file, json_line(row))
+        append_line(self.metrics_file, encode_json_line(row))
 
     def metrics(self) -> Iterator[Metrics]:
         """Yield the rows in the order written, without an incomplete last line.
@@ -132,7 +132,7 @@ class RunDirectory:
 
     def append_alert(self, alert: Alert) -> None:
         """Append an alert to ``alerts.jsonl``. The alert is on disk when this method returns."""
-        append_line(self.alerts_file, json_line(asdict(alert)))
+        append_line(self.alerts_file, encode_json_line(asdict(alert)))
 
     def alerts(self) -> list[Alert]:
         """Return the alerts so far, in order, without an incomplete last line."""
@@ -162,15 +162,15 @@ class RunDirectory:
 
         The JSON contains neither token ids nor log-probabilities. Raises WorldError if the file is missing or damaged.
         """
-        return read_trajectories(resolve_inside(self.trajectory_file(step), self.path), predicate)
+        return read_trajectories(resolve_path_inside(self.trajectory_file(step), self.path), predicate)
 
-    def trajectory_steps(self) -> list[int]:
+    def steps_with_trajectories(self) -> list[int]:
         """Return the steps with stored trajectories, ascending."""
         return _steps_of_files(self.trajectories.glob("*.parquet"))
 
     def require_trajectories(self, step: int) -> None:
         """Raise SettingsError unless the trajectories of ``step`` are stored."""
-        steps = self.trajectory_steps()
+        steps = self.steps_with_trajectories()
         if step not in steps:
             self.check_trajectory_format()
             stored = f"stored steps: {steps[0]} to {steps[-1]}" if steps else "no step is stored"
@@ -184,40 +184,42 @@ class RunDirectory:
                 f"{steps[-1]} as JSON; use that version to read them"
             )
 
-    def token_file(self, step: int, rank: int) -> Path:
+    def token_statistics_file(self, step: int, rank: int) -> Path:
         """Return the file for the token statistics of one rank."""
         return self.tokens / f"{step:08d}.{rank}.parquet"
 
-    def token_files(self, step: int) -> list[Path]:
+    def token_statistics_files(self, step: int) -> list[Path]:
         """Return the existing files of token statistics of ``step``, by rank."""
         files = (path for path in self.tokens.glob(f"{step:08d}.*.parquet") if path.name.split(".")[1].isdecimal())
         return sorted(files, key=lambda path: int(path.name.split(".")[1]))
 
-    def token_steps(self) -> list[int]:
+    def steps_with_token_statistics(self) -> list[int]:
         """Return the steps with stored token statistics, ascending."""
         return _steps_of_files(self.tokens.glob("*.parquet"))
 
-    def damaged_trajectories(self) -> list[Path]:
+    def truncated_trajectory_files(self) -> list[Path]:
         """Return the trajectory files that are truncated."""
         with os_errors_as_world_errors(self.trajectories, "read"):
-            files = map(self.trajectory_file, self.trajectory_steps())
+            files = map(self.trajectory_file, self.steps_with_trajectories())
             return [path for path in files if not is_complete_file(path)]
 
     def truncate_after(self, step: int, *, rows: int) -> None:
         """Remove metrics after the first ``rows`` rows and files after ``step``, which a resumed run writes again."""
         with os_errors_as_world_errors(self.metrics_file, "truncate"):
             kept = list(itertools.islice(self.metrics(), rows))
-        atomic_write(self.metrics_file, lambda out: out.writelines(json_line(row) for row in kept))
+        atomic_write(self.metrics_file, lambda out: out.writelines(encode_json_line(row) for row in kept))
         alerts = [alert for alert in self.alerts() if alert.step <= step]
         if self.alerts_file.exists():
-            atomic_write(self.alerts_file, lambda out: out.writelines(json_line(asdict(alert)) for alert in alerts))
+            atomic_write(
+                self.alerts_file, lambda out: out.writelines(encode_json_line(asdict(alert)) for alert in alerts)
+            )
         with os_errors_as_world_errors(self.trajectories, "truncate"):
             for folder in (self.trajectories, self.tokens):
                 for file in folder.glob("*"):
                     if any(later > step for later in _steps_of_files([file])):
                         file.unlink()
 
-    def _is_unused(self, names: Iterable[str]) -> bool:
+    def _has_only_unused_entries(self, names: Iterable[str]) -> bool:
         """Return True if ``names``, the entries of the directory, belong to a run that wrote no row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
         begun = (self.config, self.metrics_file, self.logs, self.trackers, self.trace, self.path / "tokenizer.json")
@@ -227,7 +229,7 @@ class RunDirectory:
         empty = not self.metrics_file.exists() or self.metrics_file.stat().st_size == 0
         return empty and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
 
-    def _prepare_folders(self) -> None:
+    def _create_and_clean_folders(self) -> None:
         """Create missing directories and remove partial files of a killed process."""
         with os_errors_as_world_errors(self.path, "prepare"):
             for folder in (self.trajectories, self.checkpoints, self.plots):

@@ -17,7 +17,7 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 import numpy as np
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.telemetry.files import atomic_write, malformed_as_world_error, resolve_inside
+from agentrl.telemetry.files import atomic_write, malformed_as_world_error, resolve_path_inside
 from agentrl.telemetry.records import JsonRecord
 from agentrl.telemetry.run_directory import RunDirectory
 
@@ -185,7 +185,7 @@ def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]
             use_byte_stream_split=floats,
             write_statistics=False,
         ) as writer:
-            for start, count in _blocks(rows):
+            for start, count in _block_bounds(rows):
                 writer.write_table(table.slice(start, count))
 
     atomic_write(path, write)
@@ -233,7 +233,7 @@ class TokenFile:
             raise WorldError(f"cannot read the token statistics {self.path}: {error}") from error
 
 
-def _blocks(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
+def _block_bounds(rows: Sequence[TrajectoryTokens]) -> Iterator[tuple[int, int]]:
     """Yield the first row and the number of rows of every block."""
     start, tokens = 0, 0
     for index, row in enumerate(rows):
@@ -405,16 +405,16 @@ def _read_token_files(
     facts: TokenFacts | None = None
     rows: dict[RowKey, TrajectoryTokens] = {}
     warnings = []
-    for path in run.token_files(step):
+    for path in run.token_statistics_files(step):
         try:
-            file = TokenFile(resolve_inside(path, run.path))
+            file = TokenFile(resolve_path_inside(path, run.path))
             file_rows = list(file.rows(groups))
         except WorldError as error:
             warnings.append(str(error))
             continue
         facts = file.facts
         rows |= {row.key: row for row in file_rows}
-    missing = 0 if facts is None else facts.ranks - len(run.token_files(step))
+    missing = 0 if facts is None else facts.ranks - len(run.token_statistics_files(step))
     if facts is not None and missing:
         warnings.append(f"the token statistics of {missing} of {facts.ranks} ranks at step {step} are missing")
     return facts, rows, warnings

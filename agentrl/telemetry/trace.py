@@ -164,7 +164,7 @@ def traced_service_call(group: str, name: str, **facts: Fact) -> Iterator[None]:
         yield
 
 
-def start_time() -> int:
+def slice_start_time() -> int:
     """Return the start time of a slice that :func:`add_slice_since` ends."""
     return time.monotonic_ns()
 

@@ -3,7 +3,7 @@
 Token ids (also in supports) and log-probabilities are columns of numbers. The column ``record`` contains the
 remaining data as JSON, in which each list of numbers is replaced by its length:
 
->>> _split({"prompt_ids": [7, 8], "segments": [{"token_ids": [1], "log_probs": [-0.5], "text": "a"}]})
+>>> _split_record({"prompt_ids": [7, 8], "segments": [{"token_ids": [1], "log_probs": [-0.5], "text": "a"}]})
 ({'prompt_ids': 2, 'segments': [{'token_ids': 1, 'log_probs': 1, 'text': 'a'}]}, [[7, 8], [1]], [[-0.5]])
 """
 
@@ -18,7 +18,7 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 import numpy as np
 
 from agentrl.errors import WorldError
-from agentrl.telemetry.files import atomic_write, json_line, malformed_as_world_error
+from agentrl.telemetry.files import atomic_write, encode_json_line, malformed_as_world_error
 from agentrl.telemetry.records import JsonRecord
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def write_trajectories(path: Path, records: Iterable[Mapping[str, Any]]) -> None
         ) as writer:
             for block in _blocks(records):
                 lines, ids, log_probs = zip(*block, strict=True)
-                columns = [pa.array(lines), _list_array(ids, "i"), _list_array(log_probs, "d")]
+                columns = [pa.array(lines), _make_list_array(ids, "i"), _make_list_array(log_probs, "d")]
                 writer.write_table(pa.table(columns, schema=schema))
 
     atomic_write(path, write)
@@ -110,8 +110,8 @@ def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[_Row]]:
     rows: list[_Row] = []
     size = 0
     for record in records:
-        rest, ids, log_probs = _split(record)
-        rows.append((json_line(rest), ids, log_probs))
+        rest, ids, log_probs = _split_record(record)
+        rows.append((encode_json_line(rest), ids, log_probs))
         size += len(rows[-1][0]) + sum(map(len, ids))
         if size >= _MIN_BLOCK_SIZE:
             yield rows
@@ -120,7 +120,7 @@ def _blocks(records: Iterable[Mapping[str, Any]]) -> Iterator[list[_Row]]:
         yield rows
 
 
-def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], list[Sequence[float]]]:
+def _split_record(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], list[Sequence[float]]]:
     """Split a record into its JSON part, the lists of token ids, and the lists of log-probabilities."""
     ids: list[Sequence[int]] = []
     log_probs: list[Sequence[float]] = []
@@ -139,7 +139,7 @@ def _split(record: Mapping[str, Any]) -> tuple[JsonRecord, list[Sequence[int]], 
 
 
 def _join_parts(line: bytes, ids: list[int], log_probs: list[float]) -> JsonRecord:
-    """Join the parts that :func:`_split` returns. Raises ValueError if their lengths do not match."""
+    """Join the parts that :func:`_split_record` returns. Raises ValueError if their lengths do not match."""
     record = json.loads(line)
     used, scored = 0, 0
     for item in (record, *record.get("segments", ())):
@@ -158,7 +158,7 @@ def _join_parts(line: bytes, ids: list[int], log_probs: list[float]) -> JsonReco
     return dict(record)
 
 
-def _list_array(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -> pa.ListArray:
+def _make_list_array(rows: Sequence[Sequence[Sequence[float]]], code: Literal["i", "d"]) -> pa.ListArray:
     """Build an array with a list of C ints or doubles per row. struct is twice as fast as NumPy."""
     import pyarrow as pa
 

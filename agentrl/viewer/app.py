@@ -24,7 +24,7 @@ from starlette.routing import Mount, Route
 from starlette.staticfiles import StaticFiles
 
 from agentrl.errors import AgentRLError, SettingsError
-from agentrl.telemetry.metrics import defined_metrics
+from agentrl.telemetry.metrics import describe_built_in_metrics
 from agentrl.telemetry.plots import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.evaluations import (
@@ -35,10 +35,10 @@ from agentrl.viewer.evaluations import (
     rollout_page,
 )
 from agentrl.viewer.export import STATIC
-from agentrl.viewer.metrics_file import metrics_of
+from agentrl.viewer.metrics_file import cached_metrics_columns
 from agentrl.viewer.run_files import to_json
 from agentrl.viewer.runs import Library, run_facts, run_summary
-from agentrl.viewer.trajectories import Search, find_rows, trajectory_page
+from agentrl.viewer.trajectories import SearchConditions, find_rows, trajectory_page
 from agentrl_envs.registry import describe_error
 
 Query = Mapping[str, str]
@@ -48,13 +48,13 @@ class QueryError(ValueError):
     """Raised if a query contains an invalid value."""
 
 
-def parse_search(query: Query) -> Search:
+def parse_search(query: Query) -> SearchConditions:
     """Parse the search conditions in a query."""
     conditions = {
         item.name: optional_float(query, item.name) if item.default is None else query.get(item.name, "")
-        for item in fields(Search)
+        for item in fields(SearchConditions)
     }
-    return Search(**conditions)  # type: ignore[arg-type]
+    return SearchConditions(**conditions)  # type: ignore[arg-type]
 
 
 def requested_steps(stored: list[int], query: Query) -> list[int]:
@@ -124,14 +124,14 @@ Calculate = Callable[[Path, dict[str, object]], object]
 def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette:
     """Build the ASGI application of the viewer. Requests for data must contain ``token``.
 
-    ``calculate`` handles the requests that need torch (:class:`agentrl.viewer.serve.Calculator`).
+    ``calculate`` handles the requests that need torch (:class:`agentrl.viewer.serve.CalculationClient`).
     """
 
     def page(_request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
 
     api = [
-        Route(f"/api{path}", _endpoint(handler, token))
+        Route(f"/api{path}", _wrap_handler(handler, token))
         for path, handler in _Handlers(library, calculate).by_path().items()
     ]
     return Starlette(
@@ -162,7 +162,7 @@ class _Handlers:
         trajectory = "/runs/{id}/steps/{step:int}/{number:int}"
         return {
             "/library": self.library,
-            "/metrics": lambda _request: defined_metrics(),
+            "/metrics": lambda _request: describe_built_in_metrics(),
             "/runs/{id}": lambda request: run_facts(self._run(request)),
             "/runs/{id}/series": self.series,
             "/runs/{id}/trajectories": self.trajectories,
@@ -198,7 +198,7 @@ class _Handlers:
     def series(self, request: Request) -> object:
         """Return the curves of a run (:meth:`MetricsColumns.series`). ``names`` may be repeated in the query."""
         run, query = self._run(request), request.query_params
-        return metrics_of(run.metrics_file, run.path).series(
+        return cached_metrics_columns(run.metrics_file, run.path).series(
             names=query.getlist("names"),
             points=min(max(optional_int(query, "points") or 800, 2), 10_000),
             since=query.get("since", ""),
@@ -206,7 +206,7 @@ class _Handlers:
 
     def trajectories(self, request: Request) -> object:
         run, query = self._run(request), request.query_params
-        steps = requested_steps(run.trajectory_steps(), query)
+        steps = requested_steps(run.steps_with_trajectories(), query)
         if len(steps) == 1:
             run.require_trajectories(steps[0])
         start = parse_position(query.get("after", "0:0"))
@@ -237,7 +237,7 @@ class _Handlers:
         return self._library.evaluation(request.path_params[name])
 
 
-def _endpoint(handler: Handler, token: str) -> Callable[[Request], Response]:
+def _wrap_handler(handler: Handler, token: str) -> Callable[[Request], Response]:
     """Wrap a handler, which checks the token and converts failures to messages that the page displays."""
 
     def endpoint(request: Request) -> Response:

@@ -1,6 +1,6 @@
 """Requests of the viewer that need torch and the run's plug-ins: other estimators, and the explanation of a token.
 
-The viewer imports no torch, so :class:`agentrl.viewer.serve.Calculator` runs this module in a separate process.
+The viewer imports no torch, so :class:`agentrl.viewer.serve.CalculationClient` runs this module in a separate process.
 """
 
 from __future__ import annotations

@@ -14,11 +14,11 @@ from xml.etree.ElementTree import Element
 import zstandard
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.compare import compare, comparison_notes
+from agentrl.evaluation.compare import compare_results, comparison_notes
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import BenchmarkResults, JSONObject, ProblemRow, Results
 from agentrl.evaluation.transcripts import RESULT_KINDS, Transcript
-from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
+from agentrl.telemetry.files import malformed_as_world_error, resolve_path_inside
 
 _LONGEST_LINE = 1 << 26  # bytes of one rollout
 _EXCERPT_LENGTH = 120  # characters of a statement in the list of problems
@@ -95,7 +95,7 @@ def rollout_page(path: Path, index: int) -> dict[str, object]:
     """Return a rollout, its problem, and the formulas in both. Raises SettingsError if ``index`` does not exist."""
     for position, record in enumerate(rollout_records(path)):
         if position == index:
-            return page_of_rollout(path, record, problems_by_key(path))
+            return build_rollout_page(path, record, problems_by_key(path))
     raise SettingsError(f"{path} has no rollout {index}")
 
 
@@ -105,7 +105,7 @@ def problems_by_key(path: Path) -> dict[tuple[str, str], ProblemRow]:
         return {(row["benchmark"], row["id"]): row for row in EvaluationDirectory(path).problem_rows()}
 
 
-def page_of_rollout(
+def build_rollout_page(
     path: Path, record: JSONObject, problems: Mapping[tuple[str, str], ProblemRow]
 ) -> dict[str, object]:
     """Build the content of a rollout's page from its record. Raises WorldError if the record or problem is damaged."""
@@ -132,7 +132,7 @@ def find_rollouts(path: Path, text: str) -> list[int]:
 def comparison_page(first: Path, second: Path) -> dict[str, object]:
     """Compare two evaluations, paired by problem. Raises SettingsError if they cannot be compared."""
     before, after = (EvaluationDirectory(path).results() for path in (first, second))
-    by_benchmark = compare(before, after)
+    by_benchmark = compare_results(before, after)
     return {
         "paths": [str(first), str(second)],
         "models": [results["provenance"]["model"]["name"] for results in (before, after)],
@@ -199,7 +199,7 @@ def _paired_problems(name: str, before: Results, after: Results) -> Iterator[dic
 
 def rollout_records(path: Path) -> Iterator[JSONObject]:
     """Yield the record of every complete rollout in the order written."""
-    file = resolve_inside(path / "rollouts.jsonl.zst", path)
+    file = resolve_path_inside(path / "rollouts.jsonl.zst", path)
     if not file.is_file():
         return
     with file.open("rb") as packed:

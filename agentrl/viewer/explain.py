@@ -14,14 +14,14 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFacts, TrajectoryTokens, read_step
 from agentrl.viewer.run_files import load_run_plugins, run_tokenizer
-from agentrl.viewer.what_if import recompute_advantages, require_token_facts, stored_inputs
+from agentrl.viewer.what_if import build_stored_advantage_inputs, recompute_advantages, require_token_facts
 from agentrl_envs.registry import UnknownNameError
 
 _CONTEXT_LENGTH = 40  # characters of the conversation to show before and after the token
 
 
 @dataclass(frozen=True, kw_only=True)
-class Explanation:
+class TokenExplanation:
     """One model token with the values from which its gradient was computed.
 
     ``position`` is the token's index in the response, and ``index`` its index among the model tokens. ``pieces`` are
@@ -93,7 +93,7 @@ class Explanation:
             f"realized energy W = {self.value_at_token(self.step.realized_energies[key]):.9g}, the sum up to this token"
         )
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_format_options(facts.estimator_options)}"
-        yield from self._tail_lines(facts)
+        yield from self._lines_past_other_responses(facts)
         weights = baseline_weights(self.step, self.trajectory, self.index)
         if not ESTIMATORS[facts.estimator].group_based:
             yield "  no weights: b is not computed from the returns of the group"
@@ -116,7 +116,7 @@ class Explanation:
         same = "the same value" if made == advantage else f"{made:.9g}, a difference of {abs(made - advantage):.3g}"
         yield f"  compute_advantages on the stored statistics returns {same}"
 
-    def _tail_lines(self, facts: TokenFacts) -> Iterator[str]:
+    def _lines_past_other_responses(self, facts: TokenFacts) -> Iterator[str]:
         """Explain the baseline of a token whose index no other trajectory of the group reaches."""
         entry = ESTIMATORS[facts.estimator]
         tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
@@ -154,7 +154,7 @@ class Explanation:
         yield f"share of the step's gradient power: {share} (w (factor A)^2, without cross terms between tokens)"
 
 
-def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Explanation:
+def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> TokenExplanation:
     """Explain the token at position ``token`` of the response. Raises SettingsError if its gradient is not stored."""
     stored = read_step(run, step)
     require_token_facts(stored)
@@ -174,7 +174,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Exp
         reasons = "; ".join(stored.warnings) or "a filter removed it (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
     text = run_tokenizer(run)
-    return Explanation(
+    return TokenExplanation(
         step=stored,
         trajectory=chosen,
         position=token,
@@ -206,7 +206,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
         return {}
     names = ESTIMATORS.option_names(facts.estimator)
     neutral = {name: value for name, value in (("gamma", 1.0), ("normalize", None)) if name in names}
-    inputs = stored_inputs(siblings)
+    inputs = build_stored_advantage_inputs(siblings)
     row = [item.key for item in siblings].index(trajectory.key)
     last = {item.key.sample: sibling for sibling, item in enumerate(siblings)}
     for sibling, item in enumerate(siblings):

@@ -19,22 +19,22 @@ from typing import IO
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.files import atomic_write, malformed_as_world_error
-from agentrl.telemetry.metrics import defined_metrics
+from agentrl.telemetry.metrics import describe_built_in_metrics
 from agentrl.telemetry.plots import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.evaluations import (
+    build_rollout_page,
     evaluation_page,
     evaluation_summary,
-    page_of_rollout,
     problems_by_key,
     rollout_records,
     rollout_rows,
 )
-from agentrl.viewer.metrics_file import metrics_of
+from agentrl.viewer.metrics_file import cached_metrics_columns
 from agentrl.viewer.run_files import run_tokenizer, to_json
 from agentrl.viewer.runs import run_facts
-from agentrl.viewer.trajectories import build_page, step_rows
+from agentrl.viewer.trajectories import build_trajectory_page, step_rows
 
 STATIC = Path(__file__).parent / "static"
 RUN_ID, EVALUATION_ID = "run", "evaluation"
@@ -55,10 +55,10 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
     ``groups`` limits the number of groups per step. Raises SettingsError if a step is not stored or the page is too
     large, and WorldError if the page cannot be written.
     """
-    chosen = list(steps) or run.trajectory_steps()[-1:]
+    chosen = list(steps) or run.steps_with_trajectories()[-1:]
     for step in chosen:
         run.require_trajectories(step)
-    parts = _page_parts(f"/run/{RUN_ID}", map(_pack_answer, _run_answers(run, chosen, groups)))
+    parts = _page_parts(f"/run/{RUN_ID}", map(_pack_answer, _server_responses_for_run(run, chosen, groups)))
 
     def write(file: IO[bytes]) -> None:
         written = 0
@@ -100,7 +100,7 @@ def _pack_rollouts(path: Path) -> list[str]:
     for index, record in enumerate(rollout_records(path)):
         rank = rank_of.get(index)
         if rank is not None and rank < count:
-            answer = page_of_rollout(path, record, problems)
+            answer = build_rollout_page(path, record, problems)
             packed[rank].append(_pack_answer((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
     sizes = accumulate(sum(map(len, packed[rank])) for rank in range(count))
     count = max(1, sum(size <= _LARGEST_REPORT for size in sizes))
@@ -148,14 +148,16 @@ def _pack_answer(item: tuple[str, object]) -> str:
     return f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
 
 
-def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
+def _server_responses_for_run(
+    run: RunDirectory, steps: Sequence[int], groups: int | None
+) -> Iterator[tuple[str, object]]:
     """Yield the server's answers by address. ``/trajectories`` has the rows of all steps, which the page searches."""
     facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
     yield "/library", {"runs": [facts], "evaluations": []}
-    yield "/metrics", defined_metrics()
+    yield "/metrics", describe_built_in_metrics()
     yield f"/runs/{RUN_ID}", facts
-    yield f"/runs/{RUN_ID}/series", metrics_of(run.metrics_file, run.path).series()
+    yield f"/runs/{RUN_ID}/series", cached_metrics_columns(run.metrics_file, run.path).series()
     text = run_tokenizer(run)
     included = []
     for step in steps:
@@ -165,7 +167,7 @@ def _run_answers(run: RunDirectory, steps: Sequence[int], groups: int | None) ->
         included += chosen
         for row in chosen:
             with malformed_as_world_error(f"{run.trajectory_file(step)}, line {row['number'] + 1}"):
-                page = build_page(run, stored, rows, row["number"], text)
+                page = build_trajectory_page(run, stored, rows, row["number"], text)
             yield f"/runs/{RUN_ID}/steps/{step}/{row['number']}", page
     yield f"/runs/{RUN_ID}/trajectories", {"rows": included, "next": None, "warnings": []}
 

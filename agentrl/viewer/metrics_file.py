@@ -17,7 +17,7 @@ from typing import IO
 
 import numpy as np
 
-from agentrl.telemetry.files import resolve_inside
+from agentrl.telemetry.files import resolve_path_inside
 from agentrl.viewer.run_files import json_numbers
 
 _LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
@@ -100,7 +100,7 @@ class MetricsColumns:
             for name in sorted(self._columns.keys() & set(names) if names else self._columns):
                 rows = np.array(self._columns[name].rows)
                 values = np.array(self._columns[name].values)
-                ends, mean, low, high = _spans(values, points)
+                ends, mean, low, high = _aggregate_spans(values, points)
                 key = rows[ends].tobytes()
                 if key not in axis_indices:  # most metrics have the same rows and share an axis
                     axis_indices[key] = len(drawn_axes)
@@ -129,7 +129,7 @@ class MetricsColumns:
     def _refresh(self) -> None:
         """Read the appended lines, or the whole file if it was truncated or replaced (``--resume``)."""
         try:
-            with resolve_inside(self._path, self._folder).open("rb") as file:
+            with resolve_path_inside(self._path, self._folder).open("rb") as file:
                 inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
                 if inode != self._inode or size < self._end:
                     self._clear(inode)
@@ -202,12 +202,14 @@ class MetricsColumns:
 
 
 @lru_cache(maxsize=_MOST_CACHED_RUNS)
-def metrics_of(path: Path, folder: Path) -> MetricsColumns:
+def cached_metrics_columns(path: Path, folder: Path) -> MetricsColumns:
     """Return the cached columns of the file ``path`` in ``folder``."""
     return MetricsColumns(path, folder)
 
 
-def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
+def _aggregate_spans(
+    values: np.ndarray, points: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None, np.ndarray | None]:
     """Split values into at most ``points`` spans. Returns their last indices, means, minima and maxima.
 
     Minima and maxima are None if every span is a single value.
@@ -220,10 +222,10 @@ def _spans(values: np.ndarray, points: int) -> tuple[np.ndarray, np.ndarray, np.
     return edges[1:] - 1, means, np.minimum.reduceat(values, starts), np.maximum.reduceat(values, starts)
 
 
-def json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
+def read_json_lines(path: Path, folder: Path) -> list[dict[str, object]]:
     """Read the objects of a JSON Lines file inside ``folder``. Damaged and incomplete lines are skipped."""
     try:
-        with resolve_inside(path, folder).open("rb") as file:
+        with resolve_path_inside(path, folder).open("rb") as file:
             return [row for line in _complete_lines(file) if (row := _parse_object(line))]
     except FileNotFoundError:
         return []

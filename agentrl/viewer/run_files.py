@@ -14,7 +14,7 @@ from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
 from agentrl.errors import WorldError
-from agentrl.telemetry.files import os_errors_as_world_errors, resolve_inside
+from agentrl.telemetry.files import os_errors_as_world_errors, resolve_path_inside
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl_envs.registry import PluginError, load_plugins
 
@@ -63,7 +63,7 @@ def run_settings(run: RunDirectory) -> Mapping[str, object]:
 
     Size and depth are limited and aliases are rejected, because a few hundred bytes of aliases can expand to gigabytes.
     """
-    with os_errors_as_world_errors(run.config, "read"), resolve_inside(run.config, run.path).open("rb") as file:
+    with os_errors_as_world_errors(run.config, "read"), resolve_path_inside(run.config, run.path).open("rb") as file:
         content = file.read(_LARGEST_CONFIG + 1)
     if len(content) > _LARGEST_CONFIG:
         raise WorldError(f"{run.config} is damaged: larger than {_LARGEST_CONFIG >> 20} MB")
@@ -147,7 +147,7 @@ def run_tokenizer(run: RunDirectory) -> RunTokenizer:
 @lru_cache(maxsize=4)
 def _open_tokenizer(path: Path, folder: Path, _changed: int) -> RunTokenizer:
     try:
-        path = resolve_inside(path, folder)
+        path = resolve_path_inside(path, folder)
         if path.stat().st_size > _LARGEST_TOKENIZER:
             return RunTokenizer(None, f"{path} is damaged: larger than {_LARGEST_TOKENIZER >> 20} MB")
         return RunTokenizer(Tokenizer.from_file(str(path)))

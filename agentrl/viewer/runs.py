@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Literal, TypeVar
 
 from agentrl.errors import AgentRLError, SettingsError
-from agentrl.telemetry.files import resolve_inside
+from agentrl.telemetry.files import resolve_path_inside
 from agentrl.telemetry.records import dotted_keys
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.metrics_file import Progress, json_lines, metrics_of
+from agentrl.viewer.metrics_file import Progress, cached_metrics_columns, read_json_lines
 from agentrl.viewer.run_files import run_settings
 
 Kind = Literal["run", "evaluation"]
@@ -143,10 +143,12 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
             warnings.append(str(error))
             return missing
 
-    settings: dict[str, object] = read(lambda: _flat_settings(run.path, *_signature(run.config)), {})
-    progress = read(lambda: _progress(run.metrics_file, run.path, *_signature(run.metrics_file)), _NO_PROGRESS)
-    alerts: list[dict[str, object]] = read(lambda: _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)), [])
-    notes = read(lambda: _notes(run), "")
+    settings: dict[str, object] = read(lambda: _flat_settings(run.path, *_file_signature(run.config)), {})
+    progress = read(lambda: _progress(run.metrics_file, run.path, *_file_signature(run.metrics_file)), _NO_PROGRESS)
+    alerts: list[dict[str, object]] = read(
+        lambda: _cached_alerts(run.alerts_file, run.path, *_file_signature(run.alerts_file)), []
+    )
+    notes = read(lambda: _read_notes(run), "")
     read(run.check_trajectory_format, None)
     newest = {str(alert["alert"]): alert for alert in alerts}
     steps = settings.get("training.steps")
@@ -159,8 +161,8 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
         "alerts": [{key: alert.get(key) for key in ("alert", "step", "message")} for alert in newest.values()][::-1],
         "collapsed": any(name in newest for name in _COLLAPSES),
         "warnings": [*warnings, *progress.warnings],
-        "modified": _modified(run.metrics_file),
-        "stored_steps": len(_stored_steps(run.path, _modified(run.trajectories))),
+        "modified": _modification_time(run.metrics_file),
+        "stored_steps": len(_stored_steps(run.path, _modification_time(run.trajectories))),
         "notes": notes,
         "settings": settings,
     }
@@ -171,9 +173,9 @@ def run_facts(run: RunDirectory) -> dict[str, object]:
     return {
         **run_summary(run),
         "path": str(run.path),
-        "trajectory_steps": list(_stored_steps(run.path, _modified(run.trajectories))),
-        "token_steps": run.token_steps(),
-        "alerts": _alerts(run.alerts_file, run.path, *_signature(run.alerts_file)),
+        "trajectory_steps": list(_stored_steps(run.path, _modification_time(run.trajectories))),
+        "token_steps": run.steps_with_token_statistics(),
+        "alerts": _cached_alerts(run.alerts_file, run.path, *_file_signature(run.alerts_file)),
     }
 
 
@@ -186,28 +188,28 @@ def _run_state(run: RunDirectory, progress: Progress) -> str:
             if progress.step_seconds is None
             else max(_STOPPED_AFTER, _STOPPED_AFTER_STEPS * progress.step_seconds)
         )
-        in_use = time.time() - max(_modified(run.metrics_file), _modified(run.config)) < usual
+        in_use = time.time() - max(_modification_time(run.metrics_file), _modification_time(run.config)) < usual
     return "running" if in_use else "finished" if run.summary.is_file() else "stopped"
 
 
 # In the cached functions, `_changed` is the signature of the file, so that a changed file is read again.
 @lru_cache(maxsize=_MOST_CACHED_RUNS)
 def _progress(path: Path, folder: Path, *_changed: int) -> Progress:
-    return metrics_of(path, folder).progress()
+    return cached_metrics_columns(path, folder).progress()
 
 
 @lru_cache(maxsize=_MOST_CACHED_RUNS)
-def _alerts(path: Path, folder: Path, *_changed: int) -> list[dict[str, object]]:
+def _cached_alerts(path: Path, folder: Path, *_changed: int) -> list[dict[str, object]]:
     """Return the alerts that have a name, in order."""
-    return [alert for alert in json_lines(path, folder) if isinstance(alert.get("alert"), str)]
+    return [alert for alert in read_json_lines(path, folder) if isinstance(alert.get("alert"), str)]
 
 
 @lru_cache(maxsize=_MOST_CACHED_RUNS)
 def _stored_steps(path: Path, _changed: float) -> tuple[int, ...]:
-    return tuple(RunDirectory(path).trajectory_steps())
+    return tuple(RunDirectory(path).steps_with_trajectories())
 
 
-def _signature(path: Path) -> tuple[int, int, int]:
+def _file_signature(path: Path) -> tuple[int, int, int]:
     """Return inode, size and modification time (ns) of a file, or zeros if it is missing."""
     try:
         about = os.stat(path)
@@ -216,15 +218,15 @@ def _signature(path: Path) -> tuple[int, int, int]:
     return about.st_ino, about.st_size, about.st_mtime_ns
 
 
-def _modified(path: Path) -> float:
+def _modification_time(path: Path) -> float:
     """Return the modification time of a file in seconds since 1970, or 0 if it is missing."""
-    return _signature(path)[2] / 1e9
+    return _file_signature(path)[2] / 1e9
 
 
-def _notes(run: RunDirectory) -> str:
+def _read_notes(run: RunDirectory) -> str:
     """Return the user's notes, the first 20,000 bytes of ``notes.md`` in the run's directory."""
     try:
-        with resolve_inside(run.path / _NOTES_FILE, run.path).open("rb") as file:
+        with resolve_path_inside(run.path / _NOTES_FILE, run.path).open("rb") as file:
             return file.read(_LONGEST_NOTES).decode(errors="replace")
     except FileNotFoundError:
         return ""

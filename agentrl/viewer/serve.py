@@ -1,7 +1,7 @@
 """`agentrl view`: serve the viewer to this machine only, and open it in the browser.
 
-Computations that need torch or a run's plug-ins run in a separate process (:class:`Calculator`), because the viewer
-imports neither.
+Computations that need torch or a run's plug-ins run in a separate process (:class:`CalculationClient`), because the
+viewer imports neither.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from agentrl.viewer.runs import Library
 _DEADLINE = 120.0  # seconds until a response; the first one includes the import of torch
 
 
-class Calculator:
+class CalculationClient:
     """Client of a process that answers requests of `agentrl.viewer.calculations`. Sends one request at a time."""
 
     def __init__(self) -> None:
@@ -102,9 +102,9 @@ PORT = 8642
 def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo: Callable[[str], object]) -> None:
     """Serve until Ctrl-C. Raises SettingsError if there is no run or evaluation, or if the port is in use."""
     library = Library(paths)
-    listener = listen(port)
+    listener = open_local_listener(port)
     token = stored_token()
-    calculator = Calculator()
+    calculator = CalculationClient()
     config = uvicorn.Config(
         make_app(library, token=token, calculate=calculator.request),
         lifespan="off",
@@ -140,7 +140,7 @@ def export_command(
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, can be opened in any browser without network access")
 
 
-def listen(port: int | None) -> socket.socket:
+def open_local_listener(port: int | None) -> socket.socket:
     """Return a socket that accepts connections from this machine only.
 
     Without ``port``, the socket listens on :data:`PORT` or, if it is in use, on a free port. Raises SettingsError

@@ -15,7 +15,7 @@ import numpy as np
 
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.evaluation.formats import JSONObject
-from agentrl.telemetry.files import malformed_as_world_error, resolve_inside
+from agentrl.telemetry.files import malformed_as_world_error, resolve_path_inside
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFile, read_step, row_key_of_record
 from agentrl.viewer.run_files import RunTokenizer, json_numbers, plotted_indices, run_tokenizer
@@ -27,7 +27,7 @@ _EQUAL_REWARDS = 1e-8  # rewards closer than this are equal, as for the filter o
 
 
 @dataclass(frozen=True, kw_only=True)
-class Search:
+class SearchConditions:
     """Search conditions for rows. None accepts any value. ``text`` is searched in the conversation, ignoring case."""
 
     text: str = ""
@@ -70,7 +70,13 @@ class FoundRows:
 
 
 def find_rows(
-    run: RunDirectory, steps: list[int], search: Search, *, start: tuple[int, int] = (0, 0), limit: int, seconds: float
+    run: RunDirectory,
+    steps: list[int],
+    search: SearchConditions,
+    *,
+    start: tuple[int, int] = (0, 0),
+    limit: int,
+    seconds: float,
 ) -> FoundRows:
     """Search ``steps`` for at most ``limit`` matching rows, for about ``seconds``.
 
@@ -104,14 +110,14 @@ def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
     Raises SettingsError if the step is not stored, and WorldError if its file is damaged.
     """
     run.require_trajectories(step)
-    files = (run.trajectory_file(step), *run.token_files(step))
+    files = (run.trajectory_file(step), *run.token_statistics_files(step))
     return _cached_rows(run.path, step, tuple(path.stat().st_mtime_ns for path in files))
 
 
 @lru_cache(maxsize=_MOST_CACHED_STEPS)
 def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSONObject, ...]:
     run = RunDirectory(path)
-    version, powers = _trained_powers(run, step)
+    version, powers = _version_and_gradient_powers(run, step)
     rows, keys = [], []
     for number, record in enumerate(run.read_trajectories(step)):
         with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
@@ -123,16 +129,16 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
             row["trained"] = key in powers
             row["power"] = powers.get(key)
             row["gradient_share"] = powers[key] / total if key in powers and total > 0 else None
-        _add_reasons(rows)
+        _add_untrained_reasons(rows)
     return tuple(rows)
 
 
-def _trained_powers(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
+def _version_and_gradient_powers(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
     """Return the policy version (None without token statistics) and the gradient power of trained trajectories."""
     version, powers = None, dict[RowKey, float]()
-    for path in run.token_files(step):
+    for path in run.token_statistics_files(step):
         try:
-            file = TokenFile(resolve_inside(path, run.path))
+            file = TokenFile(resolve_path_inside(path, run.path))
             with malformed_as_world_error(str(path)):
                 powers |= {row.key: float(row.gradient_power.sum()) for row in file.rows()}
         except AgentRLError:
@@ -176,7 +182,7 @@ def _is_excluded(record: JSONObject) -> bool:
     return Ended(record["ended"]).is_excluded or (verdict is not None and Verdict(verdict).is_excluded)
 
 
-def _add_reasons(rows: list[JSONObject]) -> None:
+def _add_untrained_reasons(rows: list[JSONObject]) -> None:
     """Add the reason why a row was not trained on, if it follows from the rows."""
     groups: dict[int, list[JSONObject]] = defaultdict(list)
     for row in rows:
@@ -190,7 +196,7 @@ def _add_reasons(rows: list[JSONObject]) -> None:
                 row["dropped"] = "void turn" if void else "equal rewards" if equal else "filtered"
 
 
-def _matching_rows(run: RunDirectory, step: int, search: Search) -> Iterator[JSONObject]:
+def _matching_rows(run: RunDirectory, step: int, search: SearchConditions) -> Iterator[JSONObject]:
     rows = [row for row in step_rows(run, step) if search.accepts(row)]
     if not search.text:
         yield from rows
@@ -236,13 +242,13 @@ def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, obje
     rows = step_rows(run, step)
     if not 0 <= number < len(rows):
         raise SettingsError(f"{run.path} has no trajectory {number} at step {step}; valid: 0 to {len(rows) - 1}")
-    files = (run.trajectory_file(step), *run.token_files(step))
+    files = (run.trajectory_file(step), *run.token_statistics_files(step))
     stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
     with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
-        return build_page(run, stored, rows, number, run_tokenizer(run))
+        return build_trajectory_page(run, stored, rows, number, run_tokenizer(run))
 
 
-def build_page(
+def build_trajectory_page(
     run: RunDirectory, stored: StoredStep, rows: Sequence[JSONObject], number: int, text: RunTokenizer
 ) -> dict[str, object]:
     """Build the content of a trajectory's page from ``stored``, which must contain its group."""

@@ -35,7 +35,7 @@ def recompute_advantages(
     order = {key: index for index, key in enumerate(step.rows)}
     # In the order of training, because estimators sum over rows and the result should be bitwise equal.
     chosen.sort(key=lambda item: order[item.key])
-    made = compute_advantages(name, stored_inputs(chosen), communicator=None, **chosen_options)
+    made = compute_advantages(name, build_stored_advantage_inputs(chosen), communicator=None, **chosen_options)
     return {item.key: _columns_of_row(made, row, item) for row, item in enumerate(chosen)}
 
 
@@ -47,7 +47,7 @@ def require_token_facts(step: StoredStep) -> TokenFacts:
     return step.facts
 
 
-def stored_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
+def build_stored_advantage_inputs(trajectories: Sequence[StoredTrajectory]) -> AdvantageInputs:
     """Build estimator inputs [B, T] from the trajectories that have token statistics, in the layout of training."""
     rows = [item.tokens for item in trajectories if item.tokens is not None]
     masks = [item.model_mask for item in trajectories if item.tokens is not None]

@@ -11,7 +11,7 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode
 from agentrl.config import Settings, load_settings
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.run import run_rollouts, write_results
-from agentrl.evaluation.settings import EvaluationRequest, evaluation_settings
+from agentrl.evaluation.settings import EvaluationRequest, with_evaluation_limits
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.telemetry.console import Console
 from agentrl.viewer.export import export_evaluation
@@ -37,7 +37,7 @@ def settings(*overrides: str) -> Settings:
         "telemetry.plots=false",
         *overrides,
     ]
-    return evaluation_settings(load_settings("simpletir", None, given, command="eval"))
+    return with_evaluation_limits(load_settings("simpletir", None, given, command="eval"))
 
 
 def transcript(sample: Sample, *, correct: bool = True, **changes: Any) -> Transcript:

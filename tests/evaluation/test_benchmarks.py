@@ -17,7 +17,7 @@ from agentrl.evaluation.benchmarks import (
     LoadedBenchmark,
     check_benchmark,
     load_benchmark,
-    problem_sets,
+    load_problem_sets,
     read_benchmark,
 )
 from agentrl.problems.rows import ProblemLoadError, problem_from_row
@@ -99,7 +99,7 @@ def test_wrong_fields_show_those_there_are(tmp_path: Path) -> None:
     assert advice is not None
     given = advice[1].replace("problem=FIELD", "problem=text").replace("answer=FIELD", "answer=result").split()
     settings = load_settings(overrides=["model.path=a/b", *given], command="eval")
-    (found,) = problem_sets(settings, (), None)
+    (found,) = load_problem_sets(settings, (), None)
     assert [(problem.statement, problem.answer) for problem in found.problems] == [("What is 1 + 1?", "2")]
 
 

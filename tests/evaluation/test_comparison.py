@@ -12,8 +12,8 @@ import pytest
 from evaluation.runs import WrittenSampler, failed, play, problem_set, results, settings, transcript
 
 from agentrl.errors import SettingsError
-from agentrl.evaluation.compare import compare, compare_command
-from agentrl.evaluation.provenance import differences
+from agentrl.evaluation.compare import compare_command, compare_results
+from agentrl.evaluation.provenance import list_differences
 from agentrl.evaluation.regrade import FunctionGrader, regrade_command
 from agentrl.evaluation.transcripts import Sample
 from agentrl_envs.registry import PluginError
@@ -71,8 +71,8 @@ def test_different_protocols_are_refused_by_name(tmp_path: Path, override: str, 
 def test_an_empty_section_is_no_setting() -> None:
     first: dict[str, Any] = {"protocol": {"template_options": {}}}
     second = {"protocol": {"template_options": {"thinking": False}}}
-    assert differences(first, second) == [("protocol.template_options.thinking", "(absent)", False)]
-    assert differences(first, {"protocol": {}}) == []
+    assert list_differences(first, second) == [("protocol.template_options.thinking", "(absent)", False)]
+    assert list_differences(first, {"protocol": {}}) == []
 
 
 def test_what_cannot_be_compared(tmp_path: Path) -> None:
@@ -80,10 +80,10 @@ def test_what_cannot_be_compared(tmp_path: Path) -> None:
     other = copy.deepcopy(first)
     other["benchmarks"]["toy"]["sha256"] = "0" * 64
     with pytest.raises(SettingsError, match="toy: the problems of A and B differ"):
-        compare(first, other)
+        compare_results(first, other)
     other["benchmarks"] = {"else": other["benchmarks"]["toy"]}
     with pytest.raises(SettingsError, match="A and B have no benchmark in common: A has toy; B has else"):
-        compare(first, other)
+        compare_results(first, other)
     (tmp_path / "a" / "results.json").unlink()
     with pytest.raises(SettingsError, match="is not finished: repeat the command that started it"):
         compare_command(tmp_path / "a", tmp_path / "a")

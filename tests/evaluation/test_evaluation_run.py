@@ -19,7 +19,7 @@ from evaluation.runs import WrittenSampler, failed, play, problem, problem_set, 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.run import default_output, evaluate_command
+from agentrl.evaluation.run import default_output_directory, evaluate_command
 from agentrl.evaluation.settings import EvaluationRequest
 from agentrl.evaluation.transcripts import Sample, Turn, read_rollouts
 from agentrl.telemetry.trackers import SampleTable, TrackedRun, register_tracker
@@ -316,14 +316,16 @@ async def test_nothing_but_failures_ends_with_the_reason(tmp_path: Path) -> None
 
 
 async def test_falsified_observations_are_a_benchmark_of_their_own(tmp_path: Path) -> None:
-    from agentrl.evaluation.benchmarks import problem_sets
+    from agentrl.evaluation.benchmarks import load_problem_sets
 
     rows = [{"id": f"q{n}", "problem": f"What is {n} + {n}?", "answer": 2 * n} for n in range(30)]
     (tmp_path / "aime24.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chosen = settings("evaluation.falsified=true")
-    assert [one.name for one in problem_sets(chosen, ["aime24"], tmp_path)] == ["aime24"]  # nothing reveals a value
+    assert [one.name for one in load_problem_sets(chosen, ["aime24"], tmp_path)] == [
+        "aime24"
+    ]  # nothing reveals a value
     held_out = settings("evaluation.falsified=true", "evaluation.problems=64", "data.eval.0.path=builtin:arithmetic")
-    plain, lies = problem_sets(held_out, [], None)
+    plain, lies = load_problem_sets(held_out, [], None)
     assert (plain.falsified, lies.falsified, lies.name) == (False, True, f"{plain.name} (observations falsified)")
     assert 0 < len(lies.problems) < len(plain.problems)
     assert all(problem.setup for problem in lies.problems)
@@ -331,11 +333,20 @@ async def test_falsified_observations_are_a_benchmark_of_their_own(tmp_path: Pat
 
 def test_the_same_command_has_the_same_directory() -> None:
     sets = [problem_set()]
-    assert default_output(settings(), sets) == default_output(settings(), sets)
-    assert default_output(settings(), sets).parent == Path("evaluations")
-    assert default_output(settings(), sets).name.startswith("toy-model-")
-    others = {default_output(settings(change), sets) for change in ("seed=1", "evaluation.top_p=0.5")}
-    assert len({*others, default_output(settings(), sets), default_output(settings(), [problem_set(3)])}) == 4
+    assert default_output_directory(settings(), sets) == default_output_directory(settings(), sets)
+    assert default_output_directory(settings(), sets).parent == Path("evaluations")
+    assert default_output_directory(settings(), sets).name.startswith("toy-model-")
+    others = {default_output_directory(settings(change), sets) for change in ("seed=1", "evaluation.top_p=0.5")}
+    assert (
+        len(
+            {
+                *others,
+                default_output_directory(settings(), sets),
+                default_output_directory(settings(), [problem_set(3)]),
+            }
+        )
+        == 4
+    )
 
 
 def test_bad_requests(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from evaluation.runs import settings
 
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.evaluation.benchmarks import check_benchmarks_command, held_out_problems, problem_sets
+from agentrl.evaluation.benchmarks import check_benchmarks_command, load_held_out_problems, load_problem_sets
 from agentrl.evaluation.settings import EvaluationRequest
 from agentrl.problems.rows import ProblemFieldError
 
@@ -25,10 +25,10 @@ def row(number: int, **changes: object) -> dict[str, object]:
 
 
 def test_a_file_is_a_benchmark_by_its_name(tmp_path: Path) -> None:
-    (one,) = problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2))], None)
+    (one,) = load_problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2))], None)
     assert (one.name, [problem.answer for problem in one.problems]) == ("mine", ["2", "4"])
     same, other = (
-        problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), last)], None)[0]
+        load_problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), last)], None)[0]
         for last in (row(2), row(2, answer=5))
     )
     assert one.sha256 == same.sha256 != other.sha256
@@ -37,7 +37,7 @@ def test_a_file_is_a_benchmark_by_its_name(tmp_path: Path) -> None:
 def test_other_columns_are_part_of_the_problems(tmp_path: Path) -> None:
     """Environments may read other columns, so an evaluation with changed columns must not be resumed."""
     digests = [
-        problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1, **columns))], None)[0].sha256
+        load_problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1, **columns))], None)[0].sha256
         for columns in ({}, {"db": "a"}, {"db": "b"}, {"db": "a"})
     ]
     assert len(set(digests[:3])) == 3
@@ -47,34 +47,34 @@ def test_other_columns_are_part_of_the_problems(tmp_path: Path) -> None:
 def test_a_file_needs_no_answers_where_none_are_compared(tmp_path: Path) -> None:
     rows = [{"id": "a", "question": "Ship a pen.", "stock": 3}, {"id": "b", "question": "Ship a cup.", "stock": 0}]
     path = write(tmp_path / "mine.jsonl", *rows)
-    (one,) = problem_sets(load_settings("agent:asyncio:run"), [path], None)
+    (one,) = load_problem_sets(load_settings("agent:asyncio:run"), [path], None)
     found = [(problem.id, problem.answer, problem.info) for problem in one.problems]
     assert (one.name, found) == ("mine", [("a", None, {"stock": 3}), ("b", None, {"stock": 0})])
     with pytest.raises(ProblemFieldError, match="no field for the answer"):
-        problem_sets(settings(), [path], None)
+        load_problem_sets(settings(), [path], None)
 
 
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match=r"mine\.jsonl.*the id 'q1' occurs 2 times"):
-        problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))], None)
+        load_problem_sets(settings(), [write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))], None)
     with pytest.raises(ProblemFieldError, match=r"no field for the problem .*fields: answer, query"):
-        problem_sets(settings(), [write(tmp_path / "mine.jsonl", {"query": "1 + 1?", "answer": 2})], None)
+        load_problem_sets(settings(), [write(tmp_path / "mine.jsonl", {"query": "1 + 1?", "answer": 2})], None)
     with pytest.raises(SettingsError, match=r"gone\.jsonl: no such file"):
-        problem_sets(settings(), [str(tmp_path / "gone.jsonl")], None)
+        load_problem_sets(settings(), [str(tmp_path / "gone.jsonl")], None)
 
 
 def test_each_held_out_source_is_scored_by_itself(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", row(1), row(2))
     chosen = settings(f"data.eval=[{{path: '{file}'}}, {{path: '{file}'}}, {{path: 'builtin:arithmetic', limit: 3}}]")
-    sets = problem_sets(chosen, [], None)
+    sets = load_problem_sets(chosen, [], None)
     assert [(one.name, len(one.problems)) for one in sets[1:]] == [(f"{sets[0].name} #2", 2), (sets[2].name, 3)]
-    assert len(held_out_problems(chosen)) == 7
+    assert len(load_held_out_problems(chosen)) == 7
 
 
 def test_ids_are_unique_in_what_is_held_out(tmp_path: Path) -> None:
     file = write(tmp_path / "mine.jsonl", row(1), row(2, id="q1"))
     with pytest.raises(SettingsError, match="two different problems have the id 'q1'"):
-        problem_sets(settings(f"data.eval=[{{path: '{file}'}}]"), [], None)
+        load_problem_sets(settings(f"data.eval=[{{path: '{file}'}}]"), [], None)
 
 
 def test_golds_that_cannot_be_graded_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

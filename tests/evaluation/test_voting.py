@@ -26,7 +26,7 @@ RIGHT, WRONG = Verdict.CORRECT, Verdict.INCORRECT
     ],
 )
 def test_majority(votes: VoteCounts, majority: float) -> None:
-    assert votes.majority == majority
+    assert votes.majority_score == majority
 
 
 def test_maj_at_n_is_the_mean_over_problems() -> None:

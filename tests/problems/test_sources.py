@@ -19,7 +19,13 @@ from agentrl.problems.rows import (
     remove_dapo_instructions,
 )
 from agentrl.problems.settings import ProblemSourceSettings
-from agentrl.problems.sources import LoadedSource, evaluation_set, load_mixture, load_source, masked_statement
+from agentrl.problems.sources import (
+    LoadedSource,
+    fixed_evaluation_problems,
+    load_mixture,
+    load_source,
+    masked_statement,
+)
 from agentrl_envs.types import Problem
 
 DAPO = (
@@ -255,7 +261,7 @@ def test_mixtures_are_loaded_with_their_weights_and_reports(tmp_path: Path):
 def test_evaluation_sets_are_fixed_and_spread(tmp_path: Path):
     path = write(tmp_path / "x.jsonl", [{"id": i, "problem": f"{i}?", "answer": "1"} for i in range(10)])
     source = load(path).source
-    assert [problem.id for problem in evaluation_set(source, 4)] == ["0", "2", "5", "7"]
-    assert len(evaluation_set(source, 99)) == 10
+    assert [problem.id for problem in fixed_evaluation_problems(source, 4)] == ["0", "2", "5", "7"]
+    assert len(fixed_evaluation_problems(source, 99)) == 10
     endless = load("builtin:arithmetic", split="heldout", seed=1).source
-    assert len({problem.statement for problem in evaluation_set(endless, 64)}) == 64
+    assert len({problem.statement for problem in fixed_evaluation_problems(endless, 64)}) == 64

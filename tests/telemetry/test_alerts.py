@@ -8,9 +8,9 @@ from agentrl.telemetry.alerts import (
     ALERT_NAMES,
     RULES,
     Alert,
-    alerts,
+    find_alerts,
     held_out_change,
-    is_worse,
+    policy_is_worse,
     remove_repeated_alerts,
     reward_change,
     training_rows,
@@ -81,26 +81,28 @@ def test_every_alert_has_a_case_here() -> None:
 @pytest.mark.parametrize("name", ALERT_NAMES)
 def test_an_alert_fires_where_its_metric_fails_and_no_other_does(name: str) -> None:
     rows = history(FAILING[name], healthy=BEFORE.get(name, 30), failing=DURING.get(name, 5))
-    assert [alert.alert for alert in alerts(rows)] == [name]
+    assert [alert.alert for alert in find_alerts(rows)] == [name]
 
 
 @pytest.mark.parametrize("name", ALERT_NAMES)
 def test_one_step_fires_nothing(name: str) -> None:
-    found = alerts(history(FAILING[name], healthy=BEFORE.get(name, 30), failing=1))
+    found = find_alerts(history(FAILING[name], healthy=BEFORE.get(name, 30), failing=1))
     assert [alert.alert for alert in found] == ([name] if name in AT_ONCE else [])
 
 
 def test_a_healthy_run_is_silent_from_its_first_row_on() -> None:
     rows = history({})
-    assert all(alerts(rows[:count]) == [] for count in range(len(rows) + 1))
+    assert all(find_alerts(rows[:count]) == [] for count in range(len(rows) + 1))
 
 
 def test_rows_without_metrics_fire_nothing() -> None:
-    assert alerts([{"step": step} for step in range(1, 40)]) == []
+    assert find_alerts([{"step": step} for step in range(1, 40)]) == []
 
 
 def messages(rows: list[Metrics]) -> dict[str, str]:
-    return {alert.alert: alert.message for alert in alerts([row | {"step": step} for step, row in enumerate(rows, 1)])}
+    return {
+        alert.alert: alert.message for alert in find_alerts([row | {"step": step} for step, row in enumerate(rows, 1)])
+    }
 
 
 def test_a_disk_that_fills_is_an_alert_twenty_steps_before_it_is_full() -> None:
@@ -148,8 +150,8 @@ def scored(*rewards: tuple[float, float], **more: float) -> list[Metrics]:
 
 def test_a_policy_broken_by_its_first_update_is_a_collapse_at_step_3() -> None:
     rows = scored((0.41, 0.06), (0.0, 0.0), (0.0, 0.0))  # 0.41 / 0.06 = 6.8
-    assert [alert.alert for alert in alerts(rows[:2])] == []
-    (alert,) = alerts(rows)
+    assert [alert.alert for alert in find_alerts(rows[:2])] == []
+    (alert,) = find_alerts(rows)
     assert alert.alert == "reward_collapse"
     assert alert.message == (
         "the reward fell from 0.41 (step 1) to 0 (steps 2 to 3), by 6.8 standard errors, after 1 update; "
@@ -194,25 +196,25 @@ def test_the_held_out_score_is_compared_with_the_one_before_training() -> None:
     assert messages(training_rows(rows)) == {}
     change = held_out_change(rows)
     assert change == {"start": 0.5, "end": 0.45, "standard_errors": pytest.approx(-3.5355, abs=1e-4)}
-    assert is_worse(reward_change(rows), change)
-    assert not is_worse(reward_change(rows), None)
-    assert not is_worse(None, held_out_change([evaluated(0, 0.5, 0.0196), evaluated(3, 0.46, 0.0196)]))
+    assert policy_is_worse(reward_change(rows), change)
+    assert not policy_is_worse(reward_change(rows), None)
+    assert not policy_is_worse(None, held_out_change([evaluated(0, 0.5, 0.0196), evaluated(3, 0.46, 0.0196)]))
 
 
 def test_a_reward_that_fell_is_worse_where_nothing_is_held_out() -> None:
     change = reward_change(scored((0.4, 0.03), (0.4, 0.03), (0.1, 0.04), (0.1, 0.04)))
     assert change == {"start": 0.4, "end": pytest.approx(0.1), "standard_errors": pytest.approx(-0.3 / 0.04)}
-    assert is_worse(change, None)
+    assert policy_is_worse(change, None)
     assert reward_change(scored((0.4, 0.03))) is None
-    assert not is_worse(None, None)
-    assert is_worse(reward_change(scored((1.0, 0.0), (0.0, 0.0))), None)
-    assert not is_worse(reward_change(scored((1.0, 0.0), (1.0, 0.0))), None)
+    assert not policy_is_worse(None, None)
+    assert policy_is_worse(reward_change(scored((1.0, 0.0), (0.0, 0.0))), None)
+    assert not policy_is_worse(reward_change(scored((1.0, 0.0), (1.0, 0.0))), None)
 
 
 def test_symptoms_of_a_collapse_stand_below_it_without_advice() -> None:
     collapsed = {"rollout/ended/void_turn": 120, "rollout/ended/answered": 8, "groups/trained": 0}
     rows = [row | (collapsed if row["step"] > 1 else {}) for row in scored((0.41, 0.06), *[(0.0, 0.0)] * 5)]
-    found = alerts(rows)
+    found = find_alerts(rows)
     assert [alert.alert for alert in found] == ["reward_collapse", "void_share", "no_signal"]
     assert [bool(alert.advice) for alert in found] == [True, False, False]
     assert str(found[1]).endswith("ended with a void turn (follows from reward_collapse)")
@@ -276,7 +278,7 @@ def test_a_reward_is_random_where_neither_problem_nor_training_matter() -> None:
 
 
 def test_an_alert_has_its_cause_and_advice() -> None:
-    (alert,) = alerts(history(FAILING["length_explosion"]))
+    (alert,) = find_alerts(history(FAILING["length_explosion"]))
     assert (alert.step, alert.message) == (35, "rollouts grew from 100 to 400 model tokens")
     assert "reward.overlong_buffer" in alert.advice
 

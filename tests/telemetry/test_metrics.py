@@ -10,7 +10,14 @@ import pytest
 
 from agentrl.telemetry.alerts import MACHINE_METRICS, RULES
 from agentrl.telemetry.console import format_step
-from agentrl.telemetry.metrics import METRICS, SECTIONS, USER_METRICS, find_metric, register_metric, user_metrics
+from agentrl.telemetry.metrics import (
+    METRICS,
+    SECTIONS,
+    USER_METRICS,
+    compute_user_metrics,
+    find_metric,
+    register_metric,
+)
 from agentrl.telemetry.plots import draw_plots
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS
 from agentrl.weights.verify import NOISE_LIMITS
@@ -67,7 +74,7 @@ def test_a_metric_of_a_plug_in_is_measured_shown_and_drawn(tmp_path: Path) -> No
     def nothing(trajectories: list[SimpleNamespace]) -> None:
         return None
 
-    row = user_metrics([SimpleNamespace(calls=1), SimpleNamespace(calls=2)], {})
+    row = compute_user_metrics([SimpleNamespace(calls=1), SimpleNamespace(calls=2)], {})
     assert row == {"own/length": 1.5}
     assert format_step({"policy/entropy": 0.5, **row}, None) == "entropy 0.500  calls 1.5"
     files = draw_plots([{"step": 1, **row}], tmp_path, "a run")
@@ -81,7 +88,7 @@ def test_a_metric_that_fails_is_left_out_and_named_once(caplog: pytest.LogCaptur
     register_metric("bad/taken", unit="", meaning="Another one's name.")(lambda rows: 1.0)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            assert user_metrics([], {"bad/taken"}) == {}
+            assert compute_user_metrics([], {"bad/taken"}) == {}
     said = [record.message for record in caplog.records]
     assert len(said) == 3
     assert "'bad/raises' has no value in this run: ZeroDivisionError: division by zero" in " ".join(said)
@@ -106,7 +113,7 @@ def test_the_example_of_the_page_runs() -> None:
     (example,) = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     exec(compile(example, "metrics.md", "exec"), {})
     rows = [SimpleNamespace(ended="answered", tool_calls=(1, 2)), SimpleNamespace(ended="void_turn", tool_calls=())]
-    assert user_metrics(rows, {}) == {"search/calls_mean": 2.0}
+    assert compute_user_metrics(rows, {}) == {"search/calls_mean": 2.0}
 
 
 def test_the_bounds_of_the_difference_between_engine_and_trainer_are_those_of_the_check() -> None:

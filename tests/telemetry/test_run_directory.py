@@ -184,7 +184,7 @@ def test_trajectories_are_compressed_and_come_back(run: RunDirectory, monkeypatc
     assert path.name == "00000012.parquet"
     assert list(run.read_trajectories(12)) == rows
     assert 1 < pq.ParquetFile(path).num_row_groups < 40
-    assert run.trajectory_steps() == [12]
+    assert run.steps_with_trajectories() == [12]
     found = run.select_trajectories(12, lambda place, line: place > 37 or b'"p-2"' in line)
     assert list(found) == [(place, rows[place]) for place in (2, 38, 39)]
 
@@ -271,7 +271,7 @@ def test_truncation_keeps_as_many_rows_as_a_checkpoint_knew_and_trajectories_up_
     before = run.metrics_file.read_bytes().splitlines(keepends=True)
     run.truncate_after(2, rows=3)  # the evaluation at step 2 was played after the checkpoint
     assert run.metrics_file.read_bytes() == b"".join(before[:3])
-    assert run.trajectory_steps() == [1, 2]
+    assert run.steps_with_trajectories() == [1, 2]
     assert [path.name for path in run.trajectories.glob("*.zst")] == ["00000002.jsonl.zst"]
     run.truncate_after(2, rows=3)
     assert list(run.metrics()) == rows[:3]
@@ -320,12 +320,12 @@ def test_a_trajectory_file_that_is_cut_off_anywhere_is_noticed(
     made = RunDirectory(tmp_path_factory.mktemp("run"))
     made.trajectories.mkdir()
     path = made.write_trajectories(3, rows * repeated)
-    assert made.damaged_trajectories() == []
+    assert made.truncated_trajectory_files() == []
     assert list(made.read_trajectories(3)) == rows * repeated
     whole = path.read_bytes()
     path.write_bytes(whole[: int(len(whole) * share)])
-    assert made.damaged_trajectories() == [path]
+    assert made.truncated_trajectory_files() == [path]
     with pytest.raises(WorldError, match="cannot read the trajectories"):
         list(made.read_trajectories(3))
     path.write_bytes(whole + b"x")
-    assert made.damaged_trajectories() == [path]
+    assert made.truncated_trajectory_files() == [path]

@@ -108,8 +108,8 @@ def test_only_the_blocks_that_are_asked_for_are_read(tmp_path: Path, monkeypatch
 
 
 def test_a_step_joins_trajectories_with_the_statistics_of_all_ranks(run: RunDirectory) -> None:
-    write_tokens(run.token_file(3, 0), facts(0, 2), [row(9, 1)])
-    write_tokens(run.token_file(3, 1), facts(1, 2), [row(9)])
+    write_tokens(run.token_statistics_file(3, 0), facts(0, 2), [row(9, 1)])
+    write_tokens(run.token_statistics_file(3, 1), facts(1, 2), [row(9)])
     step = read_step(run, 3)
     untrained, first, second = step.trajectories
     assert untrained.tokens is None
@@ -124,9 +124,9 @@ def test_a_step_joins_trajectories_with_the_statistics_of_all_ranks(run: RunDire
 
 
 def test_torn_and_missing_files_are_named_and_the_rest_is_read(run: RunDirectory) -> None:
-    write_tokens(run.token_file(3, 0), facts(0, 3), [row(9)])
-    write_tokens(run.token_file(3, 1), facts(1, 3), [row(9, 1)])
-    torn = run.token_file(3, 1)
+    write_tokens(run.token_statistics_file(3, 0), facts(0, 3), [row(9)])
+    write_tokens(run.token_statistics_file(3, 1), facts(1, 3), [row(9, 1)])
+    torn = run.token_statistics_file(3, 1)
     torn.write_bytes(torn.read_bytes()[:-20])
     step = read_step(run, 3)
     assert [item.tokens is None for item in step.trajectories] == [True, False, True]
@@ -146,19 +146,19 @@ def test_a_step_without_statistics_and_one_that_is_not_stored(run: RunDirectory)
 def test_a_file_of_a_newer_version_is_refused(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     import pyarrow.parquet as pq
 
-    write_tokens(run.token_file(3, 0), facts(), [row(9)])
-    table = pq.read_table(run.token_file(3, 0))
+    write_tokens(run.token_statistics_file(3, 0), facts(), [row(9)])
+    table = pq.read_table(run.token_statistics_file(3, 0))
     newer = json.loads(table.schema.metadata[b"agentrl"]) | {"format": 2}
-    pq.write_table(table.replace_schema_metadata({b"agentrl": json.dumps(newer)}), run.token_file(3, 0))
+    pq.write_table(table.replace_schema_metadata({b"agentrl": json.dumps(newer)}), run.token_statistics_file(3, 0))
     with pytest.raises(SettingsError, match="has format 2, but this version of agentrl reads format 1"):
         read_step(run, 3)
 
 
 def test_a_resumed_run_drops_what_came_after_its_checkpoint(run: RunDirectory) -> None:
     for step in (2, 3):
-        write_tokens(run.token_file(step, 0), facts(), [row(9)])
+        write_tokens(run.token_statistics_file(step, 0), facts(), [row(9)])
     run.truncate_after(2, rows=0)
-    assert run.token_steps() == [2]
+    assert run.steps_with_token_statistics() == [2]
 
 
 def test_realized_energies_follow_a_conversation_over_its_branches() -> None:

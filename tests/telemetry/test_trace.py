@@ -19,8 +19,8 @@ from agentrl.telemetry.trace import (
     Trace,
     add_slice_since,
     reserve_lane,
+    slice_start_time,
     span,
-    start_time,
     start_trace,
     stop_trace,
     traced_service_call,
@@ -45,7 +45,7 @@ def names(slices: list[dict[str, object]]) -> list[object]:
 def test_spans_lie_in_each_other_on_the_lane_of_their_task(path: Path) -> None:
     async def play(number: int) -> None:
         with reserve_lane("trajectories"):
-            began = start_time()
+            began = slice_start_time()
             with span("turn", number=number) as facts:
                 await asyncio.sleep(0)
                 facts["tokens"] = 7
@@ -94,7 +94,7 @@ def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -
 def test_nothing_is_traced_unless_it_was_started(tmp_path: Path) -> None:
     with span("step") as facts, reserve_lane("trajectories"), traced_service_call("server", "request"):
         facts["x"] = 1
-        add_slice_since(start_time(), "turn")
+        add_slice_since(slice_start_time(), "turn")
     assert list(tmp_path.iterdir()) == []
 
 
@@ -114,7 +114,7 @@ def test_processes_append_to_one_file_and_a_killed_one_leaves_it_valid(tmp_path:
     own = Trace(path, "rank 0")
     done = run_warm([sys.executable, str(script), str(path)], env=dict(os.environ), cwd=tmp_path, timeout=120)
     assert done.returncode == -9, done.stdout
-    own.add_slice("step", own.main_lane, start_time(), {})
+    own.add_slice("step", own.main_lane, slice_start_time(), {})
     own.close()
     lanes = read_trace(path)
     check_nested(lanes)
@@ -129,7 +129,7 @@ def test_a_torn_line_is_cut_before_a_resumed_run_goes_on(tmp_path: Path) -> None
     path = tmp_path / "trace.json"
     for number in range(2):
         trace = Trace(path, f"rank {number}")
-        trace.add_slice("step", trace.main_lane, start_time(), {})
+        trace.add_slice("step", trace.main_lane, slice_start_time(), {})
         trace.close()
         with path.open("a") as file:
             file.write('{"ph":"X","na')
@@ -144,7 +144,7 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pyte
     os.close(full)
     with caplog.at_level(logging.WARNING):
         for _ in range(3):
-            trace.add_slice("step", trace.main_lane, start_time(), {})
+            trace.add_slice("step", trace.main_lane, slice_start_time(), {})
             trace.flush()
     trace.close()
     (record,) = caplog.records

@@ -433,7 +433,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         run = RunDirectory(folder)
         run.tokens.mkdir(parents=True, exist_ok=True)
         facts = token_file_metadata(settings, plan, engine.groups)
-        write_tokens(run.token_file(1, facts.rank), facts, recorder.rows)
+        write_tokens(run.token_statistics_file(1, facts.rank), facts, recorder.rows)
         if engine.rank == 0:
             run.trajectories.mkdir()
             run.write_trajectories(1, [item.to_record() for group in record for item in group.trajectories])

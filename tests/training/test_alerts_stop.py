@@ -40,7 +40,7 @@ def check_trace(run: RunDirectory) -> None:
     check_nested(lanes)
     rows = [slice for (group, _), slices in lanes.items() if group == "trajectories" for slice in slices]
     played = {tuple(row["args"].values())[2:] for row in rows if "ended" in row.get("args", {})}
-    steps = run.trajectory_steps()
+    steps = run.steps_with_trajectories()
     assert steps == [1, 2, 3, 4, 5]
     stored = {(row["step"], row["group"], row["sample"]) for step in steps for row in run.read_trajectories(step)}
     assert played == stored

@@ -152,7 +152,7 @@ def test_dapo_samples_on_and_penalises_length(runs: Path) -> None:
 def test_remax_plays_each_problem_once_more_and_trains_the_others(runs: Path) -> None:
     for row in steps(runs / "remax"):
         assert (row["rollout/greedy"], row["reward/count"], row["groups/issued"]) == (3, 3, 3)
-    first = next(iter(RunDirectory(runs / "remax").trajectory_steps()))
+    first = next(iter(RunDirectory(runs / "remax").steps_with_trajectories()))
     rows = list(RunDirectory(runs / "remax").read_trajectories(first))
     greedy = [row for row in rows if row["sample"] == 1]
     assert len(greedy) == 3

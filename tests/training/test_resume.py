@@ -50,7 +50,7 @@ def without_timings(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def trajectories(run: Path) -> list[dict[str, Any]]:
     directory = RunDirectory(run)
-    rows = [row for step in directory.trajectory_steps() for row in directory.read_trajectories(step)]
+    rows = [row for step in directory.steps_with_trajectories() for row in directory.read_trajectories(step)]
     return [{key: value for key, value in row.items() if key not in ("seconds", "tool_calls")} for row in rows]
 
 

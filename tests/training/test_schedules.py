@@ -25,7 +25,7 @@ WEIGHTED = ["correction.weights=token", "telemetry.trajectories_every=1", "check
 def groups_trained(run: Path) -> dict[int, list[int]]:
     """The groups of each step, as its file of trajectories has them."""
     directory = RunDirectory.resume(run)
-    steps = directory.trajectory_steps()
+    steps = directory.steps_with_trajectories()
     found = {step: sorted({row["group"] for row in directory.read_trajectories(step)}) for step in steps}
     directory.close()
     return found

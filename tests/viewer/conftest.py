@@ -11,7 +11,7 @@ from viewer.made_run import HOSTILE, make_run
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
 from agentrl.viewer.runs import Library
-from agentrl.viewer.serve import Calculator
+from agentrl.viewer.serve import CalculationClient
 
 TOKEN = "secret"
 
@@ -27,5 +27,5 @@ def client(run: RunDirectory) -> TestClient:
 
 
 def client_of(*paths: Path) -> TestClient:
-    app = make_app(Library(paths), token=TOKEN, calculate=Calculator().request)
+    app = make_app(Library(paths), token=TOKEN, calculate=CalculationClient().request)
     return TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})

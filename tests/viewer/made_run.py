@@ -61,7 +61,7 @@ def make_run(
         facts = TokenFacts(
             step=step, version=step - 1, rank=0, ranks=1, estimator=estimator, loss="reinforce", aggregation="token_sum"
         )
-        write_tokens(run.token_file(step, 0), facts, _statistics(records, draw, estimator))
+        write_tokens(run.token_statistics_file(step, 0), facts, _statistics(records, draw, estimator))
         run.append_metrics(metrics_row(step, draw))
     run.append_alert(Alert(step=2, alert="entropy_collapse", message="entropy fell below 0.1", advice="explore more"))
     run.close()

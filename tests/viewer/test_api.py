@@ -22,7 +22,7 @@ from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import make_app
 from agentrl.viewer.explain import explain_command
 from agentrl.viewer.runs import Library
-from agentrl.viewer.serve import Calculator, listen, stored_token
+from agentrl.viewer.serve import CalculationClient, open_local_listener, stored_token
 from agentrl.viewer.what_if import recompute_advantages
 
 
@@ -125,7 +125,7 @@ def test_a_trajectory_is_told_token_by_token(client: TestClient, run: RunDirecto
 def test_damaged_and_newer_files_are_named_and_the_rest_is_shown(tmp_path: Path, run: RunDirectory) -> None:
     shutil.copytree(run.path, tmp_path / "first")
     copy, client = RunDirectory(tmp_path / "first"), client_of(tmp_path)
-    tokens = copy.token_file(2, 0)
+    tokens = copy.token_statistics_file(2, 0)
     tokens.write_bytes(tokens.read_bytes()[:-20])
     page = get(client, f"/runs/{run_id(client)}/steps/2/1")
     assert "advantages" not in page["fields"]
@@ -140,7 +140,7 @@ def test_damaged_and_newer_files_are_named_and_the_rest_is_shown(tmp_path: Path,
 
 def test_a_run_of_a_newer_version_is_refused_in_one_message(tmp_path: Path) -> None:
     run = make_run(tmp_path / "first", steps=1)
-    file = run.token_file(1, 0)
+    file = run.token_statistics_file(1, 0)
     table = pq.read_table(file)
     newer = json.loads(table.schema.metadata[b"agentrl"]) | {"format": 2}
     pq.write_table(table.replace_schema_metadata({b"agentrl": json.dumps(newer)}), file)
@@ -191,9 +191,9 @@ def test_the_viewer_needs_no_torch() -> None:
 
 
 def test_a_port_in_use_is_said_in_one_message() -> None:
-    taken = listen(None)
+    taken = open_local_listener(None)
     with taken, pytest.raises(SettingsError, match=r"cannot listen on 127\.0\.0\.1: .*omit --port"):
-        listen(taken.getsockname()[1])
+        open_local_listener(taken.getsockname()[1])
 
 
 def test_the_token_stays_the_same_and_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,7 +206,7 @@ def test_the_token_stays_the_same_and_is_private(tmp_path: Path, monkeypatch: py
 
 
 def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:
-    calculator = Calculator()
+    calculator = CalculationClient()
     app = make_app(Library([run.path]), token=TOKEN, calculate=calculator.request)
     client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})
     path = f"/runs/{run_id(client)}/steps/2/1"

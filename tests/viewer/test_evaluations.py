@@ -10,7 +10,7 @@ import pytest
 from viewer.conftest import client_of
 from viewer.made_evaluation import better, made_evaluation, written
 
-from agentrl.evaluation.compare import compare
+from agentrl.evaluation.compare import compare_results
 from agentrl.evaluation.directory import EvaluationDirectory
 
 
@@ -67,7 +67,7 @@ def test_two_are_compared_problem_by_problem(evaluation: Path) -> None:
     ids = {one["name"]: one["id"] for one in client.get("/api/library").json()["evaluations"]}
     found = client.get(f"/api/comparisons/{ids['scores']}/{ids['better']}").json()
     before, after = (EvaluationDirectory(evaluation.parent / name).results() for name in ("scores", "better"))
-    assert found["differences"]["toy"] == json.loads(json.dumps(asdict(compare(before, after)["toy"])))
+    assert found["differences"]["toy"] == json.loads(json.dumps(asdict(compare_results(before, after)["toy"])))
     assert found["scores"]["toy"] == [0.5, 0.75]
     assert [(row["problem"], row["first"]["correct"], row["second"]["correct"]) for row in found["problems"]] == [
         ("p0", 2, 2),

@@ -101,7 +101,7 @@ def make_run(folder: Path, estimator: str, *, said: str = "", config: str = "nam
         aggregation="token_mean",
     )
     made.write_trajectories(3, [record(0), record(1), record(2)])
-    write_tokens(made.token_file(3, 0), facts, rows)
+    write_tokens(made.token_statistics_file(3, 0), facts, rows)
     return made
 
 
@@ -251,7 +251,7 @@ def test_what_cannot_be_explained_says_why(
 
 
 def test_steps_without_statistics_and_folders_without_a_run(run: RunDirectory, tmp_path: Path) -> None:
-    run.token_file(3, 0).unlink()
+    run.token_statistics_file(3, 0).unlink()
     with pytest.raises(SettingsError, match=r"step 3 has no token statistics: telemetry\.tokens_every skips it"):
         explain(run, step=3, trajectory=0, token=0)
     with pytest.raises(SettingsError, match="is not a run directory"):

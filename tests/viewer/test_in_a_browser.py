@@ -29,7 +29,7 @@ from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import STATIC, make_app
 from agentrl.viewer.export import export_run
 from agentrl.viewer.runs import Library
-from agentrl.viewer.serve import Calculator, listen
+from agentrl.viewer.serve import CalculationClient, open_local_listener
 from agentrl.viewer.what_if import recompute_advantages, what_if
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -49,8 +49,8 @@ LONG_LINE = "x" * 100_000
 @contextmanager
 def serving(folder: Path) -> Iterator[str]:
     """Serve ``folder`` in a thread, and yield the address."""
-    listener = listen(None)
-    calculator = Calculator()
+    listener = open_local_listener(None)
+    calculator = CalculationClient()
     app = make_app(Library([folder]), token=TOKEN, calculate=calculator.request)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", ws="none"))
     thread = threading.Thread(target=server.run, args=([listener],))

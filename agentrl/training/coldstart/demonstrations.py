@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
-from agentrl.problems.sources import evaluation_set, load_source
+from agentrl.problems.sources import fixed_evaluation_problems, load_source
 from agentrl.rollout.environment import compares_with_references, environment_tools
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl_envs.adapters.environments import resolve_environment
@@ -206,7 +206,9 @@ def problems_for_length_check(settings: Settings) -> list[Problem]:
         problem
         for entry in settings.data.train
         if entry.is_local
-        for problem in evaluation_set(load_source(entry, seed=settings.seed, answered=answered).source, _SAMPLE)
+        for problem in fixed_evaluation_problems(
+            load_source(entry, seed=settings.seed, answered=answered).source, _SAMPLE
+        )
     ]
 
 

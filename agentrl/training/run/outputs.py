@@ -17,7 +17,7 @@ import agentrl
 from agentrl.evaluation.during_training import EvaluationReport
 from agentrl.models.loading import write_model
 from agentrl.models.lora import write_adapter
-from agentrl.telemetry.alerts import held_out_change, is_worse, remove_repeated_alerts, reward_change
+from agentrl.telemetry.alerts import held_out_change, policy_is_worse, remove_repeated_alerts, reward_change
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import BackgroundWriter, os_errors_as_world_errors
 from agentrl.telemetry.plots import draw_plots
@@ -214,7 +214,7 @@ def write_final_outputs(
             "evaluations": [row for row in rows if "eval/avg_at_k" in row or "eval_falsified/avg_at_k" in row],
             "scores": evaluations,
             "best": chosen,
-            "worse_than_start": is_worse(reward, held_out),
+            "worse_than_start": policy_is_worse(reward, held_out),
             "reward_change": reward,
             "held_out_change": held_out,
             "alerts": [asdict(alert) for alert in remove_repeated_alerts(run.alerts())],
@@ -222,7 +222,7 @@ def write_final_outputs(
     )
     _print_scores(console, evaluations)
     change, score = (reward, "reward") if held_out is None else (held_out, "held-out score")
-    if change is not None and is_worse(reward, held_out):
+    if change is not None and policy_is_worse(reward, held_out):
         console.warning(
             f"the policy is worse than at the start: its {score} fell from {change['start']:.3f} to {change['end']:.3f}"
         )
@@ -299,7 +299,7 @@ class TokenWriter:
         self._writer.close()
 
     def _write(self, facts: TokenFacts, rows: list[TrajectoryTokens]) -> None:
-        path = self._run.token_file(facts.step, facts.rank)
+        path = self._run.token_statistics_file(facts.step, facts.rank)
         with os_errors_as_world_errors(path.parent, "create"):
             path.parent.mkdir(exist_ok=True)
         write_tokens(path, facts, rows)

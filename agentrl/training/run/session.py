@@ -17,7 +17,7 @@ from agentrl.models.exactness import check_packed_forward
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines.base import engine_facts, runs_servers_on_nodes
-from agentrl.telemetry.alerts import alerts, training_rows
+from agentrl.telemetry.alerts import find_alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import free_resources
 from agentrl.telemetry.records import EvaluationRecord, Metrics
@@ -343,7 +343,7 @@ class Session:
             self._trained.append(self._held_out | metrics)
         self._held_out = {}
         self._trained[-1] |= free_resources(self._run.path)
-        now = alerts(self._trained)
+        now = find_alerts(self._trained)
         for alert in now:
             if alert.alert not in self._alerting:
                 self._run.append_alert(alert)
@@ -472,7 +472,7 @@ class Session:
         self._console.note(f"resumed after step {self._progress.step}{change}")
 
     def _warn_of_damaged_trajectories(self) -> None:
-        damaged = [] if self._run is None else self._run.damaged_trajectories()
+        damaged = [] if self._run is None else self._run.truncated_trajectory_files()
         if damaged:
             names = ", ".join(path.name for path in damaged[:5]) + (", ..." if len(damaged) > 5 else "")
             self._console.warning(

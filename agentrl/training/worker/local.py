@@ -15,9 +15,9 @@ import torch
 
 from agentrl.cluster.launchers import count_local_ranks
 from agentrl.errors import SettingsError
-from agentrl.evaluation.benchmarks import held_out_problems
+from agentrl.evaluation.benchmarks import load_held_out_problems
 from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
-from agentrl.evaluation.settings import evaluation_environment, evaluation_rollout
+from agentrl.evaluation.settings import evaluation_rollout_settings, with_evaluation_turn_limit
 from agentrl.models.attention import break_even_length
 from agentrl.models.exactness import uses_padded_rows
 from agentrl.models.loading import read_config, read_model
@@ -184,7 +184,7 @@ class LocalService:
         if settings.rollout.branching.width > 1:
             (problem,) = ProblemSampler(self._mixture, seed=settings.seed).next(1)
             self._run(check_episode_can_fork(environment, problem, settings.rollout))
-        self._held_out = held_out_problems(settings)
+        self._held_out = load_held_out_problems(settings)
         self._objective = ObjectiveSettings.from_settings(settings)
         config = read_config(settings.model)
         self._attention_length = math.inf if config is None else break_even_length(config)
@@ -339,7 +339,7 @@ class LocalService:
         report = self._run(
             evaluate_policy(
                 self._held_out,
-                environment=evaluation_environment(self._environment, self._settings),
+                environment=with_evaluation_turn_limit(self._environment, self._settings),
                 driver_for=self._evaluation_driver,
                 step=step,
                 samples=self._settings.evaluation.samples,
@@ -381,7 +381,7 @@ class LocalService:
         return self._make_driver(
             environment=environment,
             engine=self._engine,
-            settings=evaluation_rollout(self._settings),
+            settings=evaluation_rollout_settings(self._settings),
             label="evaluation-",
         )
 
