@@ -1,1 +1,0 @@
-"""Test cases for sandboxes: programs that must work and attacks that must fail."""
