@@ -1,6 +1,6 @@
 """What a run does when something of it is lost: when it notices, when it trains again, and whether its metrics change.
 
-    sudo python benchmarks/cluster_faults.py [--faults rank worker host cut head apart gone sandbox server]
+    sudo python benchmarks/cluster_faults.py [--faults rank worker host cut head apart sandbox server]
                                              [--deadline 20]
 
 Two network namespaces are the hosts A and B, each with a training rank; Ray's head and the command are in A. A service
@@ -16,15 +16,11 @@ A second run, whose command is in B, meets
 
 apart    A, with Ray's head, is cut off for a minute
 
-A third run, with `cluster.elastic=true` and `cluster.restart_deadline=10`, meets one fault:
-
-gone     B is cut off for ever
-
-A fourth run, of one process, plays SimpleTIR with two sandbox services:
+A third run, of one process, plays SimpleTIR with two sandbox services:
 
 sandbox  one of the services is killed
 
-A fifth run, of one process, generates with two vLLM servers:
+A fourth run, of one process, generates with two vLLM servers:
 
 server   one of them is killed; it is started again beside the other
 
@@ -59,7 +55,7 @@ from training.test_vllm_training import servers, write_served_policy
 from agentrl.cluster.processes import free_port
 
 RECOVERED = ("rank", "worker", "host", "cut", "head")
-FAULTS = (*RECOVERED, "apart", "gone", "sandbox", "server")
+FAULTS = (*RECOVERED, "apart", "sandbox", "server")
 LONGEST = 600.0
 STEPS = 6  # for each fault
 CUT = 60.0
@@ -162,11 +158,8 @@ class Hosts:
         self.other.kill()
 
     def cut(self) -> None:
-        self.gone()
-        threading.Timer(CUT, self.other.link, args=("up",)).start()
-
-    def gone(self) -> None:
         self.other.link("down")
+        threading.Timer(CUT, self.other.link, args=("up",)).start()
 
     def head_of_ray(self) -> None:
         for process in self._ray(self.head):
@@ -247,12 +240,6 @@ def on_two_hosts(line: CommandLine, options: argparse.Namespace) -> None:
                 show("apart", run.meet(hosts.cut, ENDS, "resumed after"))
                 run.end()
                 compared.append("apart")
-            if "gone" in options.faults:
-                elastic = ["cluster.elastic=true", "cluster.restart_deadline=10", "cluster.restarts=1"]
-                run = hosts.start("fewer", *arguments, *elastic)
-                show("gone", run.meet(hosts.gone, ENDS, "resumed after"))
-                run.end()
-                compared.append("fewer")
     finally:
         shutil.rmtree(folder, ignore_errors=True)
     line.run(*arguments, "name=near")

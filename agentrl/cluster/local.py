@@ -243,9 +243,6 @@ class LocalCluster:
     def can_access(self, reservation: Reservation, path: Path) -> bool:
         return path.exists()
 
-    def exclude_resource(self, reservation: Reservation, local_rank: int) -> None:
-        self._gpus = self._gpus and [gpu for gpu in self._gpus if gpu != reservation.gpus[local_rank]]
-
     def release(self) -> None:
         for process in self._started:
             process.wait_or_kill(0.0)

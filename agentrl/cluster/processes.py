@@ -155,9 +155,6 @@ class Cluster(Protocol):
     def can_access(self, reservation: Reservation, path: Path) -> bool:
         """Return True if processes on the reservation's node can access this file or folder."""
 
-    def exclude_resource(self, reservation: Reservation, local_rank: int) -> None:
-        """Exclude the GPU of the ``local_rank``-th rank (with Ray: its node) from later reservations."""
-
     def release(self) -> None:
         """End all processes and free all reservations."""
 

@@ -197,8 +197,7 @@ class RayCluster:
         self._group: PlacementGroup | None = None
         self._hosts: dict[int, RayNode] = {}
         self._numbers = itertools.count()
-        self._excluded: set[str] = set()  # addresses
-        self._unreachable: set[str] = set()
+        self._unreachable: set[str] = set()  # addresses
         self._relay = LogRelay()
         self._head = _connect(settings)
 
@@ -216,10 +215,10 @@ class RayCluster:
         return sorted(nodes, key=lambda node: node.address)
 
     def _is_usable(self, address: str, port: int) -> bool:
-        """Return False if the node is excluded or unresponsive. Ray lists a lost node as alive for another minute."""
+        """Return False if the node is unresponsive. Ray lists a lost node as alive for another minute."""
         if address in self._unreachable and accepts_connections((address, port), _PROBE_SECONDS):
             self._unreachable.discard(address)
-        return address not in self._unreachable and address not in self._excluded
+        return address not in self._unreachable
 
     def reserve(self, bundles: Sequence[Bundle], *, wait_seconds: float = 0.0) -> list[Reservation]:
         """Reserve the bundles on different nodes and start an actor in each.
@@ -293,9 +292,6 @@ class RayCluster:
     def _wait_for(self, reservation: Reservation, answer: ray.ObjectRef[_Value]) -> _Value:
         return _wait_for_result(answer, reservation, self._settings.deadline)
 
-    def exclude_resource(self, reservation: Reservation, local_rank: int) -> None:
-        self._excluded.add(reservation.address)
-
     def release(self) -> None:
         hosts = [node.host for node in self._hosts.values()]
         self._hosts = {}
@@ -331,9 +327,7 @@ class RayCluster:
         """Try once to reserve the bundles. Raises UnplaceableError if a required node failed in the meantime."""
         seconds = self._settings.start_deadline
         resources = [{"CPU": bundle.cpus} | ({"GPU": bundle.gpus} if bundle.gpus else {}) for bundle in bundles]
-        self._group = group = placement_group(
-            resources, strategy="STRICT_SPREAD", bundle_label_selector=self._label_selectors(len(bundles))
-        )
+        self._group = group = placement_group(resources, strategy="STRICT_SPREAD")
         deadline = time.monotonic() + seconds
         while not group.wait(_RETRY_INTERVAL):
             assign_nodes(bundles, self.nodes())
@@ -359,11 +353,6 @@ class RayCluster:
         self._numbers = itertools.count(len(hosts))
         # The largest bundle stays first. All others are sorted by address, so that ranks find their local files again.
         return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
-
-    def _label_selectors(self, count: int) -> list[dict[str, str]] | None:
-        """Return label selectors, one per bundle, that avoid excluded nodes, or None if no node is excluded."""
-        names = [node["NodeID"] for node in ray.nodes() if node["NodeManagerAddress"] in self._excluded]
-        return [{"ray.io/node-id": f"!in({','.join(names)})"}] * count if names else None
 
     def _await_nodes(self, bundles: Sequence[Bundle], deadline: float) -> None:
         while True:

@@ -41,10 +41,6 @@ class ClusterSettings(BaseModel):
     launcher"""
     restart_deadline: float = Field(3600.0, gt=0)
     """seconds that a restart waits for lost Ray nodes to return"""
-    elastic: bool = False
-    """restart with fewer ranks if lost nodes have not returned after cluster.restart_deadline, or if a rank fails twice
-    on the same GPU or node without a new checkpoint. With several cluster.nodes, all ranks of the node are removed;
-    otherwise one rank, or one sequence-parallel group (training.sequence_parallel)"""
 
     @field_validator("kind")
     @classmethod

@@ -295,15 +295,6 @@ def _cluster_problems(settings: Settings) -> Iterator[str]:
         yield f"{_pairs(settings, 'cluster.restarts')} conflicts with cluster.kind=environment: set it in the launcher"
     if settings.sandbox.scheme == "ray" and not many_nodes:
         yield f"sandbox.url=ray:// requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
-    if cluster.elastic and not cluster.restarts:
-        yield "cluster.elastic=true has no effect with cluster.restarts=0: set cluster.restarts to at least 1"
-    ranks_per_node, shared = ranks // cluster.nodes, settings.training.sequence_parallel
-    if cluster.elastic and cluster.nodes > 1 and ranks_per_node % shared:
-        yield (
-            f"cluster.elastic=true with {_pairs(settings, 'training.sequence_parallel')} and {ranks_per_node} ranks "
-            "per node: after the loss of a node, the remaining ranks may not form complete sequence-parallel groups; "
-            f"valid: a divisor of {ranks_per_node}"
-        )
     sharing = engine_facts(settings.rollout).shares_gpus
     if cluster.nodes > 1 and sharing:
         yield (

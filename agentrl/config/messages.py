@@ -41,6 +41,7 @@ CONVERTED: dict[str, Callable[[Any], object]] = {
 }
 """Renamed settings whose values also changed: old name -> function from the old value to the new value."""
 REMOVED = {
+    "cluster.elastic": "to continue with fewer ranks, resume the run with training.num_processes",
     "rollout.branching.depth": "list the turns in rollout.branching.where, such as [1,2,3]",
     "sandbox.standby": "a server that exits is restarted automatically",
 }

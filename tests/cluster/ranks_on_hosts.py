@@ -1,6 +1,6 @@
-"""Runs on one of two hosts: ranks that only sleep, on Ray nodes that are lost or given up. Prints what became of them.
+"""Runs on one of two hosts: ranks that only sleep, on Ray nodes that are lost. Prints what became of them.
 
-python ranks_on_hosts.py ADDRESS-OF-RAY lost|given-up
+python ranks_on_hosts.py ADDRESS-OF-RAY
 """
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 
-from agentrl.cluster.plan import UnplaceableError
 from agentrl.cluster.processes import Bundle, ProcessSpec, Reservation
 from agentrl.cluster.ray_nodes import RayCluster
 from agentrl.cluster.settings import ClusterSettings
@@ -43,23 +42,10 @@ def lose(cluster: RayCluster) -> None:
     say(f"{group.wait()}")
 
 
-def exclude_resource(cluster: RayCluster) -> None:
-    """A rank that may run anywhere, on nodes that answer and are given up one after the other."""
-    bundles = [Bundle(purpose="rank 0", cpus=1)]
-    for _ in cluster.nodes():
-        (reservation,), _ = started(cluster, bundles)
-        cluster.exclude_resource(reservation, 0)
-        cluster.release()
-    try:
-        cluster.reserve(bundles)
-    except UnplaceableError as error:
-        say(f"{error}")
-
-
 def main() -> None:
     cluster = RayCluster(ClusterSettings(kind="ray", address=sys.argv[1], deadline=5.0))
     try:
-        (lose if sys.argv[2] == "lost" else exclude_resource)(cluster)
+        lose(cluster)
     finally:
         cluster.close()
 

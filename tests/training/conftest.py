@@ -18,7 +18,6 @@ from warm import WarmPopen
 from agentrl.telemetry.metrics import find_metric
 
 collect_ignore = [
-    "dying_rank.py",
     "runs_that_are_stopped.py",
     "short_env.py",
     "stopping_env.py",

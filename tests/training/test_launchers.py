@@ -13,7 +13,6 @@ from ranks import finish, start_ranks
 from agentrl.cluster.local import THIS_MACHINE
 
 from .conftest import DEADLINE, CommandLine, wait_until
-from .test_elastic_resume import compared
 from .test_ranks import family
 from .test_resume import without_timings
 
@@ -61,24 +60,6 @@ def test_a_run_whose_rank_is_killed_goes_on_by_itself_bitwise(command_line: Comm
     assert "restart 1 of 1 from the last checkpoint: training rank" in said
     command_line.run(*arguments, "name=whole")
     assert without_timings(command_line.metrics("killed")) == without_timings(command_line.metrics("whole"))
-
-
-def test_a_rank_that_is_killed_at_every_start_is_left_out(command_line: CommandLine, random_policy: Path) -> None:
-    arguments = command_line.counting(random_policy, "training.steps=3", "checkpoint.every=1", *TWO[1:])
-    elastic = ["--num-processes", "2", "cluster.elastic=true", "cluster.restarts=2"]
-    plugin = f"plugins=[{Path(__file__).with_name('dying_rank.py')}]"
-    said = command_line.run(*arguments, "name=dying", *elastic, plugin, "environment.kwargs.seconds=0.05")
-    assert (
-        len(re.findall(r"warning: training rank 1 on \S+ was killed by SIGKILL; stopping the other ranks", said)) == 2
-    )
-    counts = re.findall(r"(\d) of 2 training ranks restarted on \S+ after \d+ s", said)
-    assert counts == ["2", "1"]
-    assert "from a checkpoint of 2 ranks, on 1 rank" in said
-    command_line.run(*arguments, "name=alone")
-    dying, alone = (compared(command_line, name) for name in ("dying", "alone"))
-    assert [row["step"] for row in dying] == [1, 2, 3]
-    for row, other in zip(dying, alone, strict=True):
-        assert row == pytest.approx(other, rel=1e-4, abs=1e-6)
 
 
 def test_without_its_variables_the_command_says_what_it_needs(command_line: CommandLine, random_policy: Path) -> None:

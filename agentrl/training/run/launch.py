@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -75,12 +75,12 @@ def launch_ranks(settings: Settings, run_path: Path, *, resume: bool, poll: Call
         nodes = cluster.nodes()
         if has_many_nodes(settings.cluster.kind):
             _plan_rows(settings, nodes)  # raises UnplaceableError if the run cannot be placed
-        reserver = RankReserver(settings, lambda size: node_bundles(size, nodes), run_path / "checkpoints")
+        bundles = node_bundles(settings, nodes)
         attempt = 0
         while True:
             try:
                 return _run_attempt(
-                    cluster, reserver, settings, run_path, resume=resume or attempt > 0, again=attempt > 0, poll=poll
+                    cluster, bundles, settings, run_path, resume=resume or attempt > 0, again=attempt > 0, poll=poll
                 )
             except (NodeLostError, OutOfMemoryError, _RanksLostError) as error:
                 if attempt == settings.cluster.restarts:
@@ -98,7 +98,7 @@ class _RanksLostError(WorldError):
 
 def _run_attempt(
     cluster: Cluster,
-    reserver: RankReserver,
+    bundles: Sequence[Bundle],
     settings: Settings,
     run_path: Path,
     *,
@@ -113,21 +113,25 @@ def _run_attempt(
     """
     console = Console(settings.telemetry)
     began = time.monotonic()
-    wait_seconds = settings.cluster.restart_deadline if again else 0.0
-    reduced, reservations = reserver.reserve(cluster, wait_seconds=wait_seconds, notify=console.note)
+    try:
+        reservations = cluster.reserve(bundles)
+    except UnplaceableError as error:
+        if not again:
+            raise
+        seconds = settings.cluster.restart_deadline
+        console.note(f"{error}; waiting up to {seconds:g} s")
+        reservations = cluster.reserve(bundles, wait_seconds=seconds)
     for reservation in reservations:
         if not cluster.can_access(reservation, run_path.absolute() / "config.yaml"):
             raise SettingsError(
                 f"runs_dir: the node {reservation.node} ({reservation.address}) cannot access "
                 f"{run_path.absolute()}: set a folder that all nodes share"
             )
-    sandboxes = _start_sandboxes(cluster, reservations, reduced, run_path, console)
-    ranks = start_ranks(cluster, reservations, reduced, run_path, resume=resume, sandboxes=sandboxes)
+    sandboxes = _start_sandboxes(cluster, reservations, settings, run_path, console)
+    ranks = start_ranks(cluster, reservations, settings, run_path, resume=resume, sandboxes=sandboxes)
     if again:
-        full, nodes = settings.training.num_processes, ", ".join(reservation.node for reservation in reservations)
-        console.note(
-            f"{len(ranks)} of {full} training ranks restarted on {nodes} after {time.monotonic() - began:.0f} s"
-        )
+        nodes = ", ".join(reservation.node for reservation in reservations)
+        console.note(f"{len(ranks)} training ranks restarted on {nodes} after {time.monotonic() - began:.0f} s")
     group = RankProcesses(ranks, lambda end: console.warning(f"{end}; stopping the other ranks"))
     with handle_stop_signals(group.request_stop, group.kill, announce=True):
         try:
@@ -139,8 +143,6 @@ def _run_attempt(
             raise
     if sandboxes is not None:
         sandboxes.close()
-    if end is not None:
-        reserver.record_failure(cluster, end)
     code = 0 if end is None else end.code
     if group.killed or (group.stop_requested and (code < 0 or code == EXIT_PEER_LOST)):
         raise KeyboardInterrupt  # killed, or stopped before the ranks handled signals: no rank has reported it
@@ -282,11 +284,6 @@ class RankExit:
         return self.code < 0
 
     @property
-    def failed_on_available_node(self) -> bool:
-        """True if the rank was killed, crashed or got stuck on a node that is still available."""
-        return self.lost is None and (self.killed or self.code in (EXIT_CRASHED, EXIT_STUCK))
-
-    @property
     def severity(self) -> int:
         """Priority of this end as the root cause. It is lowest for ranks that failed because a peer disconnected."""
         if self.lost is not None:
@@ -404,67 +401,3 @@ def _exit_of(rank: ProcessHandle) -> RankExit | None:
 def _send_signal(ranks: Sequence[ProcessHandle], number: signal.Signals) -> None:
     for rank in ranks:
         rank.send_signal(number)
-
-
-class RankReserver:
-    """Reserves resources for all ranks of a run, or for fewer ranks if ``cluster.elastic`` allows it."""
-
-    def __init__(self, settings: Settings, bundles_of: Callable[[Settings], list[Bundle]], checkpoints: Path) -> None:
-        sizes = [settings, *(_with_fewer_ranks(settings) if settings.cluster.elastic else ())]
-        self._sizes = [(size, bundles_of(size)) for size in sizes]  # in descending order
-        self._largest_allowed = self._current = 0  # indices into the sizes
-        self._checkpoints = checkpoints
-        self._last_failure: tuple[str, int, str] | None = None  # address of the node, rank, newest checkpoint
-
-    def reserve(
-        self, cluster: Cluster, *, wait_seconds: float = 0.0, notify: Callable[[str], None]
-    ) -> tuple[Settings, list[Reservation]]:
-        """Reserve the largest size that fits, and return its settings and reservations.
-
-        Waits up to ``wait_seconds`` for the size of the last attempt, and calls ``notify`` with a message. Raises
-        UnplaceableError if no size fits.
-        """
-        current = self._current = max(self._current, self._largest_allowed)
-        attempts = [(index, 0.0) for index in range(self._largest_allowed, current + 1)]
-        attempts += [(current, wait_seconds)] if wait_seconds else []
-        attempts += [(index, 0.0) for index in range(current + 1, len(self._sizes))]
-        refused: UnplaceableError | None = None
-        for index, seconds in attempts:
-            if seconds and refused is not None:
-                notify(f"{refused}; waiting up to {seconds:g} s")
-            size, bundles = self._sizes[index]
-            try:
-                reservations = cluster.reserve(bundles, wait_seconds=seconds)
-            except UnplaceableError as error:
-                refused = error
-            else:
-                self._current = index
-                return size, reservations
-        assert refused is not None
-        raise refused
-
-    def record_failure(self, cluster: Cluster, end: RankExit) -> None:
-        """Exclude the GPU or node of a rank that failed there twice without a new checkpoint in between."""
-        reservation, number = end.rank.reservation, end.rank.spec.number
-        newest = max((checkpoint.name for checkpoint in self._checkpoints.glob("step-*")), default="")
-        failure = (reservation.address, number, newest)
-        repeated, self._last_failure = failure == self._last_failure, failure
-        if repeated and end.failed_on_available_node and len(self._sizes) > 1:
-            size, _ = self._sizes[self._current]
-            cluster.exclude_resource(reservation, number % (size.training.num_processes // size.cluster.nodes))
-            if not reservation.gpus and not has_many_nodes(size.cluster.kind):  # CPUs are not counted
-                self._largest_allowed = min(self._current + 1, len(self._sizes) - 1)
-
-
-def _with_fewer_ranks(settings: Settings) -> Iterator[Settings]:
-    """Yield the settings with fewer ranks, in descending order."""
-    ranks, nodes = settings.training.num_processes, settings.cluster.nodes
-    if nodes > 1:
-        counts = [(fewer * ranks // nodes, fewer) for fewer in range(nodes - 1, 0, -1)]
-    else:
-        group = settings.training.sequence_parallel
-        counts = [(fewer, 1) for fewer in range(ranks - group, 0, -group)]
-    for num_processes, num_nodes in counts:
-        training = settings.training.model_copy(update={"num_processes": num_processes})
-        cluster = settings.cluster.model_copy(update={"nodes": num_nodes})
-        yield settings.model_copy(update={"training": training, "cluster": cluster})
