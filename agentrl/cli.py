@@ -51,7 +51,7 @@ Env = Annotated[
     _option(
         "NAME",
         "simpletir, reasoning, an installed name, module:Class, agent:module:function, agent:COMMAND, worker:COMMAND, "
-        "trl:module:Class, reasoning_gym:NAME, textarena:GAME, openenv:URL, verifiers:TASKSET, harbor:DIRECTORY",
+        "trl:module:Class, reasoning_gym:NAME, openenv:URL, verifiers:TASKSET, harbor:DIRECTORY",
     ),
 ]
 

@@ -266,9 +266,9 @@ def test_every_protocol_is_described() -> None:
 
 def test_the_examples_of_other_libraries_have_valid_settings() -> None:
     shown = "".join(blocks("how-to/libraries.md", "console")).replace("\\\n", "").splitlines()
-    prefixes = ("textarena:", "reasoning_gym:", "openenv:")
+    prefixes = ("reasoning_gym:", "openenv:")
     commands = [line for line in shown if any(f"--env {prefix}" in line for prefix in prefixes)]
-    assert len(commands) == 4
+    assert len(commands) == 3
     for command in commands:
         _, _, _, env, *overrides = shlex.split(command.removeprefix("$ "))
         settings = load_settings(env, overrides=overrides)

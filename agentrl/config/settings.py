@@ -51,7 +51,7 @@ class Settings(BaseModel):
     env: str = Field(
         SIMPLETIR,
         description=f"environment: {', '.join(ENVIRONMENTS.builtin)}, a registered or installed name, module:Class, "
-        "trl:module:Class, reasoning_gym:NAME, textarena:GAME, openenv:URL, harbor:DIRECTORY; agent:module:function, "
+        "trl:module:Class, reasoning_gym:NAME, openenv:URL, harbor:DIRECTORY; agent:module:function, "
         "agent:COMMAND or worker:COMMAND for an agent program that uses the OpenAI API, harbor:DIRECTORY:COMMAND, or "
         "verifiers:TASKSET",
     )

@@ -116,7 +116,6 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
 ADAPTERS: Mapping[str, str] = {
     "harbor": "agentrl_envs.adapters.harbor:harbor_environment",
     "openenv": "agentrl_envs.adapters.openenv:openenv_environment",
-    "textarena": "agentrl_envs.adapters.textarena:textarena_environment",
 }
 """Environments of other libraries, named ``PREFIX:NAME``. Each path refers to a function from NAME to a factory."""
 
