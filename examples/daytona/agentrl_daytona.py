@@ -93,15 +93,12 @@ class DaytonaSandbox:
         request_id: str | None = None,
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
-        echo: bool = False,
     ) -> Execution:
         """Run a program. Equal calls with one ``request_id`` share a run."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         if session is not None:
             raise UnknownSessionError(f"no session {session!r}: daytona:// has no sessions")
-        if echo:
-            raise RefusedError("daytona:// does not support echo")
         limit = timeout or self._settings.timeout
         call = {
             "program": _encoded(program.encode()),

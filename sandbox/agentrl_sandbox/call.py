@@ -169,7 +169,6 @@ class CallHeader(TypedDict):
     session: str | None
     files: Sequence[str]
     fetch_files: Sequence[str]
-    echo: bool
 
 
 class ExecutionHeader(TypedDict, total=False):
@@ -195,7 +194,6 @@ class Call:
     session: str | None = None
     files: Mapping[str, bytes] = field(default_factory=dict)
     fetch_files: tuple[str, ...] = ()
-    echo: bool = False
 
     def digest(self) -> bytes:
         """Return a hash of all arguments, which distinguishes calls with the same ``request_id``."""
@@ -211,7 +209,6 @@ class Call:
             "session": self.session,
             "files": list(self.files),
             "fetch_files": self.fetch_files,
-            "echo": self.echo,
         }
         texts = [self.program.encode("utf-8", "surrogatepass"), self.stdin.encode("utf-8", "surrogatepass")]
         return header, [*texts, *self.files.values()]
@@ -227,7 +224,6 @@ class Call:
             session=header["session"],
             files=dict(zip(header["files"], contents, strict=True)),
             fetch_files=tuple(header["fetch_files"]),
-            echo=header["echo"],
         )
 
 
@@ -244,7 +240,6 @@ class CallSandbox(Sandbox, ABC):
         request_id: str | None = None,
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
-        echo: bool = False,
     ) -> Execution:
         call = Call(
             program=program,
@@ -253,7 +248,6 @@ class CallSandbox(Sandbox, ABC):
             session=session,
             files=files or {},
             fetch_files=tuple(fetch_files),
-            echo=echo,
         )
         return await self.run(call, request_id)
 

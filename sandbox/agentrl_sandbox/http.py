@@ -331,7 +331,6 @@ def build_execute_request(call: Call, request_id: str | None, *, default: float)
         "request_id": request_id or uuid.uuid4().hex,
         "files": to_base64(call.files),
         "fetch_files": call.fetch_files,
-        "echo": call.echo,
     }
     path = "/v1/execute" if call.session is None else f"/v1/sessions/{call.session}/execute"
     return ServiceRequest(method="POST", path=path, body=body, seconds=seconds, read=_parse_execution)

@@ -142,14 +142,13 @@ class Sandbox(Protocol):
         request_id: str | None = None,
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
-        echo: bool = False,
     ) -> Execution:
         """Run a program, for at most ``timeout`` seconds (None: the setting's).
 
         Equal calls with the same ``request_id`` share one run. ``files`` are written to the scratch directory before
-        the run, and ``fetch_files`` are read from it afterwards. ``echo`` prints the value of the last expression. A
-        ``session`` keeps the variables and files of its earlier programs. Raises ValueError for an invalid argument
-        and UnknownSessionError for an unknown session.
+        the run, and ``fetch_files`` are read from it afterwards. A ``session`` keeps the variables and
+        files of its earlier programs. Raises ValueError for an invalid argument and UnknownSessionError for an unknown
+        session.
         """
         ...
 

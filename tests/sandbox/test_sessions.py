@@ -65,7 +65,7 @@ async def test_an_exception_ends_the_program_and_not_the_session(sandbox, sessio
         "    raise ValueError('no')\n"
         "ValueError: no\n"
     )
-    assert (await sandbox.execute("x", session=session, echo=True)).stdout == "2\n"
+    assert (await sandbox.execute("print(x)", session=session)).stdout == "2\n"
 
 
 @pytest.mark.parametrize("leave", ["import sys; sys.exit(3)", "exit(3)", "raise SystemExit(3)"])

@@ -1,31 +1,24 @@
 """Execution of a program as ``__main__`` in this process, with the exit status that Python would return.
 
-Also the memory file through which a child receives its program, fresh random states, and the echo of a last expression.
+Also the memory file through which a child receives its program, and fresh random states.
 """
 
 from __future__ import annotations
-import __future__
 
-import ast
 import atexit
 import ctypes
 import fcntl
-import functools
 import gc
-import io
 import json
 import linecache
-import operator
 import os
 import random
-import re
 import resource
 import sys
-import tokenize
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
-from types import CodeType, ModuleType, TracebackType
+from types import ModuleType, TracebackType
 from typing import Any
 
 from agentrl_sandbox.call import Call
@@ -59,7 +52,6 @@ def create_task_file(call: Call) -> int:
     _, (source, stdin, *contents) = call.frame()
     header = {
         "source": len(source),
-        "echo": call.echo,
         "files": [(name, len(content)) for name, content in call.files.items()],
         "fetch": call.fetch_files,
     }
@@ -78,7 +70,6 @@ class ChildTask:
     """The child's record of its run. The contents of files stay in the memory file."""
 
     source: bytes
-    echo: bool
     files: tuple[tuple[str, int], ...]  # names and sizes
     fetch: tuple[str, ...]
 
@@ -88,7 +79,6 @@ def read_task_file(descriptor: int) -> ChildTask:
     header = json.loads(_read_exactly(descriptor, int.from_bytes(_read_exactly(descriptor, 8), "big")))
     return ChildTask(
         source=_read_exactly(descriptor, header["source"]),
-        echo=header["echo"],
         files=tuple((name, size) for name, size in header["files"]),
         fetch=tuple(header["fetch"]),
     )
@@ -159,44 +149,6 @@ def _write_random_generator_key(address: int) -> None:
     """Write a random key and mark its numbers as used, so that the next draw generates new ones."""
     ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
     ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4
-
-
-# Compiles a program so that the value of its last expression is printed, as in a notebook.
-#
-# If the last statement of the syntax tree is an expression, it is compiled as in the interactive interpreter, which
-# passes the value to ``sys.displayhook``. The hook prints the representation of values other than None. A semicolon
-# after the expression suppresses the output.
-
-_FUTURE = functools.reduce(
-    operator.or_, (getattr(__future__, name).compiler_flag for name in __future__.all_feature_names)
-)
-_LINES = re.compile(rb"[^\r\n]*(?:\r\n|\r|\n|\Z)")
-
-
-def compile_with_echo(text: str, name: str) -> list[CodeType]:
-    """Compile to code objects that are executed in order. Raises the errors of ``compile`` before any code runs."""
-    tree = compile(text, name, "exec", ast.PyCF_ONLY_AST, dont_inherit=True)
-    assert isinstance(tree, ast.Module)
-    last = tree.body[-1] if tree.body else None
-    if not isinstance(last, ast.Expr) or _ends_with_semicolon(text, last):
-        return [compile(tree, name, "exec", dont_inherit=True)]
-    before = compile(ast.Module(body=tree.body[:-1], type_ignores=[]), name, "exec", dont_inherit=True)
-    last_expression = compile(
-        ast.Interactive(body=[last]), name, "single", before.co_flags & _FUTURE, dont_inherit=True
-    )
-    return [before, last_expression]
-
-
-def _ends_with_semicolon(text: str, last: ast.Expr) -> bool:
-    """Return True if the first token after the last statement is a semicolon."""
-    assert last.end_lineno is not None
-    assert last.end_col_offset is not None
-    lines = _LINES.findall(text.encode("utf-8", "surrogatepass"))[last.end_lineno - 1 :]
-    rest = lines[0][last.end_col_offset :] + b"".join(lines[1:])
-    for token in tokenize.generate_tokens(io.StringIO(rest.decode().lstrip()).readline):
-        if token.type not in (tokenize.NL, tokenize.NEWLINE, tokenize.COMMENT):
-            return token.string == ";"
-    return False
 
 
 UNCAUGHT = 1
@@ -274,8 +226,7 @@ def _execute(task: ChildTask, name: str, main: ModuleType) -> None:
     text = task.source.decode("utf-8", "surrogatepass")
     linecache.cache[name] = (len(text), None, text.splitlines(keepends=True), name)
     main.__dict__["__file__"] = name
-    for code in compile_with_echo(text, name) if task.echo else [compile(text, name, "exec", dont_inherit=True)]:
-        exec(code, main.__dict__)
+    exec(compile(text, name, "exec", dont_inherit=True), main.__dict__)
 
 
 def _exit_status(code: object) -> int:

@@ -58,10 +58,9 @@ class ProgramRequest(BaseModel):
         {}, max_length=1024, description="base64 contents by path in the scratch directory"
     )
     fetch_files: list[Path] = Field([], max_length=1024, description="paths to return after the program has ended")
-    echo: bool = Field(False, description="print the value of the last expression, as in a notebook")
 
     def to_call(self, session: str | None = None) -> Call:
-        fields = {name: getattr(self, name) for name in ("program", "timeout", "stdin", "files", "echo")}
+        fields = {name: getattr(self, name) for name in ("program", "timeout", "stdin", "files")}
         return Call(**fields, session=session, fetch_files=tuple(self.fetch_files))
 
 

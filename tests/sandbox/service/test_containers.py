@@ -180,7 +180,7 @@ async def test_sessions_in_compose(service):
     session = await service.open_session()
     await service.execute("x = 20", session=session)
     fork = await service.fork_session(session)
-    assert (await service.execute("x + 1", session=fork, echo=True)).stdout == "21\n"
+    assert (await service.execute("print(x + 1)", session=fork)).stdout == "21\n"
     await service.close_session(session)
 
 
@@ -270,7 +270,7 @@ async def test_docker_url_starts_a_container_and_removes_it(image, engine):
         assert (await sandbox.execute("import numpy; print(numpy.ones(3).sum())")).stdout == "3.0\n"
         assert (await sandbox.execute("bytearray(1 << 30)")).outcome is Outcome.MEMORY_LIMIT
         session = await sandbox.open_session()
-        assert (await sandbox.execute("1 + 1", session=session, echo=True)).stdout == "2\n"
+        assert (await sandbox.execute("print(1 + 1)", session=session)).stdout == "2\n"
 
         running = asyncio.ensure_future(sandbox.execute("import time; time.sleep(9)"))
         while not sandbox.registry.in_flight:  # requests that the container has

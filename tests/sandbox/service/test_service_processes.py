@@ -96,7 +96,7 @@ async def test_real_programs_through_the_whole_service():
         session = await sandbox.open_session()
         await sandbox.execute("x = 20", session=session)
         fork = await sandbox.fork_session(session)
-        assert (await sandbox.execute("x + 1", session=fork, echo=True)).stdout == "21\n"
+        assert (await sandbox.execute("print(x + 1)", session=fork)).stdout == "21\n"
         await sandbox.close()
 
 
