@@ -122,14 +122,11 @@ class Run:
     def trajectories(self, step: int | None = None) -> Iterator[Trajectory]:
         """Yield the trajectories of one step, or of all stored steps in order, one in memory at a time.
 
-        Raises SettingsError if the trajectories of ``step`` are not stored, or if any trajectory has the format of an
-        earlier version.
+        Raises SettingsError if the trajectories of ``step`` are not stored.
         """
         from agentrl.trajectory import Trajectory
 
-        if step is None:
-            self._files.check_trajectory_format()
-        else:
+        if step is not None:
             self._files.require_trajectories(step)
         for one in self.steps() if step is None else [step]:
             for record in self._files.read_trajectories(one):

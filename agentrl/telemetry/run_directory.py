@@ -172,17 +172,8 @@ class RunDirectory:
         """Raise SettingsError unless the trajectories of ``step`` are stored."""
         steps = self.steps_with_trajectories()
         if step not in steps:
-            self.check_trajectory_format()
             stored = f"stored steps: {steps[0]} to {steps[-1]}" if steps else "no step is stored"
             raise SettingsError(f"{self.path} has no trajectories of step {step}; {stored}")
-
-    def check_trajectory_format(self) -> None:
-        """Raise SettingsError if an earlier version of agentrl stored trajectories here, in another format."""
-        if steps := _steps_of_files(self.trajectories.glob("*.jsonl.zst")):
-            raise SettingsError(
-                f"{self.path}: an earlier version of agentrl stored the trajectories of steps {steps[0]} to "
-                f"{steps[-1]} as JSON; use that version to read them"
-            )
 
     def token_statistics_file(self, step: int, rank: int) -> Path:
         """Return the file for the token statistics of one rank."""

@@ -149,7 +149,6 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
         lambda: _cached_alerts(run.alerts_file, run.path, *_file_signature(run.alerts_file)), []
     )
     notes = read(lambda: _read_notes(run), "")
-    read(run.check_trajectory_format, None)
     newest = {str(alert["alert"]): alert for alert in alerts}
     steps = settings.get("training.steps")
     return {

@@ -14,12 +14,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.api.run import Run
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry import run_directory, trajectory_file
 from agentrl.telemetry.files import BackgroundWriter, atomic_write, repair_torn_line
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.runs import run_summary
 
 CONFIG = "name: x\n"
 
@@ -223,13 +221,6 @@ def test_unreadable_trajectories_are_named(run: RunDirectory) -> None:
     run.trajectory_file(4).write_bytes(b"not compressed")
     with pytest.raises(WorldError, match=r"cannot read the trajectories .*00000004"):
         list(run.read_trajectories(4))
-    (run.trajectories / "00000005.jsonl.zst").touch()
-    earlier = "an earlier version of agentrl stored the trajectories of steps 5 to 5 as JSON"
-    with pytest.raises(SettingsError, match=earlier):
-        run.require_trajectories(5)
-    with pytest.raises(SettingsError, match=earlier):
-        list(Run(run.path).trajectories())
-    assert earlier in str(run_summary(run)["warnings"])
 
 
 @pytest.mark.parametrize("numbers", [{"token_ids": [1 << 31]}, {"log_probs": [None]}])
@@ -266,13 +257,10 @@ def test_truncation_keeps_as_many_rows_as_a_checkpoint_knew_and_trajectories_up_
         run.append_metrics(row)
     for step in (1, 2, 3, 10):
         run.write_trajectories(step, [{"step": step}])
-    for step in (2, 3):  # by an earlier version
-        (run.trajectories / f"{step:08d}.jsonl.zst").touch()
     before = run.metrics_file.read_bytes().splitlines(keepends=True)
     run.truncate_after(2, rows=3)  # the evaluation at step 2 was played after the checkpoint
     assert run.metrics_file.read_bytes() == b"".join(before[:3])
     assert run.steps_with_trajectories() == [1, 2]
-    assert [path.name for path in run.trajectories.glob("*.zst")] == ["00000002.jsonl.zst"]
     run.truncate_after(2, rows=3)
     assert list(run.metrics()) == rows[:3]
 
