@@ -157,27 +157,31 @@ def table(measured: dict[str, dict[str, list[dict[str, float]]]], baseline: str 
 
 
 def _noise_and_scale(measured: dict[str, list[dict[str, float]]], baseline: str) -> dict[str, str]:
-    """Return ``noise [interval]; scale [interval]`` by arm."""
-    arms = {name: {key: np.array([item[key] for item in rows]) for key in rows[0]} for name, rows in measured.items()}
-    draws = np.random.default_rng(0).integers(len(measured[baseline]), size=(4000, len(measured[baseline])))
-    everything = np.arange(len(measured[baseline]))[None]
+    """Return ``noise [interval]; scale [interval]`` by arm, ``-`` for a number whose denominator may be 0 or less."""
+    count = len(measured[baseline])
+    draws = np.random.default_rng(0).integers(count, size=(4000, count))
+    chosen = np.concatenate([np.arange(count)[None], draws])  # all batches, then bootstrapped ones
+    arms = {
+        name: {key: np.array([item[key] for item in rows])[chosen].sum(1) for key in rows[0]}
+        for name, rows in measured.items()
+    }
+    noise = {
+        name: np.array([item["variance"] * item["tokens"] for item in rows])[chosen].sum(1)
+        / np.square(arms[name]["along"])
+        for name, rows in measured.items()
+    }
 
-    def noise_and_scale(arm: dict[str, np.ndarray], chosen: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        scale = arm["along"][chosen].sum(1) / arm["true"][chosen].sum(1)
-        return (arm["variance"] * arm["tokens"])[chosen].sum(1) / scale**2, scale
-
-    def shown(values: np.ndarray, drawn: np.ndarray) -> str:
-        low, high = np.percentile(drawn, [2.5, 97.5])
+    def shown(values: np.ndarray, *denominators: np.ndarray) -> str:
+        if any(np.percentile(denominator, 2.5) <= 0 for denominator in denominators):
+            return "-"
+        low, high = np.percentile(values[1:], [2.5, 97.5])
         return f"{values[0]:.2f} [{low:.2f}, {high:.2f}]"
 
+    base = arms[baseline]
     cells = {}
     for name, arm in arms.items():
-        parts = []
-        for chosen in (everything, draws):
-            noise, scale = noise_and_scale(arm, chosen)
-            parts.append((noise / noise_and_scale(arms[baseline], chosen)[0], scale))
-        (ratio, scale), (ratios, scales) = parts
-        cells[name] = f"{shown(ratio, ratios)}; {shown(scale, scales)}"
+        scale = shown(arm["along"] / arm["true"], arm["true"])
+        cells[name] = f"{shown(noise[name] / noise[baseline], arm['along'], base['along'])}; {scale}"
     return cells
 
 
