@@ -81,6 +81,7 @@ class MicroBatch:
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
     support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
+    sources: tuple[str, ...] = ()  # [B] source of each trajectory's problem
     teacher_row: PackedRow | None = None  # the same responses after the prompts that a teacher reads
 
     @classmethod
@@ -144,6 +145,7 @@ class MicroBatch:
             support_ids=flat_array([segment.support_ids for segment in sampled], "i") if restricted else None,
             support_sizes=flat_array(sizes, "i").astype(np.int64) if restricted else None,
             counted=counted,
+            sources=tuple(item.problem.source for item in items),
             teacher_row=teacher_row,
         )
 
@@ -223,6 +225,7 @@ class Batch:
     greedy_returns: Tensor | None  # [B] float32
     support: Support | None  # of the model tokens
     counted: bool  # as in `MicroBatch`
+    sources: tuple[str, ...] = ()  # as in `MicroBatch`
     teacher_row: PackedRow | None = None  # as in `MicroBatch`
     statistics: TokenStatistics | None = None  # each [B, T], 0 off model tokens, by the weights before the updates
     reference_log_probs: Tensor | None = None  # [B, T]
@@ -286,6 +289,7 @@ class Batch:
             if micro.support_ids is None or micro.support_sizes is None
             else Support(ids=to_device(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
             counted=micro.counted,
+            sources=micro.sources,
             teacher_row=None if micro.teacher_row is None else micro.teacher_row.pad_to_multiple(multiple).to(device),
         )
 

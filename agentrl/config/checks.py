@@ -74,14 +74,14 @@ def _objective_contradictions(settings: Settings) -> Iterator[str]:
             "the penalty cannot begin below 0 tokens"
         )
     teacher, shared = settings.teacher, settings.training.sequence_parallel
-    for key in ("hint", "url"):
-        if getattr(teacher, key) is not None and teacher.over_vocabulary and shared > 1:
+    for key in ("hint", "url", "by_source"):
+        if getattr(teacher, key) and teacher.over_vocabulary and shared > 1:
             yield (
                 f"teacher.{key} with training.sequence_parallel={shared}: a rank would hold different tokens "
                 "of the teacher and of the policy; set teacher.objective=sampled or training.sequence_parallel=1"
             )
-    if teacher.url is not None:
-        if teacher.path is None or teacher.hint is not None:
+    if teacher.url is not None or any(one.url is not None for one in teacher.by_source.values()):
+        if (teacher.url is not None and teacher.path is None) or teacher.hint is not None:
             yield "teacher.url needs teacher.path, the name under which the server serves the teacher, and no hint"
         if (teacher.temperature or rollout.temperature) != 1 or rollout.restricts_sampling:
             yield (

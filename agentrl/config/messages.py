@@ -184,6 +184,8 @@ def _child_node(root: _SchemaNode, node: _SchemaNode, part: str) -> _SchemaNode 
     for option in _alternatives(root, node):
         if part.isdigit() and isinstance(option.get("items"), dict):
             return option["items"]
+        if isinstance(option.get("additionalProperties"), dict):
+            return option["additionalProperties"]
     return None
 
 
@@ -194,6 +196,8 @@ def _walk_keys(root: _SchemaNode, node: _SchemaNode, path: str) -> Iterable[str]
         for option in _alternatives(root, child):
             if isinstance(option.get("items"), dict):
                 below += _walk_keys(root, option["items"], f"{here}.0")
+            if isinstance(option.get("additionalProperties"), dict):
+                below += _walk_keys(root, option["additionalProperties"], f"{here}.*")
         yield here
         yield from below
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 import yaml
@@ -124,11 +125,11 @@ _MAY_CHANGE = """
     training.steps training.micro_batch_tokens training.head_backend training.threads
     training.worker_timeout training.collective_deadline training.sequence_parallel
     training.num_processes training.zero_stage training.persistence_threshold training.offload
-    teacher.url cluster. checkpoint. evaluation. telemetry.
+    teacher.url teacher.by_source.*.url cluster. checkpoint. evaluation. telemetry.
 """
 RESUME_MAY_CHANGE = tuple(_MAY_CHANGE.split())
-"""Keys that a resumed run may change; a final dot stands for all keys of a section. They affect duration, location and
-resources of a run, but not the problems, the sampling distribution or the gradient."""
+"""Keys that a resumed run may change; a final dot stands for all keys of a section, and * for any part of a key. They
+affect duration, location and resources of a run, but not the problems, the sampling distribution or the gradient."""
 
 
 def dump_yaml(settings: Settings) -> str:
@@ -150,4 +151,4 @@ def resume_conflicts(old: Settings, new: Settings) -> list[str]:
 
 def may_change_on_resume(key: str) -> bool:
     """Return True if a resumed run may change the dotted ``key``."""
-    return any(key == allowed or (allowed.endswith(".") and key.startswith(allowed)) for allowed in RESUME_MAY_CHANGE)
+    return any(fnmatchcase(key, allowed + "*" * allowed.endswith(".")) for allowed in RESUME_MAY_CHANGE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, overload
 
@@ -108,6 +109,30 @@ class TopTokens:
         )
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeadsByToken:
+    """Several frozen policies, each for some of the tokens."""
+
+    parts: Sequence[tuple[Tensor, FrozenHead | TopTokens]]  # with the indices of the policy's tokens
+
+    def divergence(
+        self,
+        head: FusedHead,
+        hidden: Tensor,
+        targets: Tensor,
+        log_probs: Tensor,
+        temperature: float,
+        support: Support | None,
+    ) -> Tensor:
+        """Like :meth:`FrozenHead.divergence`, from the frozen policy of each token."""
+        result = torch.zeros_like(log_probs)
+        for own, part in self.parts:
+            sets = None if support is None else support.select(own)
+            values = part.divergence(head, hidden[own], targets[own], log_probs[own], temperature, sets)
+            result = result.index_copy(0, own, values)
+        return result
+
+
 class FusedHead(nn.Linear):
     """A language-model head that returns :class:`TokenStatistics` if called with targets, otherwise its output.
 
@@ -142,7 +167,7 @@ class FusedHead(nn.Linear):
         targets: Tensor,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | TopTokens | None = None,
+        teacher: FrozenHead | TopTokens | HeadsByToken | None = None,
         support: Support | None = None,
     ) -> TokenStatistics: ...
     def forward(
@@ -151,7 +176,7 @@ class FusedHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | TopTokens | None = None,
+        teacher: FrozenHead | TopTokens | HeadsByToken | None = None,
         support: Support | None = None,
     ) -> Tensor | TokenStatistics:
         """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
@@ -238,7 +263,7 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | TopTokens | None = None,
+        teacher: FrozenHead | TopTokens | HeadsByToken | None = None,
         support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.

@@ -248,8 +248,7 @@ def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -
     facts = engine_facts(rollout)
     bfloat16, on_gpus = model.dtype == "bfloat16", torch.cuda.is_available() or bool(facts.servers)
     fastest = "triton" if on_gpus else "chunked"
-    other = model.model_copy(update={"path": teacher.path or model.path})
-    loads_teacher = teacher.active and teacher.url is None and not (model.lora.rank and other.path == model.path)
+    teachers = {path or model.path for path in teacher.local_paths} - ({model.path} if model.lora.rank else set())
     setup = TrainingSetup(
         ranks=training.num_processes,
         stage=training.effective_zero_stage(bfloat16=bfloat16),
@@ -263,7 +262,7 @@ def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -
         head_backend=fastest if training.head_backend == "auto" else training.head_backend,
         device="cuda" if on_gpus else "cpu",
         reference=settings.kl.coefficient > 0,
-        teacher=read_shape(other).parameters if loads_teacher else 0,
+        teacher=sum(read_shape(model.model_copy(update={"path": path})).parameters for path in teachers),
         critic=critic,
     )
     # The transformers engine's cache, limited to all concurrent trajectories at maximum length.

@@ -183,7 +183,7 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
     if settings.is_generated:
         return _load_generated(settings, seed)
     path = expand_path(settings.path)
-    name = _source_name(settings, path)
+    name = source_name(settings)
     problems, rows, unanswered = _distinct_problems(settings, path, name, answered)
     if not rows:
         raise EmptyProblemsError(f"{settings.path}: the file contains no problems")
@@ -217,7 +217,7 @@ def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, 
     The problem is None for rows that ``skip_unanswered`` leaves out.
     """
     path = expand_path(settings.path)
-    return _read_problems(settings, path, _source_name(settings, path), answered=True)
+    return _read_problems(settings, path, source_name(settings), answered=True)
 
 
 def fixed_evaluation_problems(source: ProblemSource, count: int) -> list[Problem]:
@@ -269,7 +269,11 @@ def _make_generator(settings: ProblemSourceSettings, seed: int) -> ProblemSource
     return made_by(split=settings.split, seed=seed, families=settings.families)
 
 
-def _source_name(settings: ProblemSourceSettings, path: str) -> str:
+def source_name(settings: ProblemSourceSettings) -> str:
+    """Return ``Problem.source`` of the problems of a source, without reading files."""
+    if settings.is_generated:
+        return _make_generator(settings, 0).problem(0).source
+    path = expand_path(settings.path)
     stem = Path(path).stem if _is_file(path) else path.rstrip("/")
     parts = [stem, settings.subset, None if settings.split == DEFAULT_SPLIT else settings.split]
     parts.append(None if settings.part == "all" else settings.part)

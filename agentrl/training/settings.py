@@ -145,6 +145,13 @@ class KLSettings(_Settings):
         return self
 
 
+class SourceTeacherSettings(_Settings):
+    """Teacher of the problems of one source."""
+
+    path: str
+    url: str | None = None
+
+
 class TeacherSettings(_Settings):
     """On-policy distillation: the policy learns from a frozen teacher on the tokens that the policy samples."""
 
@@ -156,6 +163,9 @@ class TeacherSettings(_Settings):
     url: str | None = None
     """base URL of a server that scores token ids and serves the teacher as path, such as http://HOST:8000/v1 of vLLM;
     null: the teacher is loaded on the training ranks"""
+    by_source: dict[str, SourceTeacherSettings] = {}
+    """path and url of the teachers of problem sources, such as {code: {path: TEACHER}}; a source is named after its
+    file, data set or generator. path is the teacher of all other sources"""
     top_tokens: int = Field(20, ge=1)
     """with url: number of most likely tokens per position that exact objectives distinguish; all other tokens count as
     one. vLLM limits the number by --max-logprobs (20)"""
@@ -191,12 +201,23 @@ class TeacherSettings(_Settings):
     @property
     def active(self) -> bool:
         """True if there is a teacher."""
-        return self.path is not None or self.hint is not None
+        return bool(self.teachers)
 
     @property
-    def local_path(self) -> str | None:
-        """``path`` if the teacher is loaded on the training ranks."""
-        return self.path if self.url is None else None
+    def teachers(self) -> dict[str | None, TeacherSettings]:
+        """The settings of the teacher of each source, without ``by_source``. None: the teacher of all other sources."""
+        teachers: dict[str | None, TeacherSettings] = {
+            source: self.model_copy(update={"path": one.path, "url": one.url, "by_source": {}})
+            for source, one in self.by_source.items()
+        }
+        if self.path is not None or self.hint is not None:
+            teachers[None] = self.model_copy(update={"by_source": {}})
+        return teachers
+
+    @property
+    def local_paths(self) -> set[str | None]:
+        """The models that are loaded on the training ranks. None: the initial policy."""
+        return {one.path for one in self.teachers.values() if one.url is None}
 
     @property
     def over_vocabulary(self) -> bool:

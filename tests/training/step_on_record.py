@@ -37,7 +37,7 @@ from agentrl.training.settings import (
 from agentrl.training.step.batching import plan_step
 from agentrl.training.step.diagnostics import FidelityError, TokenRecorder, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings
-from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy
+from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource
 from agentrl.training.step.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory, with_path_weights
 from agentrl.weights.sources import full_parameters
@@ -129,6 +129,7 @@ CASES = {
         zero_stage=3, kl={"coefficient": 0.1, "placement": "reward", "controller": "adaptive", "horizon": 100}
     ),
     "teacher": Case(zero_stage=3, teacher={"objective": "jsd", "temperature": 1.1}, algorithm={"estimator": "none"}),
+    "teachers": Case(zero_stage=3, teacher={"by_source": {"even": {"path": "a"}}}, algorithm={"estimator": "none"}),
     "teacher_sampled": Case(
         zero_stage=0,
         learning_rate=0.5,
@@ -292,7 +293,7 @@ def _tree(draw: random.Random, root: Trajectory) -> tuple[Trajectory, ...]:
 
 
 def _problem(index: int) -> Problem:
-    return Problem(id=f"recorded-{index}", statement="?", answer="1", source="record")
+    return Problem(id=f"recorded-{index}", statement="?", answer="1", source="odd" if index % 2 else "even")
 
 
 def _trajectory(draw: random.Random, group: int, sample: int, prompt: tuple[int, ...]) -> Trajectory:
@@ -464,15 +465,19 @@ def trainer_of(
     )
 
 
-def teacher_of(case: Case) -> FrozenPolicy:
+def teacher_of(case: Case) -> FrozenPolicy | TeachersBySource:
     settings = case.settings().teacher
-    return frozen_policy(
-        case,
-        scale=0.5,
-        temperature=settings.temperature or 0.8,
-        over_vocabulary=settings.over_vocabulary,
-        beta=settings.resolved_beta,
+    first, other = (
+        frozen_policy(
+            case,
+            scale=scale,
+            temperature=settings.temperature or 0.8,
+            over_vocabulary=settings.over_vocabulary,
+            beta=settings.resolved_beta,
+        )
+        for scale in (0.5, 2.5)
     )
+    return TeachersBySource({"even": other, None: first}) if settings.by_source else first
 
 
 def frozen_policy(case: Case, *, scale: float = 1.5, temperature: float = 0.8, **options: Any) -> FrozenPolicy:

@@ -170,6 +170,7 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
         "kl_full_reward",
         "kl_reward",
         "teacher",
+        "teachers",
         "teacher_sampled",
         "token_weights",
         "weighted_remax",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -17,8 +18,9 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError, WorldError
 from agentrl.models.policy import PolicyModel
 from agentrl.rollout.engines.replica import InvalidResponseError
+from agentrl.training.run.preflight import check_teachers
 from agentrl.training.settings import TeacherSettings
-from agentrl.training.step.reference_and_critic import FrozenPolicy
+from agentrl.training.step.reference_and_critic import FrozenPolicy, TeachersBySource
 from agentrl.training.step.served_teacher import ServedTeacher, read_scores
 from agentrl.trajectory import Segment, Trajectory
 
@@ -120,6 +122,49 @@ def test_a_server_gives_the_divergence_of_a_local_teacher(server: TeacherServer,
         torch.testing.assert_close(there, here, rtol=1e-4, atol=2e-5)
     assert bool((found[2][1] < found[0][1]).all())  # smaller, because all but twenty tokens count as one
     assert {request["model"] for request in server.requests} == {"teacher"}
+
+
+@pytest.mark.parametrize("objective", ["jsd", "sampled"])
+def test_each_source_is_scored_by_its_teacher(server: TeacherServer, objective: Any) -> None:
+    """One of them on a server, which receives only its trajectory. The token 5 is refused for the other teacher."""
+    settings = TeacherSettings(objective=objective)
+    other = replace(ROWS[1], problem=replace(ROWS[1].problem, source="code"))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories([ROWS[0], other]))
+    options = {"temperature": 1.0, "over_vocabulary": settings.over_vocabulary, "beta": settings.resolved_beta}
+    away = served(server, objective=objective, top_tokens=264)
+    coder = frozen_policy(tiny_model(seed=2), refused_ids={5: "id differs"}, **options)
+    by_source = TeachersBySource({"code": coder, None: away})
+    log_probs, head = by_source.score_batch(batch)
+    assert [tuple(request["prompt"]) for request in server.requests[1:]] == [ROWS[0].prompt_ids + ROWS[0].response_ids]
+    policy = PolicyModel(tiny_model(seed=1))
+    statistics, _ = policy(batch.row, batch.rows, batch.columns, teacher=head)
+    for number, seed in enumerate((0, 2)):
+        alone, own_head = frozen_policy(tiny_model(seed=seed), **options).score_batch(batch)
+        torch.testing.assert_close(log_probs[number], alone[number], rtol=1e-4, atol=2e-5)
+        if objective == "sampled":
+            assert head is own_head is None
+            continue
+        expected, _ = policy(batch.row, batch.rows, batch.columns, teacher=own_head)
+        own = batch.rows == number
+        values = [one.teacher_divergence[own] for one in (statistics, expected)]
+        gradients = [torch.autograd.grad(value.sum(), policy.head.weight, retain_graph=True)[0] for value in values]
+        torch.testing.assert_close(values[0], values[1], rtol=1e-4, atol=2e-5)
+        torch.testing.assert_close(gradients[0], gradients[1], rtol=1e-4, atol=2e-5)
+
+
+def test_every_source_needs_a_teacher() -> None:
+    data = ["data.train=[{path: 'builtin:horizon'}, {path: 'code.jsonl'}]"]
+    named = "teacher.by_source.horizon.path=a"
+    for more in ([named], [named, "teacher.by_source.cod.path=b"], ["teacher.path=a", "teacher.by_source.cod.path=b"]):
+        with pytest.raises(SettingsError, match=r"but data\.train has code, horizon: every source needs a teacher"):
+            check_teachers(load_settings(overrides=[*data, *more]))
+    for more in ([], [named, "teacher.path=b"], [named, "teacher.by_source.code.path=b"]):
+        check_teachers(load_settings(overrides=[*data, *more]))
+    with pytest.raises(SettingsError, match=r"unknown key teacher\.by_source\.horizon\.pth"):
+        load_settings(overrides=["teacher.by_source.horizon.pth=a"])
+    shared = [named, "teacher.path=a", "training.num_processes=2", "training.sequence_parallel=2"]
+    with pytest.raises(SettingsError, match=r"teacher\.by_source with training\.sequence_parallel=2"):
+        load_settings(overrides=shared)
 
 
 def test_one_log_probability_suffices_for_the_sampled_form(server: TeacherServer) -> None:

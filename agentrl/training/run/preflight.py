@@ -28,7 +28,7 @@ from agentrl.models.shape import read_shape, shape_from_config
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.plan import dry_run_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
-from agentrl.problems.sources import load_source
+from agentrl.problems.sources import load_source, source_name
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
 from agentrl.rollout.engines.transformers import TOO_LARGE_MESSAGE, needs_vllm
 from agentrl.rollout.environment import (
@@ -80,11 +80,25 @@ def check_inputs(settings: Settings) -> list[str]:
     loaded = [
         load_source(entry, seed=settings.seed, answered=answered) for entry, answered in sources if entry.is_local
     ]
+    check_teachers(settings)
     if not is_agent(settings.env):
         factory = resolve_environment(settings.env)
         for problem in [*first, *(one.source.problem(0) for one in loaded)]:
             factory.problem_columns(problem)
     return [one.report.describe() for one in loaded if one.report is not None]
+
+
+def check_teachers(settings: Settings) -> None:
+    """Raise SettingsError if a source has no teacher although others have one, or if a teacher has no source."""
+    teachers = settings.teacher.teachers
+    sources = {source_name(entry) for entry in settings.data.train}
+    unknown, without = settings.teacher.by_source.keys() - sources, sources - teachers.keys()
+    if unknown or (without and teachers and None not in teachers):
+        raise SettingsError(
+            f"teacher.by_source names the sources {', '.join(settings.teacher.by_source)}, but data.train has "
+            f"{', '.join(sorted(sources))}: every source needs a teacher; teacher.path is the teacher of sources that "
+            "are not named"
+        )
 
 
 def machine_problems(settings: Settings) -> list[str]:
@@ -111,7 +125,7 @@ def _check_model(settings: Settings) -> None:
     if settings.model.lora.rank:
         check_peft_installed()
     longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
-    named = (settings.kl.reference, settings.teacher.local_path, settings.critic.path)
+    named = (settings.kl.reference, *settings.teacher.local_paths, settings.critic.path)
     others = {path for path in named if path is not None}
     for path in (settings.model.path, *sorted(others - {settings.model.path})):
         model = settings.model.model_copy(update={"path": path})

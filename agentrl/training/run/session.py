@@ -50,7 +50,7 @@ from agentrl.training.run.signals import EXIT_INTERRUPTED
 from agentrl.training.step.batching import is_due
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
-from agentrl.training.step.reference_and_critic import open_critic, open_reference, open_teacher, reference_path
+from agentrl.training.step.reference_and_critic import open_critic, open_reference, open_teachers, reference_path
 from agentrl.training.step.trainer import Trainer
 from agentrl.training.worker.local import LocalService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
@@ -172,7 +172,7 @@ class Session:
         if self._reference_path is not None:
             reference = open_reference(self._reference_path, settings, self._engine, start=self._start)
         if settings.teacher.active:
-            teacher = open_teacher(settings, self._engine, start=self._start)
+            teacher = open_teachers(settings, self._engine, start=self._start)
         return Trainer(
             self._engine,
             objective,

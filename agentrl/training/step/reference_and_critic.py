@@ -14,12 +14,12 @@ from agentrl.batch import Batch, scatter_tokens
 from agentrl.errors import SettingsError
 from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.lora import disabled_adapters
-from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
+from agentrl.models.policy import FrozenHead, HeadsByToken, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.models.tokenizer import different_special_tokens, read_tokenizer
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen_forward, read_for_training, read_policy
 from agentrl.training.engine.groups import rank_groups
-from agentrl.training.settings import CriticSettings, KLSettings
+from agentrl.training.settings import CriticSettings, KLSettings, TeacherSettings
 from agentrl.weights.sources import gathered_linear
 
 if TYPE_CHECKING:
@@ -71,15 +71,16 @@ class FrozenPolicy:
         self._refused_ids = refused_ids or {}
 
     @torch.no_grad()
-    def score_batch(self, batch: Batch) -> tuple[Tensor, FrozenHead | None]:
+    def score_batch(self, batch: Batch, chosen: Tensor | None = None) -> tuple[Tensor, FrozenHead | None]:
         """Compute log-probabilities [B, T] of the sampled tokens, 0 off model tokens. Collective under ZeRO-3.
 
         The distributions of both policies are restricted to the batch's support, if there is one.
 
         Also returns the inputs of the divergence over the whole vocabulary, for model tokens in row-major order, or
-        None if it is not enabled. Raises SettingsError if a refused token id occurs.
+        None if it is not enabled. If ``chosen`` [B] is given, both contain only the tokens of these trajectories.
+        Raises SettingsError if a refused token id occurs.
         """
-        refuse_ids(batch, self._refused_ids)
+        refuse_ids(batch, self._refused_ids, chosen)
         row = batch.teacher_row if self._hinted and batch.teacher_row is not None else batch.row
         statistics, hidden = self._forward(
             # A frozen policy selects its own experts.
@@ -91,10 +92,12 @@ class FrozenPolicy:
             support=batch.support,
         )
         log_probs = scatter_tokens(statistics.log_probs, batch.response_mask)
+        if chosen is not None:
+            log_probs = torch.where(chosen[:, None], log_probs, 0.0)
         if self._weight is None or hidden is None:
             return log_probs, None
         return log_probs, FrozenHead(
-            hidden=hidden,
+            hidden=hidden if chosen is None else hidden[chosen[batch.rows]],
             weight=self._weight,
             bias=self._bias,
             logit_map=self._logit_map,
@@ -103,14 +106,41 @@ class FrozenPolicy:
         )
 
 
-def refuse_ids(batch: Batch, refused_ids: Mapping[int, str]) -> None:
+class TeachersBySource:
+    """Several teachers. Each trajectory is scored by the teacher of its problem's source."""
+
+    def __init__(self, by_source: Mapping[str | None, FrozenPolicy | ServedTeacher]) -> None:
+        """``by_source``: the teacher of each source; None: the teacher of all other sources."""
+        self._teachers = [*dict.fromkeys(by_source.values())]
+        self._numbers = {source: self._teachers.index(teacher) for source, teacher in by_source.items()}
+        self.over_vocabulary = self._teachers[0].over_vocabulary
+
+    def score_batch(self, batch: Batch) -> tuple[Tensor, HeadsByToken | None]:
+        """Like :meth:`FrozenPolicy.score_batch`.
+
+        Every local teacher processes every batch, because ranks whose batch lacks a source take part in collectives.
+        """
+        numbers = torch.tensor([self._numbers.get(source, self._numbers.get(None, -1)) for source in batch.sources])
+        log_probs, parts = torch.zeros_like(batch.rollout_log_probs), []
+        for number, teacher in enumerate(self._teachers):
+            chosen = (numbers == number).to(batch.rows.device)
+            own, head = teacher.score_batch(batch, chosen)
+            log_probs = log_probs + own
+            tokens = chosen[batch.rows].nonzero()[:, 0]
+            if head is not None and len(tokens):
+                parts.append((tokens, head))
+        return log_probs, HeadsByToken(parts=parts) if parts else None
+
+
+def refuse_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: Tensor | None = None) -> None:
     """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs in a trajectory."""
     if refused_ids:
-        padding = (batch.row.response_starts + batch.response_lengths).max()  # the last document ends before it
-        ids = batch.row.input_ids[0, :padding]
-        found = ids[torch.isin(ids, torch.tensor([*refused_ids], device=ids.device))].tolist()
-        if found:
-            raise SettingsError(refused_ids[found[0]])
+        for number, length in enumerate(batch.response_lengths.tolist()):
+            if chosen is None or chosen[number]:
+                ids = batch.row.token_ids.cpu()[batch.row.document_positions(number, length)]
+                found = ids[torch.isin(ids, torch.tensor([*refused_ids]))].tolist()
+                if found:
+                    raise SettingsError(refused_ids[found[0]])
 
 
 def reference_path(settings: KLSettings, start: str) -> str | None:
@@ -126,15 +156,28 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
     )
 
 
-def open_teacher(
+def open_teachers(
     settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
+) -> FrozenPolicy | ServedTeacher | TeachersBySource:
+    """Open the teacher of every problem source on this rank, each model once. Raises SettingsError."""
+    opened: dict[tuple[str | None, str | None], FrozenPolicy | ServedTeacher] = {}
+    by_source = settings.teacher.teachers
+    for one in by_source.values():
+        if (one.path, one.url) not in opened:
+            opened[one.path, one.url] = _open_teacher(one, settings, engine, start=start)
+    if by_source.keys() == {None}:
+        return next(iter(opened.values()))
+    return TeachersBySource({source: opened[one.path, one.url] for source, one in by_source.items()})
+
+
+def _open_teacher(
+    teacher: TeacherSettings, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
 ) -> FrozenPolicy | ServedTeacher:
-    """Open the teacher on this rank: ``teacher.path``, by default the initial policy ``start``, or a server.
+    """Open one teacher: ``teacher.path``, by default the initial policy ``start``, or a server.
 
     Raises SettingsError if the model cannot be read, if its vocabulary is smaller than the policy's, or if its
     tokenizer has different ids for ordinary tokens. A special token with a different id is refused when it occurs.
     """
-    teacher = settings.teacher
     path = teacher.path or start
     refused_ids = different_special_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
     vocabulary = engine.module.head.out_features

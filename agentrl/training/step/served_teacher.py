@@ -53,20 +53,27 @@ class ServedTeacher:
         self._vocabulary = math.inf if vocabulary is None else vocabulary
         self._deadline = deadline
 
-    def score_batch(self, batch: Batch) -> tuple[Tensor, TopTokens | None]:
+    def score_batch(self, batch: Batch, chosen: Tensor | None = None) -> tuple[Tensor, TopTokens | None]:
         """Return log-probabilities [B, T] of the sampled tokens, and the most likely tokens for exact objectives.
 
-        Raises WorldError if the server does not score the trajectories within the deadline.
+        If ``chosen`` [B] is given, only these trajectories are scored. Raises WorldError if the server does not score
+        them within the deadline.
         """
-        refuse_ids(batch, self._refused_ids)
+        refuse_ids(batch, self._refused_ids, chosen)
         prompts, ids = batch.prompt_lengths.tolist(), batch.input_ids.tolist()
         lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
+        numbers = [*range(len(ids))] if chosen is None else chosen.nonzero()[:, 0].tolist()
+        if not numbers:
+            return torch.zeros_like(batch.rollout_log_probs), None
         try:
-            scores = asyncio.run(self._score_rows([row[:length] for row, length in zip(ids, lengths, strict=True)]))
+            answers = asyncio.run(self._score_rows([ids[number][: lengths[number]] for number in numbers]))
         except ServerCallError as error:
             raise WorldError(f"the teacher {self._model} at {self._url} does not score trajectories: {error}") from None
+        scores = dict(zip(numbers, answers, strict=True))
         sampled, top_ids, top = [], [], []
         for row, column in zip(batch.rows.tolist(), batch.columns.tolist(), strict=True):
+            if row not in scores:
+                continue
             position = prompts[row] + column
             entry = scores[row][position]
             sampled.append(entry[ids[row][position]])
@@ -75,7 +82,8 @@ class ServedTeacher:
             top_ids.append(best)
             top.append([entry[token] for token in best])
         device = batch.row.token_ids.device
-        log_probs = scatter_tokens(torch.tensor(sampled, device=device), batch.response_mask)
+        mask = batch.response_mask if chosen is None else batch.response_mask & chosen[:, None]
+        log_probs = scatter_tokens(torch.tensor(sampled, device=device), mask)
         if not self._top:
             return log_probs, None
         count = min(map(len, top_ids))

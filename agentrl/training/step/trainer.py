@@ -34,7 +34,7 @@ from agentrl.training.step.diagnostics import (
 from agentrl.training.step.loss_rows import BatchCompleter, effective_sample_size_metrics
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, advantages_known_before_forward
-from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, kl_controller
+from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource, kl_controller
 
 if TYPE_CHECKING:
     from agentrl.training.step.served_teacher import ServedTeacher
@@ -52,7 +52,7 @@ class _Step:
     monitor: HeadExactMonitor | None
     beta: float
     teacher_coefficient: float
-    frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher]
+    frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher | TeachersBySource]
     before_update: Callable[[], None] | None
     recorder: TokenRecorder | None
     norms: list[float] = field(default_factory=list)
@@ -69,7 +69,7 @@ class Trainer:
         temperature: float,
         fidelity_bound: float,
         reference: FrozenPolicy | None = None,
-        teacher: FrozenPolicy | ServedTeacher | None = None,
+        teacher: FrozenPolicy | ServedTeacher | TeachersBySource | None = None,
         critic: Critic | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
@@ -123,7 +123,7 @@ class Trainer:
         policy = self._engine.module
         monitor = HeadExactMonitor(policy, temperature=self._temperature) if plan.head_exact else None
         teacher_coefficient = self._teacher_coefficient(plan.step)
-        frozen: dict[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher] = {}
+        frozen: dict[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher | TeachersBySource] = {}
         if self._reference is not None:
             frozen["reference"] = self._reference
         if self._teacher is not None and teacher_coefficient > 0:
