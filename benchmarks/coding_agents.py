@@ -85,6 +85,15 @@ console.log(text, await streamed.text);
 """
 
 
+# Ends the session, compacts its history, and goes on with what is left of it.
+COMPACTED = (
+    "mktemp() {{ echo /tmp/home; }}; export -f mktemp; mkdir -p /tmp/home; bash /agent/{0}.sh {2} && "
+    "AGENTRL_STATEMENT={1} bash /agent/{0}.sh {2} --continue && "
+    "AGENTRL_STATEMENT='Go on.' bash /agent/{0}.sh {2} --continue"
+)
+DONE = "I wrote it."
+
+
 def call(name: str, **arguments: object) -> str:
     """Return a reply that calls a tool."""
     return f'I go on.<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
@@ -111,17 +120,21 @@ CLAUDE = Client(
         call("Bash", command=ADD_LINE, description="Add a line"),
     ],
 )
+QWEN = Client(
+    command="bash /agent/qwen.sh",
+    calls=[
+        call("write_file", file_path=NOTE, content="one\n"),
+        call("run_shell_command", command=ADD_LINE, is_background=False),
+    ],
+)
 CLIENTS = {
     "mini": Client(calls=[*shell_calls("bash"), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]),
     "claude": CLAUDE,
     "claude_subagent": replace(CLAUDE, delegated=True),
+    "claude_compact": replace(CLAUDE, command=COMPACTED.format("claude", "/compact", "--tools Write,Bash")),
     "codex": Client(calls=shell_calls("exec_command", "cmd")),
-    "qwen": Client(
-        calls=[
-            call("write_file", file_path=NOTE, content="one\n"),
-            call("run_shell_command", command=ADD_LINE, is_background=False),
-        ],
-    ),
+    "qwen": QWEN,
+    "qwen_compact": replace(QWEN, command=COMPACTED.format("qwen", "/compress", "")),
     "opencode": Client(
         calls=[
             call("write", filePath=NOTE, content="one\n"),
@@ -140,9 +153,10 @@ CLIENTS = {
 
 
 class CallingEngine(ScriptedEngine[None]):
-    """Makes the calls in order, by the number of results in the prompt. Answers requests without tools with a title.
+    """Makes the calls in order, by the number of results in the prompt.
 
-    With ``delegated``, the sub-agent makes the calls. Its prompt does not contain the task.
+    Requests without tools ask for a title or a summary. With ``delegated``, the sub-agent makes the calls. Its prompt
+    does not contain the task.
     """
 
     def __init__(self, codec: TextCodec, model: torch.nn.Module, client: Client) -> None:
@@ -162,7 +176,8 @@ class CallingEngine(ScriptedEngine[None]):
         prompt = self._codec.decode(token_ids)
         made = prompt.count("<tool_response>")
         calls = self._calls if self._delegated is None or TASK in prompt else self._delegated
-        text = "A note" if "<tools>" not in prompt else calls[made] if made < len(calls) else "I wrote it."
+        done = made >= len(calls) or DONE in prompt  # in a summary
+        text = DONE if done or "<tools>" not in prompt else calls[made]
         completion = written(self._codec, text, ended=True)
         self.sampled.append((tuple(token_ids), completion.token_ids))
         scores = await asyncio.to_thread(score, self._model, [*token_ids, *completion.token_ids])
@@ -204,7 +219,7 @@ def largest_difference(model: torch.nn.Module, rows: tuple[Trajectory, ...]) -> 
 def write_task(directory: Path, image: str) -> None:
     """Write the task in Harbor's format."""
     files = {
-        "task.toml": "[agent]\ntimeout_sec = 300\n",
+        "task.toml": "[agent]\ntimeout_sec = 900\n",
         "instruction.md": TASK,
         "environment/Dockerfile": f"FROM {image}\nENTRYPOINT []\nWORKDIR /app\n",
         "tests/test.sh": VERIFIER,
