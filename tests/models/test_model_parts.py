@@ -140,7 +140,7 @@ def test_the_divergence_is_between_the_models_own_softmaxes(kind: str, other: st
 @pytest.mark.parametrize("beta", [1.0, 0.0, 0.3])
 @pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "gemma2", "granite", "gpt2"])
 def test_every_divergence_from_a_teacher_has_the_gradient_of_the_full_logits(kind: str, beta: float) -> None:
-    """In float64, except for the norms: in float32, packed and single rows round differently by 2e-6."""
+    """In float64, except for the norms: in float32, plain autograd itself is up to 3e-5 from the exact gradient."""
     model, other = build_tiny(kind).double(), build_tiny(kind, seed=1).double()
     log_p, _ = plain(model)
     p, q = log_p.exp(), plain(other, 1.1)[0].detach().exp()
