@@ -254,17 +254,19 @@ def variance(
     overrides = [*(overrides or []), *([] if model is None else ["coldstart.demonstrations=null"])]
     run_config = None if model is None else run_config_for_model(model)
     settings = _load_settings("variance", overrides, config=config or run_config, options={"model.path": model})
-    from agentrl.lab.rollouts import lab_problems
+    from agentrl.lab.rollouts import load_lab_problems
     from agentrl.lab.run import variance_command
-    from agentrl.lab.settings import lab_settings
+    from agentrl.lab.settings import parse_lab_settings
     from agentrl.rollout.environment import check_environment
     from agentrl.telemetry.console import Console
     from agentrl.training.coldstart.policy import starting_policy
     from agentrl.training.engine.determinism import set_determinism, set_threads
 
     check_environment(settings)  # first, because the environment's module may register an estimator
-    lab = lab_settings(samples=samples, group_sizes=group_sizes, estimators=estimators, baseline=baseline, head=head)
-    lab, drawn = lab_problems(settings, lab, problems)
+    lab = parse_lab_settings(
+        samples=samples, group_sizes=group_sizes, estimators=estimators, baseline=baseline, head=head
+    )
+    lab, drawn = load_lab_problems(settings, lab, problems)
     set_determinism(settings.training)
     set_threads(settings, processes=1)
     policy = starting_policy(settings, Console(settings.telemetry))

@@ -20,7 +20,7 @@ from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import FrozenHead, PolicyModel
 from agentrl.models.settings import ModelSettings
 from agentrl.models.shape import ModelShape, read_shape, shape_from_config
-from agentrl.planning.memory import CONTEXT, TrainingSetup, rank_memory, usable_bytes
+from agentrl.planning.memory import CONTEXT, TrainingSetup, rank_memory, usable_gpu_bytes
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.memory import MicroBatchMemoryError, micro_batch_memory_errors
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -126,7 +126,7 @@ def _setup(tokens: int) -> TrainingSetup:
 def _fitting(name: str, tokens: int) -> ModelShape:
     """The shape of a model with as many of its layers as fit on this GPU."""
     whole = read_shape(ModelSettings(path=name))
-    memory = usable_bytes(torch.cuda.get_device_properties(0).total_memory)
+    memory = usable_gpu_bytes(torch.cuda.get_device_properties(0).total_memory)
     for layers in range(whole.layers, 0, -1):
         config = copy.deepcopy(whole.config)
         text = config.get_text_config()

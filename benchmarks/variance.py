@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from agentrl.lab.report import use_logarithmic_scale
-from agentrl.lab.results import PROBLEMS, SETTINGS, Measured, MeasurementFiles, ProblemLine, measured_problems
+from agentrl.lab.results import PROBLEMS, SETTINGS, MeasuredProblem, MeasurementFiles, ProblemLine, measured_problems
 from agentrl.lab.summary import EstimatorResult, IntervalEstimate, summarize_estimators
 from agentrl.telemetry.files import atomic_write, encode_json_line
 from agentrl.telemetry.plots import add_caption, add_legend_below, line_options, new_figure, style_axes
@@ -79,7 +79,7 @@ def shortened(moments: dict[str, dict[str, list[float | None]]] | None) -> objec
 def print_study(
     name: str,
     played: Sequence[ProblemLine],
-    problems: Sequence[Measured],
+    problems: Sequence[MeasuredProblem],
     lines: Sequence[EstimatorResult],
     baseline: str,
 ) -> None:

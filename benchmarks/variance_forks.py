@@ -26,7 +26,7 @@ from torch import Tensor
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages
 from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.config import load_settings
-from agentrl.lab.rollouts import lab_problems
+from agentrl.lab.rollouts import load_lab_problems
 from agentrl.lab.settings import LabSettings, parse_estimator_choices
 from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.loading import read_model
@@ -201,7 +201,7 @@ def main() -> None:
         return
     laboratory = Laboratory(options, overrides)
     lab = LabSettings(problems=options.batch * options.batches)
-    _, problems = lab_problems(laboratory.settings, lab, None)
+    _, problems = load_lab_problems(laboratory.settings, lab, None)
     measured = asyncio.run(laboratory.measure(problems))
     if options.output:
         options.output.write_text(json.dumps({"options": vars(options), "measured": measured}, default=str) + "\n")

@@ -16,8 +16,8 @@ from typing import Any
 from generated_page import write_or_check  # beside this script
 from pydantic import BaseModel
 
-from agentrl.config.messages import valid_values
-from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, SimpleTIRRun
+from agentrl.config.messages import describe_valid_values
+from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, SimpleTIRRunSettings
 from agentrl.problems.settings import ProblemSourceSettings
 
 TARGET = Path(__file__).parent / "reference" / "configuration.md"
@@ -64,9 +64,11 @@ def _changeable() -> str:
 
 
 def _sections() -> Iterator[str]:
-    plain = {name: field for name, field in SimpleTIRRun.model_fields.items() if not _is_section(field.annotation)}
-    yield _section("Top level", "", SimpleTIRRun, list(plain))
-    for name, field in SimpleTIRRun.model_fields.items():
+    plain = {
+        name: field for name, field in SimpleTIRRunSettings.model_fields.items() if not _is_section(field.annotation)
+    }
+    yield _section("Top level", "", SimpleTIRRunSettings, list(plain))
+    for name, field in SimpleTIRRunSettings.model_fields.items():
         if _is_section(field.annotation):
             yield from _model(name, field.annotation)
     yield from _model("data.train.0", ProblemSourceSettings, title="data.train.N and data.eval.N")
@@ -87,7 +89,7 @@ def _section(title: str, path: str, model: type[BaseModel], names: list[str]) ->
     for name in names:
         key = f"{path}.{name}" if path else name
         field = model.model_fields[name]
-        valid = re.sub(r"(?<=matching )\S+", r"`\g<0>`", valid_values(key, SIMPLETIR))
+        valid = re.sub(r"(?<=matching )\S+", r"`\g<0>`", describe_valid_values(key, SIMPLETIR))
         cells = (f"`{name}`", _default(field), valid, field.description or "")
         lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |")
     return "\n".join(lines) + "\n"

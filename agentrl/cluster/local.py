@@ -39,7 +39,7 @@ def log_file(folder: Path, node: str, role: str, number: int) -> Path:
     return folder / "logs" / f"{node}-{role}-{number}.log"
 
 
-class Tee:
+class TeeProcess:
     """Copies everything written to ``inlet`` to a file (appending) and to a file descriptor of this process.
 
     The program ``tee`` runs as a separate process, so that no output is lost if a writer or this process is killed.
@@ -56,11 +56,11 @@ class Tee:
         finally:
             os.close(outlet)
 
-    def close(self) -> None:
+    def close_inlet(self) -> None:
         """Close this process's end of the pipe. Copying continues while another process has ``inlet`` open."""
         os.close(self.inlet)
 
-    def wait(self, seconds: float) -> None:
+    def wait_for_exit(self, seconds: float) -> None:
         """Wait up to ``seconds`` for ``tee``, which exits once all writers have closed ``inlet``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
@@ -69,13 +69,13 @@ class Tee:
 def tee_output_to_log(log: Path, *, keep_terminal_output: bool) -> None:
     """Copy all further output of this process to a log file. ``keep_terminal_output``: see :class:`ProcessSpec`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    for handle in output_handles(keep_terminal_output=keep_terminal_output):
-        tee = Tee(log, handle)
+    for handle in descriptors_to_log(keep_terminal_output=keep_terminal_output):
+        tee = TeeProcess(log, handle)
         os.dup2(tee.inlet, handle)
-        tee.close()
+        tee.close_inlet()
 
 
-def output_handles(*, keep_terminal_output: bool) -> tuple[int, ...]:
+def descriptors_to_log(*, keep_terminal_output: bool) -> tuple[int, ...]:
     """Return the descriptors to log: standard error and standard output, unless it is a terminal that is kept."""
     return (_ERRORS,) if keep_terminal_output and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
@@ -85,7 +85,7 @@ def _write_to_stdout(text: str) -> None:
     sys.stdout.flush()
 
 
-class LogRelay:
+class LogPrinter:
     """Prints lines as they are appended to log files in a folder shared by all machines."""
 
     def __init__(self, show: Callable[[str], None] = _write_to_stdout) -> None:
@@ -141,7 +141,7 @@ class LocalProcess:
         command = [sys.executable, *spec.arguments]
         if spec.supervised:
             command = [sys.executable, "-m", "agentrl.cluster.supervise", str(os.getpid()), *command]
-        self._tees: list[Tee] = []
+        self._tees: list[TeeProcess] = []
         with contextlib.ExitStack() as opened:
             output, errors = self._output_descriptors(spec, opened)
             self._process = subprocess.Popen(
@@ -165,9 +165,9 @@ class LocalProcess:
             log = opened.enter_context(spec.log.open("ab")).fileno()
             return log, log
         outlets: list[int | None] = [None, None]
-        for handle in output_handles(keep_terminal_output=spec.keep_terminal_output):
-            tee = Tee(spec.log, handle)
-            opened.callback(tee.close)
+        for handle in descriptors_to_log(keep_terminal_output=spec.keep_terminal_output):
+            tee = TeeProcess(spec.log, handle)
+            opened.callback(tee.close_inlet)
             self._tees.append(tee)
             outlets[handle - 1] = tee.inlet
         return outlets[0], outlets[1]
@@ -196,7 +196,7 @@ class LocalProcess:
             self._process.kill()
             self._process.wait()
         for tee in self._tees:
-            tee.wait(_DRAIN_SECONDS)
+            tee.wait_for_exit(_DRAIN_SECONDS)
         self._tees.clear()
 
 

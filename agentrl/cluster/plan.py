@@ -55,7 +55,7 @@ def place_bundles(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode], taken
         taken.setdefault(tightest.address, []).append(bundle)
 
 
-def plan_table(
+def placement_table(
     bundles: Sequence[Bundle],
     nodes: Sequence[ClusterNode],
     *,

@@ -25,7 +25,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from agentrl.cluster.local import LocalProcess, LogRelay
+from agentrl.cluster.local import LocalProcess, LogPrinter
 from agentrl.cluster.plan import UnplaceableError, assign_nodes
 from agentrl.cluster.processes import (
     ALL_GPUS,
@@ -198,7 +198,7 @@ class RayCluster:
         self._hosts: dict[int, RayNode] = {}
         self._numbers = itertools.count()
         self._unreachable: set[str] = set()  # addresses
-        self._relay = LogRelay()
+        self._relay = LogPrinter()
         self._head = _connect(settings)
 
     def nodes(self) -> list[ClusterNode]:

@@ -20,8 +20,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from agentrl.config.checks import Command, check_settings
-from agentrl.config.messages import CONVERTED, REMOVED, RENAMED, format_value, settings_error, unknown_key
-from agentrl.config.overlays import Layer, interpolate, overlay_chain, parse_yaml, short_form_key
+from agentrl.config.messages import CONVERTED, REMOVED, RENAMED, format_value, settings_error, unknown_key_message
+from agentrl.config.overlays import Layer, interpolate_variables, parse_yaml, read_overlay_chain, short_form_key
 from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, Settings, resume_conflicts, settings_model
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, HARBOR, REASONING_GYM, is_generated
@@ -59,7 +59,7 @@ def load_settings(
     files = [
         _migrate_saved_layer(layer) if Path(layer.origin).with_name("metrics.jsonl").is_file() else layer
         for name in named
-        for layer in overlay_chain(name)
+        for layer in read_overlay_chain(name)
     ]
     if env is not None:
         overrides = [f"env={env}", *overrides]
@@ -75,12 +75,12 @@ def load_settings(
     if env.startswith(HARBOR):  # harbor:DIRECTORY and harbor:DIRECTORY:COMMAND train on the tasks in the directory
         path = HARBOR + env.removeprefix(HARBOR).partition(":")[0]
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": path}]}}), *files]
-    model, presets = basics["model"], _preset_origins()
+    model, presets = basics["model"], _embedded_policy_preset_paths()
     # An evaluation has a model or an endpoint, and never uses the embedded policy.
     uses_preset = not resume and command not in ("eval", "check-data", "regrade")
     if uses_preset and isinstance(model, dict) and model.get("path") is None:
         named_origins = {layer.origin for layer in files}
-        files = [*(layer for layer in overlay_chain(PRESET) if layer.origin not in named_origins), *files]
+        files = [*(layer for layer in read_overlay_chain(PRESET) if layer.origin not in named_origins), *files]
     layers = [_without_unsuitable_values(layer, basics) if layer.origin in presets else layer for layer in files]
     layers = _add_heldout_evaluation(layers, presets, top)
     if resume:
@@ -146,7 +146,7 @@ def _replace_overridden_sources(preset: Layer, top: Sequence[Override]) -> Layer
 
 def _resumed_settings(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     """Apply the requested changes to a run's saved settings. Raises SettingsError, which lists forbidden changes."""
-    saved = [_migrate_saved_layer(layer) for layer in overlay_chain(str(run / "config.yaml"))]
+    saved = [_migrate_saved_layer(layer) for layer in read_overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _validate(saved, identity, "train")
     settings = _validate([*saved, *files], [*top, *identity], "train")
@@ -205,9 +205,9 @@ def find_run_to_resume(merged: Mapping[str, object]) -> Path:
     return runs / str(name)
 
 
-def _preset_origins() -> set[str]:
+def _embedded_policy_preset_paths() -> set[str]:
     """Return the paths of the presets for the embedded policy."""
-    return {layer.origin for name in _PRESETS for layer in overlay_chain(name)}
+    return {layer.origin for name in _PRESETS for layer in read_overlay_chain(name)}
 
 
 def _without_unsuitable_values(preset: Layer, requested: Mapping[str, object]) -> Layer:
@@ -297,7 +297,9 @@ def _set_value(merged: dict[str, object], keys: list[str], value: object) -> Non
             index = int(part)
             section[index : index + 1] = [updated(section[index] if index < size else {}, depth + 1)]
         else:
-            raise SettingsError(unknown_key(key, value, str(merged.get("env", SIMPLETIR)), f" ({COMMAND_LINE})"))
+            raise SettingsError(
+                unknown_key_message(key, value, str(merged.get("env", SIMPLETIR)), f" ({COMMAND_LINE})")
+            )
         return section
 
     updated(merged, 0)
@@ -316,11 +318,11 @@ def _command_line_layers(top: Sequence[Override]) -> list[Layer]:
 
 def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
     basics = _layer_selecting_values(below, top)
-    plugins = interpolate(basics["plugins"], path="plugins")
+    plugins = interpolate_variables(basics["plugins"], path="plugins")
     if isinstance(plugins, list) and all(isinstance(name, str) for name in plugins):  # otherwise validation fails below
         load_plugins(plugins)  # first, because other settings may use names that plug-ins register
     env = _check_env(basics["env"])
-    merged = interpolate(_merge_all(env, below, top))
+    merged = interpolate_variables(_merge_all(env, below, top))
     try:
         # Strict JSON validation rejects 8.0, "8" and true as integers, but converts lists to tuples, strings to enums.
         settings = settings_model(env).model_validate_json(json.dumps(merged), strict=True)

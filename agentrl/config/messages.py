@@ -80,7 +80,7 @@ def nearest_key(key: str, env: str) -> str:
     return max(known_keys(env), key=likeness)
 
 
-def valid_values(key: str, env: str) -> str:
+def describe_valid_values(key: str, env: str) -> str:
     """Describe the valid values of the setting ``key`` in words. Raises KeyError for an unknown key."""
     known, node = _follow_path(_schema(env), key.split("."))
     if ".".join(known) != key:
@@ -128,7 +128,7 @@ def _describe_error(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> 
     value = detail["input"] if len(path) == len(known) else merged_value
     suffix = f" ({origin})" if origin else ""
     if detail["type"] == "extra_forbidden":
-        return unknown_key(key, detail["input"], env, suffix)
+        return unknown_key_message(key, detail["input"], env, suffix)
     if missing:
         return f"{key} is missing{suffix} and has no default; valid: {_describe_valid_values(schema, node)}"
     if detail["type"] == "value_error":
@@ -137,7 +137,7 @@ def _describe_error(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> 
     return f"{key}={format_value(value)}{suffix}: expected {_describe_valid_values(schema, node) or detail['msg']}"
 
 
-def unknown_key(key: str, value: object, env: str, suffix: str = "") -> str:
+def unknown_key_message(key: str, value: object, env: str, suffix: str = "") -> str:
     """Return the message for an unknown, renamed or removed key."""
     if key in REMOVED:
         return f"{key} (value {format_value(value)}){suffix} was removed: {REMOVED[key]}; delete it"

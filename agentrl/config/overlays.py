@@ -105,7 +105,7 @@ def find_config(name: str) -> Path:
     raise SettingsError(f"no config file {name!r}{hint} (shipped configs: {', '.join(shipped)})")
 
 
-def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
+def read_overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     """Read the layers of an overlay, ``base`` first. Raises SettingsError for an unreadable or circular file."""
     path = find_config(name).resolve()
     if path in _seen:
@@ -126,15 +126,18 @@ def overlay_chain(name: str, _seen: tuple[Path, ...] = ()) -> list[Layer]:
     bases = [] if base is None else base if isinstance(base, list) else [base]
     if not all(isinstance(name, str) for name in bases):
         raise SettingsError(f"{path}: base={base!r} must be the name of a shipped config, a path, or a list of these")
-    return [*(layer for name in bases for layer in overlay_chain(name, (*_seen, path))), overlay]
+    return [*(layer for name in bases for layer in read_overlay_chain(name, (*_seen, path))), overlay]
 
 
-def interpolate(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> object:
+def interpolate_variables(values: object, environment: Mapping[str, str] = os.environ, path: str = "") -> object:
     """Replace every ``${VARIABLE}`` in strings of ``values``. Raises SettingsError if a variable is not set."""
     if isinstance(values, dict):
-        return {key: interpolate(value, environment, _join_keys(path, key)) for key, value in values.items()}
+        return {key: interpolate_variables(value, environment, _join_keys(path, key)) for key, value in values.items()}
     if isinstance(values, list):
-        return [interpolate(value, environment, _join_keys(path, str(index))) for index, value in enumerate(values)]
+        return [
+            interpolate_variables(value, environment, _join_keys(path, str(index)))
+            for index, value in enumerate(values)
+        ]
     if not isinstance(values, str):
         return values
     for variable in _VARIABLE.findall(values):

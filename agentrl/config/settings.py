@@ -91,19 +91,19 @@ class Settings(BaseModel):
         return Path(self.runs_dir) / str(self.name)
 
 
-class SimpleTIRRun(Settings):
+class SimpleTIRRunSettings(Settings):
     """Settings whose ``environment`` section is validated for SimpleTIR."""
 
     environment: SimpleTIRSettings = SimpleTIRSettings()
 
 
-class ReasoningRun(Settings):
+class ReasoningRunSettings(Settings):
     """Settings whose ``environment`` section is validated for reasoning without tools."""
 
     environment: ReasoningSettings = ReasoningSettings()
 
 
-class OtherRun(Settings):
+class OtherRunSettings(Settings):
     """Settings whose ``environment`` section accepts any options."""
 
     environment: EnvironmentOptions = EnvironmentOptions()
@@ -111,8 +111,8 @@ class OtherRun(Settings):
 
 def settings_model(env: str) -> type[Settings]:
     """Return the model that validates a run in the environment ``env``."""
-    models: dict[str, type[Settings]] = {SIMPLETIR: SimpleTIRRun, REASONING: ReasoningRun}
-    return models.get(env, OtherRun)
+    models: dict[str, type[Settings]] = {SIMPLETIR: SimpleTIRRunSettings, REASONING: ReasoningRunSettings}
+    return models.get(env, OtherRunSettings)
 
 
 _MAY_CHANGE = """

@@ -21,7 +21,7 @@ from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
 from agentrl.problems.rows import ProblemFieldError, ProblemLoadError
 from agentrl.problems.sampler import digest_of_columns
 from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
-from agentrl.problems.sources import fixed_evaluation_problems, load_source, read_with_locations
+from agentrl.problems.sources import fixed_evaluation_problems, load_source, read_problems_with_locations
 from agentrl.rollout.gateway.settings import is_agent
 from agentrl.rollout.settings import compares_answers
 from agentrl.telemetry.console import Console
@@ -116,7 +116,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
     settings = _file_source(name) if benchmark is None else _benchmark_source(benchmark, data_dir)
     problems, locations, unanswered = [], [], []
     try:
-        for location, problem in read_with_locations(settings):
+        for location, problem in read_problems_with_locations(settings):
             if problem is None or problem.answer is None:
                 unanswered.append(f"{location}: the problem has no answer")
             else:

@@ -41,7 +41,7 @@ SCORE_BYTES = 2 << 30
 
 
 @dataclass(frozen=True, kw_only=True)
-class GroupProducts:
+class GroupGradientProducts:
     """Inner products (float64) of the gradients g_m of M disjoint groups of a problem with S trajectories."""
 
     with_scores: Tensor  # [M, S] <g_m, s_i>
@@ -61,7 +61,7 @@ class GroupProducts:
         return float(self.sum_squared - self.squared.sum()) / (count * (count - 1))
 
 
-class Gradients:
+class TrajectoryGradients:
     """Gradients [P] of one problem's trajectories. The policy must not change during the lifetime of this object."""
 
     def __init__(self, policy: PolicyModel, sample: ProblemSample, *, temperature: float) -> None:
@@ -91,12 +91,12 @@ class Gradients:
             score.copy_(self._backward(row.unsqueeze(0), [torch.ones(1, width)])[0])
         self.gram = (self._scores @ self._scores.T).double()[self._distinct_index][:, self._distinct_index]  # [S, S]
 
-    def group_products(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupProducts]:
+    def group_products(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupGradientProducts]:
         """Compute inner products for each A [M, N, T] in ``advantages``, over the groups ``rows`` [M, N].
 
         The gradient of a group is (1/N) sum_i sum_t A_it rho_it grad ln p_it.
         """
-        sums = [_RunningProducts(self.gram) for _ in advantages]
+        sums = [_ProductAccumulator(self.gram) for _ in advantages]
         for group, chosen in enumerate(rows):
             mask = self._sample.batch.response_mask[chosen]
             left: dict[int, Tensor] = {}
@@ -107,10 +107,10 @@ class Gradients:
                 else:
                     sums[index].add_scores(chosen, constant.double() / len(chosen))
             for indices, gradient in self._token_gradients(chosen, left, mask):
-                products = self._with_scores(gradient), gradient.square().sum().double()
+                products = self._products_with_scores(gradient), gradient.square().sum().double()
                 for index in indices:
                     sums[index].add(gradient, *products)
-        return [item.result(self._with_scores) for item in sums]
+        return [item.result(self._products_with_scores) for item in sums]
 
     def hidden_states(self, rows: Tensor) -> Tensor:
         """Compute the hidden states [n, D] of the model tokens of ``rows``, in row-major order."""
@@ -119,7 +119,7 @@ class Gradients:
         assert states is not None  # because of keep_hidden
         return states
 
-    def _with_scores(self, gradient: Tensor) -> Tensor:
+    def _products_with_scores(self, gradient: Tensor) -> Tensor:
         """Compute the inner products <g, s_i> [S] of a gradient and all scores."""
         return (self._scores @ gradient).double()[self._distinct_index]
 
@@ -162,12 +162,12 @@ class Gradients:
         return results
 
 
-class _RunningProducts:
+class _ProductAccumulator:
     """Accumulator of products. Gradients of groups are added as vectors or as coefficients of scores."""
 
     def __init__(self, gram: Tensor) -> None:
         self._gram = gram
-        self._with_scores: list[Tensor] = []
+        self._products_with_scores: list[Tensor] = []
         self._squared: list[Tensor] = []
         self._coefficients = torch.zeros(len(gram), dtype=torch.float64)
         self._vector: Tensor | None = None
@@ -176,21 +176,21 @@ class _RunningProducts:
         vector = torch.zeros_like(self._coefficients)
         vector[rows] = coefficients
         self._coefficients += vector
-        self._with_scores.append(self._gram @ vector)
-        self._squared.append(vector @ self._with_scores[-1])
+        self._products_with_scores.append(self._gram @ vector)
+        self._squared.append(vector @ self._products_with_scores[-1])
 
     def add(self, gradient: Tensor, with_scores: Tensor, squared: Tensor) -> None:
         self._vector = gradient.clone() if self._vector is None else self._vector.add_(gradient)
-        self._with_scores.append(with_scores)
+        self._products_with_scores.append(with_scores)
         self._squared.append(squared)
 
-    def result(self, with_scores: Callable[[Tensor], Tensor]) -> GroupProducts:
+    def result(self, with_scores: Callable[[Tensor], Tensor]) -> GroupGradientProducts:
         total = self._coefficients @ self._gram @ self._coefficients
         if self._vector is not None:
             total = total + 2 * (self._coefficients @ with_scores(self._vector))
             total = total + self._vector.square().sum().double()
-        return GroupProducts(
-            with_scores=torch.stack(self._with_scores), squared=torch.stack(self._squared), sum_squared=total
+        return GroupGradientProducts(
+            with_scores=torch.stack(self._products_with_scores), squared=torch.stack(self._squared), sum_squared=total
         )
 
 
@@ -253,7 +253,9 @@ class TrueGradient:
         more precise value for leave-one-out, so its error on these groups corrects the errors of the estimators.
         """
         same = torch.stack([leave_one_out_coefficients(self._returns, group) for group in rows]) @ self._gram  # [M, S]
-        outside = torch.stack([leave_one_out_coefficients(self._returns, self._others(group)) for group in rows])
+        outside = torch.stack(
+            [leave_one_out_coefficients(self._returns, self._trajectories_not_in(group)) for group in rows]
+        )
         return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
     def projection_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -275,11 +277,11 @@ class TrueGradient:
 
     def _product(self, first: Tensor, second: Tensor, without: Tensor) -> Tensor:
         """Estimate <a, g*> <b, g*> [E] from <a, s_i> and <b, s_i> [E, S], using no trajectory in ``without``."""
-        outside = self._others(without)
+        outside = self._trajectories_not_in(without)
         products = first[:, outside, None] * second[:, None, outside]
         return covariance_product(self._returns[outside], products)
 
-    def _others(self, rows: Tensor) -> Tensor:
+    def _trajectories_not_in(self, rows: Tensor) -> Tensor:
         """Return the indices of the trajectories that are not in ``rows``."""
         kept = torch.ones(len(self._returns), dtype=torch.bool)
         kept[rows] = False
@@ -335,7 +337,7 @@ def measure_problems(
     for index, (sample, number) in enumerate(zip(samples, numbers, strict=True)):
         if number in skip:
             continue
-        gradients = Gradients(policy, sample, temperature=temperature)
+        gradients = TrajectoryGradients(policy, sample, temperature=temperature)
         truth = TrueGradient(sample.returns, gradients.gram)
         hidden = (
             gradients.hidden_states(torch.arange(sample.size)).split(sample.lengths.tolist()) if settings.head else None
@@ -357,7 +359,7 @@ def _moments_of_groups(
     truth: TrueGradient,
     rows: Tensor,
     advantages: Sequence[Tensor],
-    products: Sequence[GroupProducts],
+    products: Sequence[GroupGradientProducts],
     heads: Sequence[float | None],
 ) -> Iterator[GradientMoments]:
     """Yield the moments of each estimator from one division into groups ``rows`` [M, N]."""

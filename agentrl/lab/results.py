@@ -40,14 +40,14 @@ MEASURED = "measured"
 
 
 @dataclass(frozen=True, kw_only=True)
-class Measured:
+class MeasuredProblem:
     """Moments of one problem, read from a file."""
 
     line: ProblemLine
     moments: ProblemMoments
 
 
-def problem_line(group: Group, outcome: str, moments: ProblemMoments | None) -> ProblemLine:
+def make_problem_line(group: Group, outcome: str, moments: ProblemMoments | None) -> ProblemLine:
     """Build the line of one problem. Numbers are rounded to six significant digits."""
     count = max(1, len(group.trajectories))
 
@@ -83,7 +83,7 @@ class MeasurementFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    def open(self, settings: Mapping[str, object]) -> list[ProblemLine]:
+    def start_or_continue(self, settings: Mapping[str, object]) -> list[ProblemLine]:
         """Start or continue a measurement. Returns the stored lines, after removing an incomplete last line.
 
         Raises SettingsError if the stored measurement has different ``settings``.
@@ -119,12 +119,12 @@ class MeasurementFiles:
             lines: list[ProblemLine] = [json.loads(text) for text in path.read_text(encoding="utf-8").splitlines()]
         return sorted(lines, key=lambda line: line["number"])
 
-    def add(self, line: ProblemLine) -> None:
+    def append(self, line: ProblemLine) -> None:
         """Append one problem's line, and flush it to disk before returning."""
         append_line(self.folder / PROBLEMS, encode_json_line(line))
 
 
-def measured_problems(lines: Sequence[ProblemLine]) -> list[Measured]:
+def measured_problems(lines: Sequence[ProblemLine]) -> list[MeasuredProblem]:
     """Return the measured problems with their moments."""
     measured = []
     for line in lines:
@@ -136,7 +136,7 @@ def measured_problems(lines: Sequence[ProblemLine]) -> list[Measured]:
                 }
                 for size, by_label in line["moments"].items()
             }
-            measured.append(Measured(line=line, moments=moments))
+            measured.append(MeasuredProblem(line=line, moments=moments))
     return measured
 
 

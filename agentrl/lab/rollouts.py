@@ -40,7 +40,9 @@ _USABLE = FilterRules(void_turns="exclude", truncated="train", accuracy_range=No
 _PROBLEM_MARGIN = 8
 
 
-def lab_problems(settings: LabSections, lab: LabSettings, selection: str | None) -> tuple[LabSettings, list[Problem]]:
+def load_lab_problems(
+    settings: LabSections, lab: LabSettings, selection: str | None
+) -> tuple[LabSettings, list[Problem]]:
     """Load the problems selected by ``--problems``. Returns the updated settings and the problems in sampling order.
 
     ``selection`` is a number of problems from data.train (default: the setting) or a file, whose problems are all used.

@@ -11,7 +11,7 @@ from agentrl.errors import SettingsError
 from agentrl.kernels import Backend
 from agentrl.lab.measure import measure_problems
 from agentrl.lab.report import report_results
-from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, problem_line
+from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, make_problem_line
 from agentrl.lab.rollouts import GroupSampler, UsableGroup
 from agentrl.lab.sample import ProblemSample, reason_unusable, score_group
 from agentrl.lab.settings import LabSettings
@@ -54,7 +54,7 @@ def variance_command(
     console = Console(settings.telemetry)
     measurement = _PolicyPair(settings, lab, model, behaviour, head_backend)
     results = MeasurementFiles(output)
-    lines = results.open(measurement.conditions)
+    lines = results.start_or_continue(measurement.conditions)
     done = {line["number"] for line in lines}
     kept = sum(line["outcome"] == MEASURED for line in lines)
     if lines:
@@ -71,7 +71,7 @@ def variance_command(
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
             for line in measurement.lines(sampler.sample_until_usable(batch), done):
-                results.add(line)
+                results.append(line)
                 kept += line["outcome"] == MEASURED
                 progress.update(min(kept, lab.problems), {})
                 if kept >= lab.problems:
@@ -104,7 +104,7 @@ class _PolicyPair:
             "behaviour": behaviour,
             "behaviour_weights": behaviour and model_fingerprint(self._sampling.state_dict().items()),
             "correction": self._correction,
-            **_conditions(settings, lab),
+            **_measurement_conditions(settings, lab),
         }
         attention = choose_attention_backend(settings.model, causal_lm.config)
         self._policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
@@ -142,17 +142,17 @@ class _PolicyPair:
                     )
                 )
             elif item.group.index not in done:
-                yield problem_line(item.group, reason or "no greedy rollout", None)
+                yield make_problem_line(item.group, reason or "no greedy rollout", None)
         if not groups:
             return
         numbers = [group.index for group in groups]
         for index, moments in measure_problems(
             self._policy, samples, numbers, self._lab, temperature=temperature, seed=self._settings.seed, skip=done
         ):
-            yield problem_line(groups[index], MEASURED, moments)
+            yield make_problem_line(groups[index], MEASURED, moments)
 
 
-def _conditions(settings: LabSections, lab: LabSettings) -> dict[str, object]:
+def _measurement_conditions(settings: LabSections, lab: LabSettings) -> dict[str, object]:
     """Collect everything except the policies that affects a measurement and must match when it is continued."""
     rollout = settings.rollout
     return {

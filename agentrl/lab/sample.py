@@ -79,7 +79,7 @@ def score_group(
     unique = Batch.from_micro_batch(
         MicroBatch.from_trajectories([group.trajectories[row] for row in distinct.tolist()])
     )
-    blocks = list(row_blocks(unique, budget))
+    blocks = list(row_slices_within_budget(unique, budget))
     tokens = {name: torch.zeros(unique.response_mask.shape) for name in _TOKEN_VALUES}
     for rows in blocks:
         mask = unique.response_mask[rows]
@@ -94,7 +94,7 @@ def score_group(
         corrected = rollout_correction(tokens["log_probs"], batch.rollout_log_probs, batch.response_mask, **correction)
         ratios = corrected.importance_weights
     of_distinct = None if ratios is None else ratios[distinct]
-    energies = [_energies(policy, unique, rows, temperature, of_distinct) for rows in blocks]
+    energies = [_trajectory_energies(policy, unique, rows, temperature, of_distinct) for rows in blocks]
     cross_energies = [_cross_energies(policy, unique, rows, temperature, of_distinct) for rows in blocks]
     return ProblemSample(
         name=group.problem.id,
@@ -131,7 +131,9 @@ def _statistics(
     return result
 
 
-def _energies(policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None) -> Tensor:
+def _trajectory_energies(
+    policy: PolicyModel, batch: Batch, rows: slice, temperature: float, ratios: Tensor | None
+) -> Tensor:
     """Compute ||grad sum_t rho_t ln p(y_t)||^2 [b] with respect to the trainable parameters."""
     if all(item.requires_grad for item in policy.parameters()):
         return policy.trajectory_energies(
@@ -191,7 +193,7 @@ def advantage_inputs(
     )
 
 
-def row_blocks(batch: Batch, budget: int) -> Iterator[slice]:
+def row_slices_within_budget(batch: Batch, budget: int) -> Iterator[slice]:
     """Yield slices of consecutive rows with at most ``budget`` tokens without padding, or with a single longer row."""
     start = tokens = 0
     for row, length in enumerate((batch.prompt_lengths + batch.response_lengths).tolist()):

@@ -172,7 +172,7 @@ class LabSettings:
     head: bool = False  # also measure the variance of the head's gradient alone
 
 
-def lab_settings(
+def parse_lab_settings(
     *,
     samples: int | None = None,
     group_sizes: str | None = None,

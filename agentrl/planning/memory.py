@@ -56,7 +56,7 @@ class TrainingSetup:
     critic: bool = False
 
     @property
-    def size(self) -> int:
+    def bytes_per_weight(self) -> int:
         """Bytes of a weight."""
         return 2 if self.bfloat16 else 4
 
@@ -110,20 +110,24 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     # Weights take s P / n at stage 3, gradients 4 A / n from stage 2, AdamW's moments 8 A / n and the float32 master
     # copy 4 A / n from stage 1. ZeRO also copies float32 weights. With an offloaded optimizer, stage 3 keeps gradients
     # in host memory, but stages 1 and 2 still accumulate them on the device.
-    weights = setup.elements_per_rank(shape.parameters + adapters, from_stage=3) * setup.size * (setup.offload != "all")
+    weights = (
+        setup.elements_per_rank(shape.parameters + adapters, from_stage=3)
+        * setup.bytes_per_weight
+        * (setup.offload != "all")
+    )
     gradients = 4 * setup.elements_per_rank(trained, from_stage=2) * (on_device or setup.stage < 3)
     moments = 8 * part * on_device
     master = 4 * part * (on_device and setup.stage >= 1)
     gathers = setup.stage == 3 and setup.ranks > 1
-    gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.size * gathers
+    gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.bytes_per_weight * gathers
 
     # The bucket is float32 and always allocated at stage 3. It has the weights' dtype at stage 1 (from the first
     # gradient of an update on) and at stage 2 (during each backward). Stage 2 also holds a flat copy of the bucket and,
     # in bfloat16, a float32 copy of the flat copy or of a single larger tensor.
     filled = min(REDUCE_BUCKET, trained)
-    bucket = filled * (4 if setup.stage == 3 else setup.size) * (setup.stage > 0)
+    bucket = filled * (4 if setup.stage == 3 else setup.bytes_per_weight) * (setup.stage > 0)
     wide = 4 * max(filled, largest) if setup.bfloat16 else 0
-    reduction = {"reduction": filled * setup.size + wide if setup.stage == 2 else 0}
+    reduction = {"reduction": filled * setup.bytes_per_weight + wide if setup.stage == 2 else 0}
     # An optimizer step computes the norms of single tensors in float64. Stage 3, and float32 at stages 1 and 2, copy
     # the rank's gradients. Without ZeRO, AdamW works in place.
     copied = 4 * part if setup.stage == 3 or not setup.bfloat16 else 0
@@ -140,8 +144,10 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
     if not on_device:  # in host memory: gradients, master copy, moments; below stage 3 also the weight
-        moved += (16 + (setup.size if setup.stage < 3 else 0)) * part
-        moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.size * (setup.offload == "all")
+        moved += (16 + (setup.bytes_per_weight if setup.stage < 3 else 0)) * part
+        moved += (
+            setup.elements_per_rank(shape.parameters, from_stage=3) * setup.bytes_per_weight * (setup.offload == "all")
+        )
     return RankMemory(
         static={
             "weights": weights,
@@ -151,9 +157,11 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
             "gradients": gradients,
             "gradient bucket": bucket if setup.stage in (1, 3) else 0,
             "reference": weights if setup.reference and not adapters else 0,
-            "teacher": setup.elements_per_rank(setup.teacher, from_stage=3) * setup.size * (setup.offload != "all"),
+            "teacher": setup.elements_per_rank(setup.teacher, from_stage=3)
+            * setup.bytes_per_weight
+            * (setup.offload != "all"),
             "critic": weights + gradients + master + moments if setup.critic else 0,
-            "KV cache": kv_tokens * kv_bytes(shape, setup.size),
+            "KV cache": kv_tokens * kv_bytes_per_token(shape, setup.bytes_per_weight),
             "context (assumed)": context,
         },
         phases=phases,
@@ -176,7 +184,12 @@ def activation_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int
     Backward holds three gradients of the MLP's width in the last layer, or five float32 tensors in the final norm.
     With checkpointing, a layer keeps only its input, and one layer is recomputed at a time.
     """
-    size, hidden, queries, tokens = setup.size, shape.hidden, shape.heads * shape.head_dim, setup.local_tokens
+    size, hidden, queries, tokens = (
+        setup.bytes_per_weight,
+        shape.hidden,
+        shape.heads * shape.head_dim,
+        setup.local_tokens,
+    )
     of_norm = 4 + size * (not setup.lora_rank)
     norm = of_norm * hidden
     keys = max(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
@@ -213,7 +226,7 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     - ``triton``: a tile of float32 logits. In bfloat16 also its gradient, and float32 gradients of the states and of a
       slice of the weight.
     """
-    tokens, size, logits = setup.local_tokens, setup.size, setup.local_tokens * shape.vocabulary
+    tokens, size, logits = setup.local_tokens, setup.bytes_per_weight, setup.local_tokens * shape.vocabulary
     trained = 0 if setup.lora_rank else shape.vocabulary
     common = tokens * (shape.hidden * size + 48) + (tokens + trained) * shape.hidden * size
     if setup.head_backend == "reference":
@@ -229,21 +242,21 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     return common + 4 * held + summed * bool(setup.bfloat16 and trained)
 
 
-def kv_bytes(shape: ModelShape, size: int) -> int:
+def kv_bytes_per_token(shape: ModelShape, size: int) -> int:
     """Return the bytes of one token in a KV cache: a key and a value per layer and KV head."""
     return 2 * shape.layers * shape.kv_heads * shape.head_dim * size
 
 
-def server_tokens(shape: ModelShape, *, memory: int, share: float, gpus: int) -> int:
+def server_cache_tokens(shape: ModelShape, *, memory: int, share: float, gpus: int) -> int:
     """Estimate the tokens that a vLLM server in bfloat16 holds on ``gpus`` GPUs of ``memory`` bytes.
 
     The server may use the fraction ``share`` of the memory. KV heads are replicated if there are fewer than GPUs.
     """
     weights = -(-shape.parameters * 2 // gpus)
     left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)
-    return left * min(gpus, shape.kv_heads) // kv_bytes(shape, 2)
+    return left * min(gpus, shape.kv_heads) // kv_bytes_per_token(shape, 2)
 
 
-def usable_bytes(memory: int) -> int:
+def usable_gpu_bytes(memory: int) -> int:
     """Return how many of a GPU's ``memory`` bytes a plan may use."""
     return int(memory * (1 - SLACK))

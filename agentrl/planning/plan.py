@@ -19,7 +19,15 @@ from agentrl.config import Settings
 from agentrl.errors import SettingsError
 from agentrl.models.attention import reason_rows_not_shareable, reason_too_long_to_pack
 from agentrl.models.shape import ModelShape, read_shape
-from agentrl.planning.memory import CONTEXT, GB, RankMemory, TrainingSetup, rank_memory, server_tokens, usable_bytes
+from agentrl.planning.memory import (
+    CONTEXT,
+    GB,
+    RankMemory,
+    TrainingSetup,
+    rank_memory,
+    server_cache_tokens,
+    usable_gpu_bytes,
+)
 from agentrl.rollout.engines.base import EngineFacts, engine_facts
 from agentrl.rollout.settings import longest_request
 
@@ -70,24 +78,24 @@ class Plan:
         return rank_memory(self.shape, self.setup, kv_tokens=self.kv_tokens, context=contexts * CONTEXT)
 
     @property
-    def largest_share(self) -> float:
+    def largest_server_share(self) -> float:
         """The largest fraction of a GPU for a server, in steps of 0.05. A colocated rank keeps its weights loaded."""
         if not self.engine.shares_gpus:
             return _LARGEST_SHARE
         static = self.rank.static
         kept = static["weights"] * (2 if static["critic"] else 1) + static["gathered weights"]
         kept += static["reference"] + static["teacher"]
-        share = min(_LARGEST_SHARE, (usable_bytes(self.memory) - kept - CONTEXT) / self.memory)
+        share = min(_LARGEST_SHARE, (usable_gpu_bytes(self.memory) - kept - CONTEXT) / self.memory)
         return max(0.0, math.floor(20 * share + 1e-9) / 20)
 
     @property
     def server_memory_share(self) -> float:
         """Fraction of a GPU's memory for a server: the engine's setting, or else the largest fraction."""
-        return self.largest_share if self.engine.gpu_share is None else self.engine.gpu_share
+        return self.largest_server_share if self.engine.gpu_share is None else self.engine.gpu_share
 
     @property
-    def server_tokens(self) -> int:
-        return server_tokens(
+    def server_cache_tokens(self) -> int:
+        return server_cache_tokens(
             self.shape, memory=self.memory, share=self.server_memory_share, gpus=self.engine.gpus_per_server
         )
 
@@ -95,13 +103,13 @@ class Plan:
     def largest_micro_batch(self) -> int:
         """Tokens of the largest micro-batch that fits, up to 65,536, which saturate a GPU; at least the configured."""
         for tokens in range(65_536, self.setup.tokens, -1024):
-            if replace(self, setup=replace(self.setup, tokens=tokens)).rank.total <= usable_bytes(self.memory):
+            if replace(self, setup=replace(self.setup, tokens=tokens)).rank.total <= usable_gpu_bytes(self.memory):
                 return tokens
         return self.setup.tokens
 
     def shortage(self) -> str | None:
         """Describe what does not fit, and the settings that save memory. Returns None if ranks and servers fit."""
-        rank, usable = self.rank, usable_bytes(self.memory)
+        rank, usable = self.rank, usable_gpu_bytes(self.memory)
         if rank.total > usable:
             lines = [
                 f"a rank needs {rank.total / GB:.1f} GB at the {rank.busiest_phase}, but may use {usable / GB:.1f} GB; "
@@ -112,19 +120,19 @@ class Plan:
                 lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY[name]}")
             return "\n".join(lines)
         share = self.server_memory_share
-        if self.engine.shares_gpus and share > self.largest_share:
+        if self.engine.shares_gpus and share > self.largest_server_share:
             return (
-                f"a server takes {share:g} of a GPU, but a rank's weights leave only {self.largest_share:g}: "
+                f"a server takes {share:g} of a GPU, but a rank's weights leave only {self.largest_server_share:g}: "
                 "lower rollout.vllm.gpu_memory_utilization"
             )
-        if self.server_tokens < self.longest_request:
+        if self.server_cache_tokens < self.longest_request:
             remedies = ["raise rollout.vllm.tensor_parallel_size"]
-            if share < self.largest_share:
-                remedies.insert(0, f"raise rollout.vllm.gpu_memory_utilization to up to {self.largest_share:g}")
+            if share < self.largest_server_share:
+                remedies.insert(0, f"raise rollout.vllm.gpu_memory_utilization to up to {self.largest_server_share:g}")
             if self.engine.shares_gpus:
                 remedies.append("set rollout.engine=vllm and rollout.vllm.placement=dedicated")
             return (
-                f"a server holds {self.server_tokens:,} tokens in {share:g} of a GPU, but a request has up to "
+                f"a server holds {self.server_cache_tokens:,} tokens in {share:g} of a GPU, but a request has up to "
                 f"{self.longest_request:,}: {', '.join(remedies)}, or lower rollout.max_response_tokens and "
                 "evaluation.max_response_tokens"
             )
@@ -136,9 +144,9 @@ class Plan:
         if shortage is not None:
             return f"on {self.machine}: does not fit: {shortage}"
         return (
-            f"on {self.machine}: fits, {self.rank.total / GB:.1f} of {usable_bytes(self.memory) / GB:.1f} GB; "
+            f"on {self.machine}: fits, {self.rank.total / GB:.1f} of {usable_gpu_bytes(self.memory) / GB:.1f} GB; "
             f"micro-batches of up to {self.largest_micro_batch:,} tokens fit; "
-            f"a server holds {self.server_tokens:,} tokens"
+            f"a server holds {self.server_cache_tokens:,} tokens"
         )
 
 
@@ -190,7 +198,7 @@ def plan_command(
     settings = settings.model_copy(update={"rollout": rollout, "training": training})
     shape = read_shape(settings.model)
     plan = _plan(settings, shape, critic=critic, memory=size)
-    _check_divisors(settings, shape)
+    _check_parallel_sizes(settings, shape)
     if (too_long := reason_too_long_to_pack(shape.config, plan.longest_request)) is not None:
         raise SettingsError(too_long)
     if plan.shortage() is not None:
@@ -213,7 +221,7 @@ def plan_command(
     return [*lines, f"# written to {write}: agentrl train --config {write}"]
 
 
-def _check_divisors(settings: Settings, shape: ModelShape) -> None:
+def _check_parallel_sizes(settings: Settings, shape: ModelShape) -> None:
     """Raise SettingsError if sequence parallelism does not fit ranks or heads, or tensor parallelism the heads."""
     training, parallel = settings.training, settings.rollout.vllm.tensor_parallel_size
     if training.num_processes % training.sequence_parallel:

@@ -18,8 +18,8 @@ from agentrl.problems.exercises import (
     Numbers,
     Solution,
     call_turn,
-    define_reveal,
     draw_descending_pair,
+    lookup_function_code,
 )
 
 
@@ -62,7 +62,7 @@ def _one_secret_family(
     def solve(rng: Random, numbers: Numbers) -> Solution:
         a, b, secret = numbers["a"], numbers["b"], _draw_secret(rng)
         turns = (call_turn(f"{function}({a})", secret), final_answer_turn(f"{secret}{sign}{b}"))
-        return Solution(value(secret, b), turns, define_reveal(function, {a: secret}))
+        return Solution(value(secret, b), turns, lookup_function_code(function, {a: secret}))
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
@@ -70,13 +70,13 @@ def _one_secret_family(
 def _solve_two_boxes(rng: Random, numbers: Numbers) -> Solution:
     a, b, first, second = numbers["a"], numbers["b"], _draw_secret(rng), _draw_secret(rng)
     turns = (call_turn(f"box({a})", first), call_turn(f"box({b})", second), final_answer_turn(f"{first}+{second}"))
-    return Solution(first + second, turns, define_reveal("box", {a: first, b: second}))
+    return Solution(first + second, turns, lookup_function_code("box", {a: first, b: second}))
 
 
 def _solve_note(rng: Random, numbers: Numbers) -> Solution:
     a, box, held = numbers["a"], _draw_secret(rng), _draw_secret(rng)
     turns = (call_turn(f"note({a})", box), call_turn(f"box({box})", held), boxed_answer_turn(held))
-    return Solution(held, turns, define_reveal("note", {a: box}) + define_reveal("box", {box: held}))
+    return Solution(held, turns, lookup_function_code("note", {a: box}) + lookup_function_code("box", {box: held}))
 
 
 def _draw_uniform(**bounds: tuple[int, int]) -> Callable[[Random], Numbers]:

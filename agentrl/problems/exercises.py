@@ -64,10 +64,10 @@ def draw_descending_pair(rng: Random) -> Numbers:
     return {"a": a, "b": b}
 
 
-def define_reveal(function: str, values: Mapping[int, int] | Mapping[int, str]) -> str:
+def lookup_function_code(function: str, values: Mapping[int, int] | Mapping[int, str]) -> str:
     """Return Python code that defines ``function(n)``, which prints the value of ``n`` or ``empty``.
 
-    >>> define_reveal("box", {7: 48})
+    >>> lookup_function_code("box", {7: 48})
     "def box(n):\\n    print({7: 48}.get(n, 'empty'))\\n"
     """
     return f"def {function}(n):\n    print({dict(values)!r}.get(n, 'empty'))\n"

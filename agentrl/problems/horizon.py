@@ -28,8 +28,8 @@ from agentrl.problems.exercises import (
     Numbers,
     Solution,
     call_turn,
-    define_reveal,
     draw_descending_pair,
+    lookup_function_code,
 )
 from agentrl.problems.word_problems import Formula
 from agentrl_envs.protocols.texts import first_python_block
@@ -49,7 +49,7 @@ def _chain_family(turns: int) -> ExerciseFamily:
         *path, end = boxes
         contents = dict(zip(path, [*map(str, path[1:]), f"end {end}"], strict=True))
         shown = [call_turn(f"box({box})", contents[box]) for box in path]
-        return Solution(end, (*shown, boxed_answer_turn(end)), define_reveal("box", contents))
+        return Solution(end, (*shown, boxed_answer_turn(end)), lookup_function_code("box", contents))
 
     return ExerciseFamily(
         name=f"chain_{turns}",
@@ -69,7 +69,7 @@ def _sum_family(turns: int) -> ExerciseFamily:
         contents = _fill_boxes(rng, numbers["a"], count)
         shown = [call_turn(f"box({box})", held) for box, held in contents.items()]
         last = final_answer_turn("+".join(map(str, contents.values())))
-        return Solution(sum(contents.values()), (*shown, last), define_reveal("box", contents))
+        return Solution(sum(contents.values()), (*shown, last), lookup_function_code("box", contents))
 
     return ExerciseFamily(
         name=f"sum_{turns}",

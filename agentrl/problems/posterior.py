@@ -17,7 +17,7 @@ class PosteriorState(TypedDict):
     known: dict[str, list[float]]
 
 
-def success_of_reward(reward: float) -> float:
+def reward_as_success_fraction(reward: float) -> float:
     """Return the reward limited to [0, 1], which counts as a fraction of a success."""
     return min(max(reward, 0.0), 1.0)
 
@@ -52,7 +52,7 @@ class Posteriors:
         for key, rewards, energies in groups:
             if not rewards:
                 continue
-            successes = sum(map(success_of_reward, rewards))
+            successes = sum(map(reward_as_success_fraction, rewards))
             evidence = (successes, len(rewards) - successes, sum(energies))
             for name in (key, _ALL_PROBLEMS):
                 before = self._decayed_evidence(name)

@@ -211,7 +211,7 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
     return LoadedSource(source=FiniteSource(name, limited), report=report)
 
 
-def read_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
+def read_problems_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
     """Yield the location and problem of every row, including repeats. Applies no split and no limit.
 
     The problem is None for rows that ``skip_unanswered`` leaves out.
@@ -239,7 +239,7 @@ def expand_path(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-def check_builtin(path: str, what: str, known: Sequence[str]) -> None:
+def check_builtin_name(path: str, what: str, known: Sequence[str]) -> None:
     """Raise ProblemLoadError unless ``path`` names one of the ``known`` generators."""
     kind = path.removeprefix(BUILTIN)
     if kind not in known:
@@ -262,7 +262,7 @@ def _make_generator(settings: ProblemSourceSettings, seed: int) -> ProblemSource
 
         name = settings.path.removeprefix(REASONING_GYM)
         return ReasoningGymSource(name, split=settings.split, seed=seed, options=settings.options)
-    check_builtin(settings.path, "problems", (*GENERATORS, "seeds"))
+    check_builtin_name(settings.path, "problems", (*GENERATORS, "seeds"))
     if settings.path == BUILTIN + "seeds":
         return SeedSource(split=settings.split, seed=seed)
     made_by = GENERATORS[settings.path.removeprefix(BUILTIN)]
@@ -375,7 +375,7 @@ def load_demonstrations(
     formulas. Raises ProblemLoadError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
-        check_builtin(spec, "demonstrations", tuple(GENERATORS))
+        check_builtin_name(spec, "demonstrations", tuple(GENERATORS))
         source = GENERATORS[spec.removeprefix(BUILTIN)](split="train", seed=seed, families=families)
         made = source.demonstrations(count)
         return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")

@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Final
 
-from agentrl.problems.posterior import Posteriors, success_of_reward
+from agentrl.problems.posterior import Posteriors, reward_as_success_fraction
 from agentrl.rollout.settings import Budget
 from agentrl.trajectory import Trajectory
 
@@ -87,4 +87,6 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
 
 def success_fraction(branches: Sequence[Trajectory]) -> float:
     """Return a rollout's reward as a fraction of a success. A forked rollout has the weighted mean of its paths."""
-    return math.fsum(item.path_fraction * success_of_reward(item.reward) for item in branches if item.receives_reward)
+    return math.fsum(
+        item.path_fraction * reward_as_success_fraction(item.reward) for item in branches if item.receives_reward
+    )

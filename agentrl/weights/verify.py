@@ -82,7 +82,7 @@ def checksum(tensor: Tensor) -> Checksum:
         bits = exact.view(torch.int32).to(torch.int64)
         bits = torch.where(exact.abs() < torch.finfo(torch.float32).tiny, 0, bits)
         values += int(bits.count_nonzero())
-        total += int(_mix(bits).sum())
+        total += int(_mix_bits(bits).sum())
     return Checksum(values=values, total=total % _MODULUS)
 
 
@@ -125,7 +125,7 @@ def describe_differing(trainer: Mapping[str, Checksum], engine: Mapping[str, Che
     return f"the checksums of {len(wrong)} of {len(both)} parameters differ from the trainer's: {names}{more}"
 
 
-def _mix(bits: Tensor) -> Tensor:
+def _mix_bits(bits: Tensor) -> Tensor:
     """Mix each integer over 64 bits. The mapping is one-to-one and maps 0 to 0."""
     return _xor_shift(_xor_shift(bits * _FIRST, 30) * _SECOND, 31)
 

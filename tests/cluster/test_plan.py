@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from agentrl.cluster.backends import open_cluster
-from agentrl.cluster.plan import UnplaceableError, assign_nodes, plan_table
+from agentrl.cluster.plan import UnplaceableError, assign_nodes, placement_table
 from agentrl.cluster.processes import Bundle, ClusterNode
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.config import load_settings
@@ -59,7 +59,7 @@ def test_what_cannot_be_placed_is_named(needed: list[Bundle], there: list[Cluste
 
 
 def test_the_table_says_what_goes_where() -> None:
-    rows = plan_table(bundles((9, 8), (8, 8)), nodes((64, 8), (64, 8), (64, 8)))
+    rows = placement_table(bundles((9, 8), (8, 8)), nodes((64, 8), (64, 8), (64, 8)))
     assert rows == [
         ["n0", "10.0.0.0", "8 of 8", "9 of 64", "part 0"],
         ["n1", "10.0.0.1", "8 of 8", "8 of 64", "part 1"],
@@ -88,13 +88,13 @@ def test_servers_go_where_there_is_room_for_their_gpus() -> None:
     there = nodes((8, 4), (8, 4), (4, 2))
     ranks, servers = node_bundles(settings, there), server_bundles_on_nodes(settings, there)
     assert servers == [Bundle(purpose=f"server {number}", cpus=1, gpus=2) for number in range(3)]
-    assert plan_table(ranks, there, beside=servers, everywhere=sandbox_bundle(settings)) == [
+    assert placement_table(ranks, there, beside=servers, everywhere=sandbox_bundle(settings)) == [
         ["n0", "10.0.0.0", "4 of 4", "4 of 8", "ranks 2 to 3, server 0, sandbox"],
         ["n1", "10.0.0.1", "4 of 4", "3 of 8", "server 1, server 2, sandbox"],
         ["n2", "10.0.0.2", "2 of 2", "4 of 4", "ranks 0 to 1, worker, sandbox"],
     ]
     with pytest.raises(UnplaceableError, match=r"no node has room for server 2 \(2 GPUs, 1 CPU\)"):
-        plan_table(ranks, nodes((8, 4), (8, 4)), beside=servers)
+        placement_table(ranks, nodes((8, 4), (8, 4)), beside=servers)
     assert server_bundles_on_nodes(load_settings(overrides=[*own[:1], "rollout.engine=vllm"]), there) == []
 
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.local import THIS_MACHINE, LocalCluster, LocalProcess, LogRelay
+from agentrl.cluster.local import THIS_MACHINE, LocalCluster, LocalProcess, LogPrinter
 from agentrl.cluster.processes import NodeLostError, ProcessSpec, Reservation
 from agentrl.errors import OutOfMemoryError, SettingsError
 from agentrl.training.run.launch import RankProcesses
@@ -165,7 +165,7 @@ def test_released_places_run_nothing_any_more() -> None:
 def test_the_relay_shows_what_is_added_and_whole_lines_only(tmp_path: Path) -> None:
     log, shown = tmp_path / "log", list[str]()
     log.write_text("before\n")
-    relay = LogRelay(shown.append)
+    relay = LogPrinter(shown.append)
     relay.follow(log)
     with log.open("a") as file:
         file.write("one\ntw")

@@ -12,7 +12,7 @@ import pytest
 from shared import command_of
 
 from agentrl.cluster.local import THIS_MACHINE, LocalCluster
-from agentrl.cluster.plan import UnplaceableError, nodes_with_capacity, plan_table
+from agentrl.cluster.plan import UnplaceableError, nodes_with_capacity, placement_table
 from agentrl.cluster.processes import Bundle, ClusterNode, Reservation
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.config import load_settings
@@ -29,7 +29,7 @@ def node(number: int, cpus: float = 4) -> ClusterNode:
 
 def test_every_node_with_room_gets_one_and_the_table_shows_it() -> None:
     ranks = [Bundle(purpose="rank 0, worker", cpus=2), Bundle(purpose="rank 1", cpus=1)]
-    rows = plan_table(ranks, [node(1, 2), node(2), node(3)], everywhere=SANDBOX)
+    rows = placement_table(ranks, [node(1, 2), node(2), node(3)], everywhere=SANDBOX)
     assert rows == [
         ["n1", "10.0.0.1", "0 of 0", "2 of 2", "rank 0, worker"],
         ["n2", "10.0.0.2", "0 of 0", "2 of 4", "rank 1, sandbox"],

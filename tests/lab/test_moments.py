@@ -15,13 +15,13 @@ from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.lab.measure import (
     GradientMoments,
-    Gradients,
-    GroupProducts,
+    GroupGradientProducts,
+    TrajectoryGradients,
     TrueGradient,
     covariance_product,
     measure_problems,
 )
-from agentrl.lab.sample import ProblemSample, advantage_inputs, reason_unusable, row_blocks, score_group
+from agentrl.lab.sample import ProblemSample, advantage_inputs, reason_unusable, row_slices_within_budget, score_group
 from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_groups, parse_estimator_choices
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
@@ -113,7 +113,7 @@ def test_micro_batches_count_no_padding() -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(make_group(rows).trajectories))
     assert (batch.prompt_lengths + batch.response_lengths).tolist() == [3, 3, 31, 3, 3]
     for budget, blocks in ((43, [(0, 5)]), (37, [(0, 3), (3, 5)]), (8, [(0, 2), (2, 3), (3, 5)]), (1, 5)):
-        found = [(block.start, block.stop) for block in row_blocks(batch, budget)]
+        found = [(block.start, block.stop) for block in row_slices_within_budget(batch, budget)]
         assert found == (blocks if isinstance(blocks, list) else [(row, row + 1) for row in range(blocks)])
 
 
@@ -130,7 +130,7 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     groups = torch.arange(18).reshape(9, 2)
     (choice,) = parse_estimator_choices([estimator])
     (advantages,) = compute_problem_advantages([sample], [groups], choice)
-    gradients = Gradients(policy, sample, temperature=1.0)
+    gradients = TrajectoryGradients(policy, sample, temperature=1.0)
     (found,) = gradients.group_products(groups, [advantages])
 
     expected = []
@@ -163,7 +163,7 @@ def test_products_are_those_of_gradients_of_single_tokens(weighted: bool) -> Non
     by_token = torch.randn(shape, generator=draw)
     by_row = torch.randn(2, 3, 1, generator=draw).expand(shape).clone()
     mixed = torch.stack([by_token[0], by_row[1]])
-    gradients = Gradients(policy, sample, temperature=0.8)
+    gradients = TrajectoryGradients(policy, sample, temperature=0.8)
     factors = torch.ones(8, shape[-1]) if ratios is None else ratios
     scores = torch.stack([slow_gradient(policy, sample, [row], factors[[row]]) for row in range(8)])
     torch.testing.assert_close(gradients.gram, scores @ scores.T, rtol=1e-9, atol=1e-12)
@@ -189,7 +189,7 @@ def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_ener
     group = make_group([make_trajectory(row, ((1, 2), (3,)), float(row)) for row in range(4)])
     for policy, correction in ((whole, None), (whole, {"weights": "token"}), (adapted, {"weights": "token"})):
         sample = score_group(policy, group, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
-        gradients = Gradients(policy, sample, temperature=0.8)
+        gradients = TrajectoryGradients(policy, sample, temperature=0.8)
         assert gradients.size == sum(item.numel() for item in policy.parameters() if item.requires_grad)
         torch.testing.assert_close(gradients.gram.diagonal().float(), sample.trajectory_energy, rtol=1e-4, atol=1e-6)
         assert (sample.importance_weights is None) is (correction is None)
@@ -219,7 +219,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
     everyone = replace(sample, distinct_response_index=torch.arange(8))
     groups = torch.tensor([[0, 2, 4, 5], [1, 3, 6, 7]])
     given = [torch.randn(2, 4, sample.batch.response_mask.shape[1], generator=torch.Generator().manual_seed(1))]
-    found, wanted = (Gradients(policy, item, temperature=0.8) for item in (sample, everyone))
+    found, wanted = (TrajectoryGradients(policy, item, temperature=0.8) for item in (sample, everyone))
     torch.testing.assert_close(found.gram, wanted.gram, rtol=1e-5, atol=1e-5)
     for own, whole in zip(found.group_products(groups, given), wanted.group_products(groups, given), strict=True):
         torch.testing.assert_close(vars(own), vars(whole), rtol=1e-5, atol=1e-5)
@@ -231,7 +231,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
             torch.testing.assert_close(getattr(sample, name)[row, :width], getattr(alone, name)[0])
     passes: list[int] = []
     policy.register_forward_pre_hook(lambda _, given: passes.append(len(given[0].response_starts)))
-    Gradients(policy, sample, temperature=0.8).group_products(groups, given)
+    TrajectoryGradients(policy, sample, temperature=0.8).group_products(groups, given)
     assert passes == [1] * (5 if weighted else 4) + [3, 2]
 
 
@@ -239,7 +239,7 @@ def test_gradients_that_need_more_memory_than_is_allowed_are_refused(monkeypatch
     monkeypatch.setattr("agentrl.lab.measure.SCORE_BYTES", 100)
     policy = make_policy(vocabulary=7)
     with pytest.raises(SettingsError, match=r"the gradients of 8 trajectories with .* lower --samples"):
-        Gradients(policy, make_sample(policy), temperature=0.8)
+        TrajectoryGradients(policy, make_sample(policy), temperature=0.8)
 
 
 def test_products_of_covariances_are_means_over_all_different_trajectories() -> None:
@@ -439,7 +439,7 @@ def test_the_variance_of_groups_is_unbiased_over_all_divisions() -> None:
     variances = []
     for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
         means = torch.stack([vectors[list(pair)].mean(0) for pair in pairs])
-        products = GroupProducts(
+        products = GroupGradientProducts(
             with_scores=means @ vectors.T, squared=means.square().sum(1), sum_squared=means.sum(0).square().sum()
         )
         assert products.squared_norm_of_mean == pytest.approx(float(means[0] @ means[1]))

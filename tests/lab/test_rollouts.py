@@ -12,7 +12,7 @@ import pytest
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.lab.results import MeasurementFiles
-from agentrl.lab.rollouts import lab_problems, sample_until_usable
+from agentrl.lab.rollouts import load_lab_problems, sample_until_usable
 from agentrl.lab.settings import LabSettings
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -75,15 +75,15 @@ def test_another_file_of_problems_is_another_measurement(tmp_path: Path) -> None
         file = tmp_path / f"{added}.jsonl"
         rows = [{"id": str(n), "problem": f"{n}+{added}", "answer": str(n + added)} for n in range(3)]
         file.write_text("".join(json.dumps(row) + "\n" for row in rows))
-        lab, problems = lab_problems(settings, LabSettings(), str(file))
+        lab, problems = load_lab_problems(settings, LabSettings(), str(file))
         assert (lab.problems, len(problems)) == (3, 3)
         labs.append(lab)
     files = MeasurementFiles(tmp_path / "kept")
     conditions = [{"problem_file": lab.problem_file} for lab in labs]
-    assert files.open(conditions[0]) == files.open(conditions[0]) == []
+    assert files.start_or_continue(conditions[0]) == files.start_or_continue(conditions[0]) == []
     with pytest.raises(
         SettingsError, match=r"contains a measurement with problem_file=\"\w{16}\", but problem_file is now"
     ):
-        files.open(conditions[1])
-    counted = [lab_problems(settings, LabSettings(), number)[0].problem_file for number in ("2", "3")]
+        files.start_or_continue(conditions[1])
+    counted = [load_lab_problems(settings, LabSettings(), number)[0].problem_file for number in ("2", "3")]
     assert counted == [None, None]

@@ -9,7 +9,7 @@ import pytest
 
 from agentrl.errors import SettingsError
 from agentrl.lab.measure import GradientMoments
-from agentrl.lab.settings import lab_settings, measurable_estimators, parse_estimator_choices
+from agentrl.lab.settings import measurable_estimators, parse_estimator_choices, parse_lab_settings
 from agentrl.lab.summary import EstimatorResult, IntervalEstimate, as_records, describe_findings, summarize_estimators
 
 
@@ -135,7 +135,7 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
 )
 def test_bad_input_is_named(texts: dict[str, Any], message: str) -> None:
     with pytest.raises(SettingsError) as caught:
-        lab_settings(**texts)
+        parse_lab_settings(**texts)
     assert message in str(caught.value)
 
 

@@ -9,7 +9,13 @@ from planning.support import setup, tiny_shape
 
 from agentrl.models.settings import ModelSettings
 from agentrl.models.shape import ModelShape, read_shape
-from agentrl.planning.memory import TrainingSetup, activation_memory, kv_bytes, rank_memory, server_tokens
+from agentrl.planning.memory import (
+    TrainingSetup,
+    activation_memory,
+    kv_bytes_per_token,
+    rank_memory,
+    server_cache_tokens,
+)
 
 GIB = 2**30
 PUBLISHED = {
@@ -67,11 +73,11 @@ def test_stage_3_gathers_no_more_than_a_billion_elements_or_the_largest_tensor()
 
 def test_a_server_holds_tokens_in_the_memory_that_its_weights_and_its_overhead_leave() -> None:
     shape = replace(tiny_shape(), parameters=5 * GIB, kv_heads=2, head_dim=16, layers=6)
-    assert kv_bytes(shape, 2) == 2 * 6 * 2 * 16 * 2 == 768
+    assert kv_bytes_per_token(shape, 2) == 2 * 6 * 2 * 16 * 2 == 768
     # Half of 40 GiB, less 10 GiB of weights and 2 GiB of overhead.
-    assert server_tokens(shape, memory=40 * GIB, share=0.5, gpus=1) == 8 * GIB // 768
+    assert server_cache_tokens(shape, memory=40 * GIB, share=0.5, gpus=1) == 8 * GIB // 768
     # With 4 GPUs and 2 KV heads each head is held twice.
-    assert server_tokens(shape, memory=40 * GIB, share=0.5, gpus=4) == int(15.5 * GIB) * 2 // 768
+    assert server_cache_tokens(shape, memory=40 * GIB, share=0.5, gpus=4) == int(15.5 * GIB) * 2 // 768
 
 
 def test_more_layers_and_more_tokens_need_more_and_checkpointing_less() -> None:

@@ -40,7 +40,7 @@ def study_command(
     """
     require_package("scipy", extra="lab", purpose="agentrl study")  # fail now, not after hours of runs
     if file.suffix == ".json":
-        record = read_record(file)
+        record = read_study_record(file)
         record = record.model_copy(update={"study": record.study.with_baseline(baseline)})
         _report(record, folder or file.parent, echo)
         return
@@ -49,7 +49,7 @@ def study_command(
         study = study.model_copy(update={"jobs": jobs})
     home = folder or Path("runs") / study.name
     runs = study_runs(study, home)
-    before = read_record(home / RECORD) if (home / RECORD).is_file() else None
+    before = read_study_record(home / RECORD) if (home / RECORD).is_file() else None
     kept: dict[Path, RunCurve] = {}
     if before is not None:
         check_same_study(study, before, home)
@@ -124,7 +124,7 @@ def curves_without_directory(runs: Sequence[StudyRun], before: StudyRecord, *, r
     return {folder: curve for folder, curve in ended.items() if curve is not None and curve.status in wanted}
 
 
-def read_record(path: Path) -> StudyRecord:
+def read_study_record(path: Path) -> StudyRecord:
     """Read a ``study.json``. Raises SettingsError if it is not a record of a study."""
     try:
         return StudyRecord.model_validate_json(path.read_text(encoding="utf-8"))

@@ -40,8 +40,8 @@ def study_markdown(record: StudyRecord) -> str:
     lines = [f"# {study.name}", "", _describe_study(record), "", *_score_table(record)]
     if study.target is not None:
         lines += ["", *_cost_table(record, study.target)]
-    lines += ["", *_difference_table(record, "Final score", lambda run: run.final)]
-    lines += ["", *_difference_table(record, "Area", lambda run: run.area)]
+    lines += ["", *_difference_table(record, "Final score", lambda run: run.final_score)]
+    lines += ["", *_difference_table(record, "Area", lambda run: run.mean_score_over_steps)]
     if study.tokens is not None:
         lines += ["", *_equal_tokens(record, study.tokens)]
     left = [run for run in record.runs if run.status != "finished"]
@@ -81,9 +81,9 @@ def _score_table(record: StudyRecord) -> list[str]:
     for variant, runs in curves_by_variant(record).items():
         done = [run for run in runs if run.status == "finished"]
         failed = sum(run.status == "failed" for run in runs)
-        starts = [run.scores[0].mean for run in runs if run.final is not None]
-        finals = [run.final for run in runs if run.final is not None]
-        areas = [run.area for run in runs if run.area is not None]
+        starts = [run.scores[0].mean for run in runs if run.final_score is not None]
+        finals = [run.final_score for run in runs if run.final_score is not None]
+        areas = [run.mean_score_over_steps for run in runs if run.mean_score_over_steps is not None]
         collapsed = sum(run.has_collapsed(record.study.collapse) for run in done)
         cells = [
             variant,

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Event
 from typing import Literal
 
-from agentrl.lab.study.settings import SettingValues, StudySettings, file_name
+from agentrl.lab.study.settings import SettingValues, StudySettings, variant_folder_prefix
 from agentrl.telemetry.run_directory import RunDirectory
 
 Status = Literal["finished", "failed", "interrupted", "waiting"]
@@ -30,28 +30,28 @@ class StudyRun:
     folder: Path
 
     @property
-    def files(self) -> RunDirectory:
+    def run_directory(self) -> RunDirectory:
         """The run directory, for reading."""
         return RunDirectory(self.folder)
 
     @property
-    def log(self) -> Path:
+    def log_file(self) -> Path:
         """Log file with the output of the run."""
         return self.folder.parent / "logs" / f"{self.folder.name}.log"
 
     @property
-    def failure(self) -> Path:
+    def failure_file(self) -> Path:
         """File that the queue writes if the run fails."""
         return self.folder.parent / "logs" / f"{self.folder.name}.failed"
 
     @property
     def status(self) -> Status:
         """Status of the run, derived from its files."""
-        if self.files.summary.is_file():
+        if self.run_directory.summary.is_file():
             return "finished"
-        if self.failure.is_file():
+        if self.failure_file.is_file():
             return "failed"
-        return "interrupted" if self.files.config.is_file() else "waiting"
+        return "interrupted" if self.run_directory.config.is_file() else "waiting"
 
 
 def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
@@ -65,7 +65,7 @@ def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
 
 def run_folder(home: Path, variant: str, seed: int) -> Path:
     """Return the directory of a run in the study's directory ``home``."""
-    return home / f"{file_name(variant)}-seed-{seed}"
+    return home / f"{variant_folder_prefix(variant)}-seed-{seed}"
 
 
 def train_command(study: StudySettings, run: StudyRun) -> list[str]:
@@ -138,10 +138,10 @@ def _execute_run(
 ) -> None:
     if stop.is_set():
         return
-    run.log.parent.mkdir(parents=True, exist_ok=True)
-    run.failure.unlink(missing_ok=True)
+    run.log_file.parent.mkdir(parents=True, exist_ok=True)
+    run.failure_file.unlink(missing_ok=True)
     report(run, "continues" if run.status == "interrupted" else "starts")
-    with run.log.open("ab") as log:
+    with run.log_file.open("ab") as log:
         process = subprocess.Popen(train_command(study, run), stdout=log, stderr=subprocess.STDOUT)
         running.add(process)
         if stop.is_set():  # `stop` was set before the process was added to `running`
@@ -151,11 +151,11 @@ def _execute_run(
     if run.status == "finished":
         report(run, "finished")
     elif not stop.is_set() and code not in (130, -2):  # 130 and -2: the run itself was interrupted, not failed
-        run.failure.write_text(f"exit status {code}\n{_last_line(run)}\n", encoding="utf-8")
-        report(run, f"failed with exit status {code}: {_last_line(run)} ({run.log})")
+        run.failure_file.write_text(f"exit status {code}\n{_last_line(run)}\n", encoding="utf-8")
+        report(run, f"failed with exit status {code}: {_last_line(run)} ({run.log_file})")
 
 
 def _last_line(run: StudyRun) -> str:
-    lines = run.log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
     lines = [line for line in lines if not line.startswith("help: ")]  # the message stands above it
     return lines[-1] if lines else "the log is empty"

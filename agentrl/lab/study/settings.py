@@ -60,12 +60,13 @@ class StudySettings(BaseModel):
             if len({repr(value) for value in values}) != len(values):
                 raise ValueError(f"grid.{key} must have distinct values; got {values}")
         names = list(self.all_variants())
-        folders = {file_name(name): name for name in reversed(names)}
+        folders = {variant_folder_prefix(name): name for name in reversed(names)}
         for name in names:
-            if folders[file_name(name)] != name:
+            folder = variant_folder_prefix(name)
+            if folders[folder] != name:
                 raise ValueError(
-                    f"variants {folders[file_name(name)]!r} and {name!r} share the directory {file_name(name)}: use "
-                    "other letters, digits, '.', '_' or '-' in their names"
+                    f"variants {folders[folder]!r} and {name!r} share the directory {folder}: use other letters, "
+                    "digits, '.', '_' or '-' in their names"
                 )
         if self.baseline is not None and self.baseline not in names:
             raise ValueError(f"baseline {self.baseline!r} is not a variant; valid: {', '.join(names)}")
@@ -96,10 +97,10 @@ class StudySettings(BaseModel):
         return result
 
 
-def file_name(variant: str) -> str:
+def variant_folder_prefix(variant: str) -> str:
     """Return the directory prefix of a variant's runs, restricted to characters that are valid in run names.
 
-    >>> file_name("tir_otb learning_rate=0.0003")
+    >>> variant_folder_prefix("tir_otb learning_rate=0.0003")
     'tir_otb-learning_rate-0.0003'
     """
     return re.sub(r"[^A-Za-z0-9._-]+", "-", variant)

@@ -96,8 +96,8 @@ def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str)
         common = sorted(reference.keys() & by_seed.keys())
         if variant != baseline and len(common) >= 2:
             differences[variant] = np.array([by_seed[seed] - reference[seed] for seed in common])
-    raw = {variant: sign_flip_p(values) for variant, values in differences.items()}
-    adjusted = holm_adjusted(raw)
+    raw = {variant: sign_flip_p_value(values) for variant, values in differences.items()}
+    adjusted = holm_adjusted_p_values(raw)
     return [
         PairedDifference(
             variant=variant, difference=mean_over_seeds(values), p_value=raw[variant], adjusted_p=adjusted[variant]
@@ -106,12 +106,12 @@ def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str)
     ]
 
 
-def sign_flip_p(values: np.ndarray) -> float:
+def sign_flip_p_value(values: np.ndarray) -> float:
     """Compute the two-sided sign-flip p-value: the fraction of sign patterns with a mean at least as far from 0.
 
     The p-value is exact for up to 20 values. For more values, a million random patterns are used.
 
-    >>> sign_flip_p(np.array([0.1, 0.2, 0.3]))
+    >>> sign_flip_p_value(np.array([0.1, 0.2, 0.3]))
     0.25
     """
     from scipy.stats import permutation_test
@@ -126,10 +126,10 @@ def sign_flip_p(values: np.ndarray) -> float:
     return min(1.0, float(tested.pvalue))
 
 
-def holm_adjusted(raw: Mapping[str, float]) -> dict[str, float]:
+def holm_adjusted_p_values(raw: Mapping[str, float]) -> dict[str, float]:
     """Adjust p-values for the number of comparisons by Holm's step-down method (1979).
 
-    >>> holm_adjusted({"a": 0.01, "b": 0.04, "c": 0.03})
+    >>> holm_adjusted_p_values({"a": 0.01, "b": 0.04, "c": 0.03})
     {'a': 0.03, 'c': 0.06, 'b': 0.06}
     """
     adjusted: dict[str, float] = {}
@@ -169,12 +169,12 @@ class RunCurve(BaseModel):
     seconds: tuple[float, ...] = ()
 
     @property
-    def final(self) -> float | None:
+    def final_score(self) -> float | None:
         """Last score, or None if the run has not finished."""
         return self.scores[-1].mean if self.status == "finished" and self.scores else None
 
     @property
-    def area(self) -> float | None:
+    def mean_score_over_steps(self) -> float | None:
         """Mean score over all steps by the trapezoidal rule, or None if the run has not finished."""
         if self.status != "finished" or len(self.scores) < 2:
             return None
@@ -226,14 +226,14 @@ class StudyRecord(BaseModel):
 
 def read_curve(run: StudyRun) -> RunCurve:
     """Read the current state of a run from its files. Raises WorldError if the files are damaged."""
-    rows = list(run.files.metrics())
+    rows = list(run.run_directory.metrics())
     trained = [row for row in rows if "reward/count" in row]
     return RunCurve(
         variant=run.variant,
         seed=run.seed,
         settings=run.values,
         status=run.status,
-        message=run.failure.read_text(encoding="utf-8").strip() if run.failure.is_file() else "",
+        message=run.failure_file.read_text(encoding="utf-8").strip() if run.failure_file.is_file() else "",
         scores=tuple(
             HeldOutScore(step=int(row["step"]), mean=row["eval/avg_at_k"], low=row["eval/low"], high=row["eval/high"])
             for row in rows

@@ -16,7 +16,7 @@ import torch
 from agentrl.cluster.backends import has_many_nodes, open_cluster
 from agentrl.cluster.launchers import launcher_variables
 from agentrl.cluster.local import log_file
-from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, place_bundles, plan_table
+from agentrl.cluster.plan import PLAN_COLUMNS, UnplaceableError, nodes_with_capacity, place_bundles, placement_table
 from agentrl.cluster.processes import (
     Bundle,
     Cluster,
@@ -264,7 +264,7 @@ def print_resource_plan(settings: Settings, console: Console) -> None:
 def _plan_rows(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
     """Return the rows of the resource plan. Raises UnplaceableError if the run cannot be placed."""
     servers, sandbox = server_bundles_on_nodes(settings, nodes), sandbox_bundle(settings)
-    return plan_table(node_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
+    return placement_table(node_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
 
 
 def _visible_gpus_of_process() -> list[str] | None:

@@ -19,7 +19,7 @@ from scipy import stats
 
 from agentrl.cli import check_training_settings
 from agentrl.errors import SettingsError
-from agentrl.lab.study.command import RECORD, read_record, study_command
+from agentrl.lab.study.command import RECORD, read_study_record, study_command
 from agentrl.lab.study.report import _reward_points, study_figure, study_markdown
 from agentrl.lab.study.runs import StudyRun, split_cores, study_runs, train_command
 from agentrl.lab.study.settings import StudySettings, parse_study
@@ -27,11 +27,11 @@ from agentrl.lab.study.statistics import (
     HeldOutScore,
     RunCurve,
     StudyRecord,
-    holm_adjusted,
+    holm_adjusted_p_values,
     interquartile_mean,
     mean_over_seeds,
     paired_differences,
-    sign_flip_p,
+    sign_flip_p_value,
 )
 
 GRID = {"algorithm.estimator": ["grpo", "tir_otb"], "rollout.group_size": [4, 16]}
@@ -141,9 +141,9 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     )
     said = run_study(file, home)
     assert "grpo-seed-1: failed with exit status 1: error: the machine is on fire" in "\n".join(said)
-    record = read_record(home / RECORD)
+    record = read_study_record(home / RECORD)
     assert [run.status for run in record.runs] == ["finished", "finished", "finished", "failed"]
-    assert [run.final for run in record.runs] == [0.6, 0.6, 0.7, None]
+    assert [run.final_score for run in record.runs] == [0.6, 0.6, 0.7, None]
     report = (home / "report.md").read_text()
     # 0.6 and 0.7: t(1) = 12.706, half-width 12.706 x 0.0707 / sqrt(2).
     assert "| tir_otb | 2 | 0.200 [0.200, 0.200] | 0.650 [0.015, 1.285] |" in report
@@ -160,7 +160,7 @@ def test_a_study_keeps_failures_goes_on_and_reports_from_its_record(tmp_path: Pa
     assert not [line for line in run_study(file, home) if line.endswith("starts")]  # nothing twice, not failures either
     fake_train.write_text(FAKE.replace('sys.exit("error: the machine is on fire")', "pass"))
     assert "grpo-seed-1: finished" in run_study(file, home, retry=True)
-    assert all(run.status == "finished" for run in read_record(home / RECORD).runs)
+    assert all(run.status == "finished" for run in read_study_record(home / RECORD).runs)
 
     kept = tmp_path / "kept"
     kept.mkdir()
@@ -176,7 +176,7 @@ def record_alone(text: str, file: Path) -> tuple[Path, tuple[RunCurve, ...]]:
     run_study(file, home)
     there.mkdir()
     (there / RECORD).write_bytes((home / RECORD).read_bytes())
-    return there, read_record(home / RECORD).runs
+    return there, read_study_record(home / RECORD).runs
 
 
 def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake_train: Path):
@@ -187,7 +187,7 @@ def test_a_study_goes_on_from_its_record_on_another_machine(tmp_path: Path, fake
     said = run_study(file, there)
     assert f"2 stored in {there / RECORD}, 2 waiting" in said[0]
     assert [line for line in said if line.endswith("starts")] == ["tir_otb-seed-2: starts", "rloo-seed-2: starts"]
-    after = read_record(there / RECORD).runs
+    after = read_study_record(there / RECORD).runs
     assert after[:2] == before
     assert [(run.seed, run.status) for run in after[2:]] == [(2, "finished")] * 2
 
@@ -198,7 +198,7 @@ def test_a_record_loses_no_run(tmp_path: Path, fake_train: Path):
     there, before = record_alone(text, file)
     assert [run.status for run in before] == ["finished", "failed"]
     run_study(file, there, report_only=True)
-    assert read_record(there / RECORD).runs == before
+    assert read_study_record(there / RECORD).runs == before
     assert not [line for line in run_study(file, there) if line.endswith("starts")]  # failed runs wait for --retry
     for other in (text.replace("[1]", "[5]"), text.replace(", grpo", "")):
         file.write_text(other)
@@ -222,7 +222,7 @@ def test_a_study_that_was_stopped_knows_its_settings(tmp_path: Path, fake_train:
         study_command(
             file, home, jobs=1, baseline=None, retry=False, report_only=False, check=check_training_settings, echo=stop
         )
-    assert [run.status for run in read_record(home / RECORD).runs] == ["finished", "waiting"]
+    assert [run.status for run in read_study_record(home / RECORD).runs] == ["finished", "waiting"]
     file.write_text(file.read_text() + "settings: {training.steps: 500}\n")
     with pytest.raises(SettingsError, match="that differs in settings"):
         run_study(file, home)
@@ -234,7 +234,7 @@ def test_a_step_without_data_is_no_reward_of_zero(tmp_path: Path, fake_train: Pa
     empty = '(1, 2):\n    rows += [{"step": step + 2, "reward/count": 0, "time/step_s": 1.0}]\n'
     fake_train.write_text(FAKE.replace("(1, 2):\n", empty))
     run_study(file, home)
-    (run,) = read_record(home / RECORD).runs
+    (run,) = read_study_record(home / RECORD).runs
     assert sorted(run.steps) == [1, 2, 3, 4]
     assert run.rewards == (None, 0.5, None, 0.5)
     assert run.model_tokens == (0, 100, 0, 100)
@@ -328,15 +328,15 @@ def begun_json(folder: Path) -> Path:
 
 def test_scores_areas_costs_and_collapses():
     run = curve("a", 0, 0.2, 0.6, 1.0)
-    assert run.final == 1.0
-    assert run.area == pytest.approx(0.6)
+    assert run.final_score == 1.0
+    assert run.mean_score_over_steps == pytest.approx(0.6)
     assert run.cost_to_reach(0.5, run.model_tokens) == 1000
     assert run.cost_to_reach(0.9, run.trajectories) == 160
     assert run.cost_to_reach(1.1, run.model_tokens) is None
     assert not run.has_collapsed(0.5)
     assert curve("a", 0, 0.2, 0.9, 0.3).has_collapsed(0.5)
     assert not curve("a", 0, status="failed").has_collapsed(0.5)  # why it failed is not known
-    assert curve("a", 0, 0.2, 0.4, status="interrupted").final is None
+    assert curve("a", 0, 0.2, 0.4, status="interrupted").final_score is None
 
 
 def test_scores_at_equal_tokens_are_interpolated():
@@ -363,16 +363,18 @@ def test_differences_are_paired_by_seed():
 
 
 def test_sign_flips_of_many_seeds_and_of_none():
-    assert sign_flip_p(np.full(10, 0.1)) == pytest.approx(2 / 1024)
-    assert sign_flip_p(np.full(15, 0.1)) == pytest.approx(2.0**-14, rel=1e-9)
-    assert sign_flip_p(np.zeros(4)) == 1.0
+    assert sign_flip_p_value(np.full(10, 0.1)) == pytest.approx(2 / 1024)
+    assert sign_flip_p_value(np.full(15, 0.1)) == pytest.approx(2.0**-14, rel=1e-9)
+    assert sign_flip_p_value(np.zeros(4)) == 1.0
 
 
 def test_holm_never_reverses_an_order():
     raw = {"a": 0.2, "b": 0.01, "c": 0.02}
-    assert holm_adjusted(raw) == {"b": 0.03, "c": 0.04, "a": 0.2}
-    assert holm_adjusted({"a": 0.03, "b": 0.028, "c": 0.04}) == pytest.approx({"b": 0.084, "a": 0.084, "c": 0.084})
-    assert holm_adjusted({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+    assert holm_adjusted_p_values(raw) == {"b": 0.03, "c": 0.04, "a": 0.2}
+    assert holm_adjusted_p_values({"a": 0.03, "b": 0.028, "c": 0.04}) == pytest.approx(
+        {"b": 0.084, "a": 0.084, "c": 0.084}
+    )
+    assert holm_adjusted_p_values({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
 @pytest.mark.parametrize("seeds", [3, 5, 20])
@@ -410,12 +412,12 @@ def test_a_status_is_what_the_files_say(tmp_path: Path):
     run = StudyRun(variant="a", seed=0, values={}, folder=tmp_path / "a-seed-0")
     assert run.status == "waiting"
     run.folder.mkdir()
-    run.files.config.write_text("{}")
+    run.run_directory.config.write_text("{}")
     assert run.status == "interrupted"
-    run.log.parent.mkdir()
-    run.failure.write_text("exit status 1")
+    run.log_file.parent.mkdir()
+    run.failure_file.write_text("exit status 1")
     assert run.status == "failed"
-    run.files.summary.write_text(json.dumps({}))
+    run.run_directory.summary.write_text(json.dumps({}))
     assert run.status == "finished"
 
 
