@@ -383,20 +383,25 @@ def new_environment(
         typer.echo(line)
 
 
-sandbox = typer.Typer(help="Serve a sandbox for programs.", no_args_is_help=True)
+sandbox = typer.Typer(help="Serve or test a sandbox for programs.", no_args_is_help=True)
 app.add_typer(sandbox, name="sandbox")
 
 
-@sandbox.command(
-    "serve",
-    help="Serve the sandbox over HTTP. Options: `agentrl-sandbox serve --help`.",
-    context_settings={"allow_extra_args": True, "ignore_unknown_options": True},
-    add_help_option=False,
-)
-def _serve_sandbox(context: typer.Context) -> None:
-    from agentrl_sandbox.service.commands import main as command
+def _add_sandbox_command(name: str, about: str) -> None:
+    """Add a command that passes all its arguments to the command ``name`` of ``agentrl-sandbox``."""
+    everything = {"allow_extra_args": True, "ignore_unknown_options": True}
 
-    raise typer.Exit(command(["serve", *context.args]))
+    @sandbox.command(name, help=about, context_settings=everything, add_help_option=False)
+    def forwarded(context: typer.Context) -> None:
+        from agentrl_sandbox.service.commands import main as command
+
+        raise typer.Exit(command([name, *context.args]))
+
+
+_add_sandbox_command("serve", "Serve the sandbox over HTTP. Options: `agentrl-sandbox serve --help`.")
+_add_sandbox_command(
+    "check", "Test the sandbox at URL with ordinary programs and attacks. Options: `agentrl-sandbox check --help`."
+)
 
 
 def main() -> None:

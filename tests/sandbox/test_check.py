@@ -1,4 +1,4 @@
-"""The suite of programs and attacks: this sandbox passes, and a sandbox without isolation fails."""
+"""The suite of `agentrl-sandbox check`: this sandbox passes, and a sandbox without isolation fails."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import subprocess
 import sys
 
 import pytest
-from sandbox.check.case import Case
-from sandbox.check.suite import CASES, run_case, run_suite
 
+from agentrl_sandbox.check.case import Case
+from agentrl_sandbox.check.suite import CASES, format_result, format_summary, run_case, run_suite
 from agentrl_sandbox.client import Execution, Outcome, SandboxSettings
 
 pytestmark = pytest.mark.slow
@@ -81,4 +81,6 @@ async def test_the_suite_detects_a_sandbox_without_isolation(tmp_path, monkeypat
     findings = {case.name: await run_case(UnisolatedSandbox(), case) for case in chosen}
     assert {name for name, finding in findings.items() if finding.passed} == {"prints", "runs as __main__"}
     assert findings["removes files between programs"].why == "afterwards: ok: dirty"
-    assert "reached" in findings["secrets of the host"].why
+    assert format_result(findings["prints"]).startswith("ok")
+    assert "reached" in format_result(findings["secrets of the host"])
+    assert "conformance       2 of 3 held" in format_summary(list(findings.values()))

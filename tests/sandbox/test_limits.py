@@ -5,8 +5,8 @@ from __future__ import annotations
 import zlib
 
 import pytest
-from sandbox.check.resources import RESOURCES
 
+from agentrl_sandbox.check.resources import RESOURCES
 from agentrl_sandbox.client import Outcome
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]

@@ -1,4 +1,4 @@
-"""The command ``agentrl-sandbox``: ``serve`` runs a gateway, ``runner`` a runner."""
+"""The command ``agentrl-sandbox``: ``serve`` runs a gateway, ``runner`` a runner, ``check`` tests a sandbox."""
 
 from __future__ import annotations
 
@@ -67,6 +67,10 @@ async def _stop_runner(process: asyncio.subprocess.Process) -> None:
 
 
 _CLIENT_SETTINGS = ("url", "token", "retry_deadline", "service_deadline")  # settings that do not apply to a runner
+_ATTACK_WARNING = (
+    "The attacks are real: without isolation they kill processes and write files. They stop on their own at "
+    "3000 processes, 3 GB of memory or disk and 100 MB of output."
+)
 _SOCKET_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -77,7 +81,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         if options.command == "runner":
             return _run_runner(options)
-        return _run_serve(options)
+        return _run_check(options) if options.command == "check" else _run_serve(options)
     except SandboxError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
@@ -102,7 +106,13 @@ def _parser() -> argparse.ArgumentParser:
     runner.add_argument("--name", default=socket.gethostname(), help="name of the socket (default: the host name)")
     runner.add_argument("--linger", type=float, help="seconds without a gateway after which the runner exits")
     runner.add_argument("--parent", type=int, help="process id; the runner exits when this process exits")
-    for command in (serve, runner):
+    check = commands.add_parser(
+        "check",
+        help="run programs that a sandbox must support and attacks that it must withstand",
+        epilog=_ATTACK_WARNING,
+    )
+    check.add_argument("url", nargs="?", default="local://", help="local://, docker://IMAGE or http://HOST:PORT")
+    for command in (serve, runner, check):
         command.add_argument("settings", nargs="*", metavar="KEY=VALUE", help="settings, for example memory_mb=1024")
     return parser
 
@@ -118,6 +128,14 @@ def _run_runner(options: argparse.Namespace) -> int:
     ends = {"linger": options.linger, "parent": options.parent}
     asyncio.run(serve_runner(settings, options.sockets, options.name, **ends))
     return 0
+
+
+def _run_check(options: argparse.Namespace) -> int:
+    from agentrl_sandbox.check.suite import run_checks
+
+    # The table reports missing properties, so they must not stop the check.
+    given = ["allow_unisolated=true", *options.settings, f"url={options.url}"]
+    return asyncio.run(run_checks(read_settings(SandboxSettings, os.environ, given)))
 
 
 def _run_serve(options: argparse.Namespace) -> int:

@@ -20,10 +20,10 @@ import pytest
 import pytest_asyncio
 from docker.errors import DockerException
 from ranks import free_port
-from sandbox.check.case import Case
-from sandbox.check.suite import CASES, run_case, run_suite
 
 import agentrl_sandbox
+from agentrl_sandbox.check.case import Case
+from agentrl_sandbox.check.suite import CASES, run_case, run_suite
 from agentrl_sandbox.client import Outcome, Sandbox, SandboxSettings, StartError, open_sandbox
 from agentrl_sandbox.docker import DockerSandbox
 

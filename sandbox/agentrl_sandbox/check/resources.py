@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from sandbox.check.case import (
+from agentrl_sandbox.check.case import (
     Case,
     Expectation,
     attack_case,
@@ -11,7 +11,6 @@ from sandbox.check.case import (
     expect_outcome,
     expect_output,
 )
-
 from agentrl_sandbox.types import Execution, Outcome
 
 _GIB = 1 << 30

@@ -1,16 +1,16 @@
-"""The complete suite against one sandbox: programs that it must support and attacks that it must withstand."""
+"""``agentrl-sandbox check``: run the complete suite against one sandbox and print one line per case."""
 
 from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Sequence
 from dataclasses import dataclass
 
-from sandbox.check.case import CONFORMANCE, Case
-from sandbox.check.escapes import ESCAPES
-from sandbox.check.resources import RESOURCES
-
+from agentrl_sandbox.check.case import CONFORMANCE, Case
+from agentrl_sandbox.check.escapes import ESCAPES
+from agentrl_sandbox.check.resources import RESOURCES
+from agentrl_sandbox.client import SandboxSettings, open_sandbox
 from agentrl_sandbox.types import Execution, Outcome, Sandbox
 
 CASES: Sequence[Case] = (*CONFORMANCE, *RESOURCES, *ESCAPES)
@@ -22,6 +22,8 @@ class CaseResult:
     """Result of one case. ``why`` is empty if the case passed."""
 
     name: str
+    property_name: str
+    seconds: float
     why: str = ""
 
     @property
@@ -31,16 +33,24 @@ class CaseResult:
 
 async def run_case(sandbox: Sandbox, case: Case) -> CaseResult:
     """Run the program, its ``after`` program, and a check that the sandbox still works."""
-    return CaseResult(name=case.name, why=await _run_one(sandbox, case))
+    return await _time_case(case.name, case.property_name, _run_one(sandbox, case))
 
 
 async def run_suite(sandbox: Sandbox, cases: Sequence[Case] = CASES) -> AsyncIterator[CaseResult]:
     """Run all cases, then the cases with several programs."""
     for case in cases:
         yield await run_case(sandbox, case)
-    yield CaseResult(name=f"{_CONCURRENT_PROGRAMS} programs at once", why=await _check_concurrent_results(sandbox))
-    yield CaseResult(name="one request_id runs once", why=await _check_shared_run(sandbox))
-    yield CaseResult(name="a neighbour's files", why=await _check_hidden_neighbour(sandbox))
+    yield await _time_case(
+        f"{_CONCURRENT_PROGRAMS} programs at once", "conformance", _check_concurrent_results(sandbox)
+    )
+    yield await _time_case("one request_id runs once", "conformance", _check_shared_run(sandbox))
+    yield await _time_case("a neighbour's files", "no_foreign_reads", _check_hidden_neighbour(sandbox))
+
+
+async def _time_case(name: str, property_name: str, running: Awaitable[str]) -> CaseResult:
+    began = time.monotonic()
+    why = await running
+    return CaseResult(name=name, property_name=property_name, seconds=time.monotonic() - began, why=why)
 
 
 async def _run_one(sandbox: Sandbox, case: Case) -> str:
@@ -96,3 +106,39 @@ def _describe(run: Execution) -> str:
     text = " ".join((run.stdout[-200:] + " " + run.stderr[-200:]).split())
     code = "" if run.exit_code is None or run.outcome is Outcome.OK else f" ({run.exit_code})"
     return f"{run.outcome}{code}: {text[:300]}"
+
+
+async def run_checks(settings: SandboxSettings) -> int:
+    """Run the suite and print the results. Returns 0 if all cases passed, else 1. Raises SandboxError."""
+    sandbox = await open_sandbox(settings)
+    print(f"{settings.url}: {sandbox.isolation.describe()}\n", flush=True)
+    results = []
+    try:
+        async for result in run_suite(sandbox):
+            results.append(result)
+            print(format_result(result), flush=True)
+    finally:
+        await sandbox.close()
+    print(f"\n{format_summary(results)}")
+    return 0 if all(result.passed for result in results) else 1
+
+
+def format_result(result: CaseResult) -> str:
+    verdict = "ok  " if result.passed else "FAIL"
+    row = f"{verdict}  {result.property_name:<21}  {result.name:<42}  {result.seconds:6.2f} s"
+    return row if result.passed else f"{row}\n      {result.why}"
+
+
+def format_summary(results: Sequence[CaseResult]) -> str:
+    """Format the number of passed cases of each property.
+
+    >>> print(format_summary([CaseResult(name="a", property_name="robust", seconds=0.1)]))
+    robust  1 of 1 held
+    """
+    property_names = dict.fromkeys(result.property_name for result in results)
+    width = max(map(len, property_names), default=0)
+    rows = []
+    for name in property_names:
+        of_property = [result for result in results if result.property_name == name]
+        rows.append(f"{name:<{width}}  {sum(result.passed for result in of_property)} of {len(of_property)} held")
+    return "\n".join(rows)

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from sandbox.check.case import Case, attack_case, expect_any_end, expect_blocked_attack, expect_outcome
-
+from agentrl_sandbox.check.case import Case, attack_case, expect_any_end, expect_blocked_attack, expect_outcome
 from agentrl_sandbox.types import Execution, Outcome
 
 _NETWORK = attack_case(

@@ -1,0 +1,1 @@
+"""Test cases for sandboxes: programs that must work and attacks that must fail."""
