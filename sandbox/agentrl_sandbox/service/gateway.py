@@ -24,6 +24,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from starlette.types import ASGIApp
 
 from agentrl_sandbox.call import Call, InvalidCallError
+from agentrl_sandbox.service import fusion
 from agentrl_sandbox.service.bodies import (
     ErrorAnswer,
     ExecutionAnswer,
@@ -150,6 +151,7 @@ def build_app(gateway: Gateway) -> FastAPI:
     _add_state_endpoints(app, gateway)
     _add_program_endpoints(app, gateway)
     _add_session_endpoints(app, gateway)
+    _add_fusion_endpoint(app, gateway)
     return app
 
 
@@ -247,6 +249,12 @@ def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
         """End a session."""
         await pool.close_session(session)
         return Response(status_code=HTTPStatus.NO_CONTENT)
+
+
+def _add_fusion_endpoint(app: FastAPI, gateway: Gateway) -> None:
+    @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
+    async def run_code(request: fusion.RunCodeRequest) -> Response:
+        return _json_response((await fusion.run_code(request, gateway.run)).model_dump())
 
 
 def _json_response(value: object, status: int = HTTPStatus.OK) -> Response:

@@ -48,22 +48,29 @@ async def test_impossible_arguments_are_422(gateway, body):
     assert (await gateway.client.post("/v1/execute", json=body)).status_code == 422
 
 
+@pytest.mark.parametrize("path", ["/v1/execute", "/run_code"])
 @pytest.mark.parametrize("value", ["NaN", "Infinity", "1e999", "-1e999"])
-async def test_times_that_are_no_numbers_are_422(gateway, runner, value):
-    body = f'{{"program": "p", "timeout": {value}}}'
-    answer = await gateway.client.post("/v1/execute", content=body, headers={"Content-Type": "application/json"})
+async def test_times_that_are_no_numbers_are_422(gateway, runner, path, value):
+    names = {"/v1/execute": ("program", "timeout"), "/run_code": ("code", "run_timeout")}
+    text, seconds = names[path]
+    body = f'{{"{text}": "p", "language": "python", "{seconds}": {value}}}'
+    if path == "/v1/execute":
+        body = body.replace('"language": "python", ', "")
+    answer = await gateway.client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 422
-    assert "timeout" in answer.json()["detail"][-1]["loc"]
+    assert seconds in answer.json()["detail"][-1]["loc"]
     assert runner.sandbox.started == []
 
 
+@pytest.mark.parametrize("path", ["/v1/execute", "/run_code"])
 @pytest.mark.parametrize(
     "fields",
     [r'"files": {"\ud800": ""}', r'"files": {"\ud800": 1}', r'"fetch_files": ["\ud800"]', '"files": {"a": NaN}'],
 )
-async def test_names_that_no_encoding_has_are_422(gateway, runner, fields):
-    body = f'{{"program": "p", {fields}}}'
-    answer = await gateway.client.post("/v1/execute", content=body, headers={"Content-Type": "application/json"})
+async def test_names_that_no_encoding_has_are_422(gateway, runner, path, fields):
+    program = '"program": "p"' if path == "/v1/execute" else '"code": "p", "language": "python"'
+    body = f"{{{program}, {fields}}}"
+    answer = await gateway.client.post(path, content=body, headers={"Content-Type": "application/json"})
     assert answer.status_code == 422
     assert runner.sandbox.started == []
 
@@ -273,7 +280,7 @@ async def test_metrics_count(gateway):
 
 async def test_the_interface_describes_itself(gateway):
     paths = (await gateway.client.get("/openapi.json")).json()["paths"]
-    assert {"/v1/execute", "/v1/sessions", "/ready"} <= set(paths)
+    assert {"/v1/execute", "/v1/sessions", "/run_code", "/ready"} <= set(paths)
     assert (await gateway.client.get("/docs")).status_code == 200
 
 

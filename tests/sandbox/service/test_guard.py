@@ -39,6 +39,7 @@ async def test_a_wrong_token_is_401_and_nothing_runs(gateway, runner, header):
         ("POST", "/v1/sessions/x/execute"),
         ("POST", "/v1/sessions/x/fork"),
         ("DELETE", "/v1/sessions/x"),
+        ("POST", "/run_code"),
         ("GET", "/metrics"),
         ("POST", "//v1/execute"),
         ("POST", "/health/../v1/execute"),
