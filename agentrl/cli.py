@@ -322,10 +322,10 @@ def serve_policy(
     options = {**served, "rollout.vllm.addresses": [], "rollout.vllm.replicas": 1}
     settings = _load_settings("eval", overrides, config=config, options=options)
     from agentrl.rollout.engines.vllm.engine import serve_policy as serve
-    from agentrl.rollout.settings import longest_request
+    from agentrl.rollout.settings import longest_request_tokens
     from agentrl.telemetry.console import Console
 
-    longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+    longest = longest_request_tokens(settings.rollout, settings.evaluation.max_response_tokens)
     console = Console(settings.telemetry)
     serve(settings.rollout, settings.model, longest=longest, host=host, port=port, report=console.note)
 

@@ -261,7 +261,7 @@ async def drive(name: str, image: str, directory: Path) -> bool:
     gateway = server.AgentGateway(limits)
     await gateway.open()
     await program.open(gateway)
-    access = gateway.admit(rollout)
+    access = gateway.register_rollout(rollout)
     began = time.monotonic()
     try:
         await program.wait_until_ready(problem, access)

@@ -47,7 +47,7 @@ from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.replica import TurnRequest
 from agentrl.rollout.engines.vllm.replica import GenerateResponse, read_completion
-from agentrl.rollout.metrics import VersionClock, rollout_metrics
+from agentrl.rollout.metrics import StalenessTracker, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.telemetry.trajectory_file import write_trajectories
 from agentrl.training.step.batching import pack_units
@@ -212,7 +212,7 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
     await asyncio.sleep(0)
     cpu, began = time.process_time(), time.perf_counter()
     turns, longest = 0, 0.0
-    async for group in driver.run(requests, step=0, group_size=GROUP_SIZE):
+    async for group in driver.play_groups(requests, step=0, group_size=GROUP_SIZE):
         for item in group.trajectories:
             if item.ended is not Ended.ANSWERED or item.reward != 1.0 or item.turns != args.turns:
                 raise RuntimeError(f"a trajectory went wrong: {item}")
@@ -270,7 +270,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
         Group(problem=part[0].problem, index=part[0].group, trajectories=tuple(part))
         for part in (rows[start : start + GROUP] for start in range(0, len(rows), GROUP))
     ]
-    clock = VersionClock()
+    clock = StalenessTracker()
     stage("metrics", lambda: (rollout_metrics(made), clock.metrics(made)))
     units = [group.trajectories for group in made]
     shares = stage("plan", lambda: pack_units(units, 8 * tokens, ranks=1))

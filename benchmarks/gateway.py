@@ -167,7 +167,7 @@ async def play_wave(gateway: AgentGateway, renderer: ChatRenderer, api: str, age
         )
         for number in range(agents)
     ]
-    admitted = [gateway.admit(one) for one in rollouts]
+    admitted = [gateway.register_rollout(one) for one in rollouts]
     told = json.dumps({"api": api, "turns": turns, "agents": [vars(one) for one in admitted]})
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENTS, stdin=subprocess.PIPE)
     began = time.process_time()
@@ -177,7 +177,7 @@ async def play_wave(gateway: AgentGateway, renderer: ChatRenderer, api: str, age
     for one, access in zip(rollouts, admitted, strict=True):
         one.trajectories(Ended.ANSWERED)
         await one.finish()
-        gateway.dismiss(access)
+        gateway.unregister_rollout(access)
     if process.returncode or sampled != agents * turns:
         raise SystemExit("the agents failed")
     return spent

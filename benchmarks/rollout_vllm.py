@@ -30,7 +30,7 @@ from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.replica import ServerRequirements
-from agentrl.rollout.engines.vllm.engine import vllm_engine
+from agentrl.rollout.engines.vllm.engine import build_vllm_engine
 from agentrl.rollout.settings import RolloutSettings, VLLMSettings
 from agentrl.trajectory import Group
 from agentrl_envs.types import Ended, Problem
@@ -98,7 +98,7 @@ async def play(
     # More turns than fit: the token limit ends every trajectory.
     environment = SimulatedEnvironment(turns=10**6, latency=latency, seed=step, observation="= 4" if tools else "")
     longest = settings.max_prompt_tokens + settings.max_response_tokens
-    engine = vllm_engine(
+    engine = build_vllm_engine(
         addresses, ServerRequirements(codec=codec, vocabulary=vocabulary, max_tokens=longest), settings
     )
     await engine.open()
@@ -107,7 +107,7 @@ async def play(
         problem = Problem(id="p", statement=_PROMPT, answer="4", source="bench")
         requests = [Group(index=i, problem=problem) for i in range(args.trajectories // args.group_size)]
         tokens, began = 0, time.perf_counter()
-        async for group in driver.run(requests, step=step, group_size=args.group_size):
+        async for group in driver.play_groups(requests, step=step, group_size=args.group_size):
             if any(item.ended is not Ended.TOKEN_LIMIT for item in group.trajectories):
                 raise RuntimeError(f"a trajectory went wrong: {group}")
             tokens += sum(item.model_tokens for item in group.trajectories)

@@ -108,7 +108,9 @@ class Laboratory:
         steps: list[list[Trajectory]] = [[] for _ in range(self._options.steps)]
         requests = [Group(index=index, problem=problem) for index, problem in enumerate(problems)]
         # Arms draw different random numbers, so that they are independent of the reference.
-        async for group in driver.run(requests, step=max(turns, default=0) * 100 + size, group_size=size * len(steps)):
+        async for group in driver.play_groups(
+            requests, step=max(turns, default=0) * 100 + size, group_size=size * len(steps)
+        ):
             for item in group.trajectories:
                 if not item.is_excluded:
                     steps[item.sample // size].append(item)

@@ -74,9 +74,9 @@ def play(
     written = tuple(_turns_of_row(row) if turns is None else turns)
 
     from agentrl.rollout.environment import build_environment
-    from agentrl.rollout.gateway.settings import is_agent
+    from agentrl.rollout.gateway.settings import is_agent_program
 
-    if is_agent(name):
+    if is_agent_program(name):
         raise SettingsError(
             f"env={name} is an agent program, which generates its own turns: agentrl.play does not support it"
         )

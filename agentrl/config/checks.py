@@ -14,7 +14,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.settings import LoRASettings
 from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
-from agentrl.rollout.gateway.settings import is_agent, runs_in_separate_process
+from agentrl.rollout.gateway.settings import is_agent_program, runs_in_separate_process
 from agentrl_envs.settings import ChatSettings, ContainerSettings, SimpleTIRSettings, ToolChatSettings
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "tokenizer_config.json", "vocab.json")
@@ -213,7 +213,7 @@ def _inapplicable_setting(environment: ChatSettings, name: str, where: str) -> I
 
 
 def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
-    if command == "eval" and is_agent(settings.env) and settings.evaluation.endpoint.url is not None:
+    if command == "eval" and is_agent_program(settings.env) and settings.evaluation.endpoint.url is not None:
         yield (
             f"env={settings.env!r} runs through the gateway, which requires a local engine: set --model and leave "
             "out --base-url"
@@ -246,7 +246,7 @@ def _fork_problems(settings: Settings) -> Iterator[str]:
         return
     forks = f"rollout.branching.width={width}"
     environment = settings.environment.model_dump() | (settings.environment.model_extra or {})
-    if is_agent(settings.env):
+    if is_agent_program(settings.env):
         yield f"{forks}: rollouts of the agent program env={settings.env} cannot be forked; set the width to 1"
     elif settings.env.startswith(HARBOR):
         yield f"{forks}: the containers of env={settings.env} cannot be copied; set the width to 1"
@@ -420,7 +420,7 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
 def _branch_warnings(settings: Settings) -> Iterator[str]:
     environment, name = settings.environment, settings.algorithm.estimator
     rerendered = (environment.model_dump() | (environment.model_extra or {})).get("history") == "template"
-    if not rerendered and not is_agent(settings.env):
+    if not rerendered and not is_agent_program(settings.env):
         return
     from agentrl.algorithms import ESTIMATORS  # imports torch, so imported only if rollouts can branch
 

@@ -25,7 +25,7 @@ from agentrl.config.overlays import Layer, interpolate_variables, parse_yaml, re
 from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, Settings, resume_conflicts, settings_model
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, HARBOR, REASONING_GYM, is_generated
-from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.gateway.settings import is_agent_program
 from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean, load_plugins
 
 _log = logging.getLogger(__name__)
@@ -333,7 +333,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
 
 
 def _check_env(env: object) -> str:
-    if is_agent(str(env)) or str(env).partition(":")[0] in ADAPTERS:
+    if is_agent_program(str(env)) or str(env).partition(":")[0] in ADAPTERS:
         return str(env)
     try:
         ENVIRONMENTS.check(str(env))

@@ -22,7 +22,7 @@ from agentrl.problems.rows import ProblemFieldError, ProblemLoadError
 from agentrl.problems.sampler import digest_of_columns
 from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
 from agentrl.problems.sources import fixed_evaluation_problems, load_source, read_problems_with_locations
-from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.gateway.settings import is_agent_program
 from agentrl.rollout.settings import compares_answers
 from agentrl.telemetry.console import Console
 from agentrl_envs.adapters.falsified import FalsifiedEpisode
@@ -225,7 +225,7 @@ class ProblemSet:
                 digest.update(digest_of_columns({"info": problem.info, "messages": problem.messages}).encode())
         return digest.hexdigest()
 
-    def record(self) -> ProblemSetRecord:
+    def identity_fields(self) -> ProblemSetRecord:
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
 
@@ -247,7 +247,7 @@ def load_problem_sets(settings: EvaluationSections, names: Sequence[str], data_d
     if not any(one.problems for one in sets):
         raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
     # An agent program receives the output of its tools directly, so the output cannot be falsified here.
-    falsified = settings.evaluation.falsified and not is_agent(settings.env)
+    falsified = settings.evaluation.falsified and not is_agent_program(settings.env)
     return sets + (_falsified_sets(sets) if falsified else [])
 
 

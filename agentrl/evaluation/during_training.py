@@ -66,7 +66,7 @@ async def evaluate_policy(
         environment = FalsifiedEnvironment(environment, seed)
     requests = [Group(index=index, problem=problem) for index, problem in enumerate(problems)]
     driver = driver_for(environment)
-    played = driver.run(requests, step=step, group_size=samples, temperature=temperature)
+    played = driver.play_groups(requests, step=step, group_size=samples, temperature=temperature)
     groups = sorted([group async for group in played], key=lambda group: group.index)
     driver.raise_if_all_crashed(groups, f"evaluation at step {step}")
     failed = [group.problem.id for group in groups if any(item.is_excluded for item in group.rollouts)]

@@ -21,12 +21,12 @@ from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.models.loading import model_fingerprint, read_config, read_model
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.driver import Driver, run_tasks
-from agentrl.rollout.engines.base import Engine, EngineRequest, ManagedEngine, engine_facts, engine_plugin
+from agentrl.rollout.driver import Driver, yield_from_tasks
+from agentrl.rollout.engines.base import Engine, EngineSpecification, ManagedEngine, engine_facts, engine_plugin
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.environment import build_chat_setup, build_codec, build_environment, uses_chat_template
 from agentrl.rollout.policy import LoopThrottle, TurnPolicy
-from agentrl.rollout.settings import longest_request
+from agentrl.rollout.settings import longest_request_tokens
 from agentrl.trajectory import Group, concatenate_branches
 from agentrl.weights.verify import Probe, add_tied_head, checksums
 from agentrl_envs.episode import Environment, Episode
@@ -119,12 +119,12 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
     codec = build_codec(tokenizer, path, build_chat_setup(settings, tokenizer, path))
     model = _read_model(settings.model, path) if engine_facts(settings.rollout).in_process else None
     managed = engine_plugin(settings.rollout).managed(
-        EngineRequest(
+        EngineSpecification(
             rollout=settings.rollout,
             policy=settings.model,
             policy_path=path,
             codec=codec,
-            longest=longest_request(settings.rollout, None),
+            longest=longest_request_tokens(settings.rollout, None),
             folder=folder,
             model=model,
             trained=False,
@@ -139,7 +139,7 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
         codec=codec,
         settings=settings,
         fingerprint=fingerprint,
-        record=managed.record(),
+        record=managed.identity_fields(),
         max_positions=_find_max_positions(read_config(settings.model)),
     )
 
@@ -204,7 +204,7 @@ class ModelSampler:
         if len(by_index) < len(samples):
             raise AssertionError("two samples have the same index: a sample was requested twice")
         requests = [Group(index=index, problem=sample.problem) for index, sample in by_index.items()]
-        async with aclosing(driver.run(requests, step=0, group_size=1)) as groups:
+        async with aclosing(driver.play_groups(requests, step=0, group_size=1)) as groups:
             async for group in groups:
                 trajectory = concatenate_branches(group.trajectories)
                 failure = driver.last_failure if trajectory.ended is Ended.INFRASTRUCTURE_FAILURE else None
@@ -294,7 +294,7 @@ class EndpointSampler:
                 )
                 finished(await policy.roll_out(environment))
 
-        async with aclosing(run_tasks(min(self.concurrency, len(samples)), run_conversations)) as transcripts:
+        async with aclosing(yield_from_tasks(min(self.concurrency, len(samples)), run_conversations)) as transcripts:
             async for transcript in transcripts:
                 yield transcript
 

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import DataSettings
-from agentrl.rollout.settings import EngineSections, EnvironmentSections
+from agentrl.rollout.settings import EngineRelatedSettings, EnvironmentRelatedSettings
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl_envs.episode import Environment
 from agentrl_envs.registry import did_you_mean
@@ -146,7 +146,7 @@ PRESETS: Mapping[str, Mapping[str, str]] = {
 """Settings of ``agentrl eval --preset NAME``. Other command-line options override them."""
 
 
-class EvaluationSections(EnvironmentSections, EngineSections, Protocol):
+class EvaluationSections(EnvironmentRelatedSettings, EngineRelatedSettings, Protocol):
     """Sections of a run's settings that an evaluation needs."""
 
     @property

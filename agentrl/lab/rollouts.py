@@ -144,7 +144,7 @@ class GroupSampler:
         groups = await sample_until_usable(self._driver, requests, samples=self._samples)
         greedy: dict[int, float | None] = dict.fromkeys(groups, None if self._greedy else 0.0)
         if self._greedy:
-            async for group in self._driver.run(
+            async for group in self._driver.play_groups(
                 requests, step=_MAX_ROUNDS, group_size=1, temperature=_GREEDY_TEMPERATURE
             ):
                 for item in group.trajectories:
@@ -175,7 +175,7 @@ async def sample_until_usable(driver: Driver, requests: Sequence[Group], *, samp
         short = [item for item in requests if len(groups[item.index].trajectories) < samples]
         if not short:
             break
-        async for group in driver.run(short, step=step, group_size=round(samples * _SAMPLING_MARGIN)):
+        async for group in driver.play_groups(short, step=step, group_size=round(samples * _SAMPLING_MARGIN)):
             for usable in filter_groups([group], _USABLE)[0]:
                 before = groups[group.index].trajectories
                 groups[group.index] = replace(usable, trajectories=(*before, *usable.trajectories))

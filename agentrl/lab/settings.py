@@ -20,7 +20,7 @@ from agentrl.algorithms import (
 from agentrl.errors import SettingsError
 from agentrl.lab.sample import ProblemSample, advantage_inputs
 from agentrl.problems.settings import DataSettings
-from agentrl.rollout.settings import EngineSections, EnvironmentSections, RewardSettings
+from agentrl.rollout.settings import EngineRelatedSettings, EnvironmentRelatedSettings, RewardSettings
 from agentrl.telemetry.settings import TelemetrySettings
 
 CROSS = "otb_cross"
@@ -213,7 +213,7 @@ class CorrectionSection(Protocol):
     def options(self) -> dict[str, object]: ...
 
 
-class LabSections(EnvironmentSections, EngineSections, Protocol):
+class LabSections(EnvironmentRelatedSettings, EngineRelatedSettings, Protocol):
     """Sections of a run's settings that a measurement needs."""
 
     @property

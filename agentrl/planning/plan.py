@@ -29,7 +29,7 @@ from agentrl.planning.memory import (
     usable_gpu_bytes,
 )
 from agentrl.rollout.engines.base import EngineFacts, engine_facts
-from agentrl.rollout.settings import longest_request
+from agentrl.rollout.settings import longest_request_tokens
 
 _LARGEST_SHARE = 0.85
 _ASSUMED_SIZES = (80, 48)  # GB of the GPUs that a dry run assumes on a machine without a GPU
@@ -62,7 +62,7 @@ class Plan:
     setup: TrainingSetup
     engine: EngineFacts
     memory: int
-    longest_request: int  # tokens that a server must hold, evaluations included
+    longest_request_tokens: int  # tokens that a server must hold, evaluations included
     kv_tokens: int  # in the cache of the built-in engine
 
     @property
@@ -125,7 +125,7 @@ class Plan:
                 f"a server takes {share:g} of a GPU, but a rank's weights leave only {self.largest_server_share:g}: "
                 "lower rollout.vllm.gpu_memory_utilization"
             )
-        if self.server_cache_tokens < self.longest_request:
+        if self.server_cache_tokens < self.longest_request_tokens:
             remedies = ["raise rollout.vllm.tensor_parallel_size"]
             if share < self.largest_server_share:
                 remedies.insert(0, f"raise rollout.vllm.gpu_memory_utilization to up to {self.largest_server_share:g}")
@@ -133,7 +133,7 @@ class Plan:
                 remedies.append("set rollout.engine=vllm and rollout.vllm.placement=dedicated")
             return (
                 f"a server holds {self.server_cache_tokens:,} tokens in {share:g} of a GPU, but a request has up to "
-                f"{self.longest_request:,}: {', '.join(remedies)}, or lower rollout.max_response_tokens and "
+                f"{self.longest_request_tokens:,}: {', '.join(remedies)}, or lower rollout.max_response_tokens and "
                 "evaluation.max_response_tokens"
             )
         return None
@@ -199,7 +199,7 @@ def plan_command(
     shape = read_shape(settings.model)
     plan = _plan(settings, shape, critic=critic, memory=size)
     _check_parallel_sizes(settings, shape)
-    if (too_long := reason_too_long_to_pack(shape.config, plan.longest_request)) is not None:
+    if (too_long := reason_too_long_to_pack(shape.config, plan.longest_request_tokens)) is not None:
         raise SettingsError(too_long)
     if plan.shortage() is not None:
         raise SettingsError(f"{shape.name} with trajectories of {longest} tokens {plan.verdict()}")
@@ -281,6 +281,6 @@ def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -
         setup=setup,
         engine=facts,
         memory=memory,
-        longest_request=longest_request(rollout, settings.evaluation.max_response_tokens),
+        longest_request_tokens=longest_request_tokens(rollout, settings.evaluation.max_response_tokens),
         kv_tokens=min(facts.kv_slots or 0, rows * (rollout.max_prompt_tokens + rollout.max_response_tokens)),
     )

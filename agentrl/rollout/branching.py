@@ -36,11 +36,11 @@ class ForkStatistics:
         self._sums = [[value * self._decay for value in sums] for sums in self._sums]
         for group in groups:
             # One list for each tree, since the forks of one tree are not independent.
-            trees = [list(_forks(branches)) for branches in group]
+            trees = [list(_find_forks(branches)) for branches in group]
             for turn in sorted({fork.turn for tree in trees for fork in tree}):
                 self._add_forks(turn, [[fork for fork in tree if fork.turn == turn] for tree in trees])
 
-    def widths(self, most: int) -> tuple[int, ...]:
+    def best_widths(self, most: int) -> tuple[int, ...]:
         """Return the estimated best number of branches after each turn, at most ``most``.
 
         After a turn with too few earlier forks, rollouts fork into two branches to measure the turn.
@@ -62,7 +62,7 @@ class ForkStatistics:
             for fork in tree
         ]
         roots = [tuple(_weighted_mean(tree, name) for name in ("mean", "square")) for tree in trees if tree]
-        total = (float(len(roots)), len(roots) * variance(roots)) if len(roots) > 1 else (0.0, 0.0)
+        total = (float(len(roots)), len(roots) * unbiased_variance(roots)) if len(roots) > 1 else (0.0, 0.0)
         evidence = (*map(math.fsum, zip(*added, strict=True)), *total)
         self._sums[turn - 1] = [old + new for old, new in zip(self._sums[turn - 1], evidence, strict=True)]
 
@@ -79,10 +79,10 @@ class ForkStatistics:
         return most if best > most else max(1, round(best))
 
 
-def variance(moments: Sequence[tuple[float, ...]]) -> float:
+def unbiased_variance(moments: Sequence[tuple[float, ...]]) -> float:
     """Return the unbiased variance of one sample, from the mean and the mean square of independent sets of samples.
 
-    >>> variance([(1.0, 1.0), (0.0, 0.0)]), variance([(0.5, 0.5), (0.5, 0.5)])
+    >>> unbiased_variance([(1.0, 1.0), (0.0, 0.0)]), variance([(0.5, 0.5), (0.5, 0.5)])
     (0.5, 0.25)
     """
     count = len(moments)
@@ -102,7 +102,7 @@ class _Fork:
     variance: float  # among the paths below
 
 
-def _forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
+def _find_forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
     """Yield the forks with at least two branches in a rollout, given its branches (parents first)."""
     turns, tokens = {-1: 0}, {-1: 0}
     for item in branches:
@@ -128,7 +128,7 @@ def _forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
                 after=length - tokens[item.branch],
                 mean=mean,
                 square=square,
-                variance=variance([part[:2] for part in parts]),
+                variance=unbiased_variance([part[:2] for part in parts]),
             )
 
 

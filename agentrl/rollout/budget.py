@@ -48,7 +48,7 @@ def _variance_decrease(score: float, size: int) -> float:
 
 
 def _gradient_deviation(posteriors: Posteriors, key: str) -> float:
-    return math.sqrt(gradient_variance(posteriors, key))
+    return math.sqrt(expected_gradient_variance(posteriors, key))
 
 
 def _success_variance(posteriors: Posteriors, key: str) -> float:
@@ -63,7 +63,7 @@ SCORES: Final[dict[Budget, Callable[[Posteriors, str], float]]] = {
 """Functions that compute a problem's score from the posteriors and its key, for each budget except uniform."""
 
 
-def gradient_variance(posteriors: Posteriors, key: str) -> float:
+def expected_gradient_variance(posteriors: Posteriors, key: str) -> float:
     """Return the expected variance ``E[W] p (1 - p)`` of one rollout's gradient with respect to the logits."""
     success = posteriors.expected_success(key)
     return posteriors.expected_energy(key) * success * (1 - success)

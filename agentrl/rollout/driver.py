@@ -39,7 +39,7 @@ from agentrl_envs.types import Ended
 logger = logging.getLogger(__name__)
 
 _POLL_SECONDS = 2.0
-# Factors by which the limit of Admission rises and falls.
+# Factors by which the limit of AdmissionControl rises and falls.
 _RAISE_FACTOR = 1.25
 _LOWER_FACTOR = 0.75
 # Minimum number of finished trajectories in a moving average before the limit rises, and the window size.
@@ -50,7 +50,7 @@ _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
 
 
-class Admission:
+class AdmissionControl:
     """Admission control for trajectories, first come, first served.
 
     ``poll`` returns the usage of the engine's cache, or None if it is unknown. A background task polls while more
@@ -113,7 +113,7 @@ class Admission:
         self._in_flight -= 1
         self._admit_waiting()
 
-    def record_end(self, tokens: int, seconds: float) -> None:
+    def record_trajectory_end(self, tokens: int, seconds: float) -> None:
         """Record that a trajectory of ``tokens`` tokens ended after ``seconds`` seconds."""
         self._lengths.append(tokens)
         self._durations.append(seconds)
@@ -214,8 +214,8 @@ Raises SkippedProblemError to replace the problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _RunState:
-    """State shared by all rollouts of one call to :meth:`Driver.run_jobs`."""
+class _RolloutContext:
+    """State shared by all rollouts of one call to :meth:`Driver.play_jobs`."""
 
     temperature: float
     turn_barrier: TurnBarrier | None
@@ -251,7 +251,7 @@ class Driver:
         self._branching = settings.branching if self.trained else BranchingSettings()
         branches = self._branching.max_live_branches  # of a rollout
         self._concurrency = max(1, settings.concurrency // branches)
-        self._admission = Admission(
+        self._admission = AdmissionControl(
             self.engine.cache_use,
             max_trajectories=self._concurrency,
             max_tokens=branches * (settings.max_prompt_tokens + settings.max_response_tokens),
@@ -271,7 +271,7 @@ class Driver:
             (error,) = self.environment.crashes.values()
             raise SettingsError(f"{context}: every rollout failed with the same error of the agent program:\n{error}")
 
-    def run(
+    def play_groups(
         self,
         requests: Sequence[Group],
         *,
@@ -297,7 +297,7 @@ class Driver:
             if skip_long and tokens is not None and tokens > self.settings.max_prompt_tokens:
                 raise SkippedProblemError(None)
 
-        return self.run_jobs(
+        return self.play_jobs(
             next_job,
             greedy=greedy,
             record_prompt_length=skip_if_too_long,
@@ -305,7 +305,7 @@ class Driver:
             temperature=temperature,
         )
 
-    async def run_jobs(
+    async def play_jobs(
         self,
         next_job: NextJob,
         *,
@@ -320,7 +320,7 @@ class Driver:
         number of jobs, if known. With ``deterministic``, turns are played in rounds only if the number is known.
         """
         players = self._concurrency if rollouts is None else min(self._concurrency, rollouts)
-        state = _RunState(
+        state = _RolloutContext(
             temperature=self.settings.temperature if temperature is None else temperature,
             turn_barrier=TurnBarrier(players) if self.deterministic and rollouts is not None else None,
             throttle=LoopThrottle(),
@@ -331,19 +331,19 @@ class Driver:
         # alive, because scanning these objects causes the longest pauses of the event loop.
         gc.freeze()
         try:
-            async with aclosing(run_tasks(players, partial(self._play_jobs, next_job, state))) as finished:
+            async with aclosing(yield_from_tasks(players, partial(self._play_jobs, next_job, state))) as finished:
                 async for group, branches in finished:
                     trajectories = played.setdefault(group.index, [])
                     trajectories += branches
                     if len({item.sample for item in trajectories}) == group.size + greedy:
-                        yield _complete_group(group, played.pop(group.index))
+                        yield _group_with_trajectories(group, played.pop(group.index))
         finally:
             gc.unfreeze()
 
     async def _play_jobs(
         self,
         next_job: NextJob,
-        state: _RunState,
+        state: _RolloutContext,
         finished: Callable[[tuple[Group, tuple[Trajectory, ...]]], None],
     ) -> None:
         """Play one job after another, and pass each group and its new trajectories to ``finished``."""
@@ -353,24 +353,26 @@ class Driver:
                     began = slice_start_time()
                     async with self._admission if state.turn_barrier is None else nullcontext():
                         add_slice_since(began, "wait for admission")
-                        await state.throttle.wait()
-                        group, branches = await self._play_unskipped(*job, state)
+                        await state.throttle.wait_for_admission()
+                        group, branches = await self._play_or_replace_skipped(*job, state)
                         if not branches:
                             continue
-                        self._admission.record_end(sum(item.length for item in branches), branches[-1].seconds)
+                        self._admission.record_trajectory_end(
+                            sum(item.length for item in branches), branches[-1].seconds
+                        )
                         _trace_rollout(branches[-1], began)
                         finished((group, branches))
         finally:
             if state.turn_barrier is not None:
                 state.turn_barrier.remove_participant()
 
-    async def _play_unskipped(
-        self, group: Group, sample: int, state: _RunState
+    async def _play_or_replace_skipped(
+        self, group: Group, sample: int, state: _RolloutContext
     ) -> tuple[Group, tuple[Trajectory, ...]]:
         """Play one rollout, replacing skipped problems. Returns () if a skipped problem has no replacement."""
         while True:
             try:
-                branches = await self._play(group, sample, state)
+                branches = await self._play_with_retries(group, sample, state)
             except SkippedProblemError as skipped:
                 if skipped.replacement is None:
                     return group, ()
@@ -379,17 +381,17 @@ class Driver:
                 state.record_prompt_length(group, None)  # no effect unless the episode never started
                 return group, branches
 
-    async def _play(self, group: Group, sample: int, state: _RunState) -> tuple[Trajectory, ...]:
+    async def _play_with_retries(self, group: Group, sample: int, state: _RolloutContext) -> tuple[Trajectory, ...]:
         """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
         for attempt in range(self.settings.retries):
-            branches = await self._play_once(group, sample, state)
-            if not _all_failed(branches):
+            branches = await self._play_without_retries(group, sample, state)
+            if not _all_ends_are_failures(branches):
                 return branches
             await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0))
-        branches = await self._play_once(group, sample, state)
-        return (branches[-1].as_single_trajectory(),) if _all_failed(branches) else branches
+        branches = await self._play_without_retries(group, sample, state)
+        return (branches[-1].as_single_trajectory(),) if _all_ends_are_failures(branches) else branches
 
-    async def _play_once(self, group: Group, sample: int, state: _RunState) -> tuple[Trajectory, ...]:
+    async def _play_without_retries(self, group: Group, sample: int, state: _RolloutContext) -> tuple[Trajectory, ...]:
         """Play a rollout without retries. Returns its branches. Agents and re-rendered histories can have several."""
         greedy = sample == group.size
         policy = TokenPolicy(
@@ -420,13 +422,13 @@ class Driver:
         self.last_failure = policy.failure or self.last_failure
         if branches[-1].path_weight is not None:  # forked, so the environment has rewarded every path
             return branches
-        last = await self._with_rewards(branches[-1], branches[:-1], state)
+        last = await self._add_rewards(branches[-1], branches[:-1], state)
         if last.is_excluded:
             return (last.as_single_trajectory(),)
         return (*(replace(item, reward_elsewhere=last.reward) for item in branches[:-1]), last)
 
-    async def _with_rewards(
-        self, trajectory: Trajectory, earlier: Sequence[Trajectory], state: _RunState
+    async def _add_rewards(
+        self, trajectory: Trajectory, earlier: Sequence[Trajectory], state: _RolloutContext
     ) -> Trajectory:
         """Return the trajectory with the rewards of ``reward.functions``, if set.
 
@@ -447,16 +449,16 @@ class Driver:
         except (TimeoutError, UnavailableError) as error:
             logger.warning("problem %s: %s", trajectory.problem.id, error)
             return replace(trajectory, ended=Ended.INFRASTRUCTURE_FAILURE)
-        await state.throttle.wait()
+        await state.throttle.wait_for_admission()
         return trajectory.with_rewards(score.turns, score.parts)
 
 
-def _all_failed(branches: Sequence[Trajectory]) -> bool:
+def _all_ends_are_failures(branches: Sequence[Trajectory]) -> bool:
     """Return True if all ends of the rollout are infrastructure failures."""
     return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.receives_reward)
 
 
-async def run_tasks(
+async def yield_from_tasks(
     count: int, worker: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
     """Run ``count`` tasks of ``worker``, and yield the values that they pass to its argument.
@@ -495,7 +497,7 @@ def _messages(trajectory: Trajectory) -> tuple[Message, ...]:
     )
 
 
-def _complete_group(group: Group, trajectories: list[Trajectory]) -> Group:
+def _group_with_trajectories(group: Group, trajectories: list[Trajectory]) -> Group:
     """Return the group with its trajectories."""
     trajectories.sort(key=lambda item: (item.sample, item.branch))
     greedy = [item for item in trajectories if item.sample == group.size]

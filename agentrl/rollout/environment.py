@@ -17,7 +17,7 @@ from agentrl.rollout.gateway.environment import (
     program_for_environment,
 )
 from agentrl.rollout.gateway.render import ChatRenderer
-from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.gateway.settings import is_agent_program
 from agentrl.rollout.settings import RolloutSettings, compares_answers
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import ChatFormat
@@ -30,7 +30,7 @@ from agentrl_envs.types import Problem
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from agentrl.rollout.settings import EnvironmentSections, RewardedSections
+    from agentrl.rollout.settings import EnvironmentRelatedSettings, RewardRelatedSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,9 +46,9 @@ class ChatSetup:
     tools: Sequence[Mapping[str, object]] = ()
 
 
-def check_environment(settings: EnvironmentSections) -> None:
+def check_environment(settings: EnvironmentRelatedSettings) -> None:
     """Import the environment of ``settings.env``. Raises PluginError if it or one of its tools is invalid."""
-    if is_agent(settings.env):
+    if is_agent_program(settings.env):
         program_for_environment(settings.env, settings.environment.model_extra or {}, settings.gateway)
     else:
         _ = resolve_environment(settings.env).tools
@@ -56,15 +56,15 @@ def check_environment(settings: EnvironmentSections) -> None:
 
 def environment_tools(env: str) -> ToolSet | None:
     """Return the tools of an environment class with ``reset``, or None for any other environment."""
-    return None if is_agent(env) else resolve_environment(env).tools
+    return None if is_agent_program(env) else resolve_environment(env).tools
 
 
-def build_environment(settings: EnvironmentSections, chat: ChatSetup | None = None) -> Environment:
+def build_environment(settings: EnvironmentRelatedSettings, chat: ChatSetup | None = None) -> Environment:
     """Build the environment of ``settings.env`` without opening it.
 
     ``chat``: the policy's chat template, from :func:`build_chat_setup`.
     """
-    if is_agent(settings.env):
+    if is_agent_program(settings.env):
         program = program_for_environment(settings.env, settings.environment.model_extra or {}, settings.gateway)
         return AgentEnvironment(program, settings.gateway, chat.renderer if chat else None)
     factory = resolve_environment(settings.env)
@@ -75,22 +75,24 @@ def build_environment(settings: EnvironmentSections, chat: ChatSetup | None = No
     return RerenderedEnvironment(environment, chat.renderer, chat.tools)
 
 
-def _template_use(settings: EnvironmentSections) -> TemplateUse | None:
+def _template_use(settings: EnvironmentRelatedSettings) -> TemplateUse | None:
     factory = resolve_environment(settings.env)
     return factory.template_use(factory.validate_section(settings.environment))
 
 
-def uses_chat_template(settings: EnvironmentSections) -> bool:
+def uses_chat_template(settings: EnvironmentRelatedSettings) -> bool:
     """Return True if conversations use the model's chat template, if the model has one."""
-    return is_agent(settings.env) or _template_use(settings) is not None
+    return is_agent_program(settings.env) or _template_use(settings) is not None
 
 
-def build_chat_setup(settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str) -> ChatSetup | None:
+def build_chat_setup(
+    settings: EnvironmentRelatedSettings, tokenizer: PreTrainedTokenizerBase, name: str
+) -> ChatSetup | None:
     """Return the chat template of the model ``name`` if the environment uses one, else None.
 
     Raises SettingsError if the environment needs a template and the model has no supported template.
     """
-    if is_agent(settings.env):
+    if is_agent_program(settings.env):
         return ChatSetup(renderer=build_agent_renderer(tokenizer, name, settings.gateway))
     template_use = _template_use(settings)
     if template_use is None:
@@ -142,7 +144,7 @@ async def check_episode_can_fork(environment: Environment, problem: Problem, set
         await episode.close()
 
 
-def build_rewards(settings: RewardedSections) -> WeightedRewards | None:
+def build_rewards(settings: RewardRelatedSettings) -> WeightedRewards | None:
     """Build the user's rewards without opening them. Returns None if ``reward.functions`` is empty.
 
     Raises PluginError if a name in ``reward.functions`` does not refer to a function.
@@ -153,13 +155,13 @@ def build_rewards(settings: RewardedSections) -> WeightedRewards | None:
     return WeightedRewards(reward.functions, deadline=reward.deadline, sandbox=settings.sandbox)
 
 
-def compares_with_references(settings: RewardedSections) -> bool:
+def compares_with_references(settings: RewardRelatedSettings) -> bool:
     """Return True if rewards compare answers with reference answers, so that each problem needs one."""
     return compares_answers(settings) and not settings.reward.functions
 
 
 def build_environment_and_codec(
-    settings: EnvironmentSections, tokenizer: PreTrainedTokenizerBase, name: str
+    settings: EnvironmentRelatedSettings, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> tuple[Environment, TextCodec]:
     """Build the environment, without opening it, and the codec for the model ``name``."""
     chat = build_chat_setup(settings, tokenizer, name)

@@ -133,7 +133,7 @@ def _weighted_mean(values: Sequence[float], rollouts: Sequence[Trajectory]) -> f
     return math.fsum(value * weight for value, weight in zip(values, weights, strict=True)) / math.fsum(weights)
 
 
-class VersionClock:
+class StalenessTracker:
     """Maps policy versions to the training steps after which they were installed in the engine.
 
     Versions count optimizer updates, but staleness counts steps. The staleness of a token is the number of steps

@@ -47,7 +47,7 @@ class LoopThrottle:
         self._admitted = 0
         self._is_scheduled = False
 
-    async def wait(self) -> None:
+    async def wait_for_admission(self) -> None:
         """Wait for this task's turn."""
         if self._admitted < _TASKS_PER_ITERATION and not self._waiting_tasks:
             self._admitted += 1
@@ -183,7 +183,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         return text
 
     async def observe(self, step: Step) -> Ended | None:
-        await self.throttle.wait()
+        await self.throttle.wait_for_admission()
         self.calls.extend(step.tool_calls)
         self.verdict, self.answer = step.verdict, step.answer
         self._record_reward(0.0 if step.ended is not None and step.ended.is_excluded else step.reward)
@@ -308,7 +308,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             sampled = len(merged.token_ids) if merged else 0
             piece = await self.generate(
                 self.context,
-                cache_line=self.name,
+                cache_sequence_id=self.name,
                 limit=limit - sampled,
                 stop=episode.stop_strings,
                 turn=turn,
@@ -331,7 +331,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self,
         context: Sequence[int],
         *,
-        cache_line: str,
+        cache_sequence_id: str,
         limit: int,
         stop: Sequence[str],
         turn: int,
@@ -340,7 +340,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     ) -> Completion:
         """Sample the ``part``-th piece of a turn after ``context``.
 
-        ``cache_line``: the name of the sequence in the engine's cache.
+        ``cache_sequence_id``: the name of the sequence in the engine's cache.
 
         If the policy is routed, the completion has the routes from index ``routes_from`` on. Raises EngineError.
         """
@@ -360,11 +360,11 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 routes_from=routes_from if self.routed else None,
                 stop=tuple(stop),
             ),
-            trajectory_id=cache_line,
+            trajectory_id=cache_sequence_id,
             request_id=request_id,
             seed=sampling_key(self.seed, self.step, self.group, self.sample_index, turn, part, *self.path),
         )
-        await self.throttle.wait()
+        await self.throttle.wait_for_admission()
         return completion
 
     def _record_reward(self, reward: float) -> None:
@@ -466,7 +466,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
     def end(self, ended: Ended) -> tuple[Trajectory, ...]:
         return (
-            self.trajectory(
+            self.build_trajectory(
                 prompt_ids=self.prompt_ids,
                 segments=tuple(self.segments),
                 ended=ended,
@@ -477,7 +477,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             ),
         )
 
-    def trajectory(self, **fields: Any) -> Trajectory:
+    def build_trajectory(self, **fields: Any) -> Trajectory:
         """Build a trajectory of this rollout with ``fields``."""
         return Trajectory(problem=self.problem, step=self.step, group=self.group, sample=self.sample_index, **fields)
 

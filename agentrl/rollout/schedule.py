@@ -1,7 +1,7 @@
 """The schedule, which selects the groups to start and the groups of a batch, and the sources that play groups.
 
-:class:`Schedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies a step's groups, either
-on demand or from rollouts that run ahead of training in the background.
+:class:`GroupSchedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies the groups of
+a step, either on demand or from rollouts that run ahead of training in the background.
 
 A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued. No token of
 the group is older. A group is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
@@ -15,16 +15,19 @@ still be trained in time. The condition is that for every k, at most k batches o
 next k batches. Otherwise the trainer waits. Taking the earliest finished groups is the best choice (earliest deadline
 first). If this choice violates the condition, every choice does.
 
-    >>> schedule = Schedule(groups=2, max_staleness=1)
-    >>> [schedule.start(index) for index in range(schedule.groups_to_issue())]
+    >>> schedule = GroupSchedule(groups=2, max_staleness=1)
+    >>> [schedule.record_start(index) for index in range(schedule.groups_to_issue())]
     [None, None, None, None]
-    >>> schedule.finish(1), schedule.finish(2), schedule.take_groups(2)  # 0 and 3 are due in the next batch
-    (None, None, [1, 2])
+    >>> schedule.record_finish(1), schedule.record_finish(2)
+    (None, None)
+    >>> schedule.take_groups(2)  # 0 and 3 are due in the next batch
+    [1, 2]
     >>> schedule.groups_to_issue(), schedule.record_trained(), schedule.groups_to_issue()
     (0, None, 2)
-    >>> schedule.start(4), schedule.finish(4), schedule.finish(3), schedule.take_groups(2)  # 0 is due: wait for it
-    (None, None, None, None)
-    >>> schedule.finish(0), schedule.take_groups(2)
+    >>> schedule.record_start(4), schedule.record_finish(4), schedule.record_finish(3)
+    (None, None, None)
+    >>> schedule.take_groups(2)  # 0 is due: wait for it
+    >>> schedule.record_finish(0), schedule.take_groups(2)
     (None, [0, 3])
 """
 
@@ -44,14 +47,14 @@ from agentrl.trajectory import Group
 
 
 @dataclass(slots=True)
-class _Cohort:
+class _BatchCohort:
     """Groups that were issued after the same number of trained batches and are not yet taken."""
 
     untaken: int = 0
     finished: int = 0
 
 
-class Schedule:
+class GroupSchedule:
     """The groups in progress, in the order of issue.
 
     Finished groups are counted by cohort. There are at most ``max_staleness + 1`` cohorts, so the cost does not grow
@@ -71,7 +74,7 @@ class Schedule:
         self._starts_early = starts_early
         self._batches = batches
         self._issued: dict[int, tuple[int, int]] = {}  # groups not taken: (batches trained when issued, order of issue)
-        self._cohorts: dict[int, _Cohort] = {}  # by batches trained when issued, oldest first
+        self._cohorts: dict[int, _BatchCohort] = {}  # by batches trained when issued, oldest first
         self._finished: set[int] = set()
         self._issue_count = 0
         self._in_training = False
@@ -97,13 +100,13 @@ class Schedule:
             room = min(room, (self._batches - self._taken_batches) * self.groups + extra - len(self._issued))
         return max(0, room)
 
-    def start(self, index: int) -> None:
+    def record_start(self, index: int) -> None:
         """Record the start of a group."""
         self._issued[index] = self.trained_batches, self._issue_count
         self._issue_count += 1
-        self._cohorts.setdefault(self.trained_batches, _Cohort()).untaken += 1
+        self._cohorts.setdefault(self.trained_batches, _BatchCohort()).untaken += 1
 
-    def finish(self, index: int) -> None:
+    def record_finish(self, index: int) -> None:
         """Record that all trajectories of a group have ended."""
         self._finished.add(index)
         self._cohorts[self._issued[index][0]].finished += 1
@@ -201,7 +204,7 @@ class RolloutSource(ABC):
             else:
                 if not await self._wait_for_admission():
                     return None
-                group = await self._queue.next_request()
+                group = await self._queue.issue_next_group()
                 self._step = self._record_start(group)
                 self._samples_left.extend(range(group.size + self._greedy))
             return replace(group, step=self._step), self._samples_left.popleft()
@@ -216,13 +219,13 @@ class OnDemandSource(RolloutSource):
             self._queue.requeue_untrained()
         self._samples_left.clear()
         self._groups_to_start, self._requested_step = count, step
-        rollouts = sum(group.size + self._greedy for group in self._queue.upcoming(count))
+        rollouts = sum(group.size + self._greedy for group in self._queue.upcoming_groups(count))
         self._idle_timer.stop()
         try:
             async with (
                 asyncio.timeout_at(deadline),
                 contextlib.aclosing(
-                    self._driver.run_jobs(
+                    self._driver.play_jobs(
                         self._next_job,
                         greedy=self._greedy,
                         record_prompt_length=self._queue.record_prompt_length,
@@ -246,7 +249,7 @@ class OnDemandSource(RolloutSource):
 
 
 class BackgroundSource(RolloutSource):
-    """Plays groups in a background task, as far ahead as a :class:`Schedule` allows.
+    """Plays groups in a background task, as far ahead as a :class:`GroupSchedule` allows.
 
     Used for ``rollout.schedule=overlapped`` and ``asynchronous``. Failures of the task are raised by
     :meth:`take_groups`.
@@ -257,7 +260,7 @@ class BackgroundSource(RolloutSource):
         driver: Driver,
         queue: WorkQueue,
         settings: RolloutSettings,
-        schedule: Schedule,
+        schedule: GroupSchedule,
         *,
         step: int,
         greedy: bool,
@@ -271,7 +274,7 @@ class BackgroundSource(RolloutSource):
         self._refill_count = 0
         self._played: dict[int, Group] = {}
         self._task = asyncio.create_task(self._play_groups(), name="background-rollouts")
-        self._task.add_done_callback(lambda _: self._notify())
+        self._task.add_done_callback(lambda _: self._wake_waiters())
 
     async def _wait_for_admission(self) -> bool:
         while not self._schedule.groups_to_issue(self._refill_count):
@@ -279,13 +282,13 @@ class BackgroundSource(RolloutSource):
         return True
 
     def _record_start(self, group: Group) -> int:
-        self._schedule.start(group.index)
+        self._schedule.record_start(group.index)
         self._idle_timer.stop()
         return self._first_step + self._schedule.trained_batches
 
     async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
         self._refill_count = count if refill else 0
-        self._notify()
+        self._wake_waiters()
         chosen: list[int] | None = None
         try:
             async with asyncio.timeout_at(deadline):
@@ -295,12 +298,12 @@ class BackgroundSource(RolloutSource):
             raise _deadline_error(step, self._schedule.finished_groups, count, self._settings) from error
         finally:
             self._refill_count = 0
-        self._notify()  # further groups may start
+        self._wake_waiters()  # further groups may start
         return [self._played.pop(index) for index in chosen]
 
     def record_trained(self) -> None:
         self._schedule.record_trained()
-        self._notify()
+        self._wake_waiters()
 
     async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:
         """Wait for the batch that is being sampled, if overlapped, because one version must sample it."""
@@ -326,18 +329,18 @@ class BackgroundSource(RolloutSource):
         await asyncio.gather(self._task, return_exceptions=True)
 
     async def _play_groups(self) -> None:
-        playing = self._driver.run_jobs(
+        playing = self._driver.play_jobs(
             self._next_job, greedy=self._greedy, record_prompt_length=self._queue.record_prompt_length
         )
         async with contextlib.aclosing(playing) as groups:
             async for group in groups:
                 self._played[group.index] = group
-                self._schedule.finish(group.index)
+                self._schedule.record_finish(group.index)
                 if not self._schedule.running_groups:
                     self._idle_timer.start()
-                self._notify()
+                self._wake_waiters()
 
-    def _notify(self) -> None:
+    def _wake_waiters(self) -> None:
         """Wake all callers of :meth:`_wait_for_change`."""
         self._changed.set()
         self._changed = asyncio.Event()

@@ -286,7 +286,7 @@ class RewardSettings(BaseModel):
         return self
 
 
-class EnvironmentSections(Protocol):
+class EnvironmentRelatedSettings(Protocol):
     """The sections of a run's settings that select the environment."""
 
     @property
@@ -301,14 +301,14 @@ class EnvironmentSections(Protocol):
     def gateway(self) -> AgentGatewaySettings: ...
 
 
-class RewardedSections(EnvironmentSections, Protocol):
+class RewardRelatedSettings(EnvironmentRelatedSettings, Protocol):
     """The sections of a run's settings that determine a trajectory's reward."""
 
     @property
     def reward(self) -> RewardSettings: ...
 
 
-class EngineSections(Protocol):
+class EngineRelatedSettings(Protocol):
     """The sections of a run's settings that select the sampling policy and its engine."""
 
     @property
@@ -319,7 +319,7 @@ class EngineSections(Protocol):
     def rollout(self) -> RolloutSettings: ...
 
 
-def longest_request(rollout: RolloutSettings, evaluated: int | None) -> int:
+def longest_request_tokens(rollout: RolloutSettings, evaluated: int | None) -> int:
     """Return the length in tokens of the longest sequence that a run requests from its engine.
 
     ``evaluated``: ``evaluation.max_response_tokens``, for evaluations between training steps.
@@ -327,6 +327,6 @@ def longest_request(rollout: RolloutSettings, evaluated: int | None) -> int:
     return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluated or 0)
 
 
-def compares_answers(settings: EnvironmentSections) -> bool:
+def compares_answers(settings: EnvironmentRelatedSettings) -> bool:
     """Return True if the environment compares answers with reference answers, so that each problem needs one."""
     return grades_answers(settings.env) and settings.grader.function is None

@@ -15,7 +15,13 @@ from typing import Any, TypedDict
 from agentrl.errors import SettingsError
 from agentrl.problems.sampler import Draw, ProblemSampler, SamplerState
 from agentrl.rollout.branching import ForkStatistics
-from agentrl.rollout.budget import SCORES, allocate_group_sizes, expected_energy, gradient_variance, success_fraction
+from agentrl.rollout.budget import (
+    SCORES,
+    allocate_group_sizes,
+    expected_energy,
+    expected_gradient_variance,
+    success_fraction,
+)
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.types import Problem
@@ -87,14 +93,14 @@ class WorkQueue:
         self._skipped_in_a_row = 0
         self._logged_count = 0
 
-    async def next_request(self) -> Group:
+    async def issue_next_group(self) -> Group:
         """Wait until the previous problem's prompt is measured, and issue the next problem."""
         await self._newest_is_measured.wait()
         if self._requeued:
             self._newest = self._requeued.popleft()
             self._untrained[self._newest.index] = self._newest
             return self._newest
-        return self._issue_new()
+        return self._issue_group()
 
     async def wait_for_newest(self) -> Group:
         """Wait until the newest group's prompt is measured, and return the group.
@@ -119,7 +125,7 @@ class WorkQueue:
             return
         if tokens is not None and tokens > self._settings.max_prompt_tokens:
             self._replace_problem(group, tokens)
-            raise SkippedProblemError(self._issue_new())
+            raise SkippedProblemError(self._issue_group())
         self._skipped_in_a_row = 0
         self._drawn.popleft()
         self._next_index += 1
@@ -132,10 +138,10 @@ class WorkQueue:
         self._untrained = {}
         self._newest_is_measured.set()  # a drawn problem without a measured prompt follows these problems
 
-    def upcoming(self, count: int) -> list[Group]:
+    def upcoming_groups(self, count: int) -> list[Group]:
         """Return the next ``count`` groups. Skipped problems may be replaced."""
         while len(self._requeued) + len(self._drawn) < count:
-            self._draw_block()
+            self._draw_problem_block()
         return list(islice(chain(self._requeued, self._drawn), count))
 
     def remove_trained(self, groups: Sequence[Group]) -> None:
@@ -144,7 +150,7 @@ class WorkQueue:
             del self._untrained[group.index]
         if self._updates_posteriors:
             self._sampler.posteriors.update(
-                (group.key, list(map(success_fraction, rollouts)), self._energies(rollouts))
+                (group.key, list(map(success_fraction, rollouts)), self._rollout_energies(rollouts))
                 for group, rollouts in zip(groups, map(_included_rollouts, groups), strict=True)
             )
         if self._measures_forks:
@@ -156,7 +162,7 @@ class WorkQueue:
             return {}
         posteriors = self._sampler.posteriors
         sizes = [group.size for group in groups]
-        variances = [gradient_variance(posteriors, group.key) for group in groups]
+        variances = [expected_gradient_variance(posteriors, group.key) for group in groups]
         allocated = math.fsum(value / size for value, size in zip(variances, sizes, strict=True))
         metrics = {
             "budget/rollouts_min": min(sizes),
@@ -195,22 +201,22 @@ class WorkQueue:
         self._requeued = deque(map(_group_from_record, state["queue"]))
         self._forks.load_state_dict(state["forks"])
 
-    def _energies(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
+    def _rollout_energies(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
         """Return the expected energies of rollouts, or [] if the budget does not need them."""
         return list(map(expected_energy, rollouts)) if self._settings.budget == "neyman" else []
 
     def _untrained_in_order(self) -> list[Group]:
         return sorted([*self._untrained.values(), *self._requeued], key=lambda group: group.index)
 
-    def _issue_new(self) -> Group:
+    def _issue_group(self) -> Group:
         """Issue a group for the next new problem, whose prompt is not yet measured."""
         if not self._drawn:
-            self._draw_block()
+            self._draw_problem_block()
         self._newest = replace(self._drawn[0], index=self._next_index)
         self._newest_is_measured.clear()
         return self._newest
 
-    def _draw_block(self) -> None:
+    def _draw_problem_block(self) -> None:
         """Draw the next block of problems and distribute its rollouts."""
         settings = self._settings
         draws = self._sampler.draw(settings.groups_per_round)
@@ -225,7 +231,7 @@ class WorkQueue:
                 size=size,
                 problem_weight=settings.group_size / size,
                 key=draw.key,
-                widths=self._forks.widths(settings.branching.width),
+                widths=self._forks.best_widths(settings.branching.width),
             )
             self._drawn.append(group)
 

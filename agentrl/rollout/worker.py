@@ -12,8 +12,8 @@ from agentrl.errors import WorldError
 from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.filters import FilterRules, filter_groups
-from agentrl.rollout.metrics import VersionClock, rollout_metrics
-from agentrl.rollout.schedule import BackgroundSource, OnDemandSource, RolloutSource, Schedule
+from agentrl.rollout.metrics import StalenessTracker, rollout_metrics
+from agentrl.rollout.schedule import BackgroundSource, GroupSchedule, OnDemandSource, RolloutSource
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import QueueState, WorkQueue
 from agentrl.telemetry.metrics import compute_user_metrics
@@ -50,7 +50,7 @@ class RolloutWorker:
 
     def __post_init__(self, sampler: ProblemSampler) -> None:
         self._queue = WorkQueue(sampler, self.settings, updates_posteriors=self.updates_posteriors)
-        self._clock = VersionClock()
+        self._clock = StalenessTracker()
         self._source: RolloutSource | None = None
         self._failed_steps = 0
 
@@ -129,7 +129,7 @@ class RolloutWorker:
         settings, queue = self.settings, self._queue
         if settings.schedule == "synchronous":
             return OnDemandSource(self.driver, queue, settings, greedy=self.greedy)
-        schedule = Schedule(
+        schedule = GroupSchedule(
             groups=settings.groups_per_round,
             max_staleness=self.settings.staleness_bound,
             starts_early=settings.schedule == "asynchronous",

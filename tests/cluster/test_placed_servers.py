@@ -24,8 +24,8 @@ from agentrl.rollout.engines.base import engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer
 from agentrl.rollout.engines.replica import ServerRequirements
 from agentrl.rollout.engines.server_pool import ServerEngine
-from agentrl.rollout.engines.vllm.engine import vllm_engine
-from agentrl.rollout.engines.vllm.plan import VLLMPlan, place_servers
+from agentrl.rollout.engines.vllm.engine import build_vllm_engine
+from agentrl.rollout.engines.vllm.plan import VLLMPlan, plan_servers_on_gpus
 from agentrl.rollout.settings import RolloutSettings
 
 STAND_IN = """
@@ -142,12 +142,14 @@ async def opened(nodes: Nodes, folder: Path, replicas: int) -> AsyncIterator[Ser
     gpus = [str(number) for number in range(2 * replicas)]
     served = {"model": "m", "tokenizer": "m", "dtype": "float32", "max_tokens": 200}
     plan = VLLMPlan(rollout=settings, host="127.0.0.1", port=0, **served)  # type: ignore[arg-type]
-    plans = place_servers(plan, gpus=gpus, training_gpus=0)
+    plans = plan_servers_on_gpus(plan, gpus=gpus, training_gpus=0)
     servers = [
         NodeServer(plan, folder, number, cluster=nodes, bundle=bundle)
         for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
     ]
-    engine = vllm_engine(servers, ServerRequirements(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200), settings)
+    engine = build_vllm_engine(
+        servers, ServerRequirements(codec=CODEC, vocabulary=VOCABULARY, max_tokens=200), settings
+    )
     try:
         await engine.open()
         yield engine

@@ -25,7 +25,9 @@ class FakeDriver:
         self.data = data
         self.played: list[tuple[int, list[int], int]] = []
 
-    async def run(self, requests: Sequence[Group], *, step: int, group_size: int) -> AsyncGenerator[Group, None]:
+    async def play_groups(
+        self, requests: Sequence[Group], *, step: int, group_size: int
+    ) -> AsyncGenerator[Group, None]:
         self.played.append((step, [item.index for item in requests], group_size))
         for request in reversed(requests):
             rollouts = tuple(

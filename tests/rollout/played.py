@@ -124,7 +124,9 @@ async def play_rows(
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=RolloutSettings(**limits), seed=0)
     await environment.open()
     try:
-        (group,) = [group async for group in driver.run([Group(index=0, problem=PROBLEM)], step=0, group_size=1)]
+        (group,) = [
+            group async for group in driver.play_groups([Group(index=0, problem=PROBLEM)], step=0, group_size=1)
+        ]
     finally:
         await environment.close()
     return group.trajectories, engine

@@ -10,7 +10,7 @@ import pytest
 from rollout.fakes import ScriptedEnvironment, ScriptedEpisode, byte_codec, ends, goes_on, problem
 from rollout.simulation import run_virtual
 
-from agentrl.rollout.driver import Admission, Driver
+from agentrl.rollout.driver import AdmissionControl, Driver
 from agentrl.rollout.engines.base import CacheUse, Completion, Sampling
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group
@@ -93,7 +93,7 @@ async def play(
     environment = ScriptedEnvironment(lambda *_: ScriptedEpisode([*[goes_on("E")] * (turns - 1), ends()], complete=""))
     driver = Driver(environment=environment, engine=engine, codec=CODEC, settings=settings, seed=0)  # type: ignore[arg-type]
     loop = asyncio.get_running_loop()
-    async for group in driver.run([Group(index=0, problem=problem())], step=0, group_size=count):
+    async for group in driver.play_groups([Group(index=0, problem=problem())], step=0, group_size=count):
         assert [item.model_tokens for item in group.trajectories] == [turns * length(i) for i in range(count)]
     assert len(asyncio.all_tasks()) == 1
     return loop.time(), driver
@@ -172,7 +172,7 @@ def test_turns_in_rounds_wait_for_nobody_outside() -> None:
             seed=0,
             deterministic=True,
         )
-        async for group in driver.run([Group(index=0, problem=problem())], step=0, group_size=8):
+        async for group in driver.play_groups([Group(index=0, problem=problem())], step=0, group_size=8):
             assert len(group.trajectories) == 8
         assert driver.metrics() == {}
 
@@ -182,8 +182,8 @@ def test_turns_in_rounds_wait_for_nobody_outside() -> None:
 # -- the gate itself ------------------------------------------------------------------------------------------------
 
 
-def gate(look: Callable[[], Awaitable[CacheUse | None]], ceiling: int = 100) -> Admission:
-    return Admission(look, max_trajectories=ceiling, max_tokens=100, kv_high_watermark=0.9)
+def gate(look: Callable[[], Awaitable[CacheUse | None]], ceiling: int = 100) -> AdmissionControl:
+    return AdmissionControl(look, max_trajectories=ceiling, max_tokens=100, kv_high_watermark=0.9)
 
 
 async def full() -> CacheUse:
@@ -257,7 +257,7 @@ def test_the_limit_follows_the_cache() -> None:
             limits.append(admission.metrics()["rollout/concurrency_limit"])
             if place == 3:
                 for _ in range(10):
-                    admission.record_end(40, 4.0)
+                    admission.record_trajectory_end(40, 4.0)
             await asyncio.sleep(1.9)
         for visit in visits:
             visit.cancel()

@@ -45,15 +45,15 @@ def learned(*group: tuple[Trajectory, ...], times: int = 8) -> ForkStatistics:
 def test_the_best_width_by_hand() -> None:
     # Within forks: variances 1/2 and 0, so v_after = 1/4. Between trees: means 1/2 and 0 with mean squares 1/2 and 0,
     # so the variance is 1/4 - 1/2 * 0 = 1/4, and v_before = 0: as many branches as possible.
-    assert learned(tree(1, 0), tree(0, 0, sample=1)).widths(4) == (4,)
+    assert learned(tree(1, 0), tree(0, 0, sample=1)).best_widths(4) == (4,)
     # Within: 1/2 and 0, again 1/4. Between: 3/4 - 1/2 * 1, of which nothing is explained before the fork.
-    assert learned(tree(1, 0), tree(1, 1, sample=1)).widths(3) == (3,)
+    assert learned(tree(1, 0), tree(1, 1, sample=1)).best_widths(3) == (3,)
     # Within: 0. Everything is decided before the fork.
-    assert learned(tree(1, 1), tree(0, 0, sample=1)).widths(4) == (1,)
+    assert learned(tree(1, 1), tree(0, 0, sample=1)).best_widths(4) == (1,)
     # Trees (1, 1, 1, 0) and (0, 0, 0, 1): v_after = 1/4; between 1/2 - 3/4 * 1/4 = 5/16, so v_before = 1/16.
     for tokens, width in ((1, 2), (4, 4), (9, 6), (16, 8)):
         trees = tree(1, 1, 1, 0, before=tokens), tree(0, 0, 0, 1, before=tokens, sample=1)
-        assert learned(*trees).widths(8) == (width,)
+        assert learned(*trees).best_widths(8) == (width,)
 
 
 def test_the_estimates_have_the_right_mean() -> None:
@@ -71,17 +71,17 @@ def test_the_estimates_have_the_right_mean() -> None:
     ((weight, after, *_, trees, total),) = statistics.state_dict()
     assert after / weight == pytest.approx(0.16, abs=0.008)
     assert total / trees == pytest.approx(0.25, abs=0.008)
-    assert statistics.widths(8) == (4,)
+    assert statistics.best_widths(8) == (4,)
 
 
 def test_turns_with_few_forks_are_explored_and_old_forks_decay() -> None:
     statistics = ForkStatistics(decay=0.5)
-    assert statistics.widths(4) == ()
+    assert statistics.best_widths(4) == ()
     group = [list(tree(1, 1)), list(tree(0, 0, sample=1))]
     statistics.add_step([group] * 4)
-    assert statistics.widths(4) == (1,)
+    assert statistics.best_widths(4) == (1,)
     statistics.add_step([])
-    assert statistics.widths(4) == (2,)
+    assert statistics.best_widths(4) == (2,)
     copy = ForkStatistics(decay=0.5)
     copy.load_state_dict(json.loads(json.dumps(statistics.state_dict())))
     assert copy.state_dict() == statistics.state_dict()
@@ -95,7 +95,7 @@ async def test_requests_keep_the_widths_of_their_time_in_a_checkpoint() -> None:
         return WorkQueue(ProblemSampler(ArithmeticSource(seed=1), seed=5), settings)
 
     async def issue(one: WorkQueue) -> Group:
-        request = await one.next_request()
+        request = await one.issue_next_group()
         one.record_prompt_length(request, 1)
         return request
 
@@ -109,6 +109,6 @@ async def test_requests_keep_the_widths_of_their_time_in_a_checkpoint() -> None:
     assert after.widths == (1,)
     resumed = queue()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert [await resumed.next_request(), (await issue(resumed)).widths] == [after, (1,)]
+    assert [await resumed.issue_next_group(), (await issue(resumed)).best_widths] == [after, (1,)]
     assert branching.width_after(1, leaves=8, measured=after.widths) == 1
     assert branching.width_after(2, leaves=8, measured=after.widths) == 2  # not measured yet

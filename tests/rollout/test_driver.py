@@ -64,7 +64,7 @@ def requests(count: int) -> list[Group]:
 
 
 async def play(driver: Driver, *, problems: int = 1, group_size: int = 1, step: int = 0) -> list[Group]:
-    return [group async for group in driver.run(requests(problems), step=step, group_size=group_size)]
+    return [group async for group in driver.play_groups(requests(problems), step=step, group_size=group_size)]
 
 
 async def one(script: Sequence[Any], steps: Sequence[Any], **changes: Any) -> tuple[Trajectory, ScriptedEngine]:
@@ -345,7 +345,7 @@ async def test_cancelling_leaves_no_task(deterministic: bool) -> None:
 async def test_leaving_the_groups_early_leaves_no_task() -> None:
     engine = ScriptedEngine(lambda name, _: TURN if "10-" in name else asyncio.sleep(60))
     driver, _ = make(engine, lambda *_: ScriptedEpisode([ends()]))
-    groups = driver.run(requests(3), step=0, group_size=2)
+    groups = driver.play_groups(requests(3), step=0, group_size=2)
     assert (await anext(groups)).index == 10
     await groups.aclose()  # type: ignore[attr-defined]
     assert (engine.running, alone()) == (0, True)
@@ -367,7 +367,7 @@ async def test_a_group_comes_as_soon_as_its_last_trajectory_has_ended() -> None:
 
     engine = ScriptedEngine(lambda name, _: answer(name))
     driver, _ = make(engine, lambda *_: ScriptedEpisode([ends()]))
-    groups = driver.run(requests(2), step=5, group_size=3)
+    groups = driver.play_groups(requests(2), step=5, group_size=3)
     gates[11].set()
     first = await anext(groups)
     assert (first.index, first.problem.id) == (11, "toy-1")
@@ -379,7 +379,7 @@ async def test_a_group_comes_as_soon_as_its_last_trajectory_has_ended() -> None:
 async def test_no_turn_waits_for_another_trajectory() -> None:
     engine = ScriptedEngine(lambda name, _: asyncio.sleep(60) if name.endswith("0") else TURN)
     driver, environment = make(engine, lambda *_: ScriptedEpisode([goes_on(), goes_on(), ends()]))
-    groups = driver.run(requests(1), step=0, group_size=2)
+    groups = driver.play_groups(requests(1), step=0, group_size=2)
     waiting = asyncio.ensure_future(anext(groups))
     while not any(len(episode.actions) == 3 for episode in environment.episodes):
         await asyncio.sleep(0.001)
@@ -410,6 +410,6 @@ async def test_problems_with_long_prompts_are_left_out() -> None:
 
     driver, environment = make(ScriptedEngine(lambda *_: TURN), build, max_prompt_tokens=3)
     requests = [Group(index=index, problem=problem(index)) for index in range(2)]
-    groups = [group async for group in driver.run(requests, step=0, group_size=1, skip_long=True)]
+    groups = [group async for group in driver.play_groups(requests, step=0, group_size=1, skip_long=True)]
     assert [group.index for group in groups] == [1]
     assert [episode.closed for episode in environment.episodes] == [1, 1]

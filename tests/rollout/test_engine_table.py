@@ -17,7 +17,7 @@ from agentrl.rollout.engines.base import (
     ENGINES,
     EngineFacts,
     EnginePlugin,
-    EngineRequest,
+    EngineSpecification,
     ManagedEngine,
     ServerSettings,
     engine_facts,
@@ -70,7 +70,7 @@ class Colored(EnginePlugin):
     def facts(self, rollout: RolloutSettings) -> EngineFacts:
         return EngineFacts(about=self.options(rollout).color)
 
-    def managed(self, request: EngineRequest) -> ManagedEngine:
+    def managed(self, request: EngineSpecification) -> ManagedEngine:
         raise NotImplementedError
 
 

@@ -70,7 +70,7 @@ async def played(
     async def jobs() -> tuple[Group, int] | None:
         return next(waiting, None)
 
-    groups = [group async for group in driver.run_jobs(jobs, rollouts=rollouts)]
+    groups = [group async for group in driver.play_jobs(jobs, rollouts=rollouts)]
     assert all(episode.closed for episode in (*environment.episodes, *FORKED))
     assert set(engine.released) == {name for name, *_ in engine.requests}
     return groups, engine
@@ -85,7 +85,7 @@ async def test_every_edge_has_the_routes_of_all_its_tokens() -> None:
     async def jobs() -> tuple[Group, int] | None:
         return next(waiting, None)
 
-    (group,) = [group async for group in driver.run_jobs(jobs, rollouts=1)]
+    (group,) = [group async for group in driver.play_jobs(jobs, rollouts=1)]
     assert len(group.trajectories) == 3
     for item in group.trajectories:
         assert_routed(item)
@@ -239,7 +239,7 @@ async def test_only_rollouts_that_may_fork_count_as_their_leaves() -> None:
             engine, lambda *_: ForkedEpisode(), trained=forks, concurrency=8, branching=BranchingSettings(width=4)
         )
         requests = [Group(index=number, problem=problem(number)) for number in range(12)]
-        assert len([group async for group in driver.run(requests, step=0, group_size=1)]) == 12
+        assert len([group async for group in driver.play_groups(requests, step=0, group_size=1)]) == 12
         return engine.most
 
     assert await most_at_once(forks=True) == 2
@@ -261,7 +261,7 @@ async def test_cancelling_ends_every_branch() -> None:
         return next(waiting, None)
 
     async def play() -> list[Group]:
-        return [group async for group in driver.run_jobs(jobs, rollouts=1)]
+        return [group async for group in driver.play_jobs(jobs, rollouts=1)]
 
     task = asyncio.create_task(play())
     while engine.running < 3:

@@ -56,7 +56,7 @@ async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
     iteration = 0
 
     async def player(number: int) -> None:
-        await throttle.wait()
+        await throttle.wait_for_admission()
         passed.append(number)
         iterations.append(iteration)
 
@@ -71,12 +71,12 @@ async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
 async def test_a_free_gate_does_not_suspend() -> None:
     throttle = LoopThrottle()
     with pytest.raises(StopIteration):
-        throttle.wait().send(None)
+        throttle.wait_for_admission().send(None)
 
 
 async def test_who_is_cancelled_at_the_gate_holds_nobody_up() -> None:
     throttle = LoopThrottle()
-    tasks = [asyncio.create_task(throttle.wait()) for _ in range(60)]
+    tasks = [asyncio.create_task(throttle.wait_for_admission()) for _ in range(60)]
     await asyncio.sleep(0)
     for task in tasks[16:40]:
         task.cancel()

@@ -14,7 +14,7 @@ from agentrl.config import load_settings
 from agentrl.models.loading import build_tiny_model, train_tokenizer
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.base import EngineSpecification
 from agentrl.rollout.engines.transformers import ManagedTransformers
 from agentrl.weights.exports import write_export
 from agentrl.weights.sources import ParameterSource
@@ -52,7 +52,7 @@ def step(model: Any, seed: int) -> None:
 @pytest.fixture
 async def host(tmp_path: Path) -> AsyncIterator[ManagedTransformers]:
     settings = load_settings(None, None, ["model.dtype=bfloat16"])
-    request = EngineRequest(
+    request = EngineSpecification(
         rollout=settings.rollout,
         policy=settings.model,
         policy_path="",

@@ -15,7 +15,7 @@ from agentrl.errors import SettingsError
 from agentrl.models.loading import build_tiny_model, train_tokenizer, write_model
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.base import EngineSpecification
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
 from agentrl.weights.verify import Checksum, Probe
 
@@ -45,7 +45,7 @@ def host(policy: Path, servers: list[FakeVLLM]) -> ManagedVLLM:
     for server in servers:
         server.vocabulary = 300
     settings = load_settings(None, None, overrides, command="eval")
-    request = EngineRequest(
+    request = EngineSpecification(
         rollout=settings.rollout,
         policy=settings.model,
         policy_path=str(policy),

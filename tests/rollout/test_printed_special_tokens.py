@@ -31,7 +31,9 @@ async def test_no_special_token_reaches_the_model_from_outside(reply: str) -> No
     try:
         driver = Driver(environment=environment, engine=engine, codec=CODEC, settings=RolloutSettings(), seed=0)
         problem = Problem(id="toy", statement=STATEMENT, answer="5", source="toy")
-        (group,) = [group async for group in driver.run([Group(index=0, problem=problem)], step=0, group_size=1)]
+        (group,) = [
+            group async for group in driver.play_groups([Group(index=0, problem=problem)], step=0, group_size=1)
+        ]
     finally:
         await environment.close()
     (trajectory,) = group.trajectories

@@ -9,14 +9,19 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentrl.rollout.engines.sampling import keyed_uniform, restrict, sample_tokens, sampling_key
+from agentrl.rollout.engines.sampling import (
+    keyed_uniform_numbers,
+    restrict_to_likely_tokens,
+    sample_tokens,
+    sampling_key,
+)
 
 BELOW_ONE = 1 - 2**-53
 
 
 def uniforms(count: int, key: int = 7) -> torch.Tensor:
     places = np.arange(count, dtype=np.uint64)
-    return torch.from_numpy(keyed_uniform(np.full(count, key, dtype=np.uint64), places))
+    return torch.from_numpy(keyed_uniform_numbers(np.full(count, key, dtype=np.uint64), places))
 
 
 def test_by_hand() -> None:
@@ -66,16 +71,16 @@ def test_an_impossible_token_is_never_drawn(point: float, seed: int) -> None:
 def test_a_number_depends_on_its_key_and_place_alone() -> None:
     keys = np.array([3, 2**64 - 1, 3, 0], dtype=np.uint64)
     places = np.array([0, 5, 1, 0], dtype=np.uint64)
-    together = keyed_uniform(keys, places)
-    alone = [keyed_uniform(keys[i : i + 1], places[i : i + 1])[0] for i in range(4)]
+    together = keyed_uniform_numbers(keys, places)
+    alone = [keyed_uniform_numbers(keys[i : i + 1], places[i : i + 1])[0] for i in range(4)]
     assert together.tolist() == alone
     assert len(set(alone)) == 4
-    assert keyed_uniform(keys[::-1], places[::-1]).tolist() == alone[::-1]
+    assert keyed_uniform_numbers(keys[::-1], places[::-1]).tolist() == alone[::-1]
 
 
 def test_numbers_are_uniform_within_and_across_keys() -> None:
-    along = keyed_uniform(np.full(20_000, 11, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
-    across = keyed_uniform(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))
+    along = keyed_uniform_numbers(np.full(20_000, 11, dtype=np.uint64), np.arange(20_000, dtype=np.uint64))
+    across = keyed_uniform_numbers(np.arange(20_000, dtype=np.uint64), np.zeros(20_000, dtype=np.uint64))
     for numbers in (along, across):
         # Kolmogorov-Smirnov: 1.95 / sqrt(n) is exceeded with probability 1e-3; the keys are fixed.
         distance = np.abs(np.sort(numbers) - (np.arange(20_000) + 0.5) / 20_000).max()
@@ -105,7 +110,7 @@ def test_the_nucleus_is_the_smallest_set_that_reaches_top_p() -> None:
     logits = probabilities.log().expand(6, 4)
     top_ps = torch.tensor([0.3, 0.4, 0.69, 0.71, 1.0, 1e-9])
     kept = [[1], [1], [1, 3], [1, 2, 3], [0, 1, 2, 3], [1]]
-    nucleus = partial(restrict, **no_limits(6) | {"top_ps": top_ps})
+    nucleus = partial(restrict_to_likely_tokens, **no_limits(6) | {"top_ps": top_ps})
     for point in (0.0, 0.3, 0.6, BELOW_ONE):
         tokens, log_probs, _ = sample_tokens(
             logits, torch.ones(6), torch.full((6,), point, dtype=torch.float64), nucleus
@@ -131,7 +136,7 @@ def test_every_limit_applies_to_the_renormalized_result_of_those_before() -> Non
         "top_ps": torch.tensor([1.0, 1.0, 0.75, 0.5, 1.0, 1.0]),  # of 4/9, 3/9, 2/9 and of 4/7, 3/7
     }
     assert kept(rows, **limits) == [[1, 3], [0, 1, 3], [1, 3], [1], [0, 1, 2, 3], [0, 1, 2, 3]]
-    restricted = restrict(rows, **no_limits(6) | limits).exp()
+    restricted = restrict_to_likely_tokens(rows, **no_limits(6) | limits).exp()
     torch.testing.assert_close(restricted[1], torch.tensor([2 / 9, 4 / 9, 0.0, 3 / 9]))
     assert torch.equal(restricted[5:], rows[5:].exp())
 
@@ -141,5 +146,5 @@ def no_limits(rows: int) -> dict[str, torch.Tensor]:
 
 
 def kept(log_probs: torch.Tensor, **limits: torch.Tensor) -> list[list[int]]:
-    rows = restrict(log_probs, **no_limits(len(log_probs)) | limits)
+    rows = restrict_to_likely_tokens(log_probs, **no_limits(len(log_probs)) | limits)
     return [(row > -torch.inf).nonzero()[:, 0].tolist() for row in rows]

@@ -8,13 +8,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.rollout.schedule import Schedule
+from agentrl.rollout.schedule import GroupSchedule
 
 
-def start(schedule: Schedule, first: int, *, extra: int = 0) -> int:
+def start(schedule: GroupSchedule, first: int, *, extra: int = 0) -> int:
     """Start all that may start; the next number."""
     for _ in range(schedule.groups_to_issue(extra)):
-        schedule.start(first)
+        schedule.record_start(first)
         first += 1
     return first
 
@@ -32,7 +32,7 @@ def test_every_group_is_trained_in_time_whatever_finishes_first(
 ) -> None:
     """A random order of finishing, some batches taking more than their share; nobody ever waits for nothing."""
     chance = random.Random(seed)
-    schedule = Schedule(groups=groups, max_staleness=staleness, batches=batches)
+    schedule = GroupSchedule(groups=groups, max_staleness=staleness, batches=batches)
     next_index, issued_at, trained_in = 0, {}, {}
     running: list[int] = []
     for batch in range(batches):
@@ -48,7 +48,7 @@ def test_every_group_is_trained_in_time_whatever_finishes_first(
             if chosen is None:
                 assert running, "waits for ever"
                 done = running.pop(chance.randrange(len(running)))
-                schedule.finish(done)
+                schedule.record_finish(done)
                 continue
             assert chosen == sorted(chosen)
             trained_in |= dict.fromkeys(chosen, batch)
@@ -64,66 +64,66 @@ def test_every_group_is_trained_in_time_whatever_finishes_first(
 @pytest.mark.parametrize("staleness", [0, 1, 2, 5])
 def test_admission_is_the_published_bound(staleness: int) -> None:
     """issued < (trained batches + max_staleness + 1) * groups, at every moment."""
-    schedule = Schedule(groups=3, max_staleness=staleness)
+    schedule = GroupSchedule(groups=3, max_staleness=staleness)
     issued = 0
     for trained in range(10):
         issued = start(schedule, issued)
         assert issued == (trained + staleness + 1) * 3
         for index in range(trained * 3, trained * 3 + 3):
-            schedule.finish(index)
+            schedule.record_finish(index)
         assert schedule.take_groups(3) == [trained * 3, trained * 3 + 1, trained * 3 + 2]
         assert schedule.groups_to_issue() == 0  # not before the batch is trained
         schedule.record_trained()
 
 
 def test_without_staleness_the_order_is_that_of_issue() -> None:
-    schedule = Schedule(groups=2, max_staleness=0)
+    schedule = GroupSchedule(groups=2, max_staleness=0)
     assert start(schedule, 0) == 2
-    schedule.finish(1)
+    schedule.record_finish(1)
     assert schedule.take_groups(1) is None  # 0 would be late
-    schedule.finish(0)
+    schedule.record_finish(0)
     assert schedule.take_groups(2) == [0, 1]
 
 
 def test_an_overtaker_waits_if_those_behind_would_not_all_fit() -> None:
-    schedule = Schedule(groups=1, max_staleness=2)
+    schedule = GroupSchedule(groups=1, max_staleness=2)
     assert start(schedule, 0) == 3
-    schedule.finish(2)
+    schedule.record_finish(2)
     assert schedule.take_groups(1) == [2]  # 0 and 1 have two batches left
     schedule.record_trained()
     assert start(schedule, 3) == 4
-    schedule.finish(3)
+    schedule.record_finish(3)
     assert (
         schedule.take_groups(1) is None
     )  # 0 and 1 are both due within two batches, and one of them would be this one's
-    schedule.finish(1)
+    schedule.record_finish(1)
     assert schedule.take_groups(1) == [1]
     schedule.record_trained()
-    schedule.finish(0)
+    schedule.record_finish(0)
     assert schedule.take_groups(1) == [0]
 
 
 def test_overlapped_starts_a_batch_when_the_one_before_is_taken() -> None:
-    schedule = Schedule(groups=2, max_staleness=1, starts_early=False, batches=2)
+    schedule = GroupSchedule(groups=2, max_staleness=1, starts_early=False, batches=2)
     assert start(schedule, 0) == 2
-    schedule.finish(0)
-    schedule.finish(1)
+    schedule.record_finish(0)
+    schedule.record_finish(1)
     assert schedule.groups_to_issue() == 0
     assert schedule.take_groups(2) == [0, 1]
     assert start(schedule, 2) == 4  # while it trains
     schedule.record_trained()
     assert schedule.groups_to_issue() == 0
-    schedule.finish(2)
-    schedule.finish(3)
+    schedule.record_finish(2)
+    schedule.record_finish(3)
     assert schedule.take_groups(2) == [2, 3]
     assert schedule.groups_to_issue() == 0  # the last batch
 
 
 def test_the_last_batches_leave_nothing_over() -> None:
-    schedule = Schedule(groups=4, max_staleness=3, batches=2)
+    schedule = GroupSchedule(groups=4, max_staleness=3, batches=2)
     assert start(schedule, 0) == 8
     for index in range(8):
-        schedule.finish(index)
+        schedule.record_finish(index)
     assert schedule.take_groups(4) == [0, 1, 2, 3]
     schedule.record_trained()
     assert schedule.groups_to_issue() == 0
@@ -144,13 +144,13 @@ class Counted(int):
 def test_work_grows_with_the_number_of_groups_and_not_with_its_square(staleness: int) -> None:
     """As ``BackgroundSource`` does it: after each group that finishes the batch is asked for."""
     groups = 1536
-    schedule = Schedule(groups=groups, max_staleness=staleness)
+    schedule = GroupSchedule(groups=groups, max_staleness=staleness)
     numbers = [Counted(index) for index in range(schedule.groups_to_issue())]
     Counted.looked_up = 0
     for number in numbers:
-        schedule.start(number)
+        schedule.record_start(number)
     for number in reversed(numbers):  # the oldest last: the batch has to be waited for all the time
-        schedule.finish(number)
+        schedule.record_finish(number)
         schedule.take_groups(groups)
     assert schedule.finished_groups <= staleness * groups
     assert Counted.looked_up <= 10 * len(numbers)
@@ -166,7 +166,7 @@ def test_a_batch_is_taken_exactly_if_those_behind_it_can_be_in_time(
     groups: int, staleness: int, moves: list[tuple[int, int]]
 ) -> None:
     """Against the rule as it is written: the k-th of those behind is due in the batch that k batches' worth fill."""
-    schedule = Schedule(groups=groups, max_staleness=staleness)
+    schedule = GroupSchedule(groups=groups, max_staleness=staleness)
     issued: dict[int, int] = {}
     done: set[int] = set()
     taken = trained = 0
@@ -175,11 +175,11 @@ def test_a_batch_is_taken_exactly_if_those_behind_it_can_be_in_time(
             index = 1000 - len(issued) - taken * 100  # numbers need not rise
             while index in issued:
                 index -= 1
-            schedule.start(index)
+            schedule.record_start(index)
             issued[index] = trained
         elif move == 1 and len(issued) > len(done):
             index = [index for index in issued if index not in done][number % (len(issued) - len(done))]
-            schedule.finish(index)
+            schedule.record_finish(index)
             done.add(index)
         elif move == 2 and taken == trained:
             chosen = [index for index in issued if index in done][:groups]

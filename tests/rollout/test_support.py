@@ -19,7 +19,7 @@ from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import SettingsError
 from agentrl.models.policy import PolicyModel
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
-from agentrl.rollout.engines.vllm.replica import VLLMConfig, VLLMReplica
+from agentrl.rollout.engines.vllm.replica import VLLMClient, VLLMConfig
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Segment, Trajectory, TrajectoryError
 from agentrl_envs.types import Ended, Problem
@@ -147,7 +147,7 @@ async def test_an_incomplete_list_is_no_support() -> None:
 
 
 def test_a_server_that_lists_too_few_tokens_is_refused() -> None:
-    replica = VLLMReplica("http://localhost:1", RolloutSettings(top_k=40))
+    replica = VLLMClient("http://localhost:1", RolloutSettings(top_k=40))
     model = {"logprobs_mode": "processed_logprobs", "max_logprobs": 20}
     config = VLLMConfig(model_config=model, cache_config={"enable_prefix_caching": True})
     with pytest.raises(SettingsError, match="start it with --max-logprobs 80"):
@@ -156,7 +156,7 @@ def test_a_server_that_lists_too_few_tokens_is_refused() -> None:
 
 def test_a_server_with_another_quantization_is_refused() -> None:
     rollout = RolloutSettings.model_validate({"vllm": {"quantization": "fp8_per_channel"}})
-    replica = VLLMReplica("http://localhost:1", rollout)
+    replica = VLLMClient("http://localhost:1", rollout)
     model = {"logprobs_mode": "processed_logprobs", "dtype": "float32", "max_model_len": 200, "quantization": None}
     config = VLLMConfig(model_config=model, cache_config={"enable_prefix_caching": True})
     with pytest.raises(SettingsError, match="start it with --quantization fp8_per_channel"):

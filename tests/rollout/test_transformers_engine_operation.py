@@ -17,7 +17,7 @@ from rollout.fakes import EOS, byte_codec, tiny_model
 from agentrl.models.attention import ATTENTION
 from agentrl.models.model_parts import split_model
 from agentrl.rollout.engines.base import CacheUse, EngineError, Sampling
-from agentrl.rollout.engines.batcher import Batcher, Request
+from agentrl.rollout.engines.batcher import Batcher, TurnInProgress
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.settings import RolloutSettings
 
@@ -115,7 +115,7 @@ def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
         kv_cache_tokens=512,
     )
     requests = [
-        Request(
+        TurnInProgress(
             token_ids=(1, 2),
             sampling=Sampling(max_tokens=50),
             trajectory_id=name,
@@ -188,13 +188,13 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
         kv_cache_tokens=chance.choice((200, 4000)),
     )
     contexts: dict[str, tuple[int, ...]] = {}
-    under_way: dict[str, Request] = {}
+    under_way: dict[str, TurnInProgress] = {}
     ended = 0
     for move in range(1500):
         name = f"t{chance.randrange(8)}"
         if name not in under_way and move < 300:
             prompt = contexts.setdefault(name, prompts(3, seed=seed)[chance.randrange(3)])
-            request = Request(
+            request = TurnInProgress(
                 token_ids=prompt,
                 sampling=Sampling(max_tokens=chance.randint(1, 12)),
                 trajectory_id=name,

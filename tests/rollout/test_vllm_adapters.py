@@ -13,14 +13,14 @@ from rollout.fake_vllm import FakeVLLM, fakes, sampled
 from rollout.vllm_support import CODEC, NEEDS, ask, eventually, rollout
 
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.replica import Replica
+from agentrl.rollout.engines.replica import ServerClient
 from agentrl.rollout.engines.server_pool import ServerEngine
-from agentrl.rollout.engines.vllm.engine import vllm_engine
+from agentrl.rollout.engines.vllm.engine import build_vllm_engine
 from agentrl.rollout.engines.vllm.plan import VLLMPlan
 from agentrl.rollout.settings import RolloutSettings
 
 
-async def passes(replica: Replica) -> str | None:
+async def passes(replica: ServerClient) -> str | None:
     await replica.score((1, 2), salt="probe")
     return None
 
@@ -28,7 +28,7 @@ async def passes(replica: Replica) -> str | None:
 @asynccontextmanager
 async def adapting(server: FakeVLLM, *, rank: int = 4) -> AsyncIterator[ServerEngine]:
     settings = rollout([server])
-    engine = vllm_engine([server.address], NEEDS, settings, adapter_rank=rank)
+    engine = build_vllm_engine([server.address], NEEDS, settings, adapter_rank=rank)
     try:
         await engine.open()
         yield engine

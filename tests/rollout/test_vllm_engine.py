@@ -18,7 +18,7 @@ from transformers import Qwen2Config
 from agentrl.errors import SettingsError, WorldError
 from agentrl.rollout.engines.base import Completion, EngineError
 from agentrl.rollout.engines.replica import ServerRequirements
-from agentrl.rollout.engines.vllm.engine import vllm_engine
+from agentrl.rollout.engines.vllm.engine import build_vllm_engine
 
 # -- what is said ---------------------------------------------------------------------------------------------------
 
@@ -158,7 +158,7 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 
 async def test_nobody_at_the_address() -> None:
     settings = rollout([f"http://127.0.0.1:{free_port()}"], start_deadline=0.3)
-    engine = vllm_engine(settings.vllm.addresses, NEEDS, settings)
+    engine = build_vllm_engine(settings.vllm.addresses, NEEDS, settings)
     with pytest.raises(
         WorldError, match=r"rollout.vllm.start_deadline=0.3 s from the vLLM server .* cannot be reached"
     ):

@@ -15,11 +15,11 @@ from agentrl.config import load_settings
 from agentrl.models.loading import read_model
 from agentrl.models.lora import add_adapters, is_adapter_factor, write_adapter
 from agentrl.models.settings import LoRASettings
-from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.base import EngineSpecification
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
-from agentrl.rollout.engines.vllm.replica import VLLMReplica
-from agentrl.rollout.settings import longest_request
+from agentrl.rollout.engines.vllm.replica import VLLMClient
+from agentrl.rollout.settings import longest_request_tokens
 from agentrl.weights.exports import AdapterSource, adapter_parameters, merged_parameters, write_export
 from agentrl.weights.verify import Probe
 
@@ -60,12 +60,12 @@ def managed(folder: Path, address: str) -> ManagedVLLM:
     lora = [f"model.lora.rank={LORA.rank}", f"model.lora.alpha={LORA.alpha}"]
     settings = load_settings(None, None, [f"model.path={folder}", *LENGTHS, *external, *lora], command="eval")
     return ManagedVLLM(
-        EngineRequest(
+        EngineSpecification(
             rollout=settings.rollout,
             policy=settings.model,
             policy_path=str(folder),
             codec=codec_of(folder),
-            longest=longest_request(settings.rollout, None),
+            longest=longest_request_tokens(settings.rollout, None),
             folder=folder.parent,
         )
     )
@@ -79,7 +79,7 @@ async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(p
     small = "rollout.vllm.extra_args=[--kv-cache-memory-bytes, 64M]"
     with serving(policy, tmp_path / "said", f"model.lora.rank={LORA.rank}", small) as address:
         host = managed(policy, address)
-        target = host.target()
+        target = host.transfer_target()
         await host.open()
         try:
             start = await probe_of(adapted(policy), policy)
@@ -108,7 +108,7 @@ async def test_adapters_and_merged_weights_give_the_trainers_log_probabilities(p
         assert target is not None
         assert (target.form, target.backend) == ("adapter", "file")
         # The same server with the merged weights, and no adapter.
-        replica = VLLMReplica(address, load_settings().rollout)
+        replica = VLLMClient(address, load_settings().rollout)
         await replica.load(str(write_export(tmp_path / "merged", merged_parameters(model, LORA), 1)))
         assert difference(await replica.score(PROBE, salt="merged"), last.log_probs) < 1e-4
         await replica.close()

@@ -26,13 +26,13 @@ from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.vllm.plan import (
     VLLMPlan,
     colocated_memory_fraction,
-    place_servers,
+    plan_servers_on_gpus,
     plan_policy_servers,
 )
 from agentrl.rollout.settings import RolloutSettings
 
 
-def plans(
+def server_plans(
     *,
     gpus: int = 0,
     ranks: int = 1,
@@ -51,7 +51,7 @@ def plans(
         backend=backend,
         memory_fraction=memory_fraction,
     )
-    return place_servers(plan, gpus=[str(number) for number in range(gpus)], training_gpus=ranks)
+    return plan_servers_on_gpus(plan, gpus=[str(number) for number in range(gpus)], training_gpus=ranks)
 
 
 def option(command: list[str], name: str) -> str:

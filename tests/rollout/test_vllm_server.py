@@ -34,13 +34,13 @@ from agentrl.config import load_settings
 from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.engines.base import Completion, EngineRequest, Sampling
-from agentrl.rollout.engines.sampling import restrict
+from agentrl.rollout.engines.base import Completion, EngineSpecification, Sampling
+from agentrl.rollout.engines.sampling import restrict_to_likely_tokens
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.engines.vllm.engine import ManagedVLLM
-from agentrl.rollout.engines.vllm.replica import VLLMReplica
-from agentrl.rollout.settings import longest_request
+from agentrl.rollout.engines.vllm.replica import VLLMClient
+from agentrl.rollout.settings import longest_request_tokens
 from agentrl.training.settings import TeacherSettings
 from agentrl.training.step.served_teacher import ServedTeacher
 from agentrl.trajectory import Segment
@@ -105,12 +105,12 @@ def managed_of(policy: Path, address: str, *overrides: str) -> ManagedVLLM:
          *overrides],
         command="eval",
     )  # fmt: skip
-    request = EngineRequest(
+    request = EngineSpecification(
         rollout=settings.rollout,
         policy=settings.model,
         policy_path=str(policy),
         codec=codec_of(policy),
-        longest=longest_request(settings.rollout, None),
+        longest=longest_request_tokens(settings.rollout, None),
         folder=policy.parent,
     )
     return ManagedVLLM(request)
@@ -160,7 +160,9 @@ async def check_support(engine: ServerEngine, model: Any) -> None:
     ids = torch.tensor([prompt + answer.token_ids])
     with torch.inference_mode():
         rows = torch.log_softmax(model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1] / 0.8, dim=-1)
-    expected = restrict(rows, **{f"{name}s": torch.full((len(rows),), value) for name, value in limits.items()})
+    expected = restrict_to_likely_tokens(
+        rows, **{f"{name}s": torch.full((len(rows),), value) for name, value in limits.items()}
+    )
     sizes, listed = answer.support_sizes, iter(answer.support_ids)
     for row, token, log_prob, size in zip(expected, answer.token_ids, answer.log_probs, sizes, strict=True):
         assert {next(listed) for _ in range(size)} == {*(row > -torch.inf).nonzero()[:, 0].tolist()}
@@ -250,19 +252,19 @@ async def test_the_branches_of_a_fork_use_the_cached_prefix(policy: Path, addres
 async def test_its_count_of_tokens_grows_while_a_turn_is_sampled(policy: Path, address: str) -> None:
     """What tells a slow server from a dead one."""
     host = managed_of(policy, address)
-    replica = VLLMReplica(address, load_settings().rollout)
+    replica = VLLMClient(address, load_settings().rollout)
     await host.engine.open()
     try:
         deadline = time.monotonic() + 120
         for seed in itertools.count():  # a busy machine may answer the first poll only when the turn has ended
-            before = await replica.tokens_so_far()
+            before = await replica.count_computed_tokens()
             assert before is not None
             long = asyncio.create_task(turn(host.engine, (5, 6, 7), f"slow-{seed}", max_tokens=600, seed=seed))
             counts = {before}
             while not long.done():
-                counts.add(await replica.tokens_so_far() or 0)
+                counts.add(await replica.count_computed_tokens() or 0)
             taken = len((await long).token_ids)
-            counts.add(await replica.tokens_so_far() or 0)
+            counts.add(await replica.count_computed_tokens() or 0)
             assert max(counts) >= before + taken
             if len(counts) > 2:
                 return

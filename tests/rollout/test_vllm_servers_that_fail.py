@@ -13,7 +13,7 @@ from rollout.vllm_support import CODEC, PROMPT, ask, eventually, is_up, opened
 
 from agentrl.errors import WorldError
 from agentrl.rollout.engines.base import CacheUse, EngineError
-from agentrl.rollout.engines.replica import Replica
+from agentrl.rollout.engines.replica import ServerClient
 from agentrl.rollout.engines.server_pool import ServerEngine
 
 pytestmark = pytest.mark.slow
@@ -64,7 +64,7 @@ async def test_a_dead_servers_requests_go_on_elsewhere_from_the_same_tokens_and_
         assert len(first.bodies) > 1
 
 
-async def scores_minus_three(replica: Replica) -> str | None:
+async def scores_minus_three(replica: ServerClient) -> str | None:
     scores = await replica.score((1, 2), salt="look")
     return None if scores == (-3.0,) else f"it says {scores}"
 

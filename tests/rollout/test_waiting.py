@@ -78,7 +78,7 @@ def played(engine: Wait, program: Wait = a_second, **changes: Any) -> dict[int, 
             seed=0,
         )
         requests = [Group(index=turns, problem=toy(turns)) for turns in LENGTHS]
-        groups = [group async for group in driver.run(requests, step=0, group_size=1)]
+        groups = [group async for group in driver.play_groups(requests, step=0, group_size=1)]
         return {group.index: group.trajectories[0] for group in groups}
 
     return run_virtual(play())

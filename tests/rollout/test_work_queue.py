@@ -29,7 +29,7 @@ def queue() -> WorkQueue:
 
 async def measured(one: WorkQueue) -> Group:
     """The next request whose prompt fits; every second problem is too long."""
-    request = await one.next_request()
+    request = await one.issue_next_group()
     while True:
         try:
             one.record_prompt_length(request, 100 if request.problem.id in LONG else 1)
@@ -42,11 +42,11 @@ async def measured(one: WorkQueue) -> Group:
 async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
     first = queue()
     await measured(first)
-    second = await first.next_request()
+    second = await first.issue_next_group()
     with pytest.raises(SkippedProblemError) as skipped:
         first.record_prompt_length(second, 100)
     third = skipped.value.replacement
-    waiting = asyncio.ensure_future(first.next_request())
+    waiting = asyncio.ensure_future(first.issue_next_group())
     await asyncio.sleep(0)
     assert not waiting.done()  # the third problem's prompt is being measured
     saved = json.loads(json.dumps(first.state_dict()))
@@ -66,9 +66,9 @@ async def test_a_problem_that_repeats_is_measured_in_each_of_its_groups() -> Non
         ProblemSampler(FiniteSource("one", PROBLEMS[:1]), seed=5),
         RolloutSettings(max_prompt_tokens=10, problems_per_step=1),
     )
-    first = await one.next_request()
+    first = await one.issue_next_group()
     one.record_prompt_length(first, 1)
-    second = await one.next_request()
+    second = await one.issue_next_group()
     one.record_prompt_length(first, 1)  # another rollout of the first group
     assert [request["index"] for request in one.state_dict()["queue"]] == [0]
     one.record_prompt_length(second, 1)
@@ -77,12 +77,15 @@ async def test_a_problem_that_repeats_is_measured_in_each_of_its_groups() -> Non
 
 async def test_what_is_issued_again_was_measured() -> None:
     one = queue()
-    first, second = await measured(one), await one.next_request()  # the second one is cancelled before it has a prompt
+    first, second = (
+        await measured(one),
+        await one.issue_next_group(),
+    )  # the second one is cancelled before it has a prompt
     one.requeue_untrained()
-    again = await one.next_request()
+    again = await one.issue_next_group()
     one.record_prompt_length(again, 100)
     assert (again, await one.wait_for_newest()) == (first, first)
-    assert (await one.next_request()) == second
+    assert (await one.issue_next_group()) == second
 
 
 def tree(sample: int, *rewards: float, verdict: Verdict | None = None) -> tuple[Trajectory, ...]:
@@ -100,7 +103,7 @@ async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:
     sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)
     settings = RolloutSettings(problems_per_step=1, group_size=3, budget="neyman")
     one = WorkQueue(sampler, settings, updates_posteriors=True)
-    request = await one.next_request()
+    request = await one.issue_next_group()
     one.record_prompt_length(request, 1)
     # One success of two leaves, a plain success, and a tree whose leaves were all excluded.
     trajectories = (*tree(0, 1.0, 0.0), played(1.0, sample=1), *tree(2, 1.0, 1.0, verdict=Verdict.GRADER_TIMEOUT))

@@ -13,7 +13,7 @@ from rollout.fakes import byte_codec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.replica import ServerRequirements
 from agentrl.rollout.engines.server_pool import ServerEngine
-from agentrl.rollout.engines.vllm.engine import vllm_engine
+from agentrl.rollout.engines.vllm.engine import build_vllm_engine
 from agentrl.rollout.settings import RolloutSettings
 
 CODEC = byte_codec()
@@ -35,7 +35,7 @@ async def opened(
     servers: list[FakeVLLM], *, needs: ServerRequirements = NEEDS, **changes: Any
 ) -> AsyncIterator[ServerEngine]:
     settings = rollout(servers, **changes)
-    engine = vllm_engine(settings.vllm.addresses, needs, settings)
+    engine = build_vllm_engine(settings.vllm.addresses, needs, settings)
     try:
         await engine.open()
         yield engine

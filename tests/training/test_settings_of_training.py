@@ -11,7 +11,7 @@ from transformers import Qwen2Config
 from agentrl.algorithms import ESTIMATORS, LOSSES, register_loss
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.rollout.settings import RolloutSettings, longest_request
+from agentrl.rollout.settings import RolloutSettings, longest_request_tokens
 from agentrl.training.engine.groups import reason_ranks_not_groupable
 from agentrl.training.run.launch import launch_ranks
 from agentrl.training.run.preflight import dry_run
@@ -160,9 +160,9 @@ def test_the_plan_of_a_large_recipe_is_shown_on_a_machine_that_cannot_run_it(
 
 def test_servers_take_the_longest_sequence_of_rollouts_and_of_evaluations() -> None:
     rollout = RolloutSettings(max_prompt_tokens=100, max_response_tokens=200, max_turn_tokens=200)
-    assert longest_request(rollout, None) == 300
-    assert longest_request(rollout, 150) == 300
-    assert longest_request(rollout, 900) == 1000
+    assert longest_request_tokens(rollout, None) == 300
+    assert longest_request_tokens(rollout, 150) == 300
+    assert longest_request_tokens(rollout, 900) == 1000
 
 
 def test_dry_run_says_settings_passes_and_memory(

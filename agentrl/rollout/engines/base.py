@@ -6,7 +6,7 @@ An :class:`Engine` samples. A :class:`ManagedEngine` controls its lifecycle, inc
 
 This module imports no heavy libraries, because settings are checked without torch. Plug-ins should import their
 libraries in :meth:`EnginePlugin.managed`. Engines over servers derive from :class:`.ManagedServers` and
-:class:`.Replica`. See docs/how-to/engines.md for a complete example.
+:class:`.ServerClient`. See docs/how-to/engines.md for a complete example.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from agentrl.cluster.settings import ClusterSettings
     from agentrl.models.settings import ModelSettings
     from agentrl.models.tokenizer import TextCodec
-    from agentrl.rollout.settings import EngineSections, RolloutSettings
+    from agentrl.rollout.settings import EngineRelatedSettings, RolloutSettings
     from agentrl.weights.sources import TransferTarget
     from agentrl.weights.verify import Probe, Verifier
 
@@ -132,7 +132,7 @@ class Engine(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True)
-class EngineRequest:
+class EngineSpecification:
     """An engine to build, and the policy that it samples from.
 
     ``policy_path``: a directory or a Hugging Face id. ``longest``: tokens of the longest sequence that will be
@@ -182,7 +182,7 @@ class ManagedEngine(Protocol):
     async def end_rollouts(self) -> None:
         """Prepare for a training step: release shared weights or GPUs."""
 
-    def target(self) -> TransferTarget | None:
+    def transfer_target(self) -> TransferTarget | None:
         """Return the destination of new weights, or None for an engine that shares the trained module."""
 
     async def verify(self, version: int, probe: Probe) -> str | None:
@@ -194,7 +194,7 @@ class ManagedEngine(Protocol):
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Install the weights of ``version`` from ``directory`` or a transfer, verify them and resume requests."""
 
-    def record(self) -> Mapping[str, str]:
+    def identity_fields(self) -> Mapping[str, str]:
         """Return the fields that identify the engine in results."""
 
     async def close(self) -> None: ...
@@ -306,14 +306,14 @@ class EnginePlugin(ABC):
         """Return the engine's properties. Must be cheap: it is called often, also before a model is loaded."""
 
     @abstractmethod
-    def managed(self, request: EngineRequest) -> ManagedEngine:
+    def managed(self, request: EngineSpecification) -> ManagedEngine:
         """Build the engine without opening it. Raises SettingsError if the engine cannot run here."""
 
-    def problems(self, settings: EngineSections, *, cluster: str) -> Iterable[str]:
+    def problems(self, settings: EngineRelatedSettings, *, cluster: str) -> Iterable[str]:
         """Yield one message for each contradiction in the settings. ``cluster``: ``cluster.kind``."""
         return ()
 
-    def check_machine(self, settings: EngineSections, *, longest: int, training_gpus: int) -> None:
+    def check_machine(self, settings: EngineRelatedSettings, *, longest: int, training_gpus: int) -> None:
         """Raise SettingsError if this machine cannot run the engine. ``longest``: tokens of the longest sequence."""
 
 
@@ -330,7 +330,7 @@ class TransformersPlugin(EnginePlugin):
             returns_routes=True,
         )
 
-    def managed(self, request: EngineRequest) -> ManagedEngine:
+    def managed(self, request: EngineSpecification) -> ManagedEngine:
         from agentrl.rollout.engines.transformers import ManagedTransformers
 
         return ManagedTransformers(request)

@@ -18,7 +18,7 @@ from agentrl.models.model_parts import ModelParts
 from agentrl.models.routes import ExpertRoutes, use_routes
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, use_decode_attention
-from agentrl.rollout.engines.sampling import keyed_uniform, restrict, sample_tokens
+from agentrl.rollout.engines.sampling import keyed_uniform_numbers, restrict_to_likely_tokens, sample_tokens
 
 # Prefills interrupt decoding and are therefore delayed. A prefill starts when at most this many requests are running
 # for each waiting request, or when a request has waited for this many decoding steps.
@@ -27,7 +27,7 @@ _MAX_STEPS_WAITED = 6
 
 
 @dataclass(eq=False, slots=True)
-class Request:
+class TurnInProgress:
     """A turn that is being sampled."""
 
     token_ids: tuple[int, ...]
@@ -71,7 +71,7 @@ class Request:
 
 
 @dataclass(eq=False, slots=True)
-class _Row:
+class _CacheRow:
     """A row of the cache. ``cached``: the tokens whose keys and values are stored. ``routes``: their experts.
 
     Routes of tokens that are no longer cached remain until later tokens overwrite them.
@@ -79,10 +79,10 @@ class _Row:
 
     trajectory_id: str | None = None
     cached: list[int] = field(default_factory=list)
-    request: Request | None = None
+    request: TurnInProgress | None = None
     routes: array[int] = field(default_factory=lambda: array("h"))
 
-    def extend(self, tokens: Sequence[int], routes: Tensor | None) -> None:
+    def append_computed(self, tokens: Sequence[int], routes: Tensor | None) -> None:
         """Add computed tokens and their routes [n, R], if they were recorded."""
         if routes is not None:
             del self.routes[len(self.cached) * routes.shape[1] :]
@@ -113,16 +113,16 @@ class Batcher:
         self._device = next(model.parameters()).device
         self._attention = use_decode_attention if self._device.type == "cpu" else nullcontext
         self._cache = SlotCache(model.config.num_hidden_layers)
-        self._rows: list[_Row] = []
+        self._rows: list[_CacheRow] = []
         self._row_of: dict[str, int] = {}  # trajectory -> row
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[TurnInProgress] = deque()
         self._steps_waited = 0
         self.evictions = 0  # trajectories that lost their prefix to another trajectory
         self._row_length = 0  # tokens reserved for every row; the cache itself grows with the rows
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def add(self, request: Request) -> None:
+    def add(self, request: TurnInProgress) -> None:
         self._waiting.append(request)
 
     def release(self, trajectory_id: str) -> None:
@@ -135,7 +135,7 @@ class Batcher:
             del self._row_of[trajectory_id]
             row.trajectory_id, row.cached = None, []
 
-    def update_cache_after_change(self, old_version: int, *, keep_running: bool) -> None:
+    def update_cache_after_weight_change(self, old_version: int, *, keep_running: bool) -> None:
         """Update the cache after a change of weights. ``old_version`` computed the cached keys and values.
 
         Prefixes without a running request are dropped. Keys and values of running requests are kept or, without
@@ -193,7 +193,7 @@ class Batcher:
     # -- one step -------------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run_forward_pass(self) -> list[Request]:
+    def run_forward_pass(self) -> list[TurnInProgress]:
         """Run one forward pass: a prefill, or one token for each running request. Returns the requests that ended."""
         ended = self.drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
@@ -216,7 +216,7 @@ class Batcher:
             return ended + (self._prefill(assigned) if assigned else [self._fail_first_waiting()])
         return ended
 
-    def _fail_first_waiting(self) -> Request:
+    def _fail_first_waiting(self) -> TurnInProgress:
         """Fail the first waiting request, which is longer than the whole cache."""
         request = self._waiting.popleft()
         request.failure = (
@@ -228,7 +228,7 @@ class Batcher:
     def _should_prefill(self, running: int) -> bool:
         return running <= len(self._waiting) * _RUNNING_PER_WAITING or self._steps_waited >= _MAX_STEPS_WAITED
 
-    def drop_cancelled(self) -> list[Request]:
+    def drop_cancelled(self) -> list[TurnInProgress]:
         cancelled_requests = [request for request in self._waiting if request.cancelled]
         for request in cancelled_requests:
             self._waiting.remove(request)
@@ -247,7 +247,7 @@ class Batcher:
         while self._waiting:
             request = self._waiting[0]
             length = len(request.token_ids) + request.sampling.max_tokens
-            row = self._row_for(request, length)
+            row = self._find_or_add_row(request, length)
             if row is None:
                 break
             longest = max(longest, len(request.token_ids) - len(self._rows[row].cached))
@@ -258,7 +258,7 @@ class Batcher:
             assigned.append(row)
         return assigned
 
-    def _row_for(self, request: Request, length: int) -> int | None:
+    def _find_or_add_row(self, request: TurnInProgress, length: int) -> int | None:
         """Return the row that holds the trajectory's prefix, a free row or a new row; None if no row is available."""
         index = self._row_of.get(request.trajectory_id)
         if index is not None and self._rows[index].request is not None:
@@ -268,7 +268,7 @@ class Batcher:
         length = max(length, self._row_length)
         if index is None and (len(self._rows) + 1) * length <= self.kv_cache_tokens:
             index = len(self._rows)
-            self._rows.append(_Row())
+            self._rows.append(_CacheRow())
         if index is None:
             index = next((i for i, row in enumerate(self._rows) if row.request is None), None)
         if index is None or len(self._rows) * length > self.kv_cache_tokens:
@@ -325,7 +325,7 @@ class Batcher:
 
     # -- forwards -------------------------------------------------------------------------------------------------
 
-    def _prefill(self, assigned: list[int]) -> list[Request]:
+    def _prefill(self, assigned: list[int]) -> list[TurnInProgress]:
         """Run one forward pass over the rows' uncached tokens. Equal new prompts are computed once."""
         first: dict[tuple[int, ...], int] = {}
         leader_of = {
@@ -346,7 +346,9 @@ class Batcher:
                 row.cached, row.routes = list(context), leader.routes[:]
         order = {index: position for position, index in enumerate(computed)}
         leaders = [order[leader_of[index]] for index in assigned]
-        return self._sample(assigned, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)])
+        return self._sample_one_token_each(
+            assigned, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)]
+        )
 
     def _forward_uncached(self, indices: list[int]) -> Tensor:
         """Return the hidden states [m, D] at the last uncached token of each row."""
@@ -362,11 +364,11 @@ class Batcher:
         rows = torch.tensor(indices, device=self._device)
         hidden, routes = self._forward(ids.to(self._device), positions.to(self._device), rows, width)
         for line, (index, tokens) in enumerate(zip(indices, uncached, strict=True)):
-            self._rows[index].extend(tokens, None if routes is None else routes[line, : len(tokens)])
+            self._rows[index].append_computed(tokens, None if routes is None else routes[line, : len(tokens)])
         last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=self._device)
         return hidden[torch.arange(len(indices), device=self._device), last]
 
-    def _decode(self, running: list[int]) -> list[Request]:
+    def _decode(self, running: list[int]) -> list[TurnInProgress]:
         running = self._move_running_to_front(running)
         count = running[-1] + 1
         ids, positions = [0] * count, [-1] * count
@@ -383,15 +385,15 @@ class Batcher:
                 width,
             )
         for index in running:
-            self._rows[index].extend([ids[index]], None if routes is None else routes[index])
+            self._rows[index].append_computed([ids[index]], None if routes is None else routes[index])
         hidden = hidden[:, 0]
         if len(running) < count:
             hidden = hidden[torch.tensor(running, device=self._device)]
-        return self._sample(running, self._parts.logits(hidden))
+        return self._sample_one_token_each(running, self._parts.logits(hidden))
 
     def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [m, q, D] and, if a request needs them, the routes [m, q, R] on the host."""
-        mask = self._cache.select(rows, positions, width)
+        mask = self._cache.select_entries(rows, positions, width)
         wanted = any(row.request is not None and row.request.sampling.routes_from is not None for row in self._rows)
         routes = ExpertRoutes(num_layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
         with use_routes(routes):
@@ -406,13 +408,13 @@ class Batcher:
 
     # -- sampling -------------------------------------------------------------------------------------------------
 
-    def _sample(self, indices: list[int], logits: Tensor) -> list[Request]:
+    def _sample_one_token_each(self, indices: list[int], logits: Tensor) -> list[TurnInProgress]:
         """Sample one token for each row's request. Returns the requests that ended."""
         requests = [_request_of(self._rows[index]) for index in indices]
         keys = np.array([request.seed for request in requests], dtype=np.uint64)
         counts = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
         temperatures = torch.tensor([request.sampling.temperature for request in requests], device=self._device)
-        uniforms = torch.from_numpy(keyed_uniform(keys, counts)).to(self._device)
+        uniforms = torch.from_numpy(keyed_uniform_numbers(keys, counts)).to(self._device)
         wanted = [request.sampling for request in requests]
         limits = {
             "min_ps": torch.tensor([one.min_p for one in wanted], device=self._device),
@@ -420,7 +422,7 @@ class Batcher:
             "top_ps": torch.tensor([one.top_p for one in wanted], device=self._device),
         }
         limited = any(one.min_p > 0 or one.top_k > 0 or one.top_p < 1 for one in wanted)
-        restriction = partial(restrict, **limits) if limited else None
+        restriction = partial(restrict_to_likely_tokens, **limits) if limited else None
         tokens, log_probs, distribution = sample_tokens(logits, temperatures, uniforms, restriction)
         for line, request in enumerate(requests):
             if request.sampling.returns_support:
@@ -440,7 +442,7 @@ class Batcher:
                 ended.append(request)
         return ended
 
-    def _has_ended(self, request: Request, token: int) -> bool:
+    def _has_ended(self, request: TurnInProgress, token: int) -> bool:
         if token in self._eos_ids:
             request.finish_reason = "eos"
             return True
@@ -450,7 +452,7 @@ class Batcher:
             request.finish_reason = "length"
         return request.finish_reason is not None
 
-    def _reaches_stop_string(self, request: Request, token: int) -> bool:
+    def _reaches_stop_string(self, request: TurnInProgress, token: int) -> bool:
         """Return True if a stop string ends in the token's bytes. Keeps text in which a stop string may have begun."""
         longest = max(map(len, request.stop))
         text = request.unmatched_text + (self._token_bytes[token] if token < len(self._token_bytes) else b"")
@@ -458,7 +460,7 @@ class Batcher:
         return any(stop in text for stop in request.stop)
 
 
-def _request_of(row: _Row) -> Request:
+def _request_of(row: _CacheRow) -> TurnInProgress:
     assert row.request is not None
     return row.request
 

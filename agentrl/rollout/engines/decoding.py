@@ -52,7 +52,7 @@ class SlotCache(Cache):
         self.rows = self.length = self._reserved_rows = 0
         self._has_entries = False
 
-    def select(self, rows: Tensor | int, positions: Tensor, width: int) -> Tensor:
+    def select_entries(self, rows: Tensor | int, positions: Tensor, width: int) -> Tensor:
         """Select rows (an index tensor [m], or the first ``rows``) and token positions [m, q]; -1 is padding.
 
         ``width`` is the largest position plus one. Returns the attention mask [m, 1, q, columns], True where a query

@@ -17,7 +17,13 @@ from dataclasses import dataclass, field
 from agentrl.errors import WorldError, mentions_out_of_memory
 from agentrl.rollout.engines.base import ServerSettings
 from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.replica import Replica, ServerCallError, ServerIdentity, ServerRequirements, TooSlowError
+from agentrl.rollout.engines.replica import (
+    ServerCallError,
+    ServerClient,
+    ServerIdentity,
+    ServerRequirements,
+    TooSlowError,
+)
 from agentrl.rollout.engines.served_weights import ServedWeights
 
 logger = logging.getLogger(__name__)
@@ -55,7 +61,7 @@ class ServerLoad:
         self.limit = max(1, (in_flight if self.limit is None else min(self.limit, in_flight)) // 2)
         return self.limit
 
-    def cost(self, trajectory_id: str, context: int) -> int:
+    def placement_cost(self, trajectory_id: str, context: int) -> int:
         """Return the sum of the tokens in flight and the tokens to prefill for a request."""
         parent = trajectory_id.rpartition(".")[0]  # the id of a branch is its parent's id, a dot and a number
         cached = self.cached.get(trajectory_id, self.cached.get(parent, 0))
@@ -81,7 +87,7 @@ def choose_server(
     up = [index for index, load in enumerate(loads) if load.is_up]
     usable = [index for index in up if index not in failed_servers] or up
     free = [index for index in usable if not loads[index].is_full]
-    return min(free, key=lambda index: (loads[index].cost(trajectory_id, context), index), default=None)
+    return min(free, key=lambda index: (loads[index].placement_cost(trajectory_id, context), index), default=None)
 
 
 # The first and the longest interval, in seconds, between checks of a server that is starting or down.
@@ -186,7 +192,7 @@ class PooledServer:
         process_or_address: ServerProcess | str,
         index: int,
         gate: asyncio.Event,
-        connect: Callable[[str], Replica],
+        connect: Callable[[str], ServerClient],
         settings: ServerSettings,
     ) -> None:
         """Configure the server without starting it.
@@ -211,7 +217,7 @@ class PooledServer:
         self.address = self.replica.address
         self.name = f"the {self.replica.title} server {self.address}"
         self.stalls = StallDetector(
-            self.address, self.replica.tokens_so_far, self._gate, stall_deadline=self._settings.stall_deadline
+            self.address, self.replica.count_computed_tokens, self._gate, stall_deadline=self._settings.stall_deadline
         )
 
     async def start(self) -> None:
@@ -277,7 +283,7 @@ class PooledServer:
             await asyncio.sleep(pause)
             pause = min(LONGEST_PAUSE, 2 * pause)
 
-    async def revive(self, weights: ServedWeights, may_recover: asyncio.Event) -> None:
+    async def recover(self, weights: ServedWeights, may_recover: asyncio.Event) -> None:
         """Recover the server: restart it if it was started here, and verify that it holds the current weights.
 
         ``may_recover``: closed while other servers receive new weights. If only a transfer can supply the current

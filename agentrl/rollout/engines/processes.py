@@ -70,10 +70,10 @@ class ServerProcess:
 
     def launch(self) -> None:
         """Start or restart the server. It may take minutes to respond."""
-        self._process = LocalProcess(self.spec(self.plan.environment_changes()), THIS_MACHINE)
+        self._process = LocalProcess(self.process_spec(self.plan.environment_changes()), THIS_MACHINE)
         self.launch_count += 1
 
-    def spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
+    def process_spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
         """Return the specification of the process. ``environment``: changes to its environment variables."""
         return ProcessSpec(
             role="server",
@@ -139,11 +139,13 @@ class NodeServer(ServerProcess):
             gpus=node.gpus[: self._bundle.gpus],
             on_node=True,
         )
-        self._handle = self._cluster.start(self.spec(self.plan.environment_changes()), node)
+        self._handle = self._cluster.start(self.process_spec(self.plan.environment_changes()), node)
         self._gone = threading.Event()
         self.launch_count += 1
         watched = (self._handle, self._gone)
-        threading.Thread(target=self._watch, args=watched, daemon=True, name=f"watch-server-{self.number}").start()
+        threading.Thread(
+            target=self._poll_until_exit, args=watched, daemon=True, name=f"watch-server-{self.number}"
+        ).start()
 
     @property
     def node(self) -> str:
@@ -158,7 +160,7 @@ class NodeServer(ServerProcess):
             self._handle.send_signal(signal.SIGTERM)
             self._gone.wait(_END)
 
-    def _watch(self, handle: ProcessHandle, gone: threading.Event) -> None:
+    def _poll_until_exit(self, handle: ProcessHandle, gone: threading.Event) -> None:
         """Poll until the server exits. A node kills its processes when polling stops."""
         try:
             while handle.wait(0.0) is None:

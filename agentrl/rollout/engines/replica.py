@@ -1,7 +1,7 @@
 """The HTTP client for one server of an engine.
 
-A plug-in derives a class from :class:`Replica` and implements its server's protocol. All other methods have defaults.
-No other module of the trainer imports the HTTP library. Failed calls raise::
+A plug-in derives a class from :class:`ServerClient` and implements its server's protocol. All other methods have
+defaults. No other module of the trainer imports the HTTP library. Failed calls raise::
 
     ServerCallError
     ├── UnreachableError      the connection failed or broke: the server is down or not yet up
@@ -223,7 +223,7 @@ class ServerRequirements:
 class ServerIdentity:
     """Properties reported by a server.
 
-    ``release``: the release of the server's software. ``version``: the result of :meth:`Replica.version`.
+    ``release``: the release of the server's software. ``version``: the result of :meth:`ServerClient.version`.
     ``workers``: the number of its GPU processes. ``note``: a text for the console, such as the dtype of its logits.
     """
 
@@ -233,7 +233,7 @@ class ServerIdentity:
     note: str = ""
 
 
-class Replica(ABC):
+class ServerClient(ABC):
     """A client for one server. Every call raises ServerCallError if it gets no valid response."""
 
     title: ClassVar[str]
@@ -254,7 +254,7 @@ class Replica(ABC):
 
     @abstractmethod
     async def identify(self, needs: ServerRequirements) -> ServerIdentity:
-        """Check that the server can serve the run. Raises SettingsError (:meth:`unusable_error`) if it cannot."""
+        """Check that the server can serve the run. Raises :meth:`unusable_server_error` if it cannot."""
 
     @abstractmethod
     async def generate(self, request: TurnRequest) -> Completion:
@@ -289,7 +289,7 @@ class Replica(ABC):
         """
         raise NotImplementedError
 
-    async def tokens_so_far(self) -> int | None:
+    async def count_computed_tokens(self) -> int | None:
         """Return the number of tokens computed since the start; None, which disables stall detection, if unknown."""
         return None
 
@@ -302,7 +302,7 @@ class Replica(ABC):
 
     async def resume(self) -> None: ...
 
-    async def forget_prefixes(self, *, recompute_running: bool) -> None:
+    async def drop_cached_prefixes(self, *, recompute_running: bool) -> None:
         """Drop cached prefixes. With ``recompute_running``, running requests also recompute their keys and values."""
 
     async def sleep(self, *, keep_weights: bool) -> None:
@@ -325,6 +325,6 @@ class Replica(ABC):
         """Unload an adapter that no running request uses."""
         raise NotImplementedError
 
-    def unusable_error(self, problem: str) -> SettingsError:
+    def unusable_server_error(self, problem: str) -> SettingsError:
         """Return the error for a server that cannot serve the run."""
         return SettingsError(f"the {self.title} server {self.address} cannot be used: {problem}")

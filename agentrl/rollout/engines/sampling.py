@@ -19,13 +19,13 @@ def sampling_key(*parts: int | str) -> int:
     return int.from_bytes(hashlib.blake2b(repr(parts).encode(), digest_size=8).digest(), "little")
 
 
-def keyed_uniform(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
+def keyed_uniform_numbers(keys: np.ndarray, positions: np.ndarray) -> np.ndarray:
     """Return uniform numbers in [0, 1) for pairs of key and position (SplitMix64, Steele et al. 2014).
 
     The inputs are uint64, and the result is float64.
 
     >>> keys = np.array([1, 1, 2], dtype=np.uint64)
-    >>> u = keyed_uniform(keys, np.array([0, 1, 0], dtype=np.uint64))
+    >>> u = keyed_uniform_numbers(keys, np.array([0, 1, 0], dtype=np.uint64))
     >>> bool(((0 <= u) & (u < 1)).all()), len(set(u.tolist()))
     (True, 3)
     """
@@ -60,7 +60,7 @@ def sample_tokens(
     return chosen, torch.where(greedy, 0.0, drawn), log_probs
 
 
-def restrict(log_probs: Tensor, *, min_ps: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
+def restrict_to_likely_tokens(log_probs: Tensor, *, min_ps: Tensor, top_ks: Tensor, top_ps: Tensor) -> Tensor:
     """Restrict each row to its likely tokens and renormalize it. All other log-probabilities are -inf.
 
     Keeps the tokens with at least the fraction ``min_p`` [n] of the largest probability (0: all). Of these, it keeps
@@ -69,7 +69,8 @@ def restrict(log_probs: Tensor, *, min_ps: Tensor, top_ks: Tensor, top_ps: Tenso
     without limits is unchanged.
 
     >>> row = torch.tensor([[0.5, 0.3, 0.2]]).log()
-    >>> restrict(row, min_ps=torch.tensor([0.0]), top_ks=torch.tensor([0]), top_ps=torch.tensor([0.6])).exp()
+    >>> limits = {"min_ps": torch.tensor([0.0]), "top_ks": torch.tensor([0]), "top_ps": torch.tensor([0.6])}
+    >>> restrict_to_likely_tokens(row, **limits).exp()
     tensor([[0.6250, 0.3750, 0.0000]])
     """
     limited = (min_ps > 0) | (top_ks > 0) | (top_ps < 1)

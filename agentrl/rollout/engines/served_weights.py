@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from agentrl.rollout.engines.base import Completion
-from agentrl.rollout.engines.replica import InvalidResponseError, Replica
+from agentrl.rollout.engines.replica import InvalidResponseError, ServerClient
 
-Check = Callable[[Replica], Awaitable[str | None]]
+Check = Callable[[ServerClient], Awaitable[str | None]]
 """Returns the problem with a server's weights, or None. Raises ServerCallError."""
 
 
@@ -41,7 +41,7 @@ class ServedWeights:
         self._run_id = secrets.token_hex(4)
 
     @asynccontextmanager
-    async def adapter_in_use(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
+    async def adapter_in_use(self, replica: ServerClient, version: int) -> AsyncIterator[str | None]:
         """Yield the adapter for a request of ``version``, or None for the base model.
 
         The adapter stays loaded until the request ends.
@@ -61,14 +61,14 @@ class ServedWeights:
         self.version, self.directory, self.has_initial_weights = version, directory, False
         self.check = None  # the old check is for the old weights; a new one is set after verification
 
-    async def install(self, replica: Replica) -> None:
+    async def install(self, replica: ServerClient) -> None:
         """Install the current version on a server. Raises ServerCallError."""
         if self.directory is not None:
             await replica.load(str(self.directory))
         await replica.set_version_label(self.version)
-        await replica.forget_prefixes(recompute_running=self._recompute)
+        await replica.drop_cached_prefixes(recompute_running=self._recompute)
 
-    async def ensure_installed(self, replica: Replica) -> bool:
+    async def ensure_installed(self, replica: ServerClient) -> bool:
         """Return True if a server has the current version. If necessary, installs it from files first."""
         label = await replica.version()
         if label is None and self.has_initial_weights:
@@ -79,7 +79,7 @@ class ServedWeights:
             await self.install(replica)
         return True
 
-    async def verify(self, replica: Replica) -> None:
+    async def verify(self, replica: ServerClient) -> None:
         """Check a recovered server. Raises InvalidResponseError if it does not have the current version."""
         if self.check is None:
             await replica.score((0, 1), salt=f"{self._run_id}-probe-{secrets.token_hex(4)}")
@@ -107,7 +107,7 @@ class ServedAdapters(ServedWeights):
         self._numbers = itertools.count(1)
 
     @asynccontextmanager
-    async def adapter_in_use(self, replica: Replica, version: int) -> AsyncIterator[str | None]:
+    async def adapter_in_use(self, replica: ServerClient, version: int) -> AsyncIterator[str | None]:
         name = self._names.get(version)
         if name is None:
             yield None
@@ -127,7 +127,7 @@ class ServedAdapters(ServedWeights):
         # A resent version gets a new name, because a server keeps the adapter that is loaded under a name.
         self._names[version] = f"{self._prefix}{version}-{next(self._numbers)}"
 
-    async def install(self, replica: Replica) -> None:
+    async def install(self, replica: ServerClient) -> None:
         """Load the current version and unload the versions that no request uses."""
         name = self._names.get(self.version)
         if name is None:
@@ -140,7 +140,7 @@ class ServedAdapters(ServedWeights):
             if old.startswith(self._prefix) and not self._running[replica.address, old]:
                 await replica.unload_adapter(old)
 
-    async def ensure_installed(self, replica: Replica) -> bool:
+    async def ensure_installed(self, replica: ServerClient) -> bool:
         if await replica.version() is None:
             await replica.set_version_label(self.version)
         await self.install(replica)

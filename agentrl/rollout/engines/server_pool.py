@@ -17,8 +17,8 @@ from agentrl.rollout.engines.pooled_server import LONGEST_PAUSE, PooledServer, c
 from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.replica import (
     InvalidResponseError,
-    Replica,
     ServerCallError,
+    ServerClient,
     ServerRequirements,
     StatusError,
     TurnRequest,
@@ -43,7 +43,7 @@ class ServerEngine:
     def __init__(
         self,
         servers: Sequence[ServerProcess | str],
-        connect: Callable[[str], Replica],
+        connect: Callable[[str], ServerClient],
         needs: ServerRequirements,
         settings: ServerSettings,
         *,
@@ -147,7 +147,7 @@ class ServerEngine:
                         )
                     )
         finally:
-            self._notify()
+            self._wake_waiting_requests()
         completion = self._weights.label_versions(completion, version)
         versions = {item for item, _ in completion.version_spans}
         if not all(version <= item <= self.version for item in versions):
@@ -190,7 +190,7 @@ class ServerEngine:
             async with asyncio.timeout(seconds_left):
                 await self._changed.wait()
 
-    def _notify(self) -> None:
+    def _wake_waiting_requests(self) -> None:
         """Wake the requests that wait for a server, after a request has ended or a server has changed."""
         self._changed.set()
         self._changed = asyncio.Event()
@@ -231,15 +231,15 @@ class ServerEngine:
             server.load.is_up = False
             server.load.cached.clear()
         if server.reviving is None or server.reviving.done():
-            work = server.revive(self._weights, self._may_recover)
+            work = server.recover(self._weights, self._may_recover)
             server.reviving = asyncio.create_task(work, name=f"revive {server.address}")
-            server.reviving.add_done_callback(self._on_revive_end)
+            server.reviving.add_done_callback(self._on_recovery_end)
         return True
 
-    def _on_revive_end(self, task: asyncio.Task[None]) -> None:
+    def _on_recovery_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and task.exception() is not None:
             logger.error("giving up on a server: %s", task.exception())
-        self._notify()
+        self._wake_waiting_requests()
 
     # -- weights --------------------------------------------------------------------------------------------------
 
@@ -283,7 +283,7 @@ class ServerEngine:
         self._weights.set_version(directory, version)
         asleep, self._is_asleep = self._is_asleep, False
 
-        async def install_on(replica: Replica) -> None:
+        async def install_on(replica: ServerClient) -> None:
             if asleep:
                 await replica.wake("kv_cache")
             await self._weights.install(replica)
@@ -304,7 +304,7 @@ class ServerEngine:
             if server.lacks_weights:
                 server.lacks_weights, server.load.is_up = False, True
         self._open_gate()
-        self._notify()
+        self._wake_waiting_requests()
 
     async def label_weights_as_initial(self) -> None:
         """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
@@ -330,7 +330,7 @@ class ServerEngine:
         self._gate.clear()
         self._may_recover.clear()
 
-    async def _call_all(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
+    async def _call_all(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
         """Call every responding server. Servers that fail are marked as down.
 
         If no server responds, wait until one recovers, and call it. Raises WorldError if none recovers in time.
@@ -357,7 +357,7 @@ class ServerEngine:
                 self._may_recover.clear()
         self._outage_since = None
 
-    async def _call_responding(self, call: Callable[[Replica], Awaitable[_Result]]) -> list[_Result]:
+    async def _call_responding(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
         responding = [server for server in self._servers if server.responds]
         outcomes = await asyncio.gather(*(call(server.replica) for server in responding), return_exceptions=True)
         results: list[_Result] = []
@@ -386,7 +386,7 @@ class ServerEngine:
     def _failure_messages(self) -> str:
         return "; ".join(f"{server.address} ({server.failure or 'no error yet'})" for server in self._servers)
 
-    def releases(self) -> list[str]:
+    def server_releases(self) -> list[str]:
         return sorted({server.identity.release for server in self._servers if server.identity is not None})
 
     async def health(self) -> str:

@@ -14,9 +14,9 @@ from pathlib import Path
 
 from agentrl.cluster.backends import open_cluster
 from agentrl.errors import SettingsError
-from agentrl.rollout.engines.base import EngineRequest, ServerSettings, engine_facts, server_bundles
+from agentrl.rollout.engines.base import EngineSpecification, ServerSettings, engine_facts, server_bundles
 from agentrl.rollout.engines.processes import NodeServer, ServerPlan, ServerProcess
-from agentrl.rollout.engines.replica import Replica, ServerRequirements
+from agentrl.rollout.engines.replica import ServerClient, ServerRequirements
 from agentrl.rollout.engines.served_weights import ServedWeights
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.weights.sources import TransferTarget
@@ -29,7 +29,7 @@ class ManagedServers(ABC):
     A plug-in implements :meth:`connect` and, if it starts servers, :meth:`plans`. All other methods have defaults.
     """
 
-    def __init__(self, request: EngineRequest, settings: ServerSettings) -> None:
+    def __init__(self, request: EngineSpecification, settings: ServerSettings) -> None:
         """Plan the servers without starting them. Raises SettingsError if they cannot be placed."""
         self.request = request
         self.settings = settings
@@ -47,10 +47,10 @@ class ManagedServers(ABC):
     # -- implemented by plug-ins ----------------------------------------------------------------------------------
 
     @abstractmethod
-    def connect(self, address: str) -> Replica:
+    def connect(self, address: str) -> ServerClient:
         """Return the client of the server at ``address``."""
 
-    def plans(self, gpus: Sequence[str] | None) -> Sequence[ServerPlan]:
+    def server_plans(self, gpus: Sequence[str] | None) -> Sequence[ServerPlan]:
         """Return the plans of the ``settings.replicas`` servers to start. The default raises SettingsError.
 
         ``gpus``: the GPUs to use; None: the GPUs of this machine, of which training uses the first
@@ -84,7 +84,7 @@ class ManagedServers(ABC):
         if self.facts.shares_gpus:
             await self.engine.sleep()
 
-    def target(self) -> TransferTarget | None:
+    def transfer_target(self) -> TransferTarget | None:
         targets = self.engine.transfer_addresses()
         return replace(
             self.transfer_method(),
@@ -117,8 +117,8 @@ class ManagedServers(ABC):
         await self.engine.install(None if directory is None else Path(directory), version)
         return await self._resume_if_verified(probe)
 
-    def record(self) -> Mapping[str, str]:
-        releases = ", ".join(self.engine.releases())
+    def identity_fields(self) -> Mapping[str, str]:
+        releases = ", ".join(self.engine.server_releases())
         return {"name": self.request.rollout.engine, "version": releases, "dtype": self.request.policy.dtype}
 
     async def close(self) -> None:
@@ -131,10 +131,10 @@ class ManagedServers(ABC):
             return self.settings.addresses
         folder = self.request.folder
         if self._cluster is None or self.request.cluster is None:
-            return [ServerProcess(plan, folder, number) for number, plan in enumerate(self.plans(None))]
+            return [ServerProcess(plan, folder, number) for number, plan in enumerate(self.server_plans(None))]
         bundles = server_bundles(self.facts, self._cluster.nodes(), self.request.cluster.server_cpus)
         # The GPU numbers are placeholders, because the cluster chooses each server's node and GPUs.
-        plans = self.plans([str(number) for number in range(sum(one.gpus for one in bundles))])
+        plans = self.server_plans([str(number) for number in range(sum(one.gpus for one in bundles))])
         return [
             NodeServer(plan, folder, number, cluster=self._cluster, bundle=bundle)
             for number, (plan, bundle) in enumerate(zip(plans, bundles, strict=True))
@@ -143,7 +143,7 @@ class ManagedServers(ABC):
     async def _resume_if_verified(self, probe: Probe) -> str | None:
         """Resume requests if every server's checksums and scores match the probe. Returns the mismatches, or None."""
 
-        def check(replica: Replica) -> Coroutine[object, object, str | None]:
+        def check(replica: ServerClient) -> Coroutine[object, object, str | None]:
             return self.verifier.check(replica, probe)
 
         problems = await self.engine.find_problems(check)

@@ -20,8 +20,8 @@ from agentrl.models.loading import has_full_attention
 from agentrl.models.model_parts import split_model
 from agentrl.models.routes import install_routes
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, EngineRequest, Sampling
-from agentrl.rollout.engines.batcher import Batcher, Request
+from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, EngineSpecification, Sampling
+from agentrl.rollout.engines.batcher import Batcher, TurnInProgress
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.weights.exports import read_export
 from agentrl.weights.sources import TransferTarget
@@ -40,11 +40,11 @@ TOO_LARGE_MESSAGE = (
 )
 
 
-def needs_vllm(parameters: int, device: str) -> bool:
+def should_use_vllm(parameters: int, device: str) -> bool:
     """Return True if a model with ``parameters`` parameters on ``device`` (``cuda``, ``cpu``) should use vLLM.
 
-    >>> needs_vllm(7_000_000_000, "cuda"), needs_vllm(7_000_000_000, "cpu"), needs_vllm(1_000_000_000, "cuda")
-    (True, False, False)
+    >>> should_use_vllm(7_000_000_000, "cuda"), should_use_vllm(7_000_000_000, "cpu")
+    (True, False)
     """
     return device == "cuda" and parameters > _LARGE_MODEL
 
@@ -75,7 +75,7 @@ class TransformersEngine:
                 "set rollout.engine=vllm"
             )
         use_agentrl_attention(model)
-        if needs_vllm(sum(item.numel() for item in model.parameters()), model.device.type):
+        if should_use_vllm(sum(item.numel() for item in model.parameters()), model.device.type):
             logger.warning(TOO_LARGE_MESSAGE)
         install_routes(model)
         self._model, self._parts = model, split_model(model)
@@ -93,8 +93,8 @@ class TransformersEngine:
             kv_cache_tokens=settings.kv_cache_tokens,
             keep_prefixes=not deterministic,
         )
-        self._futures: dict[Request, asyncio.Future[Completion]] = {}
-        self._arrived: deque[Request] = deque()
+        self._futures: dict[TurnInProgress, asyncio.Future[Completion]] = {}
+        self._arrived: deque[TurnInProgress] = deque()
         self._released: deque[str] = deque()
         self._wake: asyncio.Event | None = None
         self._serving: asyncio.Task[None] | None = None
@@ -111,7 +111,7 @@ class TransformersEngine:
         seed: int,
     ) -> Completion:
         """Sample one turn after ``token_ids``; see :class:`~agentrl.rollout.engines.base.Engine`."""
-        request = Request(
+        request = TurnInProgress(
             token_ids=token_ids,
             sampling=sampling,
             trajectory_id=trajectory_id,
@@ -174,7 +174,7 @@ class TransformersEngine:
                 if name not in parameters or parameters[name].shape != tensor.shape:
                     raise EngineError(f"the new weights do not fit the engine's model: {name} {tuple(tensor.shape)}")
                 parameters[name].copy_(tensor)
-            self._batcher.update_cache_after_change(self._version, keep_running=self._keep_running)
+            self._batcher.update_cache_after_weight_change(self._version, keep_running=self._keep_running)
             self._version = version
 
     @property
@@ -223,7 +223,7 @@ class TransformersEngine:
                 # Let trajectories with a finished turn run their programs before the next forward pass.
                 await asyncio.sleep(0)
 
-    def _deliver(self, request: Request) -> None:
+    def _deliver(self, request: TurnInProgress) -> None:
         future = self._futures.get(request)
         if future is None or future.done() or request.cancelled:
             return
@@ -254,7 +254,7 @@ class TransformersEngine:
         self._arrived.clear()
         self._batcher.drop_requests_and_prefixes()
 
-    def _run_until_request_ends(self) -> list[Request]:
+    def _run_until_request_ends(self) -> list[TurnInProgress]:
         """Run forward passes on the engine's thread until a request ends, up to ``_MAX_FORWARD_PASSES``."""
         with self._lock:
             for _ in range(_MAX_FORWARD_PASSES):
@@ -292,7 +292,7 @@ class TransformersEngine:
 class ManagedTransformers:
     """The lifecycle of the transformers engine in the rollout worker."""
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineSpecification) -> None:
         self.engine = TransformersEngine(
             request.model, request.codec, request.rollout, deterministic=request.deterministic
         )
@@ -311,7 +311,7 @@ class ManagedTransformers:
         if self._shared:
             await self.engine.wait_until_idle()
 
-    def target(self) -> TransferTarget | None:
+    def transfer_target(self) -> TransferTarget | None:
         return None if self._shared else TransferTarget()
 
     async def verify(self, version: int, probe: Probe) -> str | None:
@@ -327,7 +327,7 @@ class ManagedTransformers:
             self.engine.resume()
         return problem
 
-    def record(self) -> Mapping[str, str]:
+    def identity_fields(self) -> Mapping[str, str]:
         return {"name": "transformers", "dtype": self._policy.dtype}
 
     async def close(self) -> None:

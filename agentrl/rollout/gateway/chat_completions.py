@@ -11,7 +11,7 @@ from pydantic import BeforeValidator, Field, StrictBool, StrictInt
 from agentrl.rollout.gateway.wire import (
     AgentMessage,
     AgentRequest,
-    Dialect,
+    ApiRequestBody,
     FindConversation,
     GatewayRequestError,
     Json,
@@ -63,7 +63,7 @@ def _check_tool(tool: object) -> object:
     return tool
 
 
-class ChatCompletions(Dialect):
+class ChatCompletionsRequest(ApiRequestBody):
     """A chat request. A field with a single valid value describes behavior that cannot be changed.
 
     ``tool_choice``, ``parallel_tool_calls`` and ``response_format`` are accepted but do not constrain the reply. A
@@ -90,7 +90,7 @@ class ChatCompletions(Dialect):
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
 
-    def _agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         limit, old_limit = self.max_completion_tokens, self.max_tokens
         if None not in (limit, old_limit) and limit != old_limit:
             both = f"max_tokens={old_limit} and max_completion_tokens={limit}"
@@ -110,7 +110,7 @@ class ChatCompletions(Dialect):
         content = None if reply.message.calls else ""
         choice = {
             "index": 0,
-            "message": {"role": "assistant", "content": content, **_reply_fields(reply.message)},
+            "message": {"role": "assistant", "content": content, **_message_fields(reply.message)},
             "finish_reason": _finish_reason(reply),
             "logprobs": self._logprobs(reply),
         }
@@ -118,7 +118,7 @@ class ChatCompletions(Dialect):
 
     def stream_events(self, reply: Reply) -> Iterator[bytes]:
         deltas: list[Json] = [{"role": "assistant", "content": ""}]
-        deltas += [{name: value} for name, value in _reply_fields(reply.message, numbered=True).items()]
+        deltas += [{name: value} for name, value in _message_fields(reply.message, numbered=True).items()]
         choices: list[Json] = [{"delta": delta, "finish_reason": None} for delta in deltas]
         choices[-1] = {**choices[-1], "logprobs": self._logprobs(reply)}
         choices.append({"delta": {}, "finish_reason": _finish_reason(reply)})
@@ -152,7 +152,7 @@ def _usage(reply: Reply) -> dict[str, int]:
     }
 
 
-def _reply_fields(message: AgentMessage, *, numbered: bool = False) -> dict[str, object]:
+def _message_fields(message: AgentMessage, *, numbered: bool = False) -> dict[str, object]:
     """Return reasoning, text and calls, if present. Calls are numbered in a stream."""
     calls = [
         {

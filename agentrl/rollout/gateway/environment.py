@@ -188,7 +188,7 @@ class AgentEnvironment(Environment):
 
     async def _run_program(self, rollout: AgentRollout) -> str | None:
         """Run the program to its end. Returns the reason for excluding the rollout, or None."""
-        access = self._gateway.admit(rollout)
+        access = self._gateway.register_rollout(rollout)
         failure: str | None = None
         crash: Exception | None = None
         try:
@@ -204,7 +204,7 @@ class AgentEnvironment(Environment):
         except Exception as error:  # noqa: BLE001  (whatever a user's program raises)
             failure, crash = f"the agent raised {describe_error(error)}", error
         finally:
-            self._gateway.dismiss(access)
+            self._gateway.unregister_rollout(access)
             await rollout.finish()
         self._record_crash(rollout, crash)
         failure = failure or rollout.abandon_reason
@@ -325,7 +325,7 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             stop=episode.stop_strings,
         )
         try:
-            generation = await self.requests.reply(request, body=b"", retry=False, key=None)
+            generation = await self.requests.answer_request(request, body=b"", retry=False, key=None)
         except GatewayRequestError as error:
             if self.requests.stopped is not None:
                 return None

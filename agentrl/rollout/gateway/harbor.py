@@ -9,10 +9,15 @@ import asyncio
 import contextlib
 from dataclasses import replace
 
-from agentrl.rollout.gateway.programs import AgentFailureError, AgentProgram, UnscoredRolloutError, agent_variables
+from agentrl.rollout.gateway.programs import (
+    AgentFailureError,
+    AgentProgram,
+    UnscoredRolloutError,
+    agent_environment_variables,
+)
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import Access
+from agentrl.rollout.gateway.wire import GatewayAccess
 from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
 from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of_problem
 from agentrl_envs.episode import UnavailableError
@@ -43,7 +48,7 @@ class ContainerCommand(AgentProgram):
         self._gateway = server
         await self._containers.open()
 
-    async def wait_until_ready(self, problem: Problem, access: Access) -> None:
+    async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
         """Wait for a free container, start it, and serve the gateway in it."""
         assert self._gateway is not None, "the environment is not open"
         async with contextlib.AsyncExitStack() as stack:
@@ -56,7 +61,7 @@ class ContainerCommand(AgentProgram):
             stack.callback((await self._gateway.serve_also_on(listener)).close)
             self._prepared[access.name] = container, stack.pop_all()
 
-    async def run(self, problem: Problem, access: Access) -> float:
+    async def run(self, problem: Problem, access: GatewayAccess) -> float:
         """Run the command, then the verifier. Returns the reward. Raises AgentFailureError.
 
         The verifier also runs if the command fails after the policy has reached a limit, or is stopped by the task's
@@ -72,7 +77,7 @@ class ContainerCommand(AgentProgram):
                     f"exec >{_LOG} 2>&1\n{self._command}",
                     timeout=agent.timeout_sec or self._settings.deadline,
                     user=agent.user,
-                    environment=agent_variables(
+                    environment=agent_environment_variables(
                         problem, replace(access, base_url=base_url_in_container), self._settings
                     ),
                 )

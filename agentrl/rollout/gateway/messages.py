@@ -14,7 +14,7 @@ from agentrl.rollout.gateway.wire import (
     AgentCall,
     AgentMessage,
     AgentRequest,
-    Dialect,
+    ApiRequestBody,
     FindConversation,
     GatewayRequestError,
     Json,
@@ -96,7 +96,7 @@ class _Thinking(WireModel):
     type: Literal["enabled", "adaptive", "disabled"] = "disabled"
 
 
-class Messages(Dialect):
+class MessagesRequest(ApiRequestBody):
     """A request of the Messages API. Forced tool choices and output formats are accepted but not enforced."""
 
     unused: ClassVar = frozenset(
@@ -114,7 +114,7 @@ class Messages(Dialect):
     max_tokens: StrictInt | None = Field(None, ge=1)
     stop_sequences: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
-    def _agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         if self.messages[-1].role == "assistant":
             raise GatewayRequestError(
                 "the last message must not be the assistant's: replies cannot be prefilled", param="messages"
@@ -144,7 +144,7 @@ class Messages(Dialect):
             "type": "message",
             "role": "assistant",
             "model": self.model,
-            "content": self._blocks(reply.message),
+            "content": self._content_blocks(reply.message),
             "stop_reason": reason,
             "stop_sequence": stopped_by if reason == "stop_sequence" else None,
             "usage": {
@@ -160,8 +160,8 @@ class Messages(Dialect):
         usage = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
         yield _event("message_start", message=start)
-        for index, block in enumerate(self._blocks(reply.message)):
-            empty, deltas = _split_block(block)
+        for index, block in enumerate(self._content_blocks(reply.message)):
+            empty, deltas = _split_block_into_deltas(block)
             yield _event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
                 yield _event("content_block_delta", index=index, delta=delta)
@@ -175,7 +175,7 @@ class Messages(Dialect):
         kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error), "code": error.code}}
 
-    def _blocks(self, message: AgentMessage) -> list[dict[str, object]]:
+    def _content_blocks(self, message: AgentMessage) -> list[dict[str, object]]:
         """Return the blocks of a reply. As in the API, reasoning is sent only if the request enables it."""
         blocks: list[dict[str, object]] = []
         if message.reasoning and self.thinking.type != "disabled":
@@ -189,7 +189,7 @@ class Messages(Dialect):
         return blocks
 
 
-def _split_block(block: Json) -> tuple[Json, list[Json]]:
+def _split_block_into_deltas(block: Json) -> tuple[Json, list[Json]]:
     """Split a block into an empty block and the deltas that add its content."""
     if block["type"] == "thinking":
         empty = {**block, "thinking": "", "signature": ""}

@@ -20,7 +20,7 @@ from typing import cast
 
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT, FUNCTION, KEY_VARIABLE, VERIFIERS, AgentGatewaySettings
-from agentrl.rollout.gateway.wire import Access
+from agentrl.rollout.gateway.wire import GatewayAccess
 from agentrl_envs.adapters import verifiers_worker
 from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.settings import VerifiersSettings
@@ -73,11 +73,11 @@ class AgentProgram(ABC):
     async def open(self, server: AgentGateway) -> None:
         """Prepare to play through ``server``."""
 
-    async def wait_until_ready(self, problem: Problem, access: Access) -> None:
+    async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
         """Wait until the program can start the rollout. The rollout's deadline is measured from this time."""
 
     @abstractmethod
-    async def run(self, problem: Problem, access: Access) -> float | None:
+    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
         """Play one problem. Returns the reward, or None if the program computes none. Raises AgentFailureError."""
 
     @abstractmethod
@@ -172,7 +172,7 @@ def _check_signature(name: str, function: Callable[..., object]) -> None:
         ) from None
 
 
-def _optional_reward(value: object, source: str) -> float | None:
+def _to_reward_or_none(value: object, source: str) -> float | None:
     """Convert ``value`` to a reward. Accepts None. Raises AgentFailureError for an invalid reward."""
     try:
         return None if value is None else as_reward(value)
@@ -181,7 +181,7 @@ def _optional_reward(value: object, source: str) -> float | None:
 
 
 @cache
-def _agents_loop() -> LoopThread:
+def _shared_agent_loop() -> LoopThread:
     """Return the event loop of this process's asynchronous agents.
 
     The loop is never closed, because a run opens the agents several times, and the connections of an HTTP client that
@@ -200,16 +200,16 @@ class _FunctionProgram(AgentProgram):
         self._threads = BlockingCallPool(threads, name="agent")
         self._block_reporter: asyncio.Task[None] | None = None
 
-    async def run(self, problem: Problem, access: Access) -> float | None:
+    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
         arguments = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
         call = partial(self._function, problem, **arguments)
         if not self._async:
-            return _optional_reward(await self._threads.run(call), self._name)
-        loop = _agents_loop()
+            return _to_reward_or_none(await self._threads.run(call), self._name)
+        loop = _shared_agent_loop()
         if self._block_reporter is None:
-            self._block_reporter = asyncio.create_task(self._report_blocking(loop))
+            self._block_reporter = asyncio.create_task(self._warn_of_blocking_lines(loop))
         made = loop.start(cast("Coroutine[object, object, object]", call()))
-        return _optional_reward(await asyncio.wrap_future(made), self._name)
+        return _to_reward_or_none(await asyncio.wrap_future(made), self._name)
 
     def describe(self) -> str:
         return f"agent: {self._name}, in {'an event loop' if self._async else 'threads'}"
@@ -220,7 +220,7 @@ class _FunctionProgram(AgentProgram):
             await asyncio.gather(self._block_reporter, return_exceptions=True)
             self._block_reporter = None
 
-    async def _report_blocking(self, loop: LoopThread) -> None:
+    async def _warn_of_blocking_lines(self, loop: LoopThread) -> None:
         """Warn once about each line that blocks the loop, because it also blocks all other rollouts."""
         reported: set[tuple[str, int | None]] = set()
         while True:
@@ -243,7 +243,9 @@ class _FunctionProgram(AgentProgram):
             await asyncio.sleep(BLOCKED_LOOP_SECONDS)
 
 
-def agent_variables(problem: Problem, access: Access, settings: AgentGatewaySettings) -> dict[str, str]:
+def agent_environment_variables(
+    problem: Problem, access: GatewayAccess, settings: AgentGatewaySettings
+) -> dict[str, str]:
     """Return the environment variables of a command: the policy's address and the visible part of the problem."""
     return {
         "OPENAI_BASE_URL": access.base_url,
@@ -268,8 +270,8 @@ class _CommandProgram(AgentProgram):
         self._command = command
         self._settings = settings
 
-    async def run(self, problem: Problem, access: Access) -> float | None:
-        variables = agent_variables(problem, access, self._settings)
+    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
+        variables = agent_environment_variables(problem, access, self._settings)
         if self._settings.agent_rewards:
             variables["AGENTRL_REWARD_URL"] = access.base_url.removesuffix("/v1") + "/reward"
         pipe = asyncio.subprocess.PIPE
@@ -291,7 +293,7 @@ class _CommandProgram(AgentProgram):
             raise AgentFailureError(f"{self._command[0]} ended with exit code {process.returncode}: {output}")
         if not self._settings.agent_rewards:
             return None
-        return _optional_reward(_last_number(out.decode(errors="replace")), self._command[0])
+        return _to_reward_or_none(_last_number(out.decode(errors="replace")), self._command[0])
 
     def describe(self) -> str:
         return f"agent: {shlex.join(self._command)}, a process for each rollout"
@@ -335,13 +337,13 @@ class WorkerProgram(AgentProgram):
     async def open(self, server: AgentGateway) -> None:
         self._gateway = server
 
-    async def wait_until_ready(self, problem: Problem, access: Access) -> None:
+    async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
         """Wait until a worker takes the rollout."""
-        process = await self._running_process() if self._command else None
+        process = await self._ensure_worker_process() if self._command else None
         await self._wait_unless_exited(process, self._open_gateway().wait_until_taken(access))
         self._process_by_rollout[access.name] = process
 
-    async def run(self, problem: Problem, access: Access) -> float | None:
+    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
         await self._wait_unless_exited(
             self._process_by_rollout.pop(access.name), self._open_gateway().wait_until_finished(access)
         )
@@ -379,7 +381,7 @@ class WorkerProgram(AgentProgram):
                 if one is not None:
                     one.cancel()
 
-    async def _running_process(self) -> asyncio.subprocess.Process:
+    async def _ensure_worker_process(self) -> asyncio.subprocess.Process:
         """Return the worker's process, restarted if it has exited. Its output is written to stderr."""
         async with self._start_lock:
             if self._process is None or self._process.returncode is not None:

@@ -112,7 +112,7 @@ class ChatRenderer:
                 text, prefix=before, tools=[*map(dict, request.tools)] if request.calls_allowed else None
             )
             calls = tuple(
-                (str(call["function"]["name"]), _arguments(call["function"]["arguments"]))
+                (str(call["function"]["name"]), _arguments_as_json(call["function"]["arguments"]))
                 for call in (parsed.get("tool_calls") or [] if request.calls_allowed else [])
             )
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -177,13 +177,13 @@ def parse_tool_calls(
     if not found or any(one.error or one.name not in known or not isinstance(one.arguments, dict) for one in found):
         return text, ()
     try:
-        calls = tuple((one.name, _arguments(one.arguments)) for one in found)
+        calls = tuple((one.name, _arguments_as_json(one.arguments)) for one in found)
     except ValueError:
         return text, ()
     return remove_calls(text, found), calls
 
 
-def _arguments(value: object) -> str:
+def _arguments_as_json(value: object) -> str:
     """Return a call's arguments as JSON text.
 
     Raises ValueError for values that requests reject, because clients send calls back: infinite numbers, lone

@@ -17,7 +17,7 @@ from agentrl.rollout.gateway.wire import (
     AgentCall,
     AgentMessage,
     AgentRequest,
-    Dialect,
+    ApiRequestBody,
     FindConversation,
     GatewayRequestError,
     Reply,
@@ -70,7 +70,7 @@ class _Item(WireModel):
         return self
 
     @property
-    def part(self) -> int | None:
+    def position_in_reply(self) -> int | None:
         """The item's number in `_POSITIONS_IN_REPLY`, or None if the item is not part of a reply."""
         return None if self.type == "message" and self.role != "assistant" else _POSITIONS_IN_REPLY.get(self.type)
 
@@ -94,7 +94,7 @@ def _model_tool_name(namespace: str, name: str) -> str:
     return f"{namespace}__{name}" if namespace else name
 
 
-class Responses(Dialect):
+class ResponsesRequest(ApiRequestBody):
     """A request of the Responses API.
 
     ``tool_choice``, ``parallel_tool_calls`` and ``text.format`` are accepted but not enforced. A custom tool is
@@ -127,7 +127,7 @@ class Responses(Dialect):
             return {**value, "input": [{"role": "user", "content": value["input"]}]}
         return value
 
-    def _agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         instructions = (AgentMessage(role="system", content=self.instructions),) if self.instructions else ()
         history = find_conversation(self.previous_response_id) if self.previous_response_id else ()
         messages = (*instructions, *history, *self._messages(find_conversation))
@@ -144,7 +144,7 @@ class Responses(Dialect):
                         "parameters": _FREE_TEXT_PARAMETERS if tool.type == "custom" else tool.parameters,
                     },
                 }
-                for name, (_, tool) in self._functions.items()
+                for name, (_, tool) in self._tools_by_model_name.items()
             ),
             parses_calls=self.tool_choice != "none",
             max_tokens=self.max_output_tokens,
@@ -152,7 +152,7 @@ class Responses(Dialect):
         )
 
     @cached_property
-    def _functions(self) -> dict[str, tuple[str, _Tool]]:
+    def _tools_by_model_name(self) -> dict[str, tuple[str, _Tool]]:
         """The tools and their namespaces, by the names that the model sees."""
         found: dict[str, tuple[str, _Tool]] = {}
         for tool in self.tools:
@@ -164,23 +164,25 @@ class Responses(Dialect):
         """Yield the messages of the input. Consecutive items of one reply become one message."""
         reply: list[_Item] = []
         for listed in self.input:
-            item = self._resolve_reference(listed, find_conversation) if listed.type == "item_reference" else listed
-            last = reply[-1].part if reply else None
+            item = self._find_referenced_item(listed, find_conversation) if listed.type == "item_reference" else listed
+            last = reply[-1].position_in_reply if reply else None
             if last is not None and (
-                item.part is None or item.part < last or item.part == last < _POSITIONS_IN_REPLY["function_call"]
+                item.position_in_reply is None
+                or item.position_in_reply < last
+                or item.position_in_reply == last < _POSITIONS_IN_REPLY["function_call"]
             ):
-                yield _merge_items(reply)
+                yield _items_to_message(reply)
                 reply = []
-            if item.part is not None:
+            if item.position_in_reply is not None:
                 reply.append(item)
             elif item.type == "message":
                 yield AgentMessage(role=item.role, content=item.content)
             else:
                 yield AgentMessage(role="tool", content=item.output, call_id=item.call_id)
         if reply:
-            yield _merge_items(reply)
+            yield _items_to_message(reply)
 
-    def _resolve_reference(self, item: _Item, find_conversation: FindConversation) -> _Item:
+    def _find_referenced_item(self, item: _Item, find_conversation: FindConversation) -> _Item:
         """Return the item of an earlier reply to which ``item`` refers.
 
         Raises GatewayRequestError for an unknown id.
@@ -203,7 +205,7 @@ class Responses(Dialect):
             text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
             items.append({"type": "message", "id": f"msg_{reply_id}", "role": "assistant", "content": [text], **done})
         for number, call in enumerate(message.calls):
-            namespace, tool = self._functions.get(call.name, ("", None))
+            namespace, tool = self._tools_by_model_name.get(call.name, ("", None))
             item = {
                 "id": f"fc_{reply_id}/{number}",
                 "call_id": call.id,
@@ -276,7 +278,7 @@ class Responses(Dialect):
         yield event(f"response.{whole['status']}", response=whole)
 
 
-def _merge_items(items: list[_Item]) -> AgentMessage:
+def _items_to_message(items: list[_Item]) -> AgentMessage:
     """Merge the items of one reply into a message."""
     content = [item.content for item in items if item.type == "message"]
     thoughts = [item.content or item.summary for item in items if item.type == "reasoning"]

@@ -72,7 +72,7 @@ class AgentRollout:
         """Restart the clock of the rollout's deadline."""
         self._began = time.monotonic()
 
-    async def reply(self, request: AgentRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
+    async def answer_request(self, request: AgentRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
         """Return the generation that answers a request. A marked retry receives the generation of the first request.
 
         A disconnected client does not cancel the generation, because it may retry. Raises GatewayRequestError if the
@@ -95,7 +95,7 @@ class AgentRollout:
                 raise  # the caller was cancelled, not the generation
             raise _finished_error() from None
 
-    def reply_to_client(self, generation: Generation, request: AgentRequest) -> Reply:
+    def build_reply(self, generation: Generation, request: AgentRequest) -> Reply:
         """Build the reply to a request's client."""
         completion, text = generation.completion, generation.text
         found = [(text.find(stop), stop) for stop in request.stop if stop in text]
@@ -126,11 +126,11 @@ class AgentRollout:
     def count_context_tokens(self, request: AgentRequest) -> int:
         """Return the number of tokens of a request's context. Raises GatewayRequestError if the request is rejected."""
         self.raise_if_finished()
-        if reason := self._too_long(request):
+        if reason := self._reason_too_long(request):
             raise GatewayRequestError(
                 reason, code=Ended.TOKEN_LIMIT.value
             )  # unlike a generation, does not stop the rollout
-        return len(self._prompt(request)[0].context)
+        return len(self._build_prompt(request)[0].context)
 
     def describe_state(self) -> dict[str, object]:
         """Return the state of the rollout for clients."""
@@ -152,8 +152,8 @@ class AgentRollout:
         for task in tuple(self._running):
             task.cancel()
         await asyncio.gather(*self._running, return_exceptions=True)
-        for cache_line in self._cache_lines:
-            self.policy.engine.release(cache_line)
+        for cache_sequence_id in self._cache_lines:
+            self.policy.engine.release(cache_sequence_id)
 
     def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
         """Return the sampled tokens as trajectories. ``ended`` applies unless a limit stopped the rollout."""
@@ -183,19 +183,19 @@ class AgentRollout:
         raise GatewayRequestError(f"the rollout was stopped: {reason}", code=ended.value, kind="rollout_stopped")
 
     async def _generate(self, request: AgentRequest) -> Generation:
-        if reason := self._too_long(request):
+        if reason := self._reason_too_long(request):
             self._stop(Ended.TOKEN_LIMIT, reason)
-        prompt, mismatch = self._prompt(request)
+        prompt, mismatch = self._build_prompt(request)
         if mismatch is not None:
             self.counts[f"miss_{mismatch}"] += 1
         context = prompt.context
-        limit = self._reply_limit(request, prompt.root_tokens, len(context))
+        limit = self._max_reply_tokens(request, prompt.root_tokens, len(context))
         number, self._generation_count = self._generation_count, self._generation_count + 1
-        cache_line = self._cache_line(prompt.parent, number)
+        cache_sequence_id = self._choose_cache_sequence_id(prompt.parent, number)
         try:
             completion = await self.policy.generate(
                 context,
-                cache_line=cache_line,
+                cache_sequence_id=cache_sequence_id,
                 limit=limit,
                 stop=request.stop,
                 turn=number,
@@ -213,21 +213,21 @@ class AgentRollout:
             completion=completion,
             text=text,
             reply=reply,
-            cache_line=cache_line,
+            cache_sequence_id=cache_sequence_id,
             trainable=request.trainable,
             starts_with_instructions=request.starts_with_instructions,
         )
-        self.tree.add(generation, request.digest)
+        self.tree.add(generation, request.tools_digest)
         return generation
 
-    def _too_long(self, request: AgentRequest) -> str:
+    def _reason_too_long(self, request: AgentRequest) -> str:
         """Return why a text is too long in any tokenization, or "". Encoding megabytes would block all rollouts."""
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         too_long = characters > tokens * self.renderer.longest_token * _MAX_SHORTENING
         return f"a context of {characters} characters {_NO_ROOM}" if too_long else ""
 
-    def _reply_limit(self, request: AgentRequest, root: int, context: int) -> int:
+    def _max_reply_tokens(self, request: AgentRequest, root: int, context: int) -> int:
         """Return the maximum number of tokens of a reply.
 
         Raises GatewayRequestError if there is no room for a reply.
@@ -239,26 +239,26 @@ class AgentRollout:
             self._stop(Ended.TOKEN_LIMIT, f"a context of {context} tokens {_NO_ROOM}")
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
-    def _cache_line(self, parent: Generation | None, number: int) -> str:
+    def _choose_cache_sequence_id(self, parent: Generation | None, number: int) -> str:
         """Return the sequence of a generation: its parent's sequence for the first continuation, else a new one."""
         if parent is not None and parent.id not in self._continued_ids:
             self._continued_ids.add(parent.id)
-            return parent.cache_line
-        cache_line = self.policy.name if not self._cache_lines else f"{self.policy.name}/{number}"
-        self._cache_lines.add(cache_line)
-        return cache_line
+            return parent.cache_sequence_id
+        cache_sequence_id = self.policy.name if not self._cache_lines else f"{self.policy.name}/{number}"
+        self._cache_lines.add(cache_sequence_id)
+        return cache_sequence_id
 
-    def _prompt(self, request: AgentRequest) -> tuple[Prompt, MismatchReason | None]:
+    def _build_prompt(self, request: AgentRequest) -> tuple[Prompt, MismatchReason | None]:
         """Return the prompt of a request, and the reason if it does not continue the last reply, else None."""
-        parent, new_messages, mismatch = self.tree.match(request)
+        parent, new_messages, mismatch = self.tree.match_request(request)
         if parent is not None:
             appended = self._append_to_parent(request, parent, new_messages)
             if appended is not None:
                 return appended, mismatch
             mismatch = "template"
-        return self._new_root(request), mismatch
+        return self._build_root_prompt(request), mismatch
 
-    def _new_root(self, request: AgentRequest) -> Prompt:
+    def _build_root_prompt(self, request: AgentRequest) -> Prompt:
         layout = self.renderer.layout(request.messages, request)
         parts = layout.interleave([message.content for message in request.messages])
         return Prompt(
@@ -273,7 +273,7 @@ class AgentRollout:
         self, request: AgentRequest, parent: Generation, new_messages: tuple[AgentMessage, ...]
     ) -> Prompt | None:
         """Return the prompt appended to the parent's tokens, or None if the template changes any earlier text."""
-        replies = parent.replies
+        replies = parent.replies_by_position
         messages = (*parent.conversation, *new_messages)
         try:
             layout = self.renderer.layout(messages, request, sampled=replies.keys())

@@ -30,28 +30,28 @@ from starlette.routing import Route
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from agentrl.errors import SettingsError
-from agentrl.rollout.gateway.chat_completions import ChatCompletions
-from agentrl.rollout.gateway.messages import Messages
-from agentrl.rollout.gateway.responses import Responses
+from agentrl.rollout.gateway.chat_completions import ChatCompletionsRequest
+from agentrl.rollout.gateway.messages import MessagesRequest
+from agentrl.rollout.gateway.responses import ResponsesRequest
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import KEY_VARIABLE, AgentGatewaySettings
 from agentrl.rollout.gateway.tree import Generation
 from agentrl.rollout.gateway.wire import (
     FROZEN,
-    Access,
     AgentRequest,
-    Dialect,
+    ApiRequestBody,
+    GatewayAccess,
     GatewayRequestError,
     WireModel,
-    read_body,
-    read_dialect,
+    parse_api_request,
+    parse_body,
 )
 from agentrl_envs.types import MAX_REWARD
 
-_DIALECTS: dict[str, type[Dialect]] = {
-    "/chat/completions": ChatCompletions,
-    "/messages": Messages,
-    "/responses": Responses,
+_DIALECTS: dict[str, type[ApiRequestBody]] = {
+    "/chat/completions": ChatCompletionsRequest,
+    "/messages": MessagesRequest,
+    "/responses": ResponsesRequest,
 }
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE_SECONDS = 15.0  # seconds between comments in a stream while the engine samples
@@ -77,7 +77,7 @@ class _Finish(WireModel):
 @dataclass(frozen=True, kw_only=True)
 class _Entry:
     rollout: AgentRollout
-    access: Access
+    access: GatewayAccess
     taken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
@@ -191,36 +191,36 @@ class AgentGateway:
             await self._serving
             self._server = self._serving = None
 
-    def admit(self, rollout: AgentRollout) -> Access:
+    def register_rollout(self, rollout: AgentRollout) -> GatewayAccess:
         """Serve a rollout under a new name, so that late calls of an earlier attempt cannot reach it."""
         name = f"{rollout.policy.name}-{secrets.token_hex(4)}"
         url, key = f"{self.url}/rollouts/{name}/v1", secrets.token_urlsafe(24)
-        access = Access(name=name, base_url=url, api_key=key, model=self._settings.model)
+        access = GatewayAccess(name=name, base_url=url, api_key=key, model=self._settings.model)
         self._entries[name] = _Entry(rollout=rollout, access=access)
         return access
 
-    def dismiss(self, access: Access) -> None:
+    def unregister_rollout(self, access: GatewayAccess) -> None:
         """Stop serving a rollout."""
         del self._entries[access.name]
 
-    def reached_limit(self, access: Access) -> bool:
+    def reached_limit(self, access: GatewayAccess) -> bool:
         """Return True if a limit of turns, tokens or time has stopped a rollout."""
         return self._entries[access.name].rollout.stopped is not None
 
-    def engine_failed(self, access: Access) -> bool:
+    def engine_failed(self, access: GatewayAccess) -> bool:
         """Return True if the engine failed to answer a request of a rollout."""
         return self._entries[access.name].rollout.failure is not None
 
-    async def finish(self, access: Access) -> None:
+    async def finish(self, access: GatewayAccess) -> None:
         """Reject further requests of a rollout, and cancel running ones."""
         await self._entries[access.name].rollout.finish()
 
-    async def wait_until_taken(self, access: Access) -> None:
+    async def wait_until_taken(self, access: GatewayAccess) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
         self._waiting_names.put_nowait(access.name)
         await self._entries[access.name].taken.wait()
 
-    async def wait_until_finished(self, access: Access) -> None:
+    async def wait_until_finished(self, access: GatewayAccess) -> None:
         """Wait until a rollout is finished."""
         await self._entries[access.name].rollout.finished_event.wait()
 
@@ -229,7 +229,7 @@ class AgentGateway:
         return Starlette(
             routes=[
                 *(
-                    Route(prefix + path, partial(self._handle, kind), methods=["POST"])
+                    Route(prefix + path, partial(self._handle_api_request, kind), methods=["POST"])
                     for prefix in _PREFIXES
                     for path, kind in _DIALECTS.items()
                 ),
@@ -245,34 +245,36 @@ class AgentGateway:
             ],
             exception_handlers={
                 GatewayRequestError: _error_response,
-                HTTPException: _unknown_path,
-                ClientDisconnect: _client_disconnected,
+                HTTPException: _unknown_path_response,
+                ClientDisconnect: _disconnected_response,
             },
         )
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _handle(self, kind: type[Dialect], http: Request) -> Response:
+    async def _handle_api_request(self, kind: type[ApiRequestBody], http: Request) -> Response:
         """Answer a request of one API."""
         try:
             return await self._reply(kind, http)
         except GatewayRequestError as error:
             return JSONResponse(kind.error(error), status_code=error.status)
 
-    async def _read(self, kind: type[Dialect], http: Request) -> tuple[AgentRollout, bytes, Dialect, AgentRequest]:
+    async def _read(
+        self, kind: type[ApiRequestBody], http: Request
+    ) -> tuple[AgentRollout, bytes, ApiRequestBody, AgentRequest]:
         rollout = self._entry(http).rollout
         body = await self._body(http)
-        call = read_dialect(kind, body, model=self._settings.model)
+        call = parse_api_request(kind, body, model=self._settings.model)
         request = call.to_agent_request(rollout.conversation_up_to)
         if http.headers.get("x-agentrl-train") == "0":
             request = replace(request, trainable=False)
         return rollout, body, call, request
 
-    async def _reply(self, kind: type[Dialect], http: Request) -> Response:
+    async def _reply(self, kind: type[ApiRequestBody], http: Request) -> Response:
         rollout, body, call, request = await self._read(kind, http)
         name, key = kind.__name__, http.headers.get("idempotency-key")
         waiting = asyncio.ensure_future(
-            rollout.reply(
+            rollout.answer_request(
                 request,
                 body=name.encode() + body,
                 retry=http.headers.get("x-stainless-retry-count", "0") != "0",
@@ -282,14 +284,14 @@ class AgentGateway:
         if call.stream:
             await asyncio.wait([waiting], timeout=_KEEP_ALIVE_SECONDS)
             if not waiting.done() or waiting.exception() is None:
-                stream = self._streamed(rollout, call, request, waiting)
+                stream = self._stream_reply(rollout, call, request, waiting)
                 return StreamingResponse(stream, media_type="text/event-stream", headers={"cache-control": "no-cache"})
         generation = await waiting
         rollout.record_delivery(generation, received=not await http.is_disconnected())
-        return JSONResponse(call.complete_response(rollout.reply_to_client(generation, request)))
+        return JSONResponse(call.complete_response(rollout.build_reply(generation, request)))
 
-    async def _streamed(
-        self, rollout: AgentRollout, call: Dialect, request: AgentRequest, waiting: asyncio.Future[Generation]
+    async def _stream_reply(
+        self, rollout: AgentRollout, call: ApiRequestBody, request: AgentRequest, waiting: asyncio.Future[Generation]
     ) -> AsyncIterator[bytes]:
         """Yield the reply as events when it is complete. Until then, yield comments that keep the connection open."""
         sent = False
@@ -302,7 +304,7 @@ class AgentGateway:
             except GatewayRequestError as error:
                 yield call.error_event(error)
                 return
-            for event in call.stream_events(rollout.reply_to_client(generation, request)):
+            for event in call.stream_events(rollout.build_reply(generation, request)):
                 yield event
             sent = True
             rollout.record_delivery(generation, received=True)
@@ -312,10 +314,10 @@ class AgentGateway:
 
     async def _count_tokens(self, http: Request) -> Response:
         try:
-            rollout, _, _, request = await self._read(Messages, http)
+            rollout, _, _, request = await self._read(MessagesRequest, http)
             return JSONResponse({"input_tokens": rollout.count_context_tokens(request)})
         except GatewayRequestError as error:
-            return JSONResponse(Messages.error(error), status_code=error.status)
+            return JSONResponse(MessagesRequest.error(error), status_code=error.status)
 
     async def _models(self, http: Request) -> Response:
         self._entry(http)
@@ -329,9 +331,9 @@ class AgentGateway:
 
     async def _assign_rollout(self, http: Request) -> Response:
         """Return the next waiting rollout with the data to play it, or 204 if none arrives for ``wait`` seconds."""
-        if not _keys_equal(_request_key(http), self.key):
+        if not _keys_equal(_read_api_key(http), self.key):
             raise GatewayRequestError("invalid key for this gateway", status=401, code="invalid_api_key")
-        wait = read_body(_Wait, await self._body(http)).wait
+        wait = parse_body(_Wait, await self._body(http)).wait
         try:
             async with asyncio.timeout(min(_MAX_WAIT_SECONDS, wait)):
                 entry = await self._next_waiting()
@@ -371,7 +373,7 @@ class AgentGateway:
                 status=403,
                 code="reward_not_accepted",
             )
-        value = read_body(_Reward, await self._body(http)).reward
+        value = parse_body(_Reward, await self._body(http)).reward
         rollout.raise_if_finished()
         rollout.reward = value
         return JSONResponse({"reward": rollout.reward})
@@ -380,11 +382,11 @@ class AgentGateway:
         rollout = self._entry(http).rollout
         # Require the gateway's key. Code written by the policy may have the rollout's key, with which it could exclude
         # its own rollout.
-        if not _keys_equal(_request_key(http), self.key):
+        if not _keys_equal(_read_api_key(http), self.key):
             raise GatewayRequestError(
                 "finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed"
             )
-        error = read_body(_Finish, await self._body(http)).error
+        error = parse_body(_Finish, await self._body(http)).error
         if error is not None and not rollout.finished:
             rollout.abandon_reason = f"the agent failed: {error}"
         await rollout.finish()
@@ -400,7 +402,7 @@ class AgentGateway:
             raise GatewayRequestError(
                 f"the rollout {name!r} does not exist or has ended", status=404, code="rollout_not_found"
             )
-        if not (_keys_equal(_request_key(http), entry.access.api_key) or _keys_equal(_request_key(http), self.key)):
+        if not (_keys_equal(_read_api_key(http), entry.access.api_key) or _keys_equal(_read_api_key(http), self.key)):
             raise GatewayRequestError("invalid key for this rollout", status=401, code="invalid_api_key")
         return entry
 
@@ -423,7 +425,7 @@ class AgentGateway:
         return b"".join(parts)
 
 
-def _request_key(http: Request) -> str:
+def _read_api_key(http: Request) -> str:
     """Return the key of a request. Anthropic's clients send it in ``x-api-key``."""
     return http.headers.get("x-api-key") or http.headers.get("authorization", "").removeprefix("Bearer ")
 
@@ -437,12 +439,12 @@ def _record_undelivered(rollout: AgentRollout, task: asyncio.Future[Generation])
         rollout.record_delivery(task.result(), received=False)
 
 
-async def _client_disconnected(http: Request, error: Exception) -> Response:
+async def _disconnected_response(http: Request, error: Exception) -> Response:
     """Return an empty response, because the client disconnected before its request was complete."""
     return Response(status_code=499)
 
 
-async def _unknown_path(http: Request, error: Exception) -> Response:
+async def _unknown_path_response(http: Request, error: Exception) -> Response:
     """Return an error for a path or method that the gateway does not serve."""
     assert isinstance(error, HTTPException), "this handler is registered only for HTTPException"
     message = f"the gateway does not serve {http.method} {http.url.path}; it serves POST " + ", ".join(

@@ -21,10 +21,10 @@ KEY_VARIABLE = "AGENTRL_GATEWAY_KEY"
 """Environment variable with the gateway's key. If it is not set, each run generates a new key."""
 
 
-def is_agent(env: str) -> bool:
+def is_agent_program(env: str) -> bool:
     """Return True if an environment's name refers to a program that plays through the gateway.
 
-    >>> is_agent("harbor:tasks"), is_agent("harbor:tasks:python agent.py")
+    >>> is_agent_program("harbor:tasks"), is_agent_program("harbor:tasks:python agent.py")
     (False, True)
     """
     return env.startswith((AGENT, WORKER, VERIFIERS)) or (env.startswith(HARBOR) and env.count(":") > 1)

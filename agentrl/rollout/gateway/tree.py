@@ -50,7 +50,7 @@ class Prompt:
 
 @dataclass(kw_only=True, slots=True, eq=False)
 class Generation:
-    """One reply and its prompt. ``cache_line`` names the sequence in the engine's cache.
+    """One reply and its prompt. ``cache_sequence_id`` names the sequence in the engine's cache.
 
     ``starts_with_instructions``: the conversation starts with instructions that later requests do not inherit.
     """
@@ -60,7 +60,7 @@ class Generation:
     completion: Completion
     text: str
     reply: AgentMessage
-    cache_line: str
+    cache_sequence_id: str
     trainable: bool
     starts_with_instructions: bool = False
     delivered: bool | None = None  # None: not known yet
@@ -72,7 +72,7 @@ class Generation:
         return self.prompt.parent
 
     @property
-    def path(self) -> list[Generation]:
+    def path_from_root(self) -> list[Generation]:
         """The generations from the root to this generation."""
         path = [self]
         while path[-1].parent is not None:
@@ -82,14 +82,14 @@ class Generation:
     @property
     def conversation(self) -> tuple[AgentMessage, ...]:
         """All messages, including this reply."""
-        return tuple(message for one in self.path for message in (*one.prompt.messages, one.reply))
+        return tuple(message for one in self.path_from_root for message in (*one.prompt.messages, one.reply))
 
     @property
-    def replies(self) -> dict[int, Generation]:
+    def replies_by_position(self) -> dict[int, Generation]:
         """The path's generations, by the position of their replies in the conversation."""
         found: dict[int, Generation] = {}
         position = -1
-        for one in self.path:
+        for one in self.path_from_root:
             position += len(one.prompt.messages) + 1
             found[position] = one
         return found
@@ -97,7 +97,7 @@ class Generation:
     @property
     def context(self) -> tuple[int, ...]:
         """All tokens, including those of this generation."""
-        return tuple(token for one in self.path for token in one.prompt.token_ids + one.completion.token_ids)
+        return tuple(token for one in self.path_from_root for token in one.prompt.token_ids + one.completion.token_ids)
 
     @property
     def is_trained(self) -> bool:
@@ -125,13 +125,15 @@ class GenerationTree:
         if generation.parent is not None:
             generation.parent.children.append(generation)
 
-    def match(self, request: AgentRequest) -> tuple[Generation | None, tuple[AgentMessage, ...], MismatchReason | None]:
+    def match_request(
+        self, request: AgentRequest
+    ) -> tuple[Generation | None, tuple[AgentMessage, ...], MismatchReason | None]:
         """Return the generation that a request continues, its new messages, and the reason for an unmatched reply.
 
         The generation is the deepest one whose path is a prefix of the request. :func:`_best_candidate` breaks ties.
         """
         messages = request.messages
-        known = list(self._follow(request.digest, messages))
+        known = list(self._matching_generations(request.tools_digest, messages))
         found: Generation | None = None
         depth = 0
         for position, candidates in reversed(known):
@@ -139,7 +141,7 @@ class GenerationTree:
             if agreeing:
                 found, depth = _best_candidate(agreeing, messages), position + 1
                 break
-        for one in found.path if found is not None else ():
+        for one in found.path_from_root if found is not None else ():
             one.delivered = True  # the client has received it, because its request contains it
         return found, messages[depth:], self._mismatch_reason(request, depth, known)
 
@@ -150,12 +152,16 @@ class GenerationTree:
         if not any(message.role == "assistant" for message in request.messages[depth:]):
             return None
         deepest = max((position + 1 for position, _ in known), default=0)
-        for digest in self._digests - {request.digest}:
-            if any(position >= max(depth, deepest) for position, _ in self._follow(digest, request.messages)):
+        for digest in self._digests - {request.tools_digest}:
+            if any(
+                position >= max(depth, deepest) for position, _ in self._matching_generations(digest, request.messages)
+            ):
                 return "tools"
         return "reasoning" if deepest > depth else "edited"
 
-    def _follow(self, digest: str, messages: Sequence[AgentMessage]) -> Iterator[tuple[int, list[Generation]]]:
+    def _matching_generations(
+        self, digest: str, messages: Sequence[AgentMessage]
+    ) -> Iterator[tuple[int, list[Generation]]]:
         """Yield (message index, generations) for each message at which generations end."""
         state = self._transitions.get((0, digest))
         for position, message in enumerate(messages):
@@ -175,7 +181,7 @@ class GenerationTree:
         live: set[int] = set()
         for one in self.generations:
             if one.is_trained:
-                live.update(step.id for step in one.path)
+                live.update(step.id for step in one.path_from_root)
         following = {one.id: [child for child in one.children if child.id in live] for one in self.generations}
         roots = [one for one in self.generations if one.parent is None and one.id in live]
         branches = []
@@ -189,7 +195,9 @@ class GenerationTree:
 
 def _reasoning_matches(generation: Generation, messages: Sequence[AgentMessage]) -> bool:
     """Return True if the reasoning in ``messages`` matches the path. Missing reasoning counts as a match."""
-    pairs = ((messages[position].reasoning, one.reply.reasoning) for position, one in generation.replies.items())
+    pairs = (
+        (messages[position].reasoning, one.reply.reasoning) for position, one in generation.replies_by_position.items()
+    )
     return all(sent is None or sent.strip() == (sampled or "").strip() for sent, sampled in pairs)
 
 
@@ -199,7 +207,8 @@ def _best_candidate(candidates: Sequence[Generation], messages: Sequence[AgentMe
         return candidates[0]
     ids = {call.id for message in messages for call in message.calls} | {message.call_id for message in messages}
     return max(
-        candidates, key=lambda one: (sum(call.id in ids for step in one.path for call in step.reply.calls), one.id)
+        candidates,
+        key=lambda one: (sum(call.id in ids for step in one.path_from_root for call in step.reply.calls), one.id),
     )
 
 
@@ -211,7 +220,7 @@ def build_trajectories(
     A branch's prompt contains all tokens before its first trained generation. An excluded rollout, or a rollout without
     trained tokens, becomes one trajectory without segments.
     """
-    made = partial(policy.trajectory, seconds=seconds)
+    made = partial(policy.build_trajectory, seconds=seconds)
     branches = [] if ended.is_excluded else tree.trained_branches()
     if not branches:
         failed = ended if ended.is_excluded else Ended.INFRASTRUCTURE_FAILURE
@@ -221,7 +230,7 @@ def build_trajectories(
     return tuple(
         made(
             prompt_ids=_prompt_tokens(branch),
-            segments=_segments(branch, reward if number == len(branches) - 1 else 0.0),
+            segments=_build_segments(branch, reward if number == len(branches) - 1 else 0.0),
             ended=ended,
             branch=number,
             branches=len(branches),
@@ -260,12 +269,12 @@ def _prompt_tokens(branch: Sequence[Generation]) -> tuple[int, ...]:
     return next(one for one in branch if one.is_trained).prompt.context
 
 
-def _segments(branch: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
+def _build_segments(branch: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
     """Return the segments: sampled tokens and the text between them. Untrained tokens are observations."""
     positions = [position for position, one in enumerate(branch) if one.is_trained]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []
-    routes = b"".join(one.completion.routes for one in branch[positions[0]].path[:-1])
+    routes = b"".join(one.completion.routes for one in branch[positions[0]].path_from_root[:-1])
     for one in branch[positions[0] : positions[-1] + 1]:
         if segments:
             waiting.append((one.prompt.token_ids, one.prompt.text))

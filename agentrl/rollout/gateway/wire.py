@@ -1,6 +1,6 @@
 """The common form of requests and replies, and the base class of the APIs that agents use.
 
-Messages are compared by content. Each API is a :class:`Dialect`: :mod:`.chat_completions`, :mod:`.messages` and
+Messages are compared by content. Each API is a :class:`ApiRequestBody`: :mod:`.chat_completions`, :mod:`.messages` and
 :mod:`.responses`.
 """
 
@@ -65,7 +65,7 @@ class GatewayRequestError(Exception):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Access:
+class GatewayAccess:
     """The address and key with which an agent accesses the policy. ``name`` identifies the rollout."""
 
     name: str
@@ -176,7 +176,7 @@ class AgentRequest:
         return json.dumps(self.tools)
 
     @cached_property
-    def digest(self) -> str:
+    def tools_digest(self) -> str:
         """Digest of tools and template options, which must be equal for a history to match."""
         options = json.dumps(self.template_options, sort_keys=True)
         return hashlib.sha256(f"{self.tools_json}\0{options}".encode()).hexdigest()
@@ -213,7 +213,7 @@ Raises GatewayRequestError for an unknown id.
 """
 
 
-class Dialect(WireModel, ABC):
+class ApiRequestBody(WireModel, ABC):
     """The body of a request in one API. Reads the request, and writes replies and errors in the API's form."""
 
     model_config = ConfigDict(extra="allow")
@@ -226,10 +226,10 @@ class Dialect(WireModel, ABC):
 
     def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         """Return the request in the common form. Raises GatewayRequestError."""
-        return replace(self._agent_request(find_conversation), trainable=not self.model.endswith(FROZEN))
+        return replace(self._convert_to_agent_request(find_conversation), trainable=not self.model.endswith(FROZEN))
 
     @abstractmethod
-    def _agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         """Return the request in the common form, as trainable. Raises GatewayRequestError."""
 
     @abstractmethod
@@ -259,24 +259,24 @@ def server_sent_event(name: str, values: Json) -> bytes:
 _Model = TypeVar("_Model", bound=WireModel)
 
 
-def read_body(kind: type[_Model], body: bytes) -> _Model:
+def parse_body(kind: type[_Model], body: bytes) -> _Model:
     """Parse and validate the body of a request. Raises GatewayRequestError with the name of the invalid field."""
     try:
         return kind.model_validate(
             from_json(body or b"{}"), by_alias=True, by_name=False
         )  # rejects excessive nesting and lone surrogates
     except ValidationError as error:
-        raise _first_error(error) from None
+        raise _error_for_first_invalid_field(error) from None
     except ValueError as error:
         raise GatewayRequestError(f"the body is not valid JSON: {error}") from None
 
 
-_Dialect = TypeVar("_Dialect", bound=Dialect)
+_Dialect = TypeVar("_Dialect", bound=ApiRequestBody)
 
 
-def read_dialect(kind: type[_Dialect], body: bytes, *, model: str) -> _Dialect:
+def parse_api_request(kind: type[_Dialect], body: bytes, *, model: str) -> _Dialect:
     """Read the body of a request for ``model``. Raises GatewayRequestError with the name of the invalid field."""
-    call = read_body(kind, body)
+    call = parse_body(kind, body)
     for name, value in (call.model_extra or {}).items():
         if name not in kind.unused and value not in _EMPTY_VALUES:
             hint = did_you_mean(name, {*kind.model_fields, *kind.unused})
@@ -288,7 +288,7 @@ def read_dialect(kind: type[_Dialect], body: bytes, *, model: str) -> _Dialect:
     return call
 
 
-def _first_error(error: ValidationError) -> GatewayRequestError:
+def _error_for_first_invalid_field(error: ValidationError) -> GatewayRequestError:
     """Return an error for the first invalid field."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in fault["loc"]).removeprefix(".")

@@ -14,7 +14,7 @@ from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import fixed_evaluation_problems, load_source
 from agentrl.rollout.environment import compares_with_references, environment_tools
-from agentrl.rollout.gateway.settings import is_agent
+from agentrl.rollout.gateway.settings import is_agent_program
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import plain_text_format
 from agentrl_envs.episode import Environment, EnvironmentContractError
@@ -129,7 +129,9 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):
         check_tool_calls(demonstrations, settings)
-        unplayable = [item for item in demonstrations if item.needs_observations] if is_agent(settings.env) else []
+        unplayable = (
+            [item for item in demonstrations if item.needs_observations] if is_agent_program(settings.env) else []
+        )
         if unplayable:
             raise SettingsError(
                 f"{unplayable[0].location or unplayable[0].problem.id}: the turns have no observations, and an agent "
@@ -137,7 +139,7 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
                 "turn but the last, or demonstrate a single turn"
             )
         return tuple(demonstrations)
-    if isinstance(environment, ReasoningSettings) or is_agent(settings.env):
+    if isinstance(environment, ReasoningSettings) or is_agent_program(settings.env):
         return tuple(_answer_only(item) for item in demonstrations)
     if environment_tools(settings.env) is not None:
         raise SettingsError(

@@ -177,7 +177,7 @@ async def _score_policy(settings: Settings, path: Path, problems: Sequence[Probl
                 opened.push_async_callback(rewards.close)
                 await rewards.open()
             requests = [Group(index=index, problem=problem) for index, problem in enumerate(chosen)]
-            played = driver.run(requests, step=0, group_size=1, skip_long=True)
+            played = driver.play_groups(requests, step=0, group_size=1, skip_long=True)
             groups = sorted([group async for group in played], key=lambda group: group.index)
             if not groups:
                 return None

@@ -30,7 +30,7 @@ from agentrl.planning.plan import dry_run_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import load_source, source_name
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
-from agentrl.rollout.engines.transformers import TOO_LARGE_MESSAGE, needs_vllm
+from agentrl.rollout.engines.transformers import TOO_LARGE_MESSAGE, should_use_vllm
 from agentrl.rollout.environment import (
     build_chat_setup,
     build_rewards,
@@ -38,8 +38,8 @@ from agentrl.rollout.environment import (
     compares_with_references,
     uses_chat_template,
 )
-from agentrl.rollout.gateway.settings import is_agent
-from agentrl.rollout.settings import compares_answers, longest_request
+from agentrl.rollout.gateway.settings import is_agent_program
+from agentrl.rollout.settings import compares_answers, longest_request_tokens
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.trackers import check_trackers
@@ -81,7 +81,7 @@ def check_inputs(settings: Settings) -> list[str]:
         load_source(entry, seed=settings.seed, answered=answered) for entry, answered in sources if entry.is_local
     ]
     check_teachers(settings)
-    if not is_agent(settings.env):
+    if not is_agent_program(settings.env):
         factory = resolve_environment(settings.env)
         for problem in [*first, *(one.source.problem(0) for one in loaded)]:
             factory.problem_columns(problem)
@@ -108,7 +108,7 @@ def machine_problems(settings: Settings) -> list[str]:
         None if attention == "auto" else reason_attention_unavailable(attention, dtype=settings.model.dtype),
         reason_ranks_not_groupable(settings.training.sequence_parallel, ranks=ranks),
     ]
-    longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+    longest = longest_request_tokens(settings.rollout, settings.evaluation.max_response_tokens)
     try:
         engine_plugin(settings.rollout).check_machine(settings, longest=longest, training_gpus=ranks)
     except SettingsError as error:
@@ -124,7 +124,7 @@ def _check_model(settings: Settings) -> None:
     """
     if settings.model.lora.rank:
         check_peft_installed()
-    longest = longest_request(settings.rollout, settings.evaluation.max_response_tokens)
+    longest = longest_request_tokens(settings.rollout, settings.evaluation.max_response_tokens)
     named = (settings.kl.reference, *settings.teacher.local_paths, settings.critic.path)
     others = {path for path in named if path is not None}
     for path in (settings.model.path, *sorted(others - {settings.model.path})):
@@ -193,7 +193,7 @@ def dry_run(settings: Settings) -> None:
     """Print what ``agentrl train`` would run with these settings."""
     problems = check_inputs(settings)
     shown = settings.coldstart.demonstrations
-    if shown is not None and not shown.startswith((BUILTIN, FORMULA)) and not is_agent(settings.env):
+    if shown is not None and not shown.startswith((BUILTIN, FORMULA)) and not is_agent_program(settings.env):
         asyncio.run(check_token_limits(settings, problems_for_length_check(settings)))
     console = Console(settings.telemetry)
     console.note(dump_yaml(settings).rstrip())
@@ -219,7 +219,7 @@ def dry_run(settings: Settings) -> None:
         return
     shape = read_shape(settings.model)  # raises SettingsError for errors in the user's settings
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    if engine_facts(settings.rollout).in_process and needs_vllm(shape.parameters, device):
+    if engine_facts(settings.rollout).in_process and should_use_vllm(shape.parameters, device):
         console.warning(TOO_LARGE_MESSAGE)
     critic = "values" in estimator_requirements(ObjectiveSettings.from_settings(settings)).inputs
     for line in dry_run_lines(settings, shape, critic=critic):

@@ -27,7 +27,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.problems.sources import load_mixture
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.base import (
-    EngineRequest,
+    EngineSpecification,
     ManagedEngine,
     engine_facts,
     engine_plugin,
@@ -40,8 +40,8 @@ from agentrl.rollout.environment import (
     compares_with_references,
 )
 from agentrl.rollout.filters import FilterRules
-from agentrl.rollout.gateway.settings import is_agent
-from agentrl.rollout.settings import longest_request
+from agentrl.rollout.gateway.settings import is_agent_program
+from agentrl.rollout.settings import longest_request_tokens
 from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutWorker
 from agentrl.telemetry.files import BackgroundWriter
@@ -213,18 +213,20 @@ class LocalService:
         self._writer = BackgroundWriter("trajectories")
         opened.callback(self._writer.close)
 
-    def _engine_request(self, policy_path: str, codec: TextCodec, trained: PreTrainedModel | None) -> EngineRequest:
+    def _engine_request(
+        self, policy_path: str, codec: TextCodec, trained: PreTrainedModel | None
+    ) -> EngineSpecification:
         settings = self._settings
         model = trained
         if model is None and engine_facts(settings.rollout).in_process:
             model = add_adapters(read_model(policy_path, settings.model), settings.model.lora)
             model = model.to("cuda" if torch.cuda.is_available() else "cpu")
-        return EngineRequest(
+        return EngineSpecification(
             rollout=settings.rollout,
             policy=settings.model,
             policy_path=policy_path,
             codec=codec,
-            longest=longest_request(settings.rollout, settings.evaluation.max_response_tokens),
+            longest=longest_request_tokens(settings.rollout, settings.evaluation.max_response_tokens),
             folder=self._folder,
             model=model,
             shared=trained is not None,
@@ -235,7 +237,7 @@ class LocalService:
         )
 
     @staticmethod
-    async def _open_engine(request: EngineRequest) -> ManagedEngine:
+    async def _open_engine(request: EngineSpecification) -> ManagedEngine:
         managed = await asyncio.to_thread(engine_plugin(request.rollout).managed, request)
         await managed.open()
         return managed
@@ -307,7 +309,7 @@ class LocalService:
         self._groups = None
 
     def transfer_target(self) -> TransferTarget | None:
-        return self._managed.target()
+        return self._managed.transfer_target()
 
     def probe_tokens(self) -> tuple[int, ...]:
         texts = [
@@ -331,7 +333,7 @@ class LocalService:
         return self._run_to_end(self._record_if_verified(self._managed.install(directory, version, probe), version))
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        if falsified and is_agent(self._settings.env):
+        if falsified and is_agent_program(self._settings.env):
             return None  # the observations of an agent's tools do not pass through the environment
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None

@@ -10,11 +10,11 @@ from rollout.fakes import ScriptedEngine, completion
 from rollout.templates import QWEN, chat_tokenizer
 
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.gateway.chat_completions import ChatCompletions
+from agentrl.rollout.gateway.chat_completions import ChatCompletionsRequest
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import AgentRequest, read_dialect
+from agentrl.rollout.gateway.wire import AgentRequest, parse_api_request
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Problem
@@ -81,12 +81,14 @@ def body(messages: Sequence[dict[str, Any]], **more: Any) -> bytes:
 
 
 def request(messages: Sequence[dict[str, Any]], **more: Any) -> AgentRequest:
-    return read_dialect(ChatCompletions, body(messages, **more), model="policy").to_agent_request(lambda id: ())
+    return parse_api_request(ChatCompletionsRequest, body(messages, **more), model="policy").to_agent_request(
+        lambda id: ()
+    )
 
 
 async def say(one: AgentRollout, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
     """The generation that answers ``messages``."""
-    return await one.reply(request(messages, **more), body=body(messages, **more), retry=False, key=None)
+    return await one.answer_request(request(messages, **more), body=body(messages, **more), retry=False, key=None)
 
 
 def user(text: str) -> dict[str, Any]:

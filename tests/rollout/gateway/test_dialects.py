@@ -184,7 +184,7 @@ def test_items_of_one_reply_are_one_message() -> None:
         {"role": "assistant", "content": "d"},
         {"role": "assistant", "content": "e"},
     ]
-    asked = server.Responses.model_validate({"model": "policy", "input": items}).to_agent_request(lambda id: ())
+    asked = server.ResponsesRequest.model_validate({"model": "policy", "input": items}).to_agent_request(lambda id: ())
     assert [(one.role, one.content, one.reasoning) for one in asked.messages] == [
         ("user", "a", None),
         ("assistant", "b", "so"),
@@ -435,7 +435,7 @@ async def test_hostile_requests_get_errors_in_the_form_of_their_api(path: str, m
     one, other = rollout(engine("x")), rollout(engine("x"))
     async with served(one) as (gateway, access), httpx.AsyncClient() as web:
         url = f"{access.base_url}/{path}"
-        strange = gateway.admit(other)
+        strange = gateway.register_rollout(other)
 
         async def sent(body: Any, key: str = access.api_key) -> httpx.Response:
             return await web.post(url, content=body, headers={"x-api-key": key})
@@ -452,7 +452,11 @@ async def test_hostile_requests_get_errors_in_the_form_of_their_api(path: str, m
 
 async def test_ids_and_keys_of_repetitions_are_valid_in_their_rollout_only() -> None:
     one, other = rollout(engine("mine")), rollout(engine("theirs"), name="s")
-    async with served(one) as (gateway, access), opened(access) as policy, opened(gateway.admit(other)) as stranger:
+    async with (
+        served(one) as (gateway, access),
+        opened(access) as policy,
+        opened(gateway.register_rollout(other)) as stranger,
+    ):
         key = {"Idempotency-Key": "one"}
         mine = await policy.responses.create(model="policy", input="a", extra_headers=key)
         theirs = await stranger.responses.create(model="policy", input="a", extra_headers=key)

@@ -32,7 +32,7 @@ from agentrl.rollout.gateway import programs
 from agentrl.rollout.gateway.environment import AgentEnvironment, program_for_environment
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import Access, AgentMessage, AgentRequest
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayAccess
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.adapters import verifiers_worker
@@ -73,7 +73,7 @@ async def play(
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=rollout, seed=7, rewards=rewards)
     try:
         requests = [Group(index=number, problem=problem(number, statement)) for number in range(problems)]
-        groups = [group async for group in driver.run(requests, step=1, group_size=samples, greedy=greedy)]
+        groups = [group async for group in driver.play_groups(requests, step=1, group_size=samples, greedy=greedy)]
     finally:
         await environment.close()
     return sorted(groups, key=lambda group: group.index), driver.metrics(), driver
@@ -85,7 +85,7 @@ class Unverified(programs.AgentProgram):
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
 
-    async def run(self, problem: Problem, access: Access) -> float:
+    async def run(self, problem: Problem, access: GatewayAccess) -> float:
         async with client(access.base_url, access.api_key, max_retries=0) as policy:
             message: Any = {"role": "user", "content": problem.statement}
             with contextlib.suppress(openai.APIStatusError):
@@ -246,8 +246,8 @@ async def test_a_command_sees_neither_answer_nor_credentials_nor_the_runs_files(
 
 
 async def test_a_command_starts_for_a_statement_with_a_null_character() -> None:
-    access = Access(name="r", base_url="http://127.0.0.1/v1", api_key="key", model="policy")
-    variables = programs.agent_variables(problem(0, "\0{} + 3?".format), access, AgentGatewaySettings())
+    access = GatewayAccess(name="r", base_url="http://127.0.0.1/v1", api_key="key", model="policy")
+    variables = programs.agent_environment_variables(problem(0, "\0{} + 3?".format), access, AgentGatewaySettings())
     async with programs.agent_directory() as directory:
         shell = ["sh", "-c", 'echo "$AGENTRL_STATEMENT"']
         process = await programs.start_process(shell, variables, directory=directory, stdout=asyncio.subprocess.PIPE)
@@ -451,7 +451,7 @@ async def test_a_single_sequence_is_bitwise_what_the_driver_plays_and_what_a_for
     requests = [Group(index=0, problem=problem())]
     first = engine()
     driver = Driver(environment=ChatEnvironment(), engine=first, codec=codec, settings=SETTINGS, seed=7)
-    (group,) = [group async for group in driver.run(requests, step=1, group_size=1)]
+    (group,) = [group async for group in driver.play_groups(requests, step=1, group_size=1)]
     await first.close()
     (expected,) = group.trajectories
     second = engine()

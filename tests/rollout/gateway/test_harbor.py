@@ -66,7 +66,7 @@ async def play(command: str, engine: Any, *, samples: int, task: Path = TASK, **
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=SETTINGS, seed=7)
     try:
         requests = [Group(index=0, problem=problem)]
-        (group,) = [group async for group in driver.run(requests, step=1, group_size=samples, greedy=False)]
+        (group,) = [group async for group in driver.play_groups(requests, step=1, group_size=samples, greedy=False)]
     finally:
         await environment.close()
     return group
@@ -123,7 +123,7 @@ async def test_processes_that_an_agent_left_cannot_sample_while_the_verifier_run
     settings = AgentGatewaySettings()
     gateway, program = AgentGateway(settings), ContainerCommand("agent", HarborAgentSettings(), settings)
     one = rollout(saying("done"))
-    access = gateway.admit(one)
+    access = gateway.register_rollout(one)
     program._gateway = gateway
     program._prepared[access.name] = FinishedContainer(one), contextlib.AsyncExitStack()  # type: ignore[assignment]
     assert await program.run(PROBLEM, access) == 1.0
@@ -147,7 +147,7 @@ async def test_an_agent_that_waited_for_a_failed_engine_until_its_time_limit_is_
     gateway, program = AgentGateway(settings), ContainerCommand("agent", HarborAgentSettings(), settings)
     one = rollout(saying("done"))
     one.failure = failure
-    access = gateway.admit(one)
+    access = gateway.register_rollout(one)
     program._gateway = gateway
     program._prepared[access.name] = StoppedContainer(), contextlib.AsyncExitStack()  # type: ignore[assignment]
     if failure is None:

@@ -20,7 +20,7 @@ from agentrl.rollout.gateway import server
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import Access
+from agentrl.rollout.gateway.wire import GatewayAccess
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.types import Ended
 
@@ -29,11 +29,11 @@ CALL = '<think>so</think>Wait.<tool_call>{"name": "add", "arguments": {"a": 1}}<
 
 
 @asynccontextmanager
-async def served(one: AgentRollout, **settings: Any) -> AsyncIterator[tuple[AgentGateway, Access]]:
+async def served(one: AgentRollout, **settings: Any) -> AsyncIterator[tuple[AgentGateway, GatewayAccess]]:
     gateway = AgentGateway(AgentGatewaySettings(**settings))
     await gateway.open()
     try:
-        yield gateway, gateway.admit(one)
+        yield gateway, gateway.register_rollout(one)
     finally:
         await one.finish()
         await gateway.close()
@@ -287,7 +287,7 @@ async def test_keys_names_rewards_and_the_end() -> None:
         status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
         assert (status, said["error"]["code"]) == (409, "rollout_finished")
         assert (await post(f"{url}/reward", b'{"reward": 1}', access.api_key))[0] == 409
-        gateway.dismiss(access)
+        gateway.unregister_rollout(access)
         status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
         assert (status, said["error"]["code"]) == (404, "rollout_not_found")
         assert said["error"]["message"] == f"the rollout '{access.name}' does not exist or has ended"

@@ -358,7 +358,7 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
 ) -> None:
     agent = Agent(seed, QWEN)
     history: list[tuple[Any, ...]] = []  # tools, keys of messages with the reply, thoughts, the generation
-    original = agent.one.tree.match
+    original = agent.one.tree.match_request
 
     def checked(request: Any) -> Any:
         parent, new_messages, mismatch = original(request)
@@ -366,7 +366,7 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
         depths = [
             len(told)
             for digest, told, thoughts, _ in history
-            if digest == request.digest
+            if digest == request.tools_digest
             and told == keys[: len(told)]
             and all(
                 request.messages[place].reasoning is None or request.messages[place].reasoning == thought
@@ -380,10 +380,10 @@ def test_a_request_continues_the_deepest_reply_that_a_search_through_every_reque
 
     def noted(generation: Any, digest: str) -> None:
         add(generation, digest)
-        thoughts = {place: each.reply.reasoning or "" for place, each in generation.replies.items()}
+        thoughts = {place: each.reply.reasoning or "" for place, each in generation.replies_by_position.items()}
         history.append((digest, [message.content_key for message in generation.conversation], thoughts, generation))
 
-    agent.one.tree.match, agent.one.tree.add = checked, noted  # type: ignore[method-assign]
+    agent.one.tree.match_request, agent.one.tree.add = checked, noted  # type: ignore[method-assign]
 
     async def play() -> None:
         for action in actions:

@@ -5,23 +5,25 @@ from dataclasses import dataclass
 from agentrl.cluster.processes import free_port
 from agentrl.rollout.engines.base import Completion, EngineFacts, EnginePlugin, ServerSettings
 from agentrl.rollout.engines.processes import ServerPlan
-from agentrl.rollout.engines.replica import Replica, ServerIdentity
+from agentrl.rollout.engines.replica import ServerClient, ServerIdentity
 from agentrl.rollout.engines.servers import ManagedServers
 
 
-class ToyReplica(Replica):
+class ToyClient(ServerClient):
     title = "toy"
 
     async def identify(self, needs):
         about = await self.http.get("/about", seconds=30)
         if about["vocabulary"] != needs.vocabulary:
-            raise self.unusable_error(f"its model has {about['vocabulary']} tokens, the policy has {needs.vocabulary}")
+            raise self.unusable_server_error(
+                f"its model has {about['vocabulary']} tokens, the policy has {needs.vocabulary}"
+            )
         self.has_checksums = True
         return ServerIdentity(release="1.0", version=about["version"])
 
     async def generate(self, request):
         if request.sampling.top_p < 1:
-            raise self.unusable_error("it cannot sample with top_p below 1")
+            raise self.unusable_server_error("it cannot sample with top_p below 1")
         # Request and response are JSON with the fields of the records.
         return await self.http.post("/generate", request, Completion, seconds=None)
 
@@ -51,9 +53,9 @@ class ToyPlan(ServerPlan):
 
 class ToyServers(ManagedServers):
     def connect(self, address):
-        return ToyReplica(address)
+        return ToyClient(address)
 
-    def plans(self, gpus):
+    def server_plans(self, gpus):
         ports = [free_port("127.0.0.1") for _ in range(self.settings.replicas)]
         return [ToyPlan(host="127.0.0.1", port=port, model=self.request.policy_path) for port in ports]
 

@@ -16,9 +16,9 @@ import torch
 from agentrl.errors import SettingsError, WorldError
 from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
-from agentrl.rollout.engines.base import EngineRequest
+from agentrl.rollout.engines.base import EngineSpecification
 from agentrl.rollout.engines.processes import ServerProcess
-from agentrl.rollout.engines.replica import Replica, ServerRequirements
+from agentrl.rollout.engines.replica import ServerClient, ServerRequirements
 from agentrl.rollout.engines.served_weights import ServedAdapters, ServedWeights
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.rollout.engines.servers import ManagedServers
@@ -27,16 +27,16 @@ from agentrl.rollout.engines.vllm.plan import (
     adapter_rank,
     max_adapters_in_use,
     plan_policy_servers,
-    policy_for_weight_transfer,
+    prepare_policy_for_weight_transfer,
 )
 from agentrl.rollout.engines.vllm.plugin import VLLMSettings
-from agentrl.rollout.engines.vllm.replica import VLLMReplica
+from agentrl.rollout.engines.vllm.replica import VLLMClient
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.weights.native import default_backend
 from agentrl.weights.sources import TransferTarget
 
 
-def vllm_engine(
+def build_vllm_engine(
     servers: Sequence[ServerProcess | str],
     needs: ServerRequirements,
     rollout: RolloutSettings,
@@ -51,7 +51,7 @@ def vllm_engine(
     """
     return ServerEngine(
         servers,
-        partial(VLLMReplica, rollout=rollout, adapter_rank=adapter_rank),
+        partial(VLLMClient, rollout=rollout, adapter_rank=adapter_rank),
         needs,
         rollout.vllm,
         weights=_served_weights(rollout, adapter_rank),
@@ -65,7 +65,7 @@ class ManagedVLLM(ManagedServers):
     Without training, colocated servers stay awake, and no weight transfer is prepared.
     """
 
-    def __init__(self, request: EngineRequest) -> None:
+    def __init__(self, request: EngineSpecification) -> None:
         """Plan the servers without starting them. Raises SettingsError if they cannot be placed."""
         if not request.trained:  # the servers do not share their GPUs with training, and there are no adapters
             vllm = request.rollout.vllm
@@ -83,13 +83,13 @@ class ManagedVLLM(ManagedServers):
             )
         super().__init__(request, vllm)
 
-    def connect(self, address: str) -> Replica:
-        return VLLMReplica(address, self.request.rollout, adapter_rank=self._adapter_rank)
+    def connect(self, address: str) -> ServerClient:
+        return VLLMClient(address, self.request.rollout, adapter_rank=self._adapter_rank)
 
     def weights(self) -> ServedWeights:
         return _served_weights(self.request.rollout, self._adapter_rank)
 
-    def plans(self, gpus: Sequence[str] | None) -> list[VLLMPlan]:
+    def server_plans(self, gpus: Sequence[str] | None) -> list[VLLMPlan]:
         request = self.request
         start = request.folder / ".weights" / "start"
         # Weights that never change can stay tied, even on a CPU.
@@ -98,7 +98,7 @@ class ManagedVLLM(ManagedServers):
             request.rollout,
             request.policy,
             request.policy_path,
-            served=policy_for_weight_transfer(request.policy_path, start) if copied else request.policy_path,
+            served=prepare_policy_for_weight_transfer(request.policy_path, start) if copied else request.policy_path,
             longest=request.longest,
             training_gpus=request.training_gpus if gpus is None else 0,
             backend=self._backend,
@@ -144,7 +144,7 @@ def serve_policy(
             rollout,
             policy,
             model,
-            served=policy_for_weight_transfer(model, Path(folder)),
+            served=prepare_policy_for_weight_transfer(model, Path(folder)),
             longest=longest,
             training_gpus=0,
             backend=choose_transfer_backend(rollout.vllm),
@@ -162,7 +162,7 @@ async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report:
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
     server = ServerProcess(plan, folder)
-    engine = vllm_engine(
+    engine = build_vllm_engine(
         [server],
         ServerRequirements.from_policy(
             plan.tokenizer, TextCodec(read_tokenizer(plan.tokenizer)), max_tokens=plan.max_tokens

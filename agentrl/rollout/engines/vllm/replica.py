@@ -25,7 +25,7 @@ from agentrl.rollout.engines.replica import (
     LONG_TIMEOUT,
     QUICK_TIMEOUT,
     InvalidResponseError,
-    Replica,
+    ServerClient,
     ServerIdentity,
     ServerRequirements,
     StatusError,
@@ -53,7 +53,7 @@ _TOKEN_METRICS = re.compile(r"^vllm:(?:generation|prompt)_tokens_total(?:\{.*\})
 _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
-def generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
+def build_generate_body(request: TurnRequest, *, seeded: bool) -> dict[str, object]:
     """Build the request for one turn. Only ``eos_ids`` and stop strings end the turn, not the server's EOS."""
     sampling = request.sampling
     parameters: dict[str, object] = {
@@ -115,7 +115,7 @@ class _Choice(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct):
-    """The fields of the response to :func:`generate_body` that are decoded.
+    """The fields of the response to :func:`build_generate_body` that are decoded.
 
     vLLM 0.32 sends each token id three times and each log-probability twice, with ranks: 140 bytes per token. Decoding
     takes most of the worker's time per token. No objects are created for skipped fields, so the ids are read only from
@@ -173,7 +173,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 def read_completion(response: GenerateResponse, request: TurnRequest) -> Completion:
-    """Check the response to :func:`generate_body`. Raises InvalidResponseError if it is invalid."""
+    """Check the response to :func:`build_generate_body`. Raises InvalidResponseError if it is invalid."""
     sampling, (choice,) = request.sampling, response.choices
     token_ids = choice.token_ids
     log_probs = tuple([token.logprob for token in choice.logprobs.content])
@@ -189,7 +189,7 @@ def read_completion(response: GenerateResponse, request: TurnRequest) -> Complet
             f"the server ended a turn after {len(token_ids)} of {sampling.max_tokens} tokens: its token limit "
             "(--max-model-len) is lower than the run's"
         )
-    supports = [_read_support(token) for token in choice.logprobs.content] if sampling.returns_support else []
+    supports = [_read_token_support(token) for token in choice.logprobs.content] if sampling.returns_support else []
     greedy = sampling.temperature == 0
     return Completion(
         token_ids=token_ids,
@@ -217,7 +217,7 @@ def _decode_routes(encoded: str | None, tokens: int) -> bytes:
     return bytes(experts.astype(np.int16).tobytes())
 
 
-def _read_support(token: _Token) -> list[int]:
+def _read_token_support(token: _Token) -> list[int]:
     """Return the listed tokens with a probability above 0. Raises InvalidResponseError if the list is incomplete."""
     kept = [item for item in token.top_logprobs if item.logprob > _MINUS_INFINITY]
     total = math.fsum(math.exp(item.logprob) for item in kept)
@@ -229,7 +229,7 @@ def _read_support(token: _Token) -> list[int]:
     return [item.token_id for item in kept]
 
 
-def score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None = None) -> dict[str, object]:
+def build_score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None = None) -> dict[str, object]:
     """Build the request for the log-probabilities of a prompt's tokens. The single sampled token is discarded."""
     parameters = {"max_tokens": 1, "temperature": 1.0, "prompt_logprobs": 0}
     body: dict[str, object] = {"token_ids": list(token_ids), "sampling_params": parameters, "cache_salt": salt}
@@ -322,7 +322,7 @@ SUPPORTED_RELEASE = "0.32"
 """The supported vLLM release."""
 
 
-class VLLMReplica(Replica):
+class VLLMClient(ServerClient):
     title: ClassVar[str] = "vLLM"
 
     def __init__(self, address: str, rollout: RolloutSettings, *, adapter_rank: int = 0) -> None:
@@ -335,11 +335,11 @@ class VLLMReplica(Replica):
     # -- sampling -------------------------------------------------------------------------------------------------
 
     async def generate(self, request: TurnRequest) -> Completion:
-        body = generate_body(request, seeded=self._vllm.seeded)
+        body = build_generate_body(request, seeded=self._vllm.seeded)
         return read_completion(await self.http.post(GENERATE_PATH, body, GenerateResponse, seconds=None), request)
 
     async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]:
-        body = score_body(token_ids, salt=salt, adapter=self.adapter)
+        body = build_score_body(token_ids, salt=salt, adapter=self.adapter)
         entries = (await self.http.post(GENERATE_PATH, body, _ScoreResponse, seconds=LONG_TIMEOUT)).prompt_logprobs
         try:
             listed = zip(token_ids[1:], entries[1:], strict=True)
@@ -358,7 +358,7 @@ class VLLMReplica(Replica):
     async def cache_use(self) -> CacheUse:
         return read_cache_use(await self.http.get_text("/metrics", seconds=QUICK_TIMEOUT))
 
-    async def tokens_so_far(self) -> int | None:
+    async def count_computed_tokens(self) -> int | None:
         try:
             return read_computed_tokens(await self.http.get_text("/metrics", seconds=QUICK_TIMEOUT))
         except (StatusError, InvalidResponseError):
@@ -394,7 +394,7 @@ class VLLMReplica(Replica):
     async def set_version_label(self, version: int) -> None:
         await self.http.post("/update_weight_version", {"new_version": str(version)}, seconds=QUICK_TIMEOUT)
 
-    async def forget_prefixes(self, *, recompute_running: bool) -> None:
+    async def drop_cached_prefixes(self, *, recompute_running: bool) -> None:
         await self.http.post(
             f"/reset_prefix_cache?reset_running_requests={str(recompute_running).lower()}", seconds=LONG_TIMEOUT
         )
@@ -424,7 +424,7 @@ class VLLMReplica(Replica):
             info = await self.http.get("/server_info?config_format=json", _ServerInfo, seconds=4 * QUICK_TIMEOUT)
             workers = (await self.http.get("/get_world_size", _WorldSize, seconds=QUICK_TIMEOUT)).world_size
         except StatusError as error:
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 "its control endpoints are disabled: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
             ) from error
         config = info.vllm_config
@@ -445,37 +445,37 @@ class VLLMReplica(Replica):
     def _check_config(self, config: VLLMConfig, needs: ServerRequirements) -> None:
         model, device = config.model_config, config.device_config.get("device")
         if model.get("logprobs_mode") != "processed_logprobs":
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"its log-probabilities are {model.get('logprobs_mode')}, which ignore the temperature: start it with "
                 "--logprobs-mode processed_logprobs"
             )
         if not config.cache_config.get("enable_prefix_caching"):
-            raise self.unusable_error("prefix caching is disabled: start it with --enable-prefix-caching")
+            raise self.unusable_server_error("prefix caching is disabled: start it with --enable-prefix-caching")
         if self._vllm.seeded and device == "cpu" and config.scheduler_config.get("enable_chunked_prefill"):
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 "on a CPU, vLLM crashes if a request with a seed is prefilled in chunks: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
             )
         head = _head_dtype(model, needs.head_dtype)
         if head != "float32" and device == "cuda":
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"the server rounds logits to {head}, but training computes them in float32: start the server with "
                 f"{shlex.join(FLOAT32_HEAD)}"
             )
         if 0 <= int(model.get("max_logprobs", self._max_logprobs)) < self._max_logprobs:
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"it lists at most {model['max_logprobs']} log-probabilities per token, but rollout.top_k needs "
                 f"{self._max_logprobs}: start it with --max-logprobs {self._max_logprobs}"
             )
         quantization = self._vllm.quantization
         if quantization is not None and model.get("quantization") != quantization:
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"its quantization is {model.get('quantization')}, but rollout.vllm.quantization={quantization}: "
                 f"start it with --quantization {quantization}"
             )
         needed = needs.max_tokens
         if int(model["max_model_len"]) < needed:
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"its token limit is {model['max_model_len']}, but rollout.max_prompt_tokens plus the larger "
                 f"max_response_tokens of rollout and evaluation is {needed}: start it with --max-model-len {needed}, "
                 "or lower these settings"
@@ -485,7 +485,7 @@ class VLLMReplica(Replica):
         largest = int((config.lora_config or {}).get("max_lora_rank", 0))
         if largest < rank:
             limit = f"adapters up to rank {largest}" if largest else "no adapters"
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"it accepts {limit}, but model.lora.rank={rank}: start it with the environment variable "
                 f"VLLM_ALLOW_RUNTIME_LORA_UPDATING=1 and --enable-lora --max-lora-rank {supported_lora_rank(rank)}, "
                 "or set rollout.vllm.lora=merged"
@@ -496,7 +496,7 @@ class VLLMReplica(Replica):
             await self.score((1, 2), salt="check")
         except StatusError as error:
             if error.status in (403, 404):
-                raise self.unusable_error(
+                raise self.unusable_server_error(
                     f"it does not serve {GENERATE_PATH}: start it with --enable-scale-out"
                 ) from error
             raise
@@ -506,12 +506,12 @@ class VLLMReplica(Replica):
             body = {"prompt": _TOKENIZER_TEST, "add_special_tokens": False}
             theirs = (await self.http.post("/tokenize", body, _Tokenized, seconds=QUICK_TIMEOUT)).tokens
         except StatusError as error:
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"it has no tokenizer (/tokenize: {error}): start it without --tokens-only"
             ) from error
         ours = codec.encode(_TOKENIZER_TEST)
         if theirs != ours:
-            raise self.unusable_error(
+            raise self.unusable_server_error(
                 f"its tokenizer differs from the policy's: a test sentence has {len(theirs)} tokens on the server and "
                 f"{len(ours)} with the policy's tokenizer; first difference: {_first_difference(ours, theirs)}"
             )
@@ -528,7 +528,7 @@ class VLLMReplica(Replica):
                 exists = False
             if exists != expected:
                 less = "fewer" if expected else "more"
-                raise self.unusable_error(
+                raise self.unusable_server_error(
                     f"it serves a different model: the policy's vocabulary has {vocabulary} tokens, "
                     f"the server's has {less}"
                 )
