@@ -259,7 +259,7 @@ def variance(
     from agentrl.lab.settings import parse_lab_settings
     from agentrl.rollout.environment import check_environment
     from agentrl.telemetry.console import Console
-    from agentrl.training.coldstart.policy import starting_policy
+    from agentrl.training.coldstart.policy import prepare_starting_policy
     from agentrl.training.engine.determinism import set_determinism, set_threads
 
     check_environment(settings)  # first, because the environment's module may register an estimator
@@ -269,7 +269,7 @@ def variance(
     lab, drawn = load_lab_problems(settings, lab, problems)
     set_determinism(settings.training)
     set_threads(settings, processes=1)
-    policy = starting_policy(settings, Console(settings.telemetry))
+    policy = prepare_starting_policy(settings, Console(settings.telemetry))
     variance_command(settings, policy, behaviour, lab, drawn, output, head_backend=settings.training.head_backend)
 
 

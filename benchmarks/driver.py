@@ -50,7 +50,7 @@ from agentrl.rollout.engines.vllm.replica import GenerateResponse, read_completi
 from agentrl.rollout.metrics import StalenessTracker, rollout_metrics
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.telemetry.trajectory_file import write_trajectories
-from agentrl.training.step.batching import pack_units
+from agentrl.training.step.batching import pack_into_micro_batches
 from agentrl.trajectory import Group, Trajectory
 from agentrl_envs.episode import Environment
 from agentrl_envs.settings import SimpleTIRSettings
@@ -273,7 +273,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     clock = StalenessTracker()
     stage("metrics", lambda: (rollout_metrics(made), clock.metrics(made)))
     units = [group.trajectories for group in made]
-    shares = stage("plan", lambda: pack_units(units, 8 * tokens, ranks=1))
+    shares = stage("plan", lambda: pack_into_micro_batches(units, 8 * tokens, ranks=1))
     packed = stage("pack", lambda: [MicroBatch.from_trajectories(items) for (items,) in shares])
     sent = stage("send plans", lambda: pickle.dumps(packed, protocol=5))
     received = stage("receive plans", lambda: pickle.loads(sent))

@@ -22,7 +22,7 @@ from agentrl.models.settings import ModelSettings
 from agentrl.models.shape import ModelShape, read_shape, shape_from_config
 from agentrl.planning.memory import CONTEXT, TrainingSetup, rank_memory, usable_gpu_bytes
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
-from agentrl.training.engine.memory import MicroBatchMemoryError, micro_batch_memory_errors
+from agentrl.training.engine.memory import MicroBatchMemoryError, convert_memory_errors
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 if TYPE_CHECKING:
@@ -184,7 +184,7 @@ def _step(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Se
 def shortage(device: torch.device) -> Iterator[Figure | str]:
     """Errors of torch and cuBLAS for lack of memory are recognized."""
     try:
-        with micro_batch_memory_errors(tokens=2, trajectories=2):
+        with convert_memory_errors(tokens=2, trajectories=2):
             _exhaust(device)
     except MicroBatchMemoryError as error:
         yield f"torch without memory: {str(error.__cause__).splitlines()[0][:160]}"

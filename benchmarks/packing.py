@@ -36,7 +36,7 @@ from agentrl.models.loading import tiny_config
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import TinyModelSettings
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.step.batching import pack_units
+from agentrl.training.step.batching import pack_into_micro_batches
 from agentrl.trajectory import Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
 
@@ -155,7 +155,8 @@ def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
     """All groups through the policy."""
     policy = PolicyModel(tiny_model())
     batches = [
-        Batch.from_micro_batch(MicroBatch.from_trajectories(rows)) for (rows,) in pack_units(groups, budget, ranks=1)
+        Batch.from_micro_batch(MicroBatch.from_trajectories(rows))
+        for (rows,) in pack_into_micro_batches(groups, budget, ranks=1)
     ]
 
     def step() -> None:

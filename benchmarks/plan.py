@@ -34,7 +34,7 @@ from agentrl.models.settings import LoRASettings
 from agentrl.models.shape import ModelShape, shape_from_config
 from agentrl.planning.memory import Offload, TrainingSetup, rank_memory
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
-from agentrl.training.engine.groups import rank_groups
+from agentrl.training.engine.groups import get_rank_groups
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 
 _BASE: Mapping[str, object] = {
@@ -200,7 +200,7 @@ def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
         zero_stage=case.stage, offload=case.offload, num_processes=case.ranks, sequence_parallel=case.shared
     )
     return TrainingEngine(
-        PolicyModel(model, backend="chunked", sequence=rank_groups(training).sequence).train(),
+        PolicyModel(model, backend="chunked", sequence=get_rank_groups(training).sequence).train(),
         optimizer=OptimizerSettings(),
         training=training,
         bfloat16=case.bfloat16,

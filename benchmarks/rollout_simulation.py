@@ -31,11 +31,11 @@ class _JumpingSelector(selectors.SelectSelector):
 
     now = 0.0
 
-    def select_entries(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
             raise RuntimeError("everybody waits and no timer is set: this would never end")
         self.now += max(0.0, timeout)
-        return super().select_entries(0)
+        return super().select(0)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

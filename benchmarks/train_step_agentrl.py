@@ -22,9 +22,9 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.determinism import set_threads
-from agentrl.training.run.session import Session
+from agentrl.training.run.session import TrainingSession
 from agentrl.training.step.trainer import Trainer
-from agentrl.training.worker.local import LocalService
+from agentrl.training.worker.local import LocalRolloutService
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Ended, Problem, Step
 
@@ -173,7 +173,7 @@ def main() -> None:
     task = Task.from_json(sys.argv[1])
     line = ParentLine()
     clocks = Clocks()
-    clocks.watch(LocalService, "plan", "rollout")
+    clocks.watch(LocalRolloutService, "roll_out_and_plan_rank", "rollout")
     clocks.watch(Batcher, "advance", "generation")
     clocks.watch(Trainer, "train", "training")
     clocks.watch(TrainingEngine, "__call__", "forward")
@@ -184,10 +184,10 @@ def main() -> None:
         run = RunDirectory.create(Path(runs) / "step", dump_yaml(settings))
         rank, world = start_distributed(deadline=settings.training.collective_deadline)
         set_threads(settings, processes=world)
-        session = Session(settings, run, WaitingConsole(settings, line, task, clocks), rank=rank, world=world)
+        session = TrainingSession(settings, run, WaitingConsole(settings, line, task, clocks), rank=rank, world=world)
         try:
             session.start(resume=False)
-            session.loop()
+            session.run_all_steps()
         finally:
             session.close()
 

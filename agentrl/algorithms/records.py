@@ -130,18 +130,18 @@ def check_rewards_on_mask(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 class Communicator(Protocol):
-    """Connects the calls that together contain a step's groups. All must make the same requests in the same order."""
+    """Exchanges tensors between the holders of a step's groups. All participants must make the same calls in order."""
 
     @property
     def participant_index(self) -> int:
-        """Index of this call, from 0."""
+        """Index of this participant, from 0."""
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Return ``values`` of all calls in order, [calls, ...]. Shapes must be equal."""
+        """Return ``values`` of all participants in order, [participants, ...]. Shapes must be equal."""
 
 
 class LocalCommunicator:
-    """A step whose estimator is called once, with all groups."""
+    """Communicator of a single participant that holds all groups."""
 
     participant_index = 0
 
@@ -155,7 +155,7 @@ LOCAL_COMMUNICATOR = LocalCommunicator()
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """J groups of at most N of the B rows. `sum`, `mean` and `min` return [B]: each row has the value of its group.
+    """J groups of at most N of the B rows. Results [B] hold, for each row, the value of the row's group.
 
     >>> groups = Groups.from_ids(torch.tensor([7, 3, 7]))
     >>> groups.stack(torch.tensor([1., 2., 3.])).tolist()  # group 3, with an empty slot, and group 7

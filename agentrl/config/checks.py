@@ -75,7 +75,7 @@ def _objective_contradictions(settings: Settings) -> Iterator[str]:
         )
     teacher, shared = settings.teacher, settings.training.sequence_parallel
     for key in ("hint", "url", "by_source"):
-        if getattr(teacher, key) and teacher.over_vocabulary and shared > 1:
+        if getattr(teacher, key) and teacher.needs_full_distribution and shared > 1:
             yield (
                 f"teacher.{key} with training.sequence_parallel={shared}: a rank would hold different tokens "
                 "of the teacher and of the policy; set teacher.objective=sampled or training.sequence_parallel=1"

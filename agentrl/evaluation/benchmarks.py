@@ -225,7 +225,7 @@ class ProblemSet:
                 digest.update(digest_of_columns({"info": problem.info, "messages": problem.messages}).encode())
         return digest.hexdigest()
 
-    def identity_fields(self) -> ProblemSetRecord:
+    def record(self) -> ProblemSetRecord:
         return {"revision": self.revision, "sha256": self.sha256, "problems": len(self.problems)}
 
 

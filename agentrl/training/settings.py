@@ -127,7 +127,7 @@ class KLSettings(_Settings):
         return self.estimator or ("k1+" if self.placement == "loss" else "k1")
 
     @property
-    def over_vocabulary(self) -> bool:
+    def needs_full_distribution(self) -> bool:
         """True if the estimator needs the whole distribution of the reference, not only its log-probabilities."""
         return self.coefficient > 0 and self.resolved_estimator.startswith("full")
 
@@ -220,14 +220,14 @@ class TeacherSettings(_Settings):
         return {one.path for one in self.teachers.values() if one.url is None}
 
     @property
-    def over_vocabulary(self) -> bool:
+    def needs_full_distribution(self) -> bool:
         """True if the objective needs the whole distribution of the teacher, not only its log-probabilities."""
         return self.objective != "sampled"
 
     @property
     def estimator(self) -> str:
         """The KL estimator of the divergence in the loss."""
-        return "full" if self.over_vocabulary else "k1+"
+        return "full" if self.needs_full_distribution else "k1+"
 
     @property
     def resolved_beta(self) -> float:
@@ -296,10 +296,10 @@ class CorrectionSettings(_Settings):
     @property
     def active(self) -> bool:
         """True if any token is weighted or masked."""
-        return self.weights is not None or self.masks
+        return self.weights is not None or self.masks_tokens
 
     @property
-    def masks(self) -> bool:
+    def masks_tokens(self) -> bool:
         """True if the loss mask depends on the log-probabilities of the forward pass."""
         return self.ratio_mask is not None or self.divergence_mask is not None
 

@@ -14,7 +14,7 @@ from agentrl.algorithms import (
     diagonal_proxy,
 )
 from agentrl.models.policy import FusedHead
-from agentrl.training.engine.collectives import Meter
+from agentrl.training.engine.collectives import MetricAccumulator
 from agentrl.training.step.diagnostics import HeadExactMonitor, record_forward_metrics, variance_proxies
 
 TEMPERATURE = 0.8
@@ -227,7 +227,7 @@ def test_a_tree_counts_as_one_rollout_with_the_weights_of_its_branches() -> None
     assert found["variance/head_exact_signal_strength"] == pytest.approx(expected.signal, rel=1e-12)
     assert found["variance/head_exact_pure_noise"] == pytest.approx(expected.variance, rel=1e-12)
 
-    meter = Meter(torch.device("cpu"))
+    meter = MetricAccumulator(torch.device("cpu"))
     record_forward_metrics(meter, batch, version=0)
     energy = batch.computed_statistics.energy
     by_edge = torch.stack([energy[row, :n] @ advantages[row, :n].square() for row, n in enumerate(lengths)])

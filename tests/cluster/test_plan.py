@@ -12,7 +12,7 @@ from agentrl.cluster.processes import Bundle, ClusterNode
 from agentrl.cluster.settings import ClusterSettings
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.run.launch import node_bundles, sandbox_bundle, server_bundles_on_nodes
+from agentrl.training.run.launch import rank_resource_bundles, sandbox_resource_bundle, server_resource_bundles
 
 
 def nodes(*sizes: tuple[float, int]) -> list[ClusterNode]:
@@ -70,14 +70,14 @@ def test_the_table_says_what_goes_where() -> None:
 def test_the_ranks_of_a_run_are_spread_evenly_and_the_first_node_has_the_rest() -> None:
     overrides = ["cluster=ray", "cluster.nodes=2", "training.num_processes=4", "cluster.worker_cpus=3"]
     settings = load_settings(overrides=overrides)
-    on_cpus = node_bundles(settings, nodes((8, 0), (8, 0)))
+    on_cpus = rank_resource_bundles(settings, nodes((8, 0), (8, 0)))
     assert [(one.purpose, one.cpus, one.gpus) for one in on_cpus] == [
         ("ranks 0 to 1, worker", 5, 0),
         ("ranks 2 to 3", 2, 0),
     ]
     servers = ["rollout.engine=vllm", "rollout.vllm.placement=dedicated", "rollout.vllm.replicas=2"]
     served = load_settings(overrides=[*overrides, *servers])
-    on_gpus = node_bundles(served, nodes((8, 4), (8, 4)))
+    on_gpus = rank_resource_bundles(served, nodes((8, 4), (8, 4)))
     assert [(one.purpose, one.gpus) for one in on_gpus] == [("ranks 0 to 1, worker", 2), ("ranks 2 to 3", 2)]
 
 
@@ -86,16 +86,16 @@ def test_servers_go_where_there_is_room_for_their_gpus() -> None:
     own = ["rollout.vllm.replicas=3", "rollout.vllm.tensor_parallel_size=2", "sandbox=ray://"]
     settings = load_settings(overrides=[*overrides, *own])
     there = nodes((8, 4), (8, 4), (4, 2))
-    ranks, servers = node_bundles(settings, there), server_bundles_on_nodes(settings, there)
+    ranks, servers = rank_resource_bundles(settings, there), server_resource_bundles(settings, there)
     assert servers == [Bundle(purpose=f"server {number}", cpus=1, gpus=2) for number in range(3)]
-    assert placement_table(ranks, there, beside=servers, everywhere=sandbox_bundle(settings)) == [
+    assert placement_table(ranks, there, beside=servers, everywhere=sandbox_resource_bundle(settings)) == [
         ["n0", "10.0.0.0", "4 of 4", "4 of 8", "ranks 2 to 3, server 0, sandbox"],
         ["n1", "10.0.0.1", "4 of 4", "3 of 8", "server 1, server 2, sandbox"],
         ["n2", "10.0.0.2", "2 of 2", "4 of 4", "ranks 0 to 1, worker, sandbox"],
     ]
     with pytest.raises(UnplaceableError, match=r"no node has room for server 2 \(2 GPUs, 1 CPU\)"):
         placement_table(ranks, nodes((8, 4), (8, 4)), beside=servers)
-    assert server_bundles_on_nodes(load_settings(overrides=[*own[:1], "rollout.engine=vllm"]), there) == []
+    assert server_resource_bundles(load_settings(overrides=[*own[:1], "rollout.engine=vllm"]), there) == []
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from agentrl.cluster.processes import Bundle, ClusterNode, Reservation
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError, WorldError
-from agentrl.training.run.launch import sandbox_bundle
+from agentrl.training.run.launch import sandbox_resource_bundle
 from agentrl_sandbox.client import Outcome, SandboxSettings, open_sandbox
 
 SANDBOX = Bundle(purpose="sandbox", cpus=1)
@@ -46,8 +46,8 @@ def test_only_ray_starts_services() -> None:
     with pytest.raises(SettingsError, match=r"sandbox\.url=ray:// requires cluster\.kind=ray; got cluster\.kind=auto"):
         load_settings(overrides=["sandbox=ray://"])
     settings = load_settings(overrides=["sandbox=ray://", "cluster=ray", "cluster.sandbox_cpus=3"])
-    assert sandbox_bundle(settings) == Bundle(purpose="sandbox", cpus=3)
-    assert sandbox_bundle(load_settings(overrides=["cluster=ray"])) is None
+    assert sandbox_resource_bundle(settings) == Bundle(purpose="sandbox", cpus=3)
+    assert sandbox_resource_bundle(load_settings(overrides=["cluster=ray"])) is None
 
 
 class NodesHere(LocalCluster):

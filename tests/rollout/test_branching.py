@@ -109,6 +109,6 @@ async def test_requests_keep_the_widths_of_their_time_in_a_checkpoint() -> None:
     assert after.widths == (1,)
     resumed = queue()
     resumed.load_state_dict(json.loads(json.dumps(first.state_dict())))
-    assert [await resumed.issue_next_group(), (await issue(resumed)).best_widths] == [after, (1,)]
+    assert [await resumed.issue_next_group(), (await issue(resumed)).widths] == [after, (1,)]
     assert branching.width_after(1, leaves=8, measured=after.widths) == 1
     assert branching.width_after(2, leaves=8, measured=after.widths) == 2  # not measured yet

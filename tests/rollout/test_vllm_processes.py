@@ -26,13 +26,13 @@ from agentrl.rollout.engines.processes import ServerProcess
 from agentrl.rollout.engines.vllm.plan import (
     VLLMPlan,
     colocated_memory_fraction,
-    plan_servers_on_gpus,
     plan_policy_servers,
+    plan_servers_on_gpus,
 )
 from agentrl.rollout.settings import RolloutSettings
 
 
-def server_plans(
+def plans(
     *,
     gpus: int = 0,
     ranks: int = 1,

@@ -19,8 +19,8 @@ from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import ModelSettings
 from agentrl.training.engine.deepspeed_engine import (
     TrainingEngine,
-    frozen_forward,
-    read_for_training,
+    build_frozen_forward,
+    read_model_for_training,
     start_distributed,
 )
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -66,8 +66,8 @@ def criticise(model: Any) -> dict[str, torch.Tensor]:
 
 def refer(model: Any) -> torch.Tensor:
     policy = PolicyModel(model)
-    forward = frozen_forward(policy, TRAINING, bfloat16=False)
-    return FrozenPolicy(policy, forward, temperature=1.0, over_vocabulary=True)._weight
+    forward = build_frozen_forward(policy, TRAINING, bfloat16=False)
+    return FrozenPolicy(policy, forward, temperature=1.0, needs_full_distribution=True)._weight
 
 
 def main() -> None:
@@ -76,7 +76,7 @@ def main() -> None:
     start_distributed(deadline=600.0)
     torch.set_num_threads(1)
     result: dict[str, Any] = {}
-    model = read_for_training(path, SETTINGS, TRAINING)
+    model = read_model_for_training(path, SETTINGS, TRAINING)
     parameters: list[Any] = list(model.parameters())  # DeepSpeed adds attributes
     result["held"] = sum(item.numel() for item in parameters)
     result["shard"] = sum(item.ds_tensor.numel() for item in parameters)
@@ -86,10 +86,12 @@ def main() -> None:
     result["generation"] = model.generation_config.to_dict()
     result["modes"] = [model.config.attention_dropout, model.is_gradient_checkpointing]
     result["tied"] = model.get_output_embeddings().weight is model.get_input_embeddings().weight
-    half = read_for_training(path, SETTINGS.model_copy(update={"dtype": "bfloat16"}), TRAINING)
+    half = read_model_for_training(path, SETTINGS.model_copy(update={"dtype": "bfloat16"}), TRAINING)
     result["half"] = whole(half) | dict(half.named_buffers())
     for name, read in (("sharded", None), ("plain", read_model)):
-        again = [read_for_training(path, SETTINGS, TRAINING) if read is None else read(path, SETTINGS) for _ in "12"]
+        again = [
+            read_model_for_training(path, SETTINGS, TRAINING) if read is None else read(path, SETTINGS) for _ in "12"
+        ]
         result[name] = train(model if read is None else read(path, SETTINGS))
         result[name] |= {"critic": criticise(again[0]), "reference": refer(again[1])}
     torch.save(result, output)

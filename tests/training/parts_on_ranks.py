@@ -93,7 +93,7 @@ def save(folder: Path, kind: str) -> Results:
 def load(folder: Path, saved: str, kind: str) -> Results:
     torch.manual_seed(99)
     engine = make(kind)
-    engine.load(folder / saved)
+    engine.load_checkpoint(folder / saved)
     return result(engine, folder)
 
 

@@ -22,8 +22,8 @@ from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.rollout.settings import RewardSettings
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import write_tokens
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen_forward, start_distributed
-from agentrl.training.engine.groups import rank_groups
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, build_frozen_forward, start_distributed
+from agentrl.training.engine.groups import get_rank_groups
 from agentrl.training.run.outputs import token_file_metadata
 from agentrl.training.settings import (
     AlgorithmSettings,
@@ -35,7 +35,7 @@ from agentrl.training.settings import (
     TrainingSettings,
 )
 from agentrl.training.step.batching import plan_step
-from agentrl.training.step.diagnostics import FidelityError, TokenRecorder, fidelity_bound
+from agentrl.training.step.diagnostics import FidelityError, TokenStatisticsRecorder, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource
 from agentrl.training.step.trainer import Trainer
@@ -89,7 +89,7 @@ class Case:
         )
 
     def sequence(self) -> SequenceParallelGroup | None:
-        return rank_groups(self.training()).sequence
+        return get_rank_groups(self.training()).sequence
 
 
 _TWO_PASSES = {"estimator": "ogb", "normalize": "whiten"}
@@ -427,7 +427,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
     if case.zero_stage == 3:
         assert not any(item.numel() for item in model.parameters()), "not sharded as meant"
     critic_before = _flat(critic.engine.module) if critic is not None else torch.zeros(())
-    recorder = TokenRecorder()
+    recorder = TokenStatisticsRecorder()
     plan = plans[engine.groups.replica]
     metrics = trainer.train(plan, recorder=recorder)
     if folder is not None and engine.groups.is_first_in_group:
@@ -459,7 +459,7 @@ def trainer_of(
         settings,
         temperature=0.8,
         fidelity_bound=1e9,
-        reference=frozen_policy(case, over_vocabulary=settings.kl.over_vocabulary) if case.kl else None,
+        reference=frozen_policy(case, needs_full_distribution=settings.kl.needs_full_distribution) if case.kl else None,
         teacher=teacher_of(case) if case.teacher else None,
         critic=critic,
     )
@@ -472,7 +472,7 @@ def teacher_of(case: Case) -> FrozenPolicy | TeachersBySource:
             case,
             scale=scale,
             temperature=settings.temperature or 0.8,
-            over_vocabulary=settings.over_vocabulary,
+            needs_full_distribution=settings.needs_full_distribution,
             beta=settings.resolved_beta,
         )
         for scale in (0.5, 2.5)
@@ -486,7 +486,7 @@ def frozen_policy(case: Case, *, scale: float = 1.5, temperature: float = 0.8, *
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(scale)
     policy = PolicyModel(model, sequence=case.sequence())
-    forward = frozen_forward(policy, case.training(), bfloat16=False)
+    forward = build_frozen_forward(policy, case.training(), bfloat16=False)
     return FrozenPolicy(policy, forward, temperature=temperature, **options)
 
 

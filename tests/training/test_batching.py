@@ -16,9 +16,9 @@ from agentrl.training.step.batching import (
     RankPlan,
     RowCosts,
     Unit,
-    deal_to_ranks,
     describe_passes,
-    pack_units,
+    distribute_alternately,
+    pack_into_micro_batches,
     split_group,
     split_into_updates,
     statistics_pass_reasons,
@@ -67,12 +67,12 @@ def shape(shares: list[list[Unit]]) -> list[list[list[int]]]:
 
 def test_the_fewest_micro_batches_within_the_budget_cost_nearly_the_same() -> None:
     units = [[row(length)] for length in (3, 10, 4, 9, 5)]
-    assert shape(deal_to_ranks(pack_units(units, 18, ranks=1), ranks=1)) == [[[10, 4, 3], [9, 5]]]
+    assert shape(distribute_alternately(pack_into_micro_batches(units, 18, ranks=1), ranks=1)) == [[[10, 4, 3], [9, 5]]]
 
 
 def test_equal_prompts_count_once() -> None:
     rows = [row(5), row(4), row(3)]  # one prompt token each, the same
-    assert RowCosts().tokens(rows) == 1 + 4 + 3 + 2
+    assert RowCosts().count_tokens(rows) == 1 + 4 + 3 + 2
     assert [[item.length for item in piece] for piece in split_group(rows, 8)] == [[5, 4], [3]]
     assert [[item.length for item in piece] for piece in split_group(rows, 1)] == [[5], [4], [3]]
 
@@ -90,7 +90,7 @@ def test_the_tokens_before_a_fork_count_once() -> None:
     root = replace(row(5), branches=3)
     rows = [root, branch(1, root, 7, 7, 7), branch(2, root, 8)]
     for order in (rows, rows[::-1]):  # the root's 5 tokens, the observation's 2, then 3 and 1
-        assert RowCosts().tokens(order) == MicroBatch.from_trajectories(order).tokens == 5 + 2 + 3 + 1
+        assert RowCosts().count_tokens(order) == MicroBatch.from_trajectories(order).tokens == 5 + 2 + 3 + 1
     other = replace(row(9, sample=1))
     # The longest rollout comes first: 7 + 3 tokens of a path are more than 9. The budget has room for two of its edges.
     pieces = [[(item.sample, item.branch) for item in piece] for piece in split_group([other, *rows], 10)]
@@ -114,19 +114,23 @@ def test_prefixes_that_every_trajectory_computes_count_for_each(how: str) -> Non
 
 def test_attention_makes_one_long_trajectory_as_costly_as_many_short_ones() -> None:
     units = [[row(length)] for length in (12, 8, 4, 4)]
-    assert shape(deal_to_ranks(pack_units(units, 32, ranks=2), ranks=2)) == [[[12, 4]], [[8, 4]]]
+    assert shape(distribute_alternately(pack_into_micro_batches(units, 32, ranks=2), ranks=2)) == [[[12, 4]], [[8, 4]]]
     # 12 + 12 * 12 / 4 = 48 against 24, 8 and 8.
-    by_cost = shape(deal_to_ranks(pack_units(units, 32, ranks=2, costs=RowCosts(attention_length=4)), ranks=2))
+    by_cost = shape(
+        distribute_alternately(pack_into_micro_batches(units, 32, ranks=2, costs=RowCosts(attention_length=4)), ranks=2)
+    )
     assert by_cost == [[[12]], [[8, 4, 4]]]
 
 
 def test_a_unit_larger_than_the_budget_gets_a_micro_batch_of_its_own() -> None:
-    assert shape(deal_to_ranks(pack_units([[row(6), row(6)], [row(2)]], 8, ranks=1), ranks=1)) == [[[6, 6], [2]]]
+    assert shape(
+        distribute_alternately(pack_into_micro_batches([[row(6), row(6)], [row(2)]], 8, ranks=1), ranks=1)
+    ) == [[[6, 6], [2]]]
 
 
 def test_costly_micro_batches_meet_on_all_ranks() -> None:
     units = [[row(length)] for length in (9, 8, 4)]
-    assert shape(deal_to_ranks(pack_units(units, 9, ranks=2), ranks=2)) == [[[9]], [[8], [4]]]
+    assert shape(distribute_alternately(pack_into_micro_batches(units, 9, ranks=2), ranks=2)) == [[[9]], [[8], [4]]]
 
 
 def counted(plan: RankPlan) -> list[tuple[int, bool]]:
@@ -144,7 +148,7 @@ def test_a_rank_with_fewer_micro_batches_repeats_the_shortest_trajectory_without
 
 def test_few_units_are_spread_over_the_ranks() -> None:
     units = [[row(4)] for _ in range(6)]
-    assert shape(deal_to_ranks(pack_units(units, 1000, ranks=3), ranks=3)) == [[[4, 4]]] * 3
+    assert shape(distribute_alternately(pack_into_micro_batches(units, 1000, ranks=3), ranks=3)) == [[[4, 4]]] * 3
 
 
 @given(
@@ -156,7 +160,7 @@ def test_every_row_is_once_in_the_plan_whole_within_the_budget(
     lengths: list[list[int]], budget: int, ranks: int
 ) -> None:
     units = [group(index, *one).trajectories for index, one in enumerate(lengths)]
-    shares = deal_to_ranks(pack_units(units, budget, ranks=ranks), ranks=ranks)
+    shares = distribute_alternately(pack_into_micro_batches(units, budget, ranks=ranks), ranks=ranks)
     bins = [items for share in shares for unit in share for items in unit]
     rows = [item for items in bins for item in items]
     assert sorted((item.group, item.sample) for item in rows) == sorted(

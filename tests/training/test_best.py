@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from agentrl.errors import WorldError
-from agentrl.training.run.outputs import BestPolicy, best_evaluation
+from agentrl.training.run.outputs import BestPolicyExport, best_evaluation
 
 from .conftest import CommandLine
 
@@ -21,7 +21,7 @@ def scored(step: int, mean: float, *, falsified: bool = False) -> dict[str, Any]
     return {"step": step, "mean": mean, "falsified": falsified}
 
 
-def export(best: BestPolicy, step: int, mean: float) -> dict[str, Any]:
+def export(best: BestPolicyExport, step: int, mean: float) -> dict[str, Any]:
     """An export whose only file names its step."""
     evaluation = scored(step, mean)
     best.write(evaluation, lambda folder: (folder / "weights").write_text(str(step)) and None)
@@ -46,7 +46,7 @@ def test_the_best_is_the_highest_and_the_earlier_of_equals() -> None:
 
 
 def test_an_export_takes_its_place_once_its_evaluation_is_saved(checkpoints: Path) -> None:
-    best = BestPolicy(checkpoints.parent)
+    best = BestPolicyExport(checkpoints.parent)
     first = export(best, 0, 0.25)
     assert not best.path.exists()
     best.keep_only(first)
@@ -63,7 +63,7 @@ def test_an_export_takes_its_place_once_its_evaluation_is_saved(checkpoints: Pat
 
 
 def test_what_a_resumed_run_no_longer_knows_is_removed(checkpoints: Path) -> None:
-    best = BestPolicy(checkpoints.parent)
+    best = BestPolicyExport(checkpoints.parent)
     first = export(best, 0, 0.25)
     best.keep_only(first)
     export(best, 5, 0.5)
@@ -76,7 +76,7 @@ def test_what_a_resumed_run_no_longer_knows_is_removed(checkpoints: Path) -> Non
 
 
 def test_a_torn_export_is_no_export(checkpoints: Path) -> None:
-    best = BestPolicy(checkpoints.parent)
+    best = BestPolicyExport(checkpoints.parent)
     (checkpoints / ".best-000005.partial").mkdir()
     (checkpoints / ".best-000005.partial" / "weights").write_text("half")
     best.keep_only(scored(5, 0.5))
@@ -92,15 +92,15 @@ def test_a_torn_export_is_no_export(checkpoints: Path) -> None:
 
 
 def test_the_summary_says_which_was_best_and_whether_its_policy_is_there(checkpoints: Path) -> None:
-    best = BestPolicy(checkpoints.parent)
-    assert best.record([]) is None
+    best = BestPolicyExport(checkpoints.parent)
+    assert best.best_record([]) is None
     evaluation = scored(5, 0.5) | {"k": 8}
-    record = best.record([evaluation])
+    record = best.best_record([evaluation])
     assert record == evaluation | {"policy": None}
     assert best.describe(record) == "best evaluation: step 5, avg@8 0.500; its policy was not kept (checkpoint.best)"
     best.write(evaluation, lambda folder: None)
     best.keep_only(evaluation)
-    record = best.record([evaluation])
+    record = best.best_record([evaluation])
     assert record == evaluation | {"policy": "checkpoints/best"}
     said = f"best evaluation: step 5, avg@8 0.500; its policy: agentrl eval --model {checkpoints / 'best'}"
     assert best.describe(record) == said

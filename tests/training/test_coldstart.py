@@ -21,13 +21,13 @@ from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, fo
 from agentrl.telemetry.console import Console
 from agentrl.training.coldstart import train
 from agentrl.training.coldstart.demonstrations import EncodedDemonstration, add_observations, check_template
-from agentrl.training.coldstart.policy import StartScore, starting_policy
+from agentrl.training.coldstart.policy import StartingPolicyScore, prepare_starting_policy
 from agentrl.training.coldstart.train import (
-    cached_policy,
     encode_demonstration,
     pack_demonstrations,
+    policy_cache_directory,
+    random_repetition_demonstration,
     read_coldstart_demonstrations,
-    repeated_tokens,
     shorten_to_direct_answers,
     shuffled_batches,
 )
@@ -188,7 +188,7 @@ def test_the_cache_knows_the_class_and_its_columns(monkeypatch: pytest.MonkeyPat
         settings = load_settings(env, overrides=[f"coldstart.demonstrations={file}"])
         shown = read_coldstart_demonstrations(settings).demonstrations
         settings = settings.model_copy(update={"coldstart": ColdstartSettings(demonstrations="same")})
-        return cached_policy(settings, shown).name
+        return policy_cache_directory(settings, shown).name
 
     first = place("two_rooms:A")
     assert len({first, place("two_rooms:B"), place("two_rooms:A", "other.jsonl")}) == 3
@@ -211,7 +211,7 @@ def test_demonstrations_are_packed_with_the_tokens_of_the_model() -> None:
 
 def test_repeated_tokens_can_be_predicted_only_by_copying() -> None:
     vocabulary, generator = torch.tensor([3, 5, 8]), torch.Generator().manual_seed(0)
-    rows = [repeated_tokens(vocabulary, generator) for _ in range(200)]
+    rows = [random_repetition_demonstration(vocabulary, generator) for _ in range(200)]
     assert {len(row.prompt_ids) for row in rows} == set(range(4, 17))
     assert all(row.response_ids == row.prompt_ids * 3 and set(row.prompt_ids) <= {3, 5, 8} for row in rows)
     assert all(row.response_mask == (False, *[True] * (len(row.response_ids) - 1)) for row in rows)
@@ -317,7 +317,7 @@ def test_the_cache_knows_what_makes_another_policy(monkeypatch: pytest.MonkeyPat
 
     def place(*overrides: str) -> Path:
         settings = load_settings(overrides=["coldstart.count=16", *overrides])
-        return cached_policy(settings, read_coldstart_demonstrations(settings).demonstrations)
+        return policy_cache_directory(settings, read_coldstart_demonstrations(settings).demonstrations)
 
     here = place()
     assert here.is_relative_to(tmp_path / "agentrl" / "coldstart")
@@ -365,7 +365,7 @@ def test_the_command_learns_a_file_without_a_compiler(command_line: CommandLine)
 
 @pytest.mark.slow
 def test_what_a_policy_solves_is_stored_beside_it(cold_policy: Path) -> None:
-    score = StartScore.read(cold_policy)
+    score = StartingPolicyScore.read(cold_policy)
     assert score is not None
     assert (score.source, score.problems) == ("the demonstrations", 64)
     # This policy is made in a few seconds and may solve none of them. Its interval is that of 64 problems played once.
@@ -378,18 +378,20 @@ def test_what_a_policy_solves_is_stored_beside_it(cold_policy: Path) -> None:
 def test_a_cached_policy_shows_the_stored_score(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     settings = load_settings(overrides=["coldstart.count=16"])
-    path = cached_policy(settings, read_coldstart_demonstrations(settings).demonstrations)
+    path = policy_cache_directory(settings, read_coldstart_demonstrations(settings).demonstrations)
     path.mkdir(parents=True)
 
     def shown(**changes: Any) -> list[str]:
         values = {"source": "x", "problems": 8, "solved": 0, "low": 0.0, "high": 0.4} | changes
-        StartScore(**{"mean_reward": 0.0, "highest_reward": 0.0} | values).write(path)
+        StartingPolicyScore(**{"mean_reward": 0.0, "highest_reward": 0.0} | values).write(path)
         said = StringIO()
-        assert starting_policy(settings, Console(settings.telemetry, said)) == str(path)
+        assert prepare_starting_policy(settings, Console(settings.telemetry, said)) == str(path)
         return said.getvalue().splitlines()
 
     said = StringIO()
-    starting_policy(settings, Console(settings.telemetry, said))  # of an earlier version, or its playing was stopped
+    prepare_starting_policy(
+        settings, Console(settings.telemetry, said)
+    )  # of an earlier version, or its playing was stopped
     assert said.getvalue() == f"policy: {path} (cold start of an earlier run)\n"
     _, line, warning = shown()
     assert line == "cold start: the policy solves 0 of 8 problems of x, 0.000 [0.000, 0.400]"
@@ -404,7 +406,7 @@ def test_a_cached_policy_shows_the_stored_score(tmp_path: Path, monkeypatch: pyt
     assert len(shown(mean_reward=-1.0, highest_reward=-1.0)) == 3
     (path / "coldstart.json").write_text("{")
     said = StringIO()
-    assert starting_policy(settings, Console(settings.telemetry, said)) == str(path)
+    assert prepare_starting_policy(settings, Console(settings.telemetry, said)) == str(path)
     assert "warning: the score of the cold start cannot be read: " in said.getvalue()
 
 

@@ -10,7 +10,11 @@ import pytest
 
 from agentrl.config import Settings, load_settings
 from agentrl.errors import SettingsError
-from agentrl.training.coldstart.demonstrations import EncodedDemonstration, check_limits, problems_for_length_check
+from agentrl.training.coldstart.demonstrations import (
+    EncodedDemonstration,
+    problems_for_length_check,
+    warn_of_exceeded_token_limits,
+)
 from agentrl.training.coldstart.train import check_token_limits, cold_start
 from agentrl.training.run.preflight import dry_run
 
@@ -92,9 +96,9 @@ def test_a_limit_holds_what_is_as_long(caplog: pytest.LogCaptureFixture) -> None
     settings = load_settings(
         overrides=["rollout.max_prompt_tokens=5", "rollout.max_response_tokens=6", "rollout.max_turn_tokens=3"]
     )
-    check_limits(settings, [5, 5], [row])
+    warn_of_exceeded_token_limits(settings, [5, 5], [row])
     assert not caplog.messages
-    check_limits(settings, [5, 9], [row])
+    warn_of_exceeded_token_limits(settings, [5, 9], [row])
     assert caplog.messages == [
         "rollout.max_prompt_tokens=5: 1 of 2 prompts of data.train are longer and are skipped; "
         "set rollout.max_prompt_tokens=9 to fit all of them"

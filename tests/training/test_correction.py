@@ -10,7 +10,7 @@ import torch
 from training.rows import rows_of
 
 from agentrl.batch import Batch
-from agentrl.training.engine.collectives import Meter
+from agentrl.training.engine.collectives import MetricAccumulator
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.loss_rows import RolloutCorrector, effective_sample_size_metrics
 
@@ -25,8 +25,8 @@ def made(ratios: list[list[float]], *, out: list[tuple[int, int]] = ()) -> Batch
     return rows_of(log_probs, rollout_log_probs=torch.full_like(log_probs, -3.0), loss_mask=left)
 
 
-def correct(rows: Batch, meter: Meter | None = None, **settings: Any) -> Any:
-    meter = meter or Meter(torch.device("cpu"))
+def correct(rows: Batch, meter: MetricAccumulator | None = None, **settings: Any) -> Any:
+    meter = meter or MetricAccumulator(torch.device("cpu"))
     return RolloutCorrector(CorrectionSettings(**settings)).correct(rows, meter=meter)
 
 
@@ -54,7 +54,7 @@ def test_weights_are_normalised_by_the_sums_of_an_update() -> None:
     corrector = RolloutCorrector(CorrectionSettings(weights="token", weight_high=10.0, self_normalize=True))
     parts = [made([[1.0, 3.0]]), made([[1.0, 1.0]], out=[(0, 0)])]
     total = torch.stack([corrector.normalizer_sums(part) for part in parts]).sum(0)
-    meter = Meter(torch.device("cpu"))
+    meter = MetricAccumulator(torch.device("cpu"))
     found = [corrector.correct(part, meter=meter, normalizer=total).weights for part in parts]
     mean = 5 / 3  # of the weights left to the loss: 1, 3 and 1
     assert torch.cat(found).flatten().tolist() == pytest.approx([1 / mean, 3 / mean, 1 / mean, 1 / mean])

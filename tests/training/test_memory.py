@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from agentrl.errors import OutOfMemoryError, SettingsError
-from agentrl.training.engine.memory import MicroBatchBudget, micro_batch_memory_errors
-from agentrl.training.run.session import Session
+from agentrl.training.engine.memory import MicroBatchBudget, convert_memory_errors
+from agentrl.training.run.session import TrainingSession
 
 
 def run_out(folder: Path, lengths: list[int], *, configured: int = 1000, step: int = 7) -> str:
     """Run out of memory in a micro-batch of trajectories of these ``lengths``, or outside; returns the message."""
-    where = micro_batch_memory_errors(tokens=sum(lengths), trajectories=len(lengths)) if lengths else nullcontext()
+    where = convert_memory_errors(tokens=sum(lengths), trajectories=len(lengths)) if lengths else nullcontext()
     with (
         pytest.raises(OutOfMemoryError) as error,
         MicroBatchBudget(configured, folder, rank=1).shrink_on_out_of_memory(step),
@@ -53,7 +53,7 @@ Last error:
 )
 @pytest.mark.parametrize("inside", [True, False])
 def test_errors_of_libraries_are_recognized(error: Exception, inside: bool, tmp_path: Path) -> None:
-    where = micro_batch_memory_errors(tokens=700, trajectories=2) if inside else nullcontext()
+    where = convert_memory_errors(tokens=700, trajectories=2) if inside else nullcontext()
     with pytest.raises(OutOfMemoryError), MicroBatchBudget(1000, tmp_path, rank=0).shrink_on_out_of_memory(1), where:
         raise error
     assert tokens(tmp_path) == 500
@@ -64,7 +64,7 @@ def test_another_error_stays_what_it_is(text: str, tmp_path: Path) -> None:
     with (
         pytest.raises(RuntimeError, match=r"shape|unhandled"),
         MicroBatchBudget(1000, tmp_path, rank=0).shrink_on_out_of_memory(1),
-        micro_batch_memory_errors(tokens=3, trajectories=2),
+        convert_memory_errors(tokens=3, trajectories=2),
     ):
         raise RuntimeError(text)
     assert not list(tmp_path.iterdir())
@@ -117,7 +117,7 @@ def test_one_trajectory_cannot_be_halved(tmp_path: Path) -> None:
     with (
         pytest.raises(SettingsError, match=expected),
         MicroBatchBudget(1000, tmp_path, rank=3).shrink_on_out_of_memory(2),
-        micro_batch_memory_errors(tokens=900, trajectories=1),
+        convert_memory_errors(tokens=900, trajectories=1),
     ):
         raise MemoryError
     assert not list(tmp_path.iterdir())
@@ -151,7 +151,7 @@ def test_a_critic_makes_room_for_servers_too() -> None:
         def offload(self) -> None:
             calls.append(self._name)
 
-    session = Session.__new__(Session)
+    session = TrainingSession.__new__(TrainingSession)
     session.__dict__ |= {"_moves_state": True, "_engines": {name: Engine(name) for name in ("engine", "critic")}}
     session._offload_state()
     assert calls == ["engine", "critic"]

@@ -14,7 +14,7 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_observation, format_program
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.demonstrations import read_in_protocol_format
+from agentrl.training.coldstart.demonstrations import convert_to_protocol_format
 from agentrl_envs.protocols.base import make_protocol
 from agentrl_envs.types import Problem
 
@@ -69,7 +69,7 @@ def bug(problem, conversation, verdict):
 )
 def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tuple[DemonstrationTurn, ...]) -> None:
     settings = load_settings(overrides=[f"environment.protocol={protocol}"])
-    (shown,) = read_in_protocol_format([SHOWN], settings)
+    (shown,) = convert_to_protocol_format([SHOWN], settings)
     assert (shown.problem, shown.turns) == (PROBLEM, turns)
     # And each turn means what it is meant to.
     parsed = [make_protocol(settings.environment).parse(turn.model) for turn in shown.turns]  # type: ignore[arg-type]
@@ -77,10 +77,10 @@ def test_our_demonstrations_are_shown_in_the_protocol(protocol: str, turns: tupl
 
 
 def test_without_tools_only_the_answer_is_shown_and_files_are_taken_as_they_are() -> None:
-    (shown,) = read_in_protocol_format([SHOWN], load_settings("reasoning"))
+    (shown,) = convert_to_protocol_format([SHOWN], load_settings("reasoning"))
     assert shown.turns == (DemonstrationTurn(model="\\boxed{5}"),)
     own = load_settings("reasoning", overrides=["coldstart.demonstrations=mine.jsonl"])
-    assert read_in_protocol_format([SHOWN], own) == (SHOWN,)
+    assert convert_to_protocol_format([SHOWN], own) == (SHOWN,)
 
 
 def test_a_demonstration_of_an_agent_program_without_observations_is_refused() -> None:
@@ -88,14 +88,14 @@ def test_a_demonstration_of_an_agent_program_without_observations_is_refused() -
         "agent:solver:run",
         overrides=["coldstart.demonstrations=mine.jsonl", "data.train.0.path=builtin:arithmetic", "data.eval=[]"],
     )
-    assert read_in_protocol_format([SHOWN], settings) == (SHOWN,)
+    assert convert_to_protocol_format([SHOWN], settings) == (SHOWN,)
     turns = (DemonstrationTurn(model="look"), DemonstrationTurn(model="5"))
     silent = Demonstration(problem=PROBLEM, turns=turns, location="mine.jsonl:2")
     with pytest.raises(
         SettingsError,
         match=r"mine\.jsonl:2: the turns have no observations, and an agent .*agent:solver:run.* write an",
     ):
-        read_in_protocol_format([silent], settings)
+        convert_to_protocol_format([silent], settings)
 
 
 SHORT = [

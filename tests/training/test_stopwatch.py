@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from agentrl.training.engine import deepspeed_engine
-from agentrl.training.engine.deepspeed_engine import Stopwatch, hidden_module
+from agentrl.training.engine.deepspeed_engine import Stopwatch, block_import
 
 
 def test_seconds_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,8 +31,8 @@ def test_a_hidden_module_cannot_be_imported_until_the_block_ends(
 ) -> None:
     (tmp_path / "hidden_for_a_while.py").touch()
     monkeypatch.syspath_prepend(tmp_path)
-    with hidden_module("hidden_for_a_while"), pytest.raises(ImportError):
+    with block_import("hidden_for_a_while"), pytest.raises(ImportError):
         import_module("hidden_for_a_while")
     module = import_module("hidden_for_a_while")
-    with hidden_module("hidden_for_a_while"):  # hides only modules that are not imported yet
+    with block_import("hidden_for_a_while"):  # hides only modules that are not imported yet
         assert import_module("hidden_for_a_while") is module

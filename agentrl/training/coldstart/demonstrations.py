@@ -119,7 +119,9 @@ _PROGRAMS = {"retool": "<code>\n```python\n{}\n```\n</code>", "torl": "```python
 _ANSWERS = {"retool": "<answer>\n\\boxed{{{}}}\n</answer>", "torl": "\\boxed{{{}}}"}
 
 
-def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: Settings) -> tuple[Demonstration, ...]:
+def convert_to_protocol_format(
+    demonstrations: Sequence[Demonstration], settings: Settings
+) -> tuple[Demonstration, ...]:
     """Return the demonstrations of ``settings`` in the format of the environment's protocol.
 
     Raises SettingsError if the environment is a class and the demonstrations are generated, because generated
@@ -140,7 +142,7 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
             )
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent_program(settings.env):
-        return tuple(_answer_only(item) for item in demonstrations)
+        return tuple(_reduce_to_answer(item) for item in demonstrations)
     if environment_tools(settings.env) is not None:
         raise SettingsError(
             f"coldstart.demonstrations={settings.coldstart.demonstrations} contains no calls to the tools of "
@@ -158,7 +160,7 @@ def read_in_protocol_format(demonstrations: Sequence[Demonstration], settings: S
     )
 
 
-def _answer_only(demonstration: Demonstration) -> Demonstration:
+def _reduce_to_answer(demonstration: Demonstration) -> Demonstration:
     """Reduce a demonstration to its answer, for environments without tools."""
     answer = f"\\boxed{{{demonstration.problem.answer}}}"
     return Demonstration(problem=demonstration.problem, turns=(DemonstrationTurn(model=answer),))
@@ -214,7 +216,9 @@ def problems_for_length_check(settings: Settings) -> list[Problem]:
     ]
 
 
-def check_limits(settings: Settings, prompts: Sequence[int], rows: Sequence[EncodedDemonstration]) -> None:
+def warn_of_exceeded_token_limits(
+    settings: Settings, prompts: Sequence[int], rows: Sequence[EncodedDemonstration]
+) -> None:
     """Warn of prompts and demonstrations that exceed the token limits of rollouts.
 
     Raises SettingsError if all ``prompts`` exceed the limit, because no problem could be trained.

@@ -25,7 +25,7 @@ from agentrl.rollout.environment import build_environment_and_codec, build_rewar
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write, malformed_as_world_error
 from agentrl.training.coldstart.demonstrations import problems_for_length_check
-from agentrl.training.coldstart.train import cached_policy, cold_start, read_coldstart_demonstrations
+from agentrl.training.coldstart.train import cold_start, policy_cache_directory, read_coldstart_demonstrations
 from agentrl.training.engine.determinism import set_determinism, set_threads
 from agentrl.training.settings import ColdstartSettings
 from agentrl.trajectory import Group
@@ -43,7 +43,7 @@ _SCORE_FILE = "coldstart.json"  # in the directory of the policy
 
 
 @dataclass(frozen=True, kw_only=True)
-class StartScore:
+class StartingPolicyScore:
     """Score of a policy right after its cold start, from one rollout per problem, sampled as in training.
 
     A rollout with a reward of at least 1 solves its problem. ``problems`` is the number of problems that were played,
@@ -60,7 +60,7 @@ class StartScore:
     highest_reward: float
 
     @classmethod
-    def read(cls, policy: Path) -> StartScore | None:
+    def read(cls, policy: Path) -> StartingPolicyScore | None:
         """Return the score stored beside a policy, or None. Raises WorldError if the stored score is damaged."""
         path = policy / _SCORE_FILE
         if not path.is_file():
@@ -90,17 +90,17 @@ class StartScore:
             )
 
 
-def starting_policy(settings: Settings, console: Console, *, announce_cached: bool = True) -> str:
+def prepare_starting_policy(settings: Settings, console: Console, *, announce_cached: bool = True) -> str:
     """Return the directory or id of the initial policy. Runs and caches a cold start if it is configured."""
     if settings.coldstart.demonstrations is None and settings.model.path is not None:
         return settings.model.path
     loaded = read_coldstart_demonstrations(settings)
-    path = cached_policy(settings, loaded.demonstrations)
+    path = policy_cache_directory(settings, loaded.demonstrations)
     if path.exists():
         if announce_cached:
             console.note(f"policy: {path} (cold start of an earlier run)")
             try:
-                score = StartScore.read(path)
+                score = StartingPolicyScore.read(path)
             except WorldError as error:  # the policy is complete; only its score is unreadable
                 console.warning(f"the score of the cold start cannot be read: {error}")
             else:
@@ -110,11 +110,13 @@ def starting_policy(settings: Settings, console: Console, *, announce_cached: bo
     console.note(f"cold start: {settings.coldstart.steps} steps on {loaded.description}")
     if settings.coldstart.direct_share:
         console.note(_describe_direct_answers(settings.coldstart))
-    create_policy(settings, path, console, problems_for_length_check(settings))
+    create_coldstart_policy(settings, path, console, problems_for_length_check(settings))
     return str(path)
 
 
-def create_policy(settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()) -> None:
+def create_coldstart_policy(
+    settings: Settings, output: Path, console: Console, problems: Sequence[Problem] = ()
+) -> None:
     """Run the cold start, export its policy to ``output``, and report how many of ``problems`` it solves.
 
     Without ``problems``, the policy plays the problems of the demonstrations.
@@ -143,7 +145,7 @@ def create_policy(settings: Settings, output: Path, console: Console, problems: 
         score.print(console)
 
 
-async def _score_policy(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartScore | None:
+async def _score_policy(settings: Settings, path: Path, problems: Sequence[Problem]) -> StartingPolicyScore | None:
     """Play up to 64 problems with the policy in ``path`` as in training, and return its score.
 
     Returns None if every prompt is too long.
@@ -185,7 +187,7 @@ async def _score_policy(settings: Settings, path: Path, problems: Sequence[Probl
             report = score_groups(groups, step=0, samples=1)
     score, like_these = report.overall, report.overall.problems_like_these
     earned = [item.reward for group in report.groups for item in group.rollouts if not item.is_excluded]
-    return StartScore(
+    return StartingPolicyScore(
         source=source,
         problems=score.problems,
         solved=round(score.mean * score.problems),
@@ -242,7 +244,7 @@ def coldstart_command(settings: Settings, output: Path) -> None:
     _create_output_directory(output)
     set_determinism(settings.training)
     set_threads(settings, processes=1)
-    create_policy(settings, output, Console(settings.telemetry))
+    create_coldstart_policy(settings, output, Console(settings.telemetry))
 
 
 def _create_output_directory(output: Path) -> None:

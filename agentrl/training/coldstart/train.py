@@ -30,10 +30,10 @@ from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.coldstart.demonstrations import (
     EncodedDemonstration,
     add_observations,
-    check_limits,
     check_template,
+    convert_to_protocol_format,
     environment_cache_key,
-    read_in_protocol_format,
+    warn_of_exceeded_token_limits,
 )
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
@@ -91,7 +91,7 @@ def shuffled_batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]
         queue = queue[size:]
 
 
-def repeated_tokens(vocabulary: Tensor, generator: torch.Generator) -> EncodedDemonstration:
+def random_repetition_demonstration(vocabulary: Tensor, generator: torch.Generator) -> EncodedDemonstration:
     """Return 4 to 16 random tokens of ``vocabulary`` [V] as prompt, and their three repetitions as response.
 
     Only copying can predict them. With a plain imitation of demonstrations, a small new model learns the form of tool
@@ -149,7 +149,7 @@ def fine_tune(
         chosen = [demonstrations[index] for index in next(stream)]
         tokens = sum(sum(row.response_mask) for row in chosen)
         if step <= cold.copy_steps:
-            chosen += [repeated_tokens(vocabulary, generator) for _ in chosen]
+            chosen += [random_repetition_demonstration(vocabulary, generator) for _ in chosen]
         statistics, _ = engine(*(part.to(engine.device) for part in pack_demonstrations(chosen)))
         engine.backward(-statistics.log_probs.sum() / len(statistics.log_probs))
         engine.step()
@@ -184,7 +184,7 @@ async def cold_start(
         with os_errors_as_world_errors(output, "write the policy to"), _temporary_directory(output) as directory:
             folder = Path(directory) / "policy"
             write_model(folder, model=model, tokenizer=tokenizer, title=output.name, body=body)
-            _publish(folder, output)
+            _rename_unless_exists(folder, output)
     finally:
         await environment.close()
 
@@ -238,7 +238,9 @@ async def _encode_demonstrations(
         check_template(settings, tokenizer.chat_template)
     codec = TextCodec(tokenizer)
     rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
-    check_limits(settings, [len(codec.encode_prompt(await _prompt(one, environment))) for one in problems], rows)
+    warn_of_exceeded_token_limits(
+        settings, [len(codec.encode_prompt(await _prompt(one, environment))) for one in problems], rows
+    )
     return tokenizer, rows
 
 
@@ -269,7 +271,7 @@ def read_coldstart_demonstrations(settings: Settings) -> LoadedDemonstrations:
     loaded = load_demonstrations(
         cold.demonstrations, count=cold.count, variants=cold.variants, seed=_seed(settings), families=cold.families
     )
-    return replace(loaded, demonstrations=read_in_protocol_format(loaded.demonstrations, settings))
+    return replace(loaded, demonstrations=convert_to_protocol_format(loaded.demonstrations, settings))
 
 
 def shorten_to_direct_answers(
@@ -295,7 +297,7 @@ def shorten_to_direct_answers(
     return tuple(shortened)
 
 
-def cached_policy(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
+def policy_cache_directory(settings: Settings, demonstrations: Sequence[Demonstration]) -> Path:
     """Return the cache directory of the policy for these settings and demonstrations."""
     key = {
         "version": agentrl.__version__,
@@ -324,7 +326,7 @@ def _temporary_directory(output: Path) -> TemporaryDirectory[str]:
     return TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent)
 
 
-def _publish(folder: Path, output: Path) -> None:
+def _rename_unless_exists(folder: Path, output: Path) -> None:
     """Rename a complete directory to ``output``, unless another process has just made the same policy."""
     try:
         folder.rename(output)

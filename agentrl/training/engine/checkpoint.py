@@ -88,7 +88,7 @@ class CheckpointWriter:
 
     def save(self, engines: Mapping[str, TrainingEngine[nn.Module]], state: RunState) -> None:
         """Finish the last checkpoint, and write ``root/step-N`` atomically, with a folder for each engine."""
-        self.finish()
+        self.publish_pending()
         folder = self._root / f".step-{state.step:06d}.partial"
 
         def prepare() -> None:
@@ -99,16 +99,16 @@ class CheckpointWriter:
         _write_on_all_ranks(folder, prepare)
         parts = {f"{name}/part-{self._rank:05d}.safetensors": item.copy_rank_state() for name, item in engines.items()}
         files = self._thread.submit(_write_parts, folder, parts)
-        # Copy the state, because the run continues to change it. The copy equals what read_state returns.
+        # Copy the state, because the run continues to change it. The copy equals what read_run_state returns.
         state = RunState(**json.loads(json.dumps(asdict(state))))
         self._pending = _PendingCheckpoint(state=state, folder=folder, files=files)
         asynchronous = self._settings.asynchronous
         if asynchronous is None:
             asynchronous = sum(gather_from_ranks(sum(part.size for part in parts.values()))) > _LARGE
         if not asynchronous:
-            self.finish()
+            self.publish_pending()
 
-    def finish(self, *, wait: bool = True) -> None:
+    def publish_pending(self, *, wait: bool = True) -> None:
         """Publish the checkpoint under way if every rank has written its part. With ``wait``, wait for all parts."""
         if self._pending is None:
             return
@@ -165,7 +165,7 @@ def open_newest_checkpoint(root: Path, *, keep: int, warn: Callable[[str], None]
         if problems:
             damaged[name] = problems[0]
             continue
-        state = read_state(root / name)
+        state = read_run_state(root / name)
         if rank == 0:
             with os_errors_as_world_errors(root, "tidy"):
                 _rename_damaged(root, damaged, used=name, warn=warn)
@@ -203,7 +203,7 @@ def repair_checkpoints(root: Path) -> None:
         partial_folder.rename(final)
 
 
-def read_state(checkpoint: Path) -> RunState:
+def read_run_state(checkpoint: Path) -> RunState:
     """Read the :class:`RunState` of a checkpoint. Raises WorldError if the file is missing or damaged."""
     try:
         return RunState(**json.loads((checkpoint / _STATE).read_text())["state"])

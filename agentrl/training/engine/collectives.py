@@ -46,33 +46,35 @@ class RowExchange:
         ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
         self._group = group
         self._shapes = [mask.shape for mask in masks]
-        lengths = torch.cat([_lengths(mask) for mask in masks])
+        lengths = torch.cat([_row_lengths(mask) for mask in masks])
         self._order = home_ranks.argsort(stable=True)
-        self._lengths = lengths[self._order]
+        self._row_lengths = lengths[self._order]
         rows = torch.bincount(home_ranks, minlength=ranks)
         tokens = torch.zeros_like(rows).index_add_(0, home_ranks, lengths)
         sent = torch.stack([rows, tokens], dim=-1)
         received = self._exchange(sent, [1] * ranks, [1] * ranks)
         self._rows_out, self._tokens_out = sent.t().tolist()
         self._rows_in, self._tokens_in = received.t().tolist()
-        self._home_lengths = self._exchange(self._lengths, self._rows_out, self._rows_in)
+        self._home_lengths = self._exchange(self._row_lengths, self._rows_out, self._rows_in)
 
-    def send(self, parts: Sequence[_Record]) -> _Record:
-        """Apply :meth:`send_home` to each tensor of a dataclass. A field that is None on one rank is None on all."""
+    def send_records_home(self, parts: Sequence[_Record]) -> _Record:
+        """Apply :meth:`send_rows_home` to each tensor of a dataclass. A field must be None on all ranks or on none."""
         names = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
-        return replace(parts[0], **{name: self.send_home([getattr(part, name) for part in parts]) for name in names})
+        return replace(
+            parts[0], **{name: self.send_rows_home([getattr(part, name) for part in parts]) for name in names}
+        )
 
-    def send_home(self, parts: Sequence[Tensor]) -> Tensor:
+    def send_rows_home(self, parts: Sequence[Tensor]) -> Tensor:
         """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
         if parts[0].dim() == 1:
             return self._exchange(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
-        flat = _flatten_rows(_concatenate_rows(parts)[self._order], self._lengths)
+        flat = _flatten_rows(_concatenate_rows(parts)[self._order], self._row_lengths)
         return _pad_rows(self._exchange(flat, self._tokens_out, self._tokens_in), self._home_lengths)
 
-    def send_back(self, values: Tensor) -> list[Tensor]:
+    def send_results_back(self, values: Tensor) -> list[Tensor]:
         """Return results for home rows [R, longest] to their senders. Returns one tensor [b, T] per micro-batch."""
         flat = self._exchange(_flatten_rows(values, self._home_lengths), self._tokens_in, self._tokens_out)
-        sorted_by_home = _pad_rows(flat, self._lengths)
+        sorted_by_home = _pad_rows(flat, self._row_lengths)
         rows = torch.empty_like(sorted_by_home)
         rows[self._order] = sorted_by_home
         parts = rows.split([count for count, _ in self._shapes])
@@ -83,7 +85,7 @@ class RowExchange:
         return all_to_all(values, sent, received, self._group)
 
 
-def _lengths(mask: Tensor) -> Tensor:
+def _row_lengths(mask: Tensor) -> Tensor:
     """Return the number of positions up to the last True of each row [b, T], as [b]."""
     positions = torch.arange(1, mask.shape[1] + 1, device=mask.device)
     return torch.where(mask, positions, 0).amax(-1)
@@ -121,7 +123,7 @@ def _pad_to_width(values: Tensor, width: int) -> Tensor:
 Number = Tensor | float
 
 
-class Meter:
+class MetricAccumulator:
     """Accumulates metrics of one rank; :meth:`reduce` combines them over ranks.
 
     Every rank must add the same names in a step. A dummy micro-batch adds them with weight 0.
@@ -170,7 +172,7 @@ class Meter:
         value = float(engine.all_reduce_max(self._largest[name].clone()))
         return 0.0 if value == -math.inf else value
 
-    def reduce(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
+    def reduce_over_ranks(self, engine: TrainingEngine[nn.Module]) -> dict[str, float]:
         """Reduce all metrics over all ranks. Means and extremes without weight are omitted. Collective."""
         sums = self._reduced(self._sums, engine.sum_over_replicas)
         weights = self._reduced(self._weights, engine.sum_over_replicas)

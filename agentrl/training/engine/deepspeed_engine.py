@@ -27,7 +27,7 @@ from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings, ModelSettings
 from agentrl.planning.memory import REDUCE_BUCKET
-from agentrl.training.engine.groups import rank_groups
+from agentrl.training.engine.groups import get_rank_groups
 from agentrl.training.engine.parts import RankState, copy_rank_state, restore_rank_state
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sources import load_sharded_model
@@ -130,7 +130,7 @@ def deepspeed_config(
     """Return DeepSpeed's configuration, in which ``step()`` ends an accumulation of any number of micro-batches.
 
     The number of ``trained_parameters`` bounds the reduction bucket, because DeepSpeed allocates the whole bucket.
-    ``leaf_classes`` are classes of modules whose parameters ZeRO-3 gathers together (:func:`expert_blocks`).
+    ``leaf_classes`` are classes of modules whose parameters ZeRO-3 gathers together (:func:`moe_block_class_names`).
 
     Gradients are accumulated in float32 over micro-batches and ranks for any dtype of the weights. In bfloat16, adding
     1 to a sum of 256 would not change the sum.
@@ -164,7 +164,7 @@ def deepspeed_config(
     }
 
 
-def expert_blocks(module: nn.Module) -> list[str]:
+def moe_block_class_names(module: nn.Module) -> list[str]:
     """Return the full class names of ``module``'s mixture-of-experts blocks: modules with a list of ``experts``.
 
     ZeRO-3 gathers a module's weights in its forward, on all ranks together. Ranks whose tokens are routed to different
@@ -186,7 +186,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
     # DeepSpeed's autotuner, which is not used here, imports MLflow if it is installed, and with it pandas: 70 MB.
-    with hidden_module("mlflow"):
+    with block_import("mlflow"):
         import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
@@ -208,7 +208,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
 
 
 @contextmanager
-def hidden_module(name: str) -> Iterator[None]:
+def block_import(name: str) -> Iterator[None]:
     """Make ``import name`` fail inside the block, unless the module was imported before."""
     hidden = name not in sys.modules
     if hidden:
@@ -299,10 +299,10 @@ class TrainingEngine(Generic[_Module_co]):
         import deepspeed
 
         self.rank, self.world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-        self.groups = rank_groups(training)
+        self.groups = get_rank_groups(training)
         trained = [item for item in module.parameters() if item.requires_grad]
-        decayed = [item for item in trained if _dimensions(item) >= 2]
-        others = [item for item in trained if _dimensions(item) < 2]
+        decayed = [item for item in trained if _count_dimensions(item) >= 2]
+        others = [item for item in trained if _count_dimensions(item) < 2]
         groups = [(decayed, optimizer.weight_decay), (others, 0.0)]
         adamw = torch.optim.AdamW(
             [{"params": group, "weight_decay": decay} for group, decay in groups if group],
@@ -323,9 +323,9 @@ class TrainingEngine(Generic[_Module_co]):
             gradient_clip=0.0 if self._clips_here else optimizer.gradient_clip,
             world_size=self.world_size,
             trained_parameters=sum(getattr(item, "ds_numel", item.numel()) for item in trained),
-            leaf_classes=expert_blocks(module),
+            leaf_classes=moe_block_class_names(module),
         )
-        with _visible_statistics(module):
+        with _statistics_visible_to_hooks(module):
             self._engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=adamw,
@@ -408,7 +408,7 @@ class TrainingEngine(Generic[_Module_co]):
         """Copy this rank's part of parameters, optimizer, schedule and random state, for a checkpoint."""
         return copy_rank_state(self.module, self._engine.optimizer, updates=self._schedule.last_epoch, rank=self.rank)
 
-    def load(self, folder: Path) -> None:
+    def load_checkpoint(self, folder: Path) -> None:
         """Restore a checkpoint of this model, written by any number of ranks at any ZeRO stage. Collective."""
         updates = restore_rank_state(folder, self.module, self._engine.optimizer, rank=self.rank)
         rates = [rate * self._schedule.lr_lambdas[0](updates) for rate in self._schedule.base_lrs]
@@ -419,7 +419,7 @@ class TrainingEngine(Generic[_Module_co]):
             group["lr"] = rate
 
 
-def read_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
+def read_model_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
     """Read a causal language model for this rank, only its shard at ZeRO-3. Collective at ZeRO-3.
 
     With ``model.lora.rank``, adapters are added and the weights of the model are frozen.
@@ -432,19 +432,19 @@ def read_for_training(path: str | Path, model: ModelSettings, training: Training
 
 
 def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PolicyModel:
-    """Read a policy for this rank with :func:`read_for_training`."""
-    causal_lm = read_for_training(path, model, training)
+    """Read a policy for this rank with :func:`read_model_for_training`."""
+    causal_lm = read_model_for_training(path, model, training)
     attention = choose_attention_backend(model, causal_lm.config)
-    sequence = rank_groups(training).sequence
+    sequence = get_rank_groups(training).sequence
     return PolicyModel(causal_lm, backend=training.head_backend, attention=attention, sequence=sequence)
 
 
-def _dimensions(parameter: nn.Parameter) -> int:
+def _count_dimensions(parameter: nn.Parameter) -> int:
     """Return the number of dimensions of the whole parameter; a shard has one."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
-def frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
+def build_frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
     """Return the forward of a frozen module on this rank's device. ZeRO-3 shards its parameters."""
     import deepspeed
 
@@ -453,15 +453,17 @@ def frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloat16: b
         device = f"cuda:{torch.cuda.current_device()}" if torch.cuda.is_available() else "cpu"
         return module.to(device)
     world_size = torch.distributed.get_world_size()
-    config = deepspeed_config(training, bfloat16=bfloat16, world_size=world_size, leaf_classes=expert_blocks(module))
-    with _visible_statistics(module):
+    config = deepspeed_config(
+        training, bfloat16=bfloat16, world_size=world_size, leaf_classes=moe_block_class_names(module)
+    )
+    with _statistics_visible_to_hooks(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()
     return cast(Callable[..., Any], engine)
 
 
 @contextmanager
-def _visible_statistics(module: nn.Module) -> Iterator[None]:
+def _statistics_visible_to_hooks(module: nn.Module) -> Iterator[None]:
     """Convert the head's output to a dictionary between two hooks, which surround the hooks that DeepSpeed adds.
 
     DeepSpeed's hooks that gather a sharded weight for the backward pass find tensors only in tuples and dictionaries.

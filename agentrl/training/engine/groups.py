@@ -33,7 +33,7 @@ class RankGroups:
         return self.sequence is None or self.sequence.rank == 0
 
 
-def rank_groups(training: TrainingSettings) -> RankGroups:
+def get_rank_groups(training: TrainingSettings) -> RankGroups:
     """Return this rank's process groups. The first call creates them and is collective.
 
     Raises SettingsError if ``training.sequence_parallel`` does not divide the number of ranks.

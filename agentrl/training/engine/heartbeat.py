@@ -43,7 +43,7 @@ class HeartbeatState:
 
 
 class Heartbeat:
-    """The marks of a rank's main thread. Other threads may read :attr:`beat`.
+    """Progress marks of a rank's main thread. Other threads may read :attr:`beat`.
 
     A mark that shortens the allowance is reported to :attr:`shortened` at once. Otherwise, if the process is stopped
     within the next second, the worker would apply the longer allowance. A step has about ten such marks.
@@ -146,7 +146,7 @@ class Heartbeat:
 
 
 @dataclass(frozen=True, kw_only=True)
-class _RankState:
+class _RankHeartbeat:
     """The last heartbeat of a rank."""
 
     beat: HeartbeatState
@@ -161,7 +161,7 @@ class HeartbeatMonitor:
         """``deadline`` is ``cluster.deadline``."""
         self._ranks = ranks
         self._process_deadline = _TOLERANCE * deadline
-        self._states: dict[int, _RankState] = {}
+        self._states: dict[int, _RankHeartbeat] = {}
         self._checked: float | None = None
 
     def record(self, rank: int, beat: HeartbeatState, now: float) -> None:
@@ -171,7 +171,7 @@ class HeartbeatMonitor:
         if known is not None and known.beat.progress_count == beat.progress_count:
             gap = now - known.last
             since = known.since + (gap if gap > _RESPONSE_SECONDS else 0.0)
-        self._states[rank] = _RankState(beat=beat, since=since, last=now)
+        self._states[rank] = _RankHeartbeat(beat=beat, since=since, last=now)
 
     def stuck_ranks(self, now: float) -> list[int]:
         """Return the ranks that block the run: the overdue ranks at the earliest position.

@@ -35,7 +35,7 @@ class MicroBatchMemoryError(Exception):
 
 
 @contextmanager
-def micro_batch_memory_errors(*, tokens: int, trajectories: int) -> Iterator[None]:
+def convert_memory_errors(*, tokens: int, trajectories: int) -> Iterator[None]:
     """Raise MicroBatchMemoryError if memory runs out inside the block, which computes one micro-batch."""
     try:
         yield
@@ -46,7 +46,7 @@ def micro_batch_memory_errors(*, tokens: int, trajectories: int) -> Iterator[Non
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Record:
+class _BudgetRecord:
     """Content of ``micro_batch_tokens.json``.
 
     >>> _Record(configured=16384, tokens=8192)
@@ -65,10 +65,10 @@ class MicroBatchBudget:
         """Read the record in the run directory ``folder``, if there is one for the value ``configured``."""
         self._file = folder / _FILE
         self._rank = rank
-        self._record = _Record(configured=configured, tokens=configured)
+        self._record = _BudgetRecord(configured=configured, tokens=configured)
         if self._file.exists():
             with os_errors_as_world_errors(self._file, "read"):
-                record = _Record(**json.loads(self._file.read_text()))
+                record = _BudgetRecord(**json.loads(self._file.read_text()))
             if record.configured == configured:
                 self._record = record
 
@@ -95,13 +95,17 @@ class MicroBatchBudget:
         try:
             yield
         except MicroBatchMemoryError as error:
-            raise self._reduce(step, error.__cause__, error.tokens, error.trajectories) from error.__cause__
+            raise self._reduce_and_build_error(
+                step, error.__cause__, error.tokens, error.trajectories
+            ) from error.__cause__
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._reduce(step, error, 0, 0) from error
+            raise self._reduce_and_build_error(step, error, 0, 0) from error
 
-    def _reduce(self, step: int, cause: BaseException | None, tokens: int, trajectories: int) -> AgentRLError:
+    def _reduce_and_build_error(
+        self, step: int, cause: BaseException | None, tokens: int, trajectories: int
+    ) -> AgentRLError:
         """Record a smaller size if it may help, and return the error to raise.
 
         ``tokens`` and ``trajectories`` are 0 outside micro-batches.
@@ -123,7 +127,9 @@ class MicroBatchBudget:
         reduced = before.tokens
         while reduced >= min(before.tokens, tokens or before.tokens):
             reduced = max(1, reduced // 2)
-        self._record = _Record(configured=before.configured, tokens=reduced, outside=before.outside or not trajectories)
+        self._record = _BudgetRecord(
+            configured=before.configured, tokens=reduced, outside=before.outside or not trajectories
+        )
         # Write on the failing rank, because the others may wait for it in a collective until they are killed.
         atomic_write(self._file, lambda out: out.write(json.dumps(asdict(self._record)).encode()))
         return OutOfMemoryError(

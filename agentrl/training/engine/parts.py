@@ -132,12 +132,12 @@ def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, r
             )
         facts = [RankStateMetadata(**json.loads(file.metadata()[_FACTS])) for file in files]
         _check_shapes(folder, facts[0].shapes, _shapes(module))
-        _restore_shards(_SavedShards(files, facts), module, optimizer)
+        _restore_shards(_SavedShardReader(files, facts), module, optimizer)
         _restore_random_state(files, rank)
     return facts[0].updates
 
 
-class _SavedShards:
+class _SavedShardReader:
     """The shards in all files, by parameter."""
 
     def __init__(self, files: Sequence[safe_open], facts: Sequence[RankStateMetadata]) -> None:
@@ -161,7 +161,7 @@ class _SavedShards:
             raise RuntimeError(f"the parts contain {copied} of the {shard.length} entries of {kind}/{shard.name}")
 
 
-def _restore_shards(saved: _SavedShards, module: nn.Module, optimizer: Untyped) -> None:
+def _restore_shards(saved: _SavedShardReader, module: nn.Module, optimizer: Untyped) -> None:
     adam: Untyped = getattr(optimizer, "optimizer", optimizer)
     sharded = hasattr(optimizer, "fp32_partitioned_groups_flat")
     parameters: dict[str, Untyped] = dict(module.named_parameters())
@@ -171,7 +171,7 @@ def _restore_shards(saved: _SavedShards, module: nn.Module, optimizer: Untyped) 
         weight = shard.slice_of(shard.flat)
         saved.read(_WEIGHT, shard, weight)
         if saved.steps is not None:
-            state = _state(adam, shard.flat, saved.steps)
+            state = _optimizer_state(adam, shard.flat, saved.steps)
             for moment in MOMENTS:
                 saved.read(moment, shard, shard.slice_of(state[moment]))
         if sharded:
@@ -182,7 +182,7 @@ def _restore_shards(saved: _SavedShards, module: nn.Module, optimizer: Untyped) 
         optimizer.update_lp_params()
 
 
-def _state(adam: torch.optim.Optimizer, flat: nn.Parameter, steps: float) -> dict[str, Tensor]:
+def _optimizer_state(adam: torch.optim.Optimizer, flat: nn.Parameter, steps: float) -> dict[str, Tensor]:
     """Return the optimizer's state of ``flat`` after ``steps`` updates, created if there was no update yet."""
     state: dict[str, Tensor] = adam.state[flat]
     for moment in MOMENTS:

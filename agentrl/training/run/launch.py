@@ -74,8 +74,8 @@ def launch_ranks(settings: Settings, run_path: Path, *, resume: bool, poll: Call
     try:
         nodes = cluster.nodes()
         if has_many_nodes(settings.cluster.kind):
-            _plan_rows(settings, nodes)  # raises UnplaceableError if the run cannot be placed
-        bundles = node_bundles(settings, nodes)
+            _resource_plan_rows(settings, nodes)  # raises UnplaceableError if the run cannot be placed
+        bundles = rank_resource_bundles(settings, nodes)
         attempt = 0
         while True:
             try:
@@ -191,7 +191,7 @@ def start_ranks(
     return started
 
 
-def node_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
+def rank_resource_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
     """Return the resources that the ranks need on each node. The first bundle includes rank 0 and the worker.
 
     A rank needs a GPU if any node has one.
@@ -213,14 +213,14 @@ def node_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundl
     return bundles
 
 
-def server_bundles_on_nodes(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
+def server_resource_bundles(settings: Settings, nodes: Sequence[ClusterNode]) -> list[Bundle]:
     """Return the resources of the servers that the worker starts on the nodes of the cluster, one bundle per server."""
     if not runs_servers_on_nodes(settings.rollout, settings.cluster.kind):
         return []
     return server_bundles(engine_facts(settings.rollout), nodes, settings.cluster.server_cpus)
 
 
-def sandbox_bundle(settings: Settings) -> Bundle | None:
+def sandbox_resource_bundle(settings: Settings) -> Bundle | None:
     """Return the resources of a node's sandbox service, or None unless the run starts one on every node."""
     if settings.sandbox.scheme != "ray":
         return None
@@ -231,14 +231,15 @@ def _start_sandboxes(
     cluster: Cluster, reservations: Sequence[Reservation], settings: Settings, run_path: Path, console: Console
 ) -> SandboxServices | None:
     """Start sandbox services, one on each node that has room beside the ranks in ``reservations``."""
-    bundle = sandbox_bundle(settings)
+    bundle = sandbox_resource_bundle(settings)
     if bundle is None:
         return None
     nodes = cluster.nodes()
     taken = {
-        reservation.address: [own] for reservation, own in zip(reservations, node_bundles(settings, nodes), strict=True)
+        reservation.address: [own]
+        for reservation, own in zip(reservations, rank_resource_bundles(settings, nodes), strict=True)
     }
-    place_bundles(server_bundles_on_nodes(settings, nodes), nodes, taken)  # the worker will start them
+    place_bundles(server_resource_bundles(settings, nodes), nodes, taken)  # the worker will start them
     fields = settings.sandbox.model_dump(exclude_none=True, exclude={"url", "retry_deadline", "service_deadline"})
     fields.setdefault("workers", max(4, math.ceil(2 * bundle.cpus)))
     return SandboxServices(
@@ -256,15 +257,15 @@ def print_resource_plan(settings: Settings, console: Console) -> None:
     cluster = open_cluster(settings.cluster, _visible_gpus_of_process())
     try:
         nodes = cluster.nodes()
-        console.table("Resource plan", list(PLAN_COLUMNS), _plan_rows(settings, nodes))
+        console.table("Resource plan", list(PLAN_COLUMNS), _resource_plan_rows(settings, nodes))
     finally:
         cluster.close()
 
 
-def _plan_rows(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
+def _resource_plan_rows(settings: Settings, nodes: Sequence[ClusterNode]) -> list[list[str]]:
     """Return the rows of the resource plan. Raises UnplaceableError if the run cannot be placed."""
-    servers, sandbox = server_bundles_on_nodes(settings, nodes), sandbox_bundle(settings)
-    return placement_table(node_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
+    servers, sandbox = server_resource_bundles(settings, nodes), sandbox_resource_bundle(settings)
+    return placement_table(rank_resource_bundles(settings, nodes), nodes, beside=servers, everywhere=sandbox)
 
 
 def _visible_gpus_of_process() -> list[str] | None:

@@ -28,7 +28,7 @@ from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
 from agentrl.training.engine.checkpoint import newest_checkpoint_step
 from agentrl.training.engine.groups import RankGroups
 from agentrl.training.step.batching import RankPlan, is_due
-from agentrl.training.step.diagnostics import TokenRecorder
+from agentrl.training.step.diagnostics import TokenStatisticsRecorder
 from agentrl.training.step.objective_settings import (
     ObjectiveSettings,
     estimator_options,
@@ -54,7 +54,7 @@ def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord
     return max(held_out, key=lambda item: item["mean"], default=None)
 
 
-class BestPolicy:
+class BestPolicyExport:
     """The export of the best policy in a run directory. Used on rank 0 only."""
 
     def __init__(self, run: Path) -> None:
@@ -90,7 +90,7 @@ class BestPolicy:
         record = self.path / _RECORD
         return best is not None and record.is_file() and bool(json.loads(record.read_text())["step"] == best["step"])
 
-    def record(self, evaluations: Sequence[EvaluationRecord]) -> BestRecord | None:
+    def best_record(self, evaluations: Sequence[EvaluationRecord]) -> BestRecord | None:
         """Return the best evaluation, with the path of its policy in the run directory; None without evaluations."""
         best = best_evaluation(evaluations)
         if best is None:
@@ -152,7 +152,7 @@ def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Export:
+class PolicyExport:
     """A policy to export: ``state`` holds all parameters of ``model`` after ``steps`` steps.
 
     ``adapter`` holds the parameters of its adapters, if there are any, on the model ``base``. In ``state``, adapters
@@ -191,10 +191,10 @@ def write_final_outputs(
     settings: Settings,
     console: Console,
     *,
-    export: Export,
+    export: PolicyExport,
     updates: int,
     evaluations: list[EvaluationRecord],
-    best: BestPolicy,
+    best: BestPolicyExport,
 ) -> None:
     """Write the output of a run and print its scores."""
     export.write(run.path / "policy", f"Held-out scores and settings are in {run.path.name}/summary.json.")
@@ -202,7 +202,7 @@ def write_final_outputs(
     if settings.telemetry.plots:
         size = f"{settings.rollout.problems_per_step} problems x {settings.rollout.group_size} rollouts a step"
         draw_plots(rows, run.plots, f"{run.path.name}, seed {settings.seed}: {size}")
-    chosen = best.record(evaluations)
+    chosen = best.best_record(evaluations)
     reward, held_out = reward_change(rows), held_out_change(rows)
     run.write_summary(
         {
@@ -259,7 +259,7 @@ def _print_scores(console: Console, evaluations: list[EvaluationRecord]) -> None
     console.table("Held-out problems", ["", "score", "mean", "95 % interval", "problems"], rows)
 
 
-class TokenWriter:
+class TokenStatisticsWriter:
     """Writes one rank's token statistics in the background, one file at a time.
 
     If a write fails, the next call raises WorldError.
@@ -276,14 +276,14 @@ class TokenWriter:
         self._hidden_norms = "hidden_norm_squared" in estimator_requirements(objective).inputs
         self._writer = BackgroundWriter("tokens")
 
-    def recorder(self, step: int) -> TokenRecorder | None:
+    def create_recorder(self, step: int) -> TokenStatisticsRecorder | None:
         """Return a recorder for the rows of ``step``, or None if they are not recorded."""
         every = (self._telemetry.tokens_every, self._telemetry.trajectories_every)
         if not self._groups.is_first_in_group or not all(is_due(step, each) for each in every):
             return None
-        return TokenRecorder(hidden_norms=self._hidden_norms)
+        return TokenStatisticsRecorder(hidden_norms=self._hidden_norms)
 
-    def write(self, plan: RankPlan, recorder: TokenRecorder | None) -> None:
+    def write(self, plan: RankPlan, recorder: TokenStatisticsRecorder | None) -> None:
         """Start writing the rows of a finished step."""
         self._writer.wait()
         if recorder is not None and plan.updates:

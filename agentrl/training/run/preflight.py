@@ -101,7 +101,7 @@ def check_teachers(settings: Settings) -> None:
         )
 
 
-def machine_problems(settings: Settings) -> list[str]:
+def unmet_machine_requirements(settings: Settings) -> list[str]:
     """Return a message for each requirement of the settings that this machine does not meet."""
     attention, ranks = settings.model.attention, settings.training.num_processes
     problems = [
@@ -208,7 +208,7 @@ def dry_run(settings: Settings) -> None:
         budget=settings.training.micro_batch_tokens,
     )
     console.note(f"passes: {passes}")
-    for problem in machine_problems(settings):
+    for problem in unmet_machine_requirements(settings):
         console.warning(f"this machine cannot run these settings: {problem}")
     if has_many_nodes(settings.cluster.kind):
         print_resource_plan(settings, console)

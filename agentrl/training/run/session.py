@@ -24,7 +24,7 @@ from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.trace import span, start_trace, stop_trace
 from agentrl.telemetry.tracker_threads import Trackers
-from agentrl.training.coldstart.policy import starting_policy
+from agentrl.training.coldstart.policy import prepare_starting_policy
 from agentrl.training.engine.checkpoint import (
     CheckpointWriter,
     RunState,
@@ -37,9 +37,9 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine, policy_opti
 from agentrl.training.engine.heartbeat import Heartbeat
 from agentrl.training.engine.memory import MicroBatchBudget
 from agentrl.training.run.outputs import (
-    BestPolicy,
-    Export,
-    TokenWriter,
+    BestPolicyExport,
+    PolicyExport,
+    TokenStatisticsWriter,
     best_evaluation,
     evaluation_record,
     reprint_alerts,
@@ -52,7 +52,7 @@ from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
 from agentrl.training.step.reference_and_critic import open_critic, open_reference, open_teachers, reference_path
 from agentrl.training.step.trainer import Trainer
-from agentrl.training.worker.local import LocalService
+from agentrl.training.worker.local import LocalRolloutService
 from agentrl.training.worker.service import InterruptedRunError, RolloutService
 from agentrl.training.worker.transfer import WeightSender
 from agentrl.weights.exports import adapter_parameters, policy_parameters
@@ -90,7 +90,7 @@ class _Progress:
     evaluations: list[EvaluationRecord] = field(default_factory=list)
 
 
-class Session:
+class TrainingSession:
     """One training rank: model, DeepSpeed engine, rollout service, and on rank 0 the run's files."""
 
     def __init__(
@@ -131,8 +131,8 @@ class Session:
             opened.callback(stop_trace)
         self._trackers = Trackers(settings.telemetry, run, notify=self._console.note, warn=self._console.warning)
         opened.callback(self._trackers.close)
-        self._best = BestPolicy(self._checkpoints.parent)
-        self._start = path = starting_policy(settings, self._console)
+        self._best = BestPolicyExport(self._checkpoints.parent)
+        self._start = path = prepare_starting_policy(settings, self._console)
         self._tokenizer = read_tokenizer(path)
         if run is not None:
             run.write_text("tokenizer.json", self._tokenizer.backend_tokenizer.to_str())  # for readers of token ids
@@ -153,7 +153,9 @@ class Session:
         self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._checkpoints.parent, rank=self.rank)
         self._reference_path = reference_path(settings.kl, path)
         self._trainer = self._open_trainer(objective)
-        self._tokens = TokenWriter(self._checkpoints.parent, settings.telemetry, objective, self._engine.groups)
+        self._tokens = TokenStatisticsWriter(
+            self._checkpoints.parent, settings.telemetry, objective, self._engine.groups
+        )
         opened.callback(self._tokens.close)
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
@@ -199,12 +201,14 @@ class Session:
 
     def _open_service(self, path: str) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
-            from agentrl.training.worker.remote import RemoteService
+            from agentrl.training.worker.remote import RemoteRolloutService
 
-            service = RemoteService(self._settings, path, rank=self.rank, ranks=self._world, heartbeat=self._heartbeat)
+            service = RemoteRolloutService(
+                self._settings, path, rank=self.rank, ranks=self._world, heartbeat=self._heartbeat
+            )
             return cast(RolloutService, service)  # its methods are generated
         shared = engine_facts(self._settings.rollout).in_process and self._settings.training.zero_stage <= 2
-        return LocalService(self._settings, path, trained=self._policy.causal_lm if shared else None)
+        return LocalRolloutService(self._settings, path, trained=self._policy.causal_lm if shared else None)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -243,7 +247,7 @@ class Session:
             self._console.note(_UNEVALUATED)
         self._trackers.start(settings.model_dump(mode="json"), step=self._progress.step, resumed=resume)
 
-    def loop(self) -> int:
+    def run_all_steps(self) -> int:
         """Run all steps and return the exit code."""
         try:
             self._run_remaining_steps()
@@ -289,10 +293,10 @@ class Session:
         """Roll out, train and send the weights. Raises InterruptedRunError only before the step changes anything."""
         began = time.monotonic()
         with span("wait for rollouts"):
-            plan = self._service.plan(step, self._budget.tokens)
+            plan = self._service.roll_out_and_plan_rank(step, self._budget.tokens)
         planned = time.monotonic()
         self._heartbeat.start_step(step)
-        recorder = self._tokens.recorder(step)
+        recorder = self._tokens.create_recorder(step)
         with self._budget.shrink_on_out_of_memory(step), span("train"):
             for engine in self._engines.values() if self._moves_state else ():
                 engine.reload()  # the servers sleep
@@ -313,7 +317,7 @@ class Session:
             "time/transfer_s": ended - trained,
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }
-        self._commit(step, updates, metrics)
+        self._commit_step(step, updates, metrics)
         self._tokens.write(plan, recorder)
         self._report_alerts(metrics)
         if self.rank == 0:
@@ -321,7 +325,7 @@ class Session:
         self._warn_of_empty_steps(step, metrics)
         self._on_change()
 
-    def _commit(self, step: int, updates: int, metrics: Metrics) -> None:
+    def _commit_step(self, step: int, updates: int, metrics: Metrics) -> None:
         """Record a finished step. The state of a run advances only here.
 
         If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
@@ -410,7 +414,7 @@ class Session:
         """Export the policy if this step's evaluation is the best so far. Collective."""
         best = best_evaluation(self._progress.evaluations)
         if best is not None and best["step"] == self._progress.step:
-            export = self._export()
+            export = self._gather_export()
             if self.rank == 0:
                 self._best.write(best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}."))
             self._service.barrier(f"the export of the best policy at step {self._progress.step}")
@@ -455,7 +459,7 @@ class Session:
             check_reference_matches(folder, state, self._reference_path)
             check_adapter_matches(folder, state.adapter, self._adapter)
             for name, engine in self._engines.items():
-                engine.load(folder / name)
+                engine.load_checkpoint(folder / name)
             self._trainer.load_state_dict(state.trainer)
             self._service.load_state_dict(state.worker)
             self._progress = _Progress(step=state.step, updates=state.updates, evaluations=state.evaluations)
@@ -497,7 +501,7 @@ class Session:
     def _finish(self) -> None:
         self._save_checkpoint()
         self._writer.finish()
-        export = self._export()
+        export = self._gather_export()
         if self._run is not None:
             write_final_outputs(
                 self._run,
@@ -511,10 +515,10 @@ class Session:
         self._trackers.log_plots()
         self._service.barrier("the end of the run")
 
-    def _export(self) -> Export:
+    def _gather_export(self) -> PolicyExport:
         """Gather the current policy on rank 0 and return it for export. Collective."""
         lora = self._settings.model.lora
-        return Export(
+        return PolicyExport(
             settings=self._settings,
             model=self._policy.causal_lm,
             tokenizer=self._tokenizer,

@@ -53,7 +53,7 @@ def handle_stop_signals(
     read_end, write_end = os.pipe()
     os.set_blocking(write_end, False)
     listener = threading.Thread(
-        target=_listen,
+        target=_dispatch_signals,
         args=(read_end, on_first_signal, force_stop or (lambda: None)),
         daemon=True,
         name="stop-requests",
@@ -88,7 +88,7 @@ def sigterm_as_ctrl_c() -> Iterator[None]:
         signal.signal(signal.SIGTERM, before)
 
 
-def _listen(read_end: int, on_first: Callable[[], None], on_later: Callable[[], None]) -> None:
+def _dispatch_signals(read_end: int, on_first: Callable[[], None], on_later: Callable[[], None]) -> None:
     """Read signal numbers from the pipe and call their handlers until the pipe is closed."""
     first: float | None = None
     while number := os.read(read_end, 1):

@@ -21,7 +21,7 @@ from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.coldstart.policy import starting_policy
+from agentrl.training.coldstart.policy import prepare_starting_policy
 from agentrl.training.engine.collectives import check_shared_folder
 from agentrl.training.engine.deepspeed_engine import leave_distributed, run_on_rank_zero, start_distributed
 from agentrl.training.engine.determinism import (
@@ -34,8 +34,8 @@ from agentrl.training.engine.determinism import (
 from agentrl.training.run.callbacks import Callbacks, RunFollower
 from agentrl.training.run.launch import launch_ranks, runs_in_separate_processes
 from agentrl.training.run.outputs import describe_progress
-from agentrl.training.run.preflight import check_inputs, machine_problems
-from agentrl.training.run.session import Session
+from agentrl.training.run.preflight import check_inputs, unmet_machine_requirements
+from agentrl.training.run.session import TrainingSession
 from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals, sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
     console = Console(settings.telemetry)
     check_inputs(settings)
     here = not has_many_nodes(settings.cluster.kind)
-    if here and (problems := machine_problems(settings)):
+    if here and (problems := unmet_machine_requirements(settings)):
         raise SettingsError("\n".join(problems))
     run = _open_run(settings, resume)
     for line in describe_machine():
@@ -113,7 +113,7 @@ def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, emb
     if not runs_in_separate_processes(settings):
         return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)
     with contextlib.closing(run):  # rank 0 opens it
-        starting_policy(_with_local_sandbox(settings), console, announce_cached=False)  # rank 0 reports it
+        prepare_starting_policy(_with_local_sandbox(settings), console, announce_cached=False)  # rank 0 reports it
     poll = RunFollower(run.path, callbacks).poll if callbacks is not None else lambda: None
     return launch_ranks(settings, run.path, resume=resume, poll=poll)
 
@@ -168,11 +168,11 @@ def run_rank(
         console = Console(settings.telemetry, output, opened.enter_context(_open_log(settings, rank)))
         follower = RunFollower(run.path, callbacks) if run is not None and callbacks is not None else None
         changed = follower.poll if follower is not None else lambda: None
-        session = Session(settings, run, console, rank=rank, world=world, on_change=changed)
+        session = TrainingSession(settings, run, console, rank=rank, world=world, on_change=changed)
         with handle_stop_signals(session.request_stop, None if embedded else end_at_once, announce=reports):
             try:
                 session.start(resume=resume)
-                return session.loop()
+                return session.run_all_steps()
             finally:
                 session.close()
 

@@ -67,30 +67,30 @@ class RowCosts:
     attention_length: float = math.inf
     share_prefixes: bool = True
 
-    def added_tokens(self, rows: Sequence[Trajectory]) -> list[int]:
+    def count_added_tokens(self, rows: Sequence[Trajectory]) -> list[int]:
         """Return the number of tokens that each trajectory adds to a row: its length without its shared prefix."""
         if self.share_prefixes and len({row.prompt_ids for row in rows}) == 1:  # common, and comparing tokens is slow
             return [row.length - (len(row.prompt_ids) if number else 0) for number, row in enumerate(rows)]
         tree = PrefixTree()
         counts = [0] * len(rows)
         for number in sorted(range(len(rows)), key=lambda number: len(rows[number].prompt_ids)):
-            counts[number] = self.add_to_tree(tree, rows[number])
+            counts[number] = self.add_and_count_unshared(tree, rows[number])
         return counts
 
-    def add_to_tree(self, tree: PrefixTree, row: Trajectory) -> int:
+    def add_and_count_unshared(self, tree: PrefixTree, row: Trajectory) -> int:
         """Add a trajectory to the tree, and return the number of its tokens that it does not share."""
         if not self.share_prefixes:
             return row.length
         tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
         return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
 
-    def tokens(self, rows: Sequence[Trajectory]) -> int:
+    def count_tokens(self, rows: Sequence[Trajectory]) -> int:
         """Return the number of tokens that one pass over these trajectories computes."""
-        return sum(self.added_tokens(rows))
+        return sum(self.count_added_tokens(rows))
 
     def cost(self, rows: Sequence[Trajectory]) -> float:
         """Return the cost of the computed tokens. The attention of a token costs in proportion to its position."""
-        added = self.added_tokens(rows)
+        added = self.count_added_tokens(rows)
         shared = (row.length - count for row, count in zip(rows, added, strict=True))
         squares = sum(row.length**2 - count**2 for row, count in zip(rows, shared, strict=True))
         return sum(added) + squares / self.attention_length
@@ -100,7 +100,7 @@ Unit = tuple[Sequence[Trajectory], ...]
 """The trajectories of one micro-batch, or of all micro-batches of a group that is too large for one."""
 
 
-def pack_units(
+def pack_into_micro_batches(
     units: Sequence[Sequence[Trajectory]], budget: int, *, ranks: int, costs: RowCosts = RowCosts()
 ) -> list[Unit]:
     """Pack whole units into micro-batches of at most ``budget`` tokens, and return them in descending order of cost.
@@ -114,7 +114,7 @@ def pack_units(
         return []
     by_unit = {id(unit): costs.cost(unit) for unit in units}
     ordered = sorted(units, key=lambda unit: by_unit[id(unit)], reverse=True)
-    sizes = [costs.tokens(unit) for unit in ordered]
+    sizes = [costs.count_tokens(unit) for unit in ordered]
     count = max(1, math.ceil(sum(sizes) / budget / ranks)) * ranks
     while True:
         bins: list[list[Trajectory]] = [[] for _ in range(count)]
@@ -133,7 +133,7 @@ def pack_units(
         count += ranks
 
 
-def deal_to_ranks(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
+def distribute_alternately(units: Sequence[Unit], *, ranks: int) -> list[list[Unit]]:
     """Distribute single-micro-batch units, in descending order of cost, over the ranks in alternating order.
 
     The rank with the costliest unit of a round receives the cheapest unit of the next round, so that the micro-batches
@@ -171,10 +171,10 @@ def split_group(
     parts: list[list[Trajectory]] = []
     tree, tokens = PrefixTree(), math.inf
     for row in sorted(group, key=lambda item: (-longest[item.sample], item.sample, item.branch)):
-        tokens += costs.add_to_tree(tree, row)
+        tokens += costs.add_and_count_unshared(tree, row)
         if tokens > max_tokens:
             tree, parts = PrefixTree(), [*parts, []]
-            tokens = costs.add_to_tree(tree, row)
+            tokens = costs.add_and_count_unshared(tree, row)
         parts[-1].append(row)
     return [*parts]
 
@@ -201,7 +201,7 @@ def plan_step(
     algorithm = settings.algorithm
     exact_energies = "trajectory_energy" in estimator_requirements(settings).inputs
     costs = RowCosts(attention_length=attention_length, share_prefixes=not (padded_rows or exact_energies))
-    largest = max((costs.tokens(group.trajectories) for group in groups), default=0)
+    largest = max((costs.count_tokens(group.trajectories) for group in groups), default=0)
     reasons = statistics_pass_reasons(settings)
     # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
     head_exact = is_due(step, algorithm.head_exact_every) and largest <= budget
@@ -211,11 +211,11 @@ def plan_step(
     model_tokens: list[int] = []
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
     for part in split_into_updates(groups, algorithm.updates_per_step):
-        pack = partial(pack_units, budget=budget, ranks=ranks, costs=costs)
+        pack = partial(pack_into_micro_batches, budget=budget, ranks=ranks, costs=costs)
         every = [group.trajectories for group in part]
-        whole = [rows for rows in every if costs.tokens(rows) <= budget]
-        split = [tuple(split_group(rows, budget, costs=costs)) for rows in every if costs.tokens(rows) > budget]
-        shares = deal_to_ranks(pack(whole), ranks=ranks)
+        whole = [rows for rows in every if costs.count_tokens(rows) <= budget]
+        split = [tuple(split_group(rows, budget, costs=costs)) for rows in every if costs.count_tokens(rows) > budget]
+        shares = distribute_alternately(pack(whole), ranks=ranks)
         scored = 0
         if split and not reasons:
             shares = balance_over_ranks([*split, *pack(whole)], ranks=ranks, costs=costs)
@@ -224,7 +224,7 @@ def plan_step(
                 reasons = (_LARGE_GROUP_REASON.format(tokens=largest, budget=budget),)
         if reasons and not head_exact:
             parts = [piece for rows in every for piece in split_group(rows, budget // 4, costs=costs)]
-            shares = deal_to_ranks(pack(parts), ranks=ranks)
+            shares = distribute_alternately(pack(parts), ranks=ranks)
         rows = [item for group in every for item in group]
         masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
         trained += [row for row in rows if (row.group, row.sample, row.branch) not in masked]
@@ -348,7 +348,7 @@ def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:
         reasons.append(f"the loss {algorithm.loss} selects tokens over the whole step")
     if correction.self_normalize:
         reasons.append("self-normalized weights need the mean over the whole step (correction.self_normalize)")
-    if correction.masks and settings.aggregation != "token_sum":
+    if correction.masks_tokens and settings.aggregation != "token_sum":
         reasons.append(
             "the divisor of the loss counts the tokens that correction.ratio_mask and correction.divergence_mask keep "
             "in the whole step"

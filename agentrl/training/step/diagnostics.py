@@ -17,7 +17,7 @@ from agentrl.batch import Batch
 from agentrl.errors import AgentRLError
 from agentrl.models.policy import PolicyModel
 from agentrl.telemetry.tokens import TrajectoryTokens
-from agentrl.training.engine.collectives import Meter
+from agentrl.training.engine.collectives import MetricAccumulator
 from agentrl.weights.sources import gathered_linear
 from agentrl.weights.verify import NOISE_LIMITS, noise_bound
 
@@ -40,7 +40,7 @@ def fidelity_bound(dtype: str, noise: float) -> float:
     return noise_bound(noise, floor=FIDELITY_FLOORS[dtype], limit=NOISE_LIMITS[dtype])
 
 
-def record_forward_metrics(meter: Meter, batch: Batch, *, version: int) -> None:
+def record_forward_metrics(meter: MetricAccumulator, batch: Batch, *, version: int) -> None:
     """Record metrics of the first forward, with the weights of ``version``, over a micro-batch's trajectories.
 
     ``policy/engine_abs_diff`` covers the tokens of this version, except turns during which the weights changed, because
@@ -94,7 +94,9 @@ def mixed_version_turn_mask(versions: Tensor) -> Tensor:
     return changes.gather(1, turns - 1) > 0
 
 
-def record_algorithm_metrics(meter: Meter, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float) -> None:
+def record_algorithm_metrics(
+    meter: MetricAccumulator, prefix: str, metrics: dict[str, Tensor], weight: Tensor | float
+) -> None:
     """Record an algorithm's metrics over ``weight`` tokens.
 
     Names ending in ``_max`` or ``_min`` are reduced by max or min, all others by the mean.
@@ -182,7 +184,7 @@ def check_fidelity(mean_difference: float, bound: float, *, worst: float | None 
             )
 
 
-class TokenRecorder:
+class TokenStatisticsRecorder:
     """Collects one rank's rows of one step, in training order, without recomputing anything."""
 
     def __init__(self, *, hidden_norms: bool = False) -> None:
@@ -200,17 +202,19 @@ class TokenRecorder:
         ends = mask.sum(-1).cumsum(-1).tolist()
         columns = {
             name: values[mask].cpu().numpy()
-            for name, values in self._columns(batch, update_log_probs).items()
+            for name, values in self._token_values(batch, update_log_probs).items()
             if values is not None
         }
         columns["entropy"] = columns["entropy"].astype(np.float16)
-        numbers = {name: values.tolist() for name, values in _numbers(batch, factors).items() if values is not None}
+        numbers = {
+            name: values.tolist() for name, values in _trajectory_values(batch, factors).items() if values is not None
+        }
         for index, (start, end) in enumerate(itertools.pairwise([0, *ends])):
             row: dict[str, object] = {name: values[index] for name, values in numbers.items()}
             row |= {name: values[start:end] for name, values in columns.items()}
             self.rows.append(TrajectoryTokens(update=update, **row))  # type: ignore[arg-type]
 
-    def _columns(self, batch: Batch, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
+    def _token_values(self, batch: Batch, update_log_probs: Tensor | None) -> dict[str, Tensor | None]:
         """Return values [B, T] by field of TrajectoryTokens."""
         statistics, estimate = batch.computed_statistics, batch.computed_estimate
         return {
@@ -230,7 +234,7 @@ class TokenRecorder:
         }
 
 
-def _numbers(batch: Batch, factors: Tensor) -> dict[str, Tensor | None]:
+def _trajectory_values(batch: Batch, factors: Tensor) -> dict[str, Tensor | None]:
     """Return values [B] by field of TrajectoryTokens."""
     final_values = batch.final_values
     return {

@@ -23,7 +23,7 @@ from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
 from agentrl.batch import Batch
-from agentrl.training.engine.collectives import Meter, RowExchange
+from agentrl.training.engine.collectives import MetricAccumulator, RowExchange
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, estimator_requirements
@@ -43,7 +43,7 @@ class RolloutCorrector:
         self._options = settings.options
         self.self_normalizes = settings.self_normalize
 
-    def correct(self, batch: Batch, *, meter: Meter, normalizer: Tensor | None = None) -> Correction | None:
+    def correct(self, batch: Batch, *, meter: MetricAccumulator, normalizer: Tensor | None = None) -> Correction | None:
         """Compute weights and loss mask of the batch, or return None if no correction is set.
 
         ``normalizer`` is the sum of :meth:`normalizer_sums` over one update; without ``normalizer``, this batch is a
@@ -85,7 +85,7 @@ def effective_sample_size_metrics(metrics: dict[str, float]) -> dict[str, float]
     return {"correction/ess": mean**2 / (metrics["correction/chi2"] + 1)}
 
 
-def _record_metrics(correction: Correction, batch: Batch, meter: Meter) -> None:
+def _record_metrics(correction: Correction, batch: Batch, meter: MetricAccumulator) -> None:
     mask = batch.response_mask
     tokens = mask.sum()
     weights = {
@@ -119,7 +119,7 @@ class BatchCompleter:
         self.step_wide = estimator_requirements(settings).step_wide
 
     def add_advantages_before_forward(
-        self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: Meter
+        self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module], *, meter: MetricAccumulator
     ) -> list[Batch]:
         """Add penalized rewards and advantages to the batches of whole groups, before any forward pass.
 
@@ -128,10 +128,10 @@ class BatchCompleter:
         """
         inputs = [self._reward_inputs(batch, meter) for batch in batches]
         if self.step_wide:
-            return _with_estimates(batches, inputs, self._advantages_over_ranks(batches, inputs, engine))
-        return _with_estimates(batches, inputs, self._advantages_on_this_rank(inputs))
+            return _add_advantages(batches, inputs, self._advantages_over_ranks(batches, inputs, engine))
+        return _add_advantages(batches, inputs, self._advantages_on_this_rank(inputs))
 
-    def add_correction(self, batch: Batch, *, meter: Meter) -> Batch:
+    def add_correction(self, batch: Batch, *, meter: MetricAccumulator) -> Batch:
         """Add the rollout correction (importance weights and loss mask) to a scored batch.
 
         The batch comes from :meth:`add_advantages_before_forward`. Its divergences from the reference policy and the
@@ -140,11 +140,11 @@ class BatchCompleter:
         self._record_divergences(batch, meter)
         return replace(batch, correction=self.corrector.correct(batch, meter=meter))
 
-    def complete_groups(self, parts: Sequence[Batch], *, beta: float, meter: Meter) -> list[Batch]:
+    def complete_groups(self, parts: Sequence[Batch], *, beta: float, meter: MetricAccumulator) -> list[Batch]:
         """Add rewards, advantages and corrections to the batches of whole groups."""
         parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
         inputs = [self._advantage_inputs(batch, beta=beta, meter=meter) for batch in parts]
-        return _with_estimates(parts, inputs, self._advantages_on_this_rank(inputs))
+        return _add_advantages(parts, inputs, self._advantages_on_this_rank(inputs))
 
     def _advantages_on_this_rank(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
         """Return the advantages of each micro-batch, for groups that span these micro-batches."""
@@ -166,7 +166,12 @@ class BatchCompleter:
         ]
 
     def complete_over_ranks(
-        self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module], *, beta: float, meter: Meter
+        self,
+        updates: Sequence[Sequence[Batch]],
+        engine: TrainingEngine[nn.Module],
+        *,
+        beta: float,
+        meter: MetricAccumulator,
     ) -> list[list[Batch]]:
         """Complete the micro-batches of each update, whose groups may span micro-batches and ranks. Collective.
 
@@ -179,7 +184,7 @@ class BatchCompleter:
             for batch in update
         ]
         inputs = [self._advantage_inputs(batch, beta=beta, meter=meter) for batch in every]
-        completed = _with_estimates(every, inputs, self._advantages_over_ranks(every, inputs, engine))
+        completed = _add_advantages(every, inputs, self._advantages_over_ranks(every, inputs, engine))
         if every[0].values is not None:
             meter.add_mean("critic/explained_variance", explained_variance(completed, engine), 1.0)
         following = iter(completed)
@@ -198,9 +203,9 @@ class BatchCompleter:
             ranks = torch.zeros_like(ranks)
         exchange = RowExchange([item.response_mask for item in inputs], ranks, group=engine.groups.peers)
         made = compute_advantages(
-            self._estimator, exchange.send(inputs), communicator=engine, **self._estimator_options
+            self._estimator, exchange.send_records_home(inputs), communicator=engine, **self._estimator_options
         )
-        parts = zip(*(exchange.send_back(values) for values in vars(made).values()), strict=True)
+        parts = zip(*(exchange.send_results_back(values) for values in vars(made).values()), strict=True)
         return [
             Advantages(
                 **dict(zip(vars(made), part if batch.counted else [torch.zeros_like(batch.rewards)] * 3, strict=True))
@@ -221,13 +226,13 @@ class BatchCompleter:
                     sums[number] += self.corrector.normalizer_sums(batch)
         return engine.sum_over_replicas(sums).unbind()
 
-    def _advantage_inputs(self, batch: Batch, *, beta: float, meter: Meter) -> AdvantageInputs:
+    def _advantage_inputs(self, batch: Batch, *, beta: float, meter: MetricAccumulator) -> AdvantageInputs:
         statistics, final_values, correction = batch.computed_statistics, batch.final_values, batch.correction
         known = self._reward_inputs(batch, meter)
         self._record_divergences(batch, meter)
         return replace(
             known,
-            rewards=self._with_kl_penalty(batch, known.rewards, beta),
+            rewards=self._rewards_with_kl_penalty(batch, known.rewards, beta),
             log_probs=statistics.log_probs,
             sum_pi_squared=statistics.sum_pi_squared,
             token_energy=statistics.energy,
@@ -239,10 +244,10 @@ class BatchCompleter:
             bootstrap_values=None if final_values is None else torch.where(batch.truncated, final_values, 0.0),
         )
 
-    def _reward_inputs(self, batch: Batch, meter: Meter) -> AdvantageInputs:
+    def _reward_inputs(self, batch: Batch, meter: MetricAccumulator) -> AdvantageInputs:
         """Return the inputs that are known before the forward pass."""
         return AdvantageInputs(
-            rewards=self._with_length_penalty(batch, meter),
+            rewards=self._rewards_with_length_penalty(batch, meter),
             response_mask=batch.response_mask,
             groups=batch.groups,
             loss_mask=batch.loss_mask,
@@ -254,7 +259,7 @@ class BatchCompleter:
             path_weights=batch.path_weights,
         )
 
-    def _with_length_penalty(self, batch: Batch, meter: Meter) -> Tensor:
+    def _rewards_with_length_penalty(self, batch: Batch, meter: MetricAccumulator) -> Tensor:
         """Add the soft penalty for overlong responses to the reward of the last model token."""
         settings = self._settings.reward
         if not settings.overlong_buffer:
@@ -268,7 +273,7 @@ class BatchCompleter:
         # The branches of a rollout share one penalty: the weighted mean of their penalties.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
-    def _record_divergences(self, batch: Batch, meter: Meter) -> None:
+    def _record_divergences(self, batch: Batch, meter: MetricAccumulator) -> None:
         """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher."""
         mask, statistics, settings = batch.response_mask, batch.computed_statistics, self._settings
         tokens = mask.sum()
@@ -280,7 +285,7 @@ class BatchCompleter:
                 penalty = kl_penalty(batch.log_probs, others, estimator, mask=mask, full=full)
                 meter.add_mean(name, penalty.double().sum() / tokens, tokens * int(batch.counted))
 
-    def _with_kl_penalty(self, batch: Batch, rewards: Tensor, beta: float) -> Tensor:
+    def _rewards_with_kl_penalty(self, batch: Batch, rewards: Tensor, beta: float) -> Tensor:
         """Subtract the KL penalty from rewards if ``kl.placement`` is reward."""
         reference, mask, settings = batch.reference_log_probs, batch.response_mask, self._settings.kl
         if reference is None or settings.placement == "loss":
@@ -289,7 +294,7 @@ class BatchCompleter:
         return reward_kl(rewards, batch.log_probs, reference, mask, beta=beta, estimator=estimator, full=full).rewards
 
 
-def _with_estimates(
+def _add_advantages(
     batches: Sequence[Batch], inputs: Sequence[AdvantageInputs], estimates: Sequence[Advantages]
 ) -> list[Batch]:
     """Return the batches with the rewards of their inputs and with their advantages."""

@@ -17,8 +17,13 @@ from agentrl.models.lora import disabled_adapters
 from agentrl.models.policy import FrozenHead, HeadsByToken, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.models.tokenizer import different_special_tokens, read_tokenizer
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, frozen_forward, read_for_training, read_policy
-from agentrl.training.engine.groups import rank_groups
+from agentrl.training.engine.deepspeed_engine import (
+    TrainingEngine,
+    build_frozen_forward,
+    read_model_for_training,
+    read_policy,
+)
+from agentrl.training.engine.groups import get_rank_groups
 from agentrl.training.settings import CriticSettings, KLSettings, TeacherSettings
 from agentrl.weights.sources import gathered_linear
 
@@ -43,7 +48,7 @@ class FrozenPolicy:
         forward: Callable[..., Any],
         *,
         temperature: float,
-        over_vocabulary: bool = False,
+        needs_full_distribution: bool = False,
         beta: float = 1.0,
         vocabulary: int | None = None,
         hinted: bool = False,
@@ -60,12 +65,12 @@ class FrozenPolicy:
         self._logit_map = policy.head.logit_map
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
-        if over_vocabulary:
+        if needs_full_distribution:
             with gathered_linear(policy.head) as (weight, bias):
                 self._weight, self._bias = weight[:vocabulary], None if bias is None else bias[:vocabulary]
         self._forward = forward
         self._temperature = temperature
-        self.over_vocabulary = over_vocabulary
+        self.needs_full_distribution = needs_full_distribution
         self._beta = beta
         self._hinted = hinted
         self._refused_ids = refused_ids or {}
@@ -80,7 +85,7 @@ class FrozenPolicy:
         None if it is not enabled. If ``chosen`` [B] is given, both contain only the tokens of these trajectories.
         Raises SettingsError if a refused token id occurs.
         """
-        refuse_ids(batch, self._refused_ids, chosen)
+        raise_for_refused_ids(batch, self._refused_ids, chosen)
         row = batch.teacher_row if self._hinted and batch.teacher_row is not None else batch.row
         statistics, hidden = self._forward(
             # A frozen policy selects its own experts.
@@ -88,7 +93,7 @@ class FrozenPolicy:
             batch.rows,
             batch.columns,
             temperature=self._temperature,
-            keep_hidden=self.over_vocabulary,
+            keep_hidden=self.needs_full_distribution,
             support=batch.support,
         )
         log_probs = scatter_tokens(statistics.log_probs, batch.response_mask)
@@ -113,7 +118,7 @@ class TeachersBySource:
         """``by_source``: the teacher of each source; None: the teacher of all other sources."""
         self._teachers = [*dict.fromkeys(by_source.values())]
         self._numbers = {source: self._teachers.index(teacher) for source, teacher in by_source.items()}
-        self.over_vocabulary = self._teachers[0].over_vocabulary
+        self.needs_full_distribution = self._teachers[0].needs_full_distribution
 
     def score_batch(self, batch: Batch) -> tuple[Tensor, HeadsByToken | None]:
         """Like :meth:`FrozenPolicy.score_batch`.
@@ -132,7 +137,7 @@ class TeachersBySource:
         return log_probs, HeadsByToken(parts=parts) if parts else None
 
 
-def refuse_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: Tensor | None = None) -> None:
+def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: Tensor | None = None) -> None:
     """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs in a trajectory."""
     if refused_ids:
         for number, length in enumerate(batch.response_lengths.tolist()):
@@ -152,7 +157,10 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
     """Open the reference policy on this rank. Raises SettingsError if the model cannot be read."""
     policy, forward = _frozen_policy(path, settings, engine, start=start)
     return FrozenPolicy(
-        policy, forward, temperature=settings.rollout.temperature, over_vocabulary=settings.kl.over_vocabulary
+        policy,
+        forward,
+        temperature=settings.rollout.temperature,
+        needs_full_distribution=settings.kl.needs_full_distribution,
     )
 
 
@@ -187,7 +195,7 @@ def _open_teacher(
         return ServedTeacher(teacher, refused_ids=refused_ids, vocabulary=vocabulary)
     policy, forward = _frozen_policy(path, settings, engine, start=start)
     logits = policy.head.out_features
-    if teacher.over_vocabulary and logits < vocabulary:
+    if teacher.needs_full_distribution and logits < vocabulary:
         raise SettingsError(
             f"teacher.path={path} has {logits} logits, but the policy has {vocabulary}: teacher.objective="
             f"{teacher.objective} needs a teacher with at least as many logits; set teacher.objective=sampled"
@@ -196,7 +204,7 @@ def _open_teacher(
         policy,
         forward,
         temperature=teacher.temperature or settings.rollout.temperature,
-        over_vocabulary=teacher.over_vocabulary,
+        needs_full_distribution=teacher.needs_full_distribution,
         beta=teacher.resolved_beta,
         vocabulary=vocabulary,
         hinted=teacher.hint is not None,
@@ -220,15 +228,15 @@ def _frozen_policy(
 
         return engine.module, forward_of_base_model
     policy = read_policy(path, settings.model.model_copy(update={"lora": LoRASettings()}), training)
-    return policy, frozen_forward(policy, training, bfloat16=settings.model.dtype == "bfloat16")
+    return policy, build_frozen_forward(policy, training, bfloat16=settings.model.dtype == "bfloat16")
 
 
 def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
     """Open a critic on this rank, with the transformer of ``critic.path`` or of the policy ``start``."""
-    causal_lm = read_for_training(settings.critic.path or start, settings.model, settings.training)
+    causal_lm = read_model_for_training(settings.critic.path or start, settings.model, settings.training)
     attention = choose_attention_backend(settings.model, causal_lm.config)
     engine = TrainingEngine(
-        ValueModel(causal_lm, attention=attention, sequence=rank_groups(settings.training).sequence),
+        ValueModel(causal_lm, attention=attention, sequence=get_rank_groups(settings.training).sequence),
         optimizer=settings.optimizer.model_copy(update={"learning_rate": settings.critic.learning_rate}),
         training=settings.training,
         bfloat16=settings.model.dtype == "bfloat16",

@@ -23,7 +23,7 @@ from agentrl.rollout.engines.replica import (
     UnreachableError,
 )
 from agentrl.training.settings import TeacherSettings
-from agentrl.training.step.reference_and_critic import refuse_ids
+from agentrl.training.step.reference_and_critic import raise_for_refused_ids
 
 _PATH = "/completions"
 _REQUEST_SECONDS = 600.0
@@ -46,8 +46,8 @@ class ServedTeacher:
         vocabulary.
         """
         self._url, self._model = str(settings.url), settings.path
-        self.over_vocabulary = settings.over_vocabulary
-        self._top = settings.top_tokens if self.over_vocabulary else 0
+        self.needs_full_distribution = settings.needs_full_distribution
+        self._top = settings.top_tokens if self.needs_full_distribution else 0
         self._beta = settings.resolved_beta
         self._refused_ids = refused_ids
         self._vocabulary = math.inf if vocabulary is None else vocabulary
@@ -59,7 +59,7 @@ class ServedTeacher:
         If ``chosen`` [B] is given, only these trajectories are scored. Raises WorldError if the server does not score
         them within the deadline.
         """
-        refuse_ids(batch, self._refused_ids, chosen)
+        raise_for_refused_ids(batch, self._refused_ids, chosen)
         prompts, ids = batch.prompt_lengths.tolist(), batch.input_ids.tolist()
         lengths = (batch.prompt_lengths + batch.response_lengths).tolist()
         numbers = [*range(len(ids))] if chosen is None else chosen.nonzero()[:, 0].tolist()

@@ -18,14 +18,14 @@ from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import rank_slice
 from agentrl.models.policy import PolicyModel
 from agentrl.models.routes import ExpertRoutes
-from agentrl.training.engine.collectives import Meter
+from agentrl.training.engine.collectives import MetricAccumulator
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Heartbeat
-from agentrl.training.engine.memory import micro_batch_memory_errors
+from agentrl.training.engine.memory import convert_memory_errors
 from agentrl.training.step.batching import RankPlan
 from agentrl.training.step.diagnostics import (
     HeadExactMonitor,
-    TokenRecorder,
+    TokenStatisticsRecorder,
     check_fidelity,
     record_algorithm_metrics,
     record_forward_metrics,
@@ -48,13 +48,13 @@ class _Step:
     """State shared by the passes of one step."""
 
     plan: RankPlan
-    meter: Meter
+    meter: MetricAccumulator
     monitor: HeadExactMonitor | None
     beta: float
     teacher_coefficient: float
     frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher | TeachersBySource]
     before_update: Callable[[], None] | None
-    recorder: TokenRecorder | None
+    recorder: TokenStatisticsRecorder | None
     norms: list[float] = field(default_factory=list)
 
 
@@ -109,7 +109,7 @@ class Trainer:
         plan: RankPlan,
         *,
         before_update: Callable[[], None] | None = None,
-        recorder: TokenRecorder | None = None,
+        recorder: TokenStatisticsRecorder | None = None,
     ) -> dict[str, float]:
         """Run one step's updates, and return metrics reduced over ranks.
 
@@ -119,7 +119,7 @@ class Trainer:
         self._engine.module.train()
         if self._critic is not None:
             self._critic.engine.module.train()
-        meter = Meter(self._engine.device)
+        meter = MetricAccumulator(self._engine.device)
         policy = self._engine.module
         monitor = HeadExactMonitor(policy, temperature=self._temperature) if plan.head_exact else None
         teacher_coefficient = self._teacher_coefficient(plan.step)
@@ -139,7 +139,7 @@ class Trainer:
             recorder=recorder,
         )
         self._run_passes(step)
-        metrics = {"policy/tokens": 0.0} | meter.reduce(self._engine)
+        metrics = {"policy/tokens": 0.0} | meter.reduce_over_ranks(self._engine)
         metrics |= effective_sample_size_metrics(metrics)
         if step.norms:
             norm = metrics["policy/gradient_norm"] = math.fsum(step.norms) / len(step.norms)
@@ -171,18 +171,18 @@ class Trainer:
     def _run_passes(self, step: _Step) -> None:
         plan = step.plan
         if plan.updates and not plan.statistics_pass_reasons:
-            self._one_forward(step)
+            self._train_with_one_forward(step)
         elif plan.updates:
             # A statistics pass over the whole step, then the updates.
-            for number, batches in enumerate(self._statistics_pass(step)):
+            for number, batches in enumerate(self._run_statistics_pass(step)):
                 self._train_update(step, batches, tokens=plan.model_tokens[number], weights_unchanged=number == 0)
 
-    def _one_forward(self, step: _Step) -> None:
+    def _train_with_one_forward(self, step: _Step) -> None:
         """Train an update with one forward for both advantages and loss. :mod:`.batching` describes large groups."""
         plan = step.plan
         normalizer = self._objective.normalizer(plan.tokens, plan.sequences)
         with torch.no_grad():
-            scored = self._over_micro_batches(partial(self._score_micro_batch, step=step), plan.statistics_pass_batches)
+            scored = self._map_micro_batches(partial(self._score_micro_batch, step=step), plan.statistics_pass_batches)
         earlier = iter(batch for batch, _, _ in scored if batch.counted)
         whole_step = self._known_before_forward and self._completer.step_wide
         for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
@@ -197,8 +197,8 @@ class Trainer:
         """Compute advantages first, then run one forward and backward for each micro-batch."""
         batches = [self._to_device(micro) for micro in unit]
         for batch in self._completer.add_advantages_before_forward(batches, self._engine, meter=step.meter):
-            with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
-                scored, statistics, hidden = self._score(batch, step)
+            with convert_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
+                scored, statistics, hidden = self._score_batch(batch, step)
                 scored = self._completer.add_correction(scored, meter=step.meter)
                 self._record_metrics(step, scored, hidden)
                 self._backward(step, statistics, scored, normalizer, ratio_is_one=True)
@@ -208,33 +208,33 @@ class Trainer:
     ) -> None:
         """Complete the group with the last micro-batch's forward, then run the ``earlier`` micro-batches again."""
         batch = self._to_device(unit[-1])
-        with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
-            last, statistics, hidden = self._score(batch, step)
+        with convert_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
+            last, statistics, hidden = self._score_batch(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._completer.complete_groups([last, *earlier], beta=step.beta, meter=step.meter)
             self._record_metrics(step, last, hidden)
             self._backward(step, statistics, last, normalizer, ratio_is_one=True)
         del statistics
         for batch in others:
-            with micro_batch_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
+            with convert_memory_errors(tokens=batch.tokens, trajectories=batch.trajectories):
                 statistics, _, _ = self._forward(batch, step)
                 self._record_metrics(step, batch, None)
                 self._backward(step, statistics, batch, normalizer, ratio_is_one=True)
 
-    def _over_micro_batches(self, work: Callable[[_Item], _Result], micro_batches: Sequence[_Item]) -> list[_Result]:
+    def _map_micro_batches(self, work: Callable[[_Item], _Result], micro_batches: Sequence[_Item]) -> list[_Result]:
         """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
         results = []
         for item in micro_batches:
-            with micro_batch_memory_errors(tokens=item.tokens, trajectories=item.trajectories):
+            with convert_memory_errors(tokens=item.tokens, trajectories=item.trajectories):
                 results.append(work(item))
         self._heartbeat.finish_passes()
         return results
 
-    def _statistics_pass(self, step: _Step) -> list[list[Batch]]:
+    def _run_statistics_pass(self, step: _Step) -> list[list[Batch]]:
         """Score every micro-batch, and return the completed batches of each update. Groups may span ranks."""
         with torch.no_grad():
             updates = [list(chain(*update)) for update in step.plan.updates]
-            scored = iter(self._over_micro_batches(partial(self._score_micro_batch, step=step), [*chain(*updates)]))
+            scored = iter(self._map_micro_batches(partial(self._score_micro_batch, step=step), [*chain(*updates)]))
             parts = [[next(scored) for _ in update] for update in updates]
             completed = self._completer.complete_over_ranks(
                 [[batch for batch, _, _ in update] for update in parts], self._engine, beta=step.beta, meter=step.meter
@@ -260,7 +260,7 @@ class Trainer:
                 measured = self._critic.backward(batch, tokens=tokens)
                 record_algorithm_metrics(step.meter, "critic", measured, batch.counted_mask.sum())
 
-        self._over_micro_batches(work, batches)
+        self._map_micro_batches(work, batches)
         self._apply_update(step)
 
     def _select_tokens(self, step: _Step, batches: Sequence[Batch], *, weights_unchanged: bool) -> list[Batch]:
@@ -270,7 +270,7 @@ class Trainer:
             return batch.log_probs if weights_unchanged else self._forward(batch, step)[0].log_probs
 
         with torch.no_grad():
-            current = self._over_micro_batches(log_probs, batches)
+            current = self._map_micro_batches(log_probs, batches)
         selected = self._objective.select_tokens(current, batches, self._engine, step=step.plan.step)
         return [replace(batch, selected=chosen) for batch, chosen in zip(batches, selected, strict=True)]
 
@@ -303,7 +303,9 @@ class Trainer:
         model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
         """
         self._heartbeat.start_pass()
-        scored = {name: policy.score_batch(batch) for name, policy in step.frozen.items() if policy.over_vocabulary}
+        scored = {
+            name: policy.score_batch(batch) for name, policy in step.frozen.items() if policy.needs_full_distribution
+        }
         flat, hidden = self._engine(
             batch.row,
             batch.rows,
@@ -322,16 +324,16 @@ class Trainer:
         )
 
     def _score_micro_batch(self, micro: MicroBatch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
-        return self._score(self._to_device(micro), step)
+        return self._score_batch(self._to_device(micro), step)
 
-    def _score(self, batch: Batch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
+    def _score_batch(self, batch: Batch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
         """Run all forwards over a batch. Collective under ZeRO-3.
 
         Returns (the batch with the results; statistics connected to the graph; hidden states).
         """
         statistics, hidden, log_probs = self._forward(batch, step, keep_hidden=step.monitor is not None)
         if self._engine.module.routes is not None:
-            batch = self._with_routes(batch, self._engine.module.routes, step)
+            batch = self._record_or_add_routes(batch, self._engine.module.routes, step)
         values = final_values = None
         log_probs |= {
             name: policy.score_batch(batch)[0] for name, policy in step.frozen.items() if name not in log_probs
@@ -357,7 +359,7 @@ class Trainer:
             scored = replace(scored, trajectory_energy=energies)
         return scored, statistics, hidden
 
-    def _with_routes(self, batch: Batch, routes: ExpertRoutes, step: _Step) -> Batch:
+    def _record_or_add_routes(self, batch: Batch, routes: ExpertRoutes, step: _Step) -> Batch:
         """Record metrics of replayed ``routes``, or return the batch with the routes that the trainer has selected.
 
         In the first micro-batch of a step, a second forward measures the difference from the engine without replay.

@@ -127,7 +127,7 @@ _PROBE_PROBLEMS = 64
 _PROBE_TEXT = "The sum 12 + 345 = 357.\n```python\nprint(7 * 8)\n```\n"
 
 
-class LocalService:
+class LocalRolloutService:
     """Executes the calls of a :class:`~agentrl.training.worker.service.RolloutService`.
 
     With ``rollout.schedule=synchronous`` the event loop is idle while the ranks train; otherwise it always runs.
@@ -246,7 +246,7 @@ class LocalService:
         engine = self._run_to_end(self._engine.health())
         return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
 
-    def plan(self, step: int, budget: int) -> RankPlan:
+    def roll_out_and_plan_rank(self, step: int, budget: int) -> RankPlan:
         """Roll out one step and plan it for this process, the only rank."""
         return self.roll_out_and_plan(step, budget)[0]
 

@@ -25,12 +25,12 @@ from agentrl.cluster.processes import set_tcp_timeout
 from agentrl.errors import AgentRLError
 from agentrl.training.engine.determinism import count_computing_processes, set_determinism, set_threads
 from agentrl.training.engine.heartbeat import INTERVAL, HeartbeatMonitor
-from agentrl.training.worker.local import LocalService
+from agentrl.training.worker.local import LocalRolloutService
 from agentrl.training.worker.service import (
     CallFailure,
     CallReply,
     InterruptedRunError,
-    RankConnection,
+    RankConnectionMessage,
     StuckRanks,
     WorkerRequest,
     WorkerStartup,
@@ -69,7 +69,7 @@ class WorkerServer:
 
     def listen(self, startup: WorkerStartup) -> None:
         """Accept the other ranks' connections, then listen to all ranks."""
-        arrived: queue.Queue[tuple[RankConnection, Connection]] = queue.Queue()
+        arrived: queue.Queue[tuple[RankConnectionMessage, Connection]] = queue.Queue()
         threading.Thread(target=_accept, args=(self._listener, startup, arrived), daemon=True, name="accept").start()
         deadline = time.monotonic() + _CONNECT_SECONDS
         while len(self._connections) + len(self._controls) < 2 * startup.ranks:
@@ -137,10 +137,10 @@ class WorkerServer:
 
     def serve(self, startup: WorkerStartup) -> None:
         """Create the service, then execute requests until a rank exits or a request fails."""
-        service: LocalService | None = None
+        service: LocalRolloutService | None = None
         try:
             load_plugins(startup.settings.plugins)
-            service = LocalService(startup.settings, startup.policy_path, ranks=startup.ranks)
+            service = LocalRolloutService(startup.settings, startup.policy_path, ranks=startup.ranks)
             with self._lock:
                 self._interrupt = service.interrupt
                 if self._interrupted:
@@ -156,7 +156,7 @@ class WorkerServer:
             if service is not None:
                 service.close()
 
-    def _execute_requests(self, service: LocalService) -> None:
+    def _execute_requests(self, service: LocalRolloutService) -> None:
         """Execute each request once all ranks have sent it. Raises _RankLostError once a rank is lost."""
         waiting: dict[int, WorkerRequest] = {}
         while True:
@@ -172,11 +172,11 @@ class WorkerServer:
             self._execute(service, waiting[0])
             waiting.clear()
 
-    def _execute(self, service: LocalService, request: WorkerRequest) -> None:
+    def _execute(self, service: LocalRolloutService, request: WorkerRequest) -> None:
         """Execute a request and reply to every rank."""
         try:
             values: list[object]
-            if request.name == "plan":  # each rank receives its own plan
+            if request.name == "roll_out_and_plan_rank":  # each rank receives its own plan
                 values = [*service.roll_out_and_plan(**request.arguments)]
             else:
                 values = [getattr(service, request.name)(**request.arguments)] * len(self._connections)
@@ -198,7 +198,7 @@ class WorkerServer:
 
 
 def _accept(
-    listener: socket.socket, startup: WorkerStartup, arrived: queue.Queue[tuple[RankConnection, Connection]]
+    listener: socket.socket, startup: WorkerStartup, arrived: queue.Queue[tuple[RankConnectionMessage, Connection]]
 ) -> None:
     while True:
         with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not a rank of this run

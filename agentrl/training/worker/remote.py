@@ -38,7 +38,7 @@ from agentrl.training.worker.service import (
     CallFailure,
     CallReply,
     InterruptedRunError,
-    RankConnection,
+    RankConnectionMessage,
     StuckRanks,
     WorkerLostError,
     WorkerRequest,
@@ -67,7 +67,7 @@ class _Endpoint:
     key: bytes
 
 
-class RemoteService:
+class RemoteRolloutService:
     """One rank's connections to the worker's process. Has the methods of :class:`.RolloutService`."""
 
     def __init__(self, settings: Settings, policy_path: str, *, rank: int, ranks: int, heartbeat: Heartbeat) -> None:
@@ -96,8 +96,8 @@ class RemoteService:
             self._connection, self._control = self._start(startup, listener)
         else:
             tcp_timeout = settings.cluster.deadline
-            self._connection = _connect(endpoint, RankConnection(rank=rank, control=False), tcp_timeout)
-            self._control = _connect(endpoint, RankConnection(rank=rank, control=True), tcp_timeout)
+            self._connection = _connect(endpoint, RankConnectionMessage(rank=rank, control=False), tcp_timeout)
+            self._control = _connect(endpoint, RankConnectionMessage(rank=rank, control=True), tcp_timeout)
         heartbeat.shortened = self._send_beat
         callback_handler.register_start_callback(heartbeat.allow_compilation)
         threading.Thread(target=self._send_beats_until_worker_exits, daemon=True, name="beat").start()
@@ -214,7 +214,7 @@ def _error_from(failure: CallFailure) -> Exception:
     return kind(failure.message)
 
 
-def _connect(endpoint: _Endpoint, caller: RankConnection, tcp_timeout: float) -> Connection:
+def _connect(endpoint: _Endpoint, caller: RankConnectionMessage, tcp_timeout: float) -> Connection:
     """Connect to the worker in a thread, because neither the connection nor the handshake has a deadline."""
     outcomes: queue.Queue[Connection | Exception] = queue.Queue()
 

@@ -1,6 +1,7 @@
 """The calls from training ranks to the rollout worker, each defined once, with a description of the wait.
 
-:class:`.local.LocalService` executes the calls. :class:`.remote.RemoteService` sends them by name to another process.
+:class:`.local.LocalRolloutService` executes the calls. :class:`.remote.RemoteRolloutService` sends them by name to
+another process.
 """
 
 from __future__ import annotations
@@ -75,7 +76,7 @@ class RolloutService(Protocol):
         """Return lines about the environment, the engine and the problems, for the console."""
 
     @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
-    def plan(self, step: int, budget: int) -> RankPlan:
+    def roll_out_and_plan_rank(self, step: int, budget: int) -> RankPlan:
         """Roll out a step and return this rank's part of it, in micro-batches of ``budget`` tokens.
 
         A step that was planned but not finished is planned again, with the same trajectories.
@@ -165,7 +166,7 @@ class WorkerStartup:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RankConnection:
+class RankConnectionMessage:
     """The first message on a connection of a rank other than rank 0.
 
     ``control``: the connection is for the rank's heartbeats and interrupts, and for :class:`StuckRanks` in return.

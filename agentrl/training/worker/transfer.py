@@ -115,7 +115,7 @@ class WeightSender:
             if torch.cuda.is_available():
                 # Free the transfer's buffer and copy, because colocated servers allocate their caches next.
                 torch.cuda.empty_cache()
-        return self._service.install(directory, version, self._with_checksums(probe))
+        return self._service.install(directory, version, self._add_checksums(probe))
 
     def _source_for(self, target: TransferTarget) -> ParameterSource:
         module, with_checksums = self._engine.module.causal_lm, self._engine.rank == 0
@@ -151,9 +151,9 @@ class WeightSender:
         return self._direct[1]
 
     def _score_probe(self) -> Probe:
-        return self._with_checksums(score_probe(self._engine, self._probe))
+        return self._add_checksums(score_probe(self._engine, self._probe))
 
-    def _with_checksums(self, probe: Probe) -> Probe:
+    def _add_checksums(self, probe: Probe) -> Probe:
         """Return the probe with the checksums of the weights sent last."""
         return replace(probe, checksums=self._source.checksums)
 
