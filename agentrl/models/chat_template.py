@@ -201,7 +201,7 @@ def _tool_message(tool: str, number: int) -> Message:
     return {"role": "tool", "content": content_placeholder(number), "name": tool, "tool_call_id": CALL_ID_PLACEHOLDER}
 
 
-class _Responses(NamedTuple):
+class _ToolResponseTexts(NamedTuple):
     """The texts around tool responses after a turn with calls."""
 
     before: str
@@ -232,15 +232,15 @@ def read_chat_format(
             f"{plain}"
         )
     template = _TemplateReader(ChatTemplate(tokenizer, options=options), name, tools, setting, system)
-    before_problem, after_problem = template.pieces(_conversation()).plain_texts
+    before_problem, after_problem = template.layout_in_message_order(_conversation()).plain_texts
     shown = before_problem + after_problem
     if missing := [tool for tool in template.tools if tool not in shown]:
         raise SettingsError(f"the chat template of {name} does not render the tools {missing}: choose another model")
-    before, behind, after = template.reply()
-    calls, responses, end = HERMES, _Responses("", "", "", False), template.chat.leading_special_token(behind)
+    before, behind, after = template.problem_and_reply_texts()
+    calls, responses, end = HERMES, _ToolResponseTexts("", "", "", False), template.chat.leading_special_token(behind)
     if tools:
-        calls = template.calls()
-        responses = template.responses()
+        calls = template.tool_call_format()
+        responses = template.tool_response_texts()
         end = template.chat.leading_special_token(responses.before) or end
     return ChatFormat(
         before_problem=before_problem,
@@ -250,7 +250,7 @@ def read_chat_format(
         between_responses=responses.between,
         after_response=responses.after,
         user=(behind.removeprefix(end), after) if before == before_problem else None,
-        opening=lru_cache(maxsize=_OPENINGS)(template.opening),
+        opening=lru_cache(maxsize=_OPENINGS)(template.prompt_texts),
         calls=calls,
         quoted=responses.quoted,
         system=system,
@@ -271,29 +271,29 @@ class _TemplateReader:
         self._schemas = [dict(tool) for tool in tools]
         self._system = [{"role": "system", "content": system}] if system else []
 
-    def layout(self, messages: Sequence[Message]) -> TemplateLayout:
+    def layout_after_system_prompt(self, messages: Sequence[Message]) -> TemplateLayout:
         """Return the layout after the system prompt, unless ``messages`` start with a system message."""
         own = messages[0]["role"] == "system"
         try:
             return self.chat.layout([*([] if own else self._system), *messages], self._schemas)
         except ChatTemplateError as error:
             raise SettingsError(
-                f"the chat template of {self.name} cannot render a conversation{self._with_tools}: {error}"
+                f"the chat template of {self.name} cannot render a conversation{self._tools_suffix}: {error}"
             ) from error
 
-    def pieces(self, messages: Sequence[Message]) -> TemplateLayout:
+    def layout_in_message_order(self, messages: Sequence[Message]) -> TemplateLayout:
         """Return the layout of messages. Raises SettingsError unless each message appears once and in order."""
-        layout = self.layout(messages)
+        layout = self.layout_after_system_prompt(messages)
         if layout.slots != tuple(range(len(messages))):
             raise SettingsError(
-                f"the chat template of {self.name} does not render each message of a conversation{self._with_tools} "
+                f"the chat template of {self.name} does not render each message of a conversation{self._tools_suffix} "
                 f"unchanged, once and in order, so {self.setting} cannot use it: choose another model"
             )
         return layout
 
-    def opening(self, roles: tuple[str, ...]) -> TextsAroundMessages:
+    def prompt_texts(self, roles: tuple[str, ...]) -> TextsAroundMessages:
         """Return the texts around the messages of a prompt with these ``roles``, in the template's order."""
-        layout = self.layout(
+        layout = self.layout_after_system_prompt(
             [{"role": role, "content": content_placeholder(number)} for number, role in enumerate(roles)]
         )
         if sorted(layout.slots) != list(range(len(roles))):
@@ -303,7 +303,7 @@ class _TemplateReader:
             )
         return TextsAroundMessages(texts=layout.plain_texts, order=layout.slots)
 
-    def reply(self) -> tuple[str, str, str]:
+    def problem_and_reply_texts(self) -> tuple[str, str, str]:
         """Return the text before the problem, and the texts before and after a user message that follows a turn.
 
         All three are "" if the template does not support such a message.
@@ -313,18 +313,18 @@ class _TemplateReader:
             {"role": "user", "content": content_placeholder(2)},
         )
         try:
-            first, _, before, after = self.pieces(_conversation(said, user)).plain_texts
+            first, _, before, after = self.layout_in_message_order(_conversation(said, user)).plain_texts
         except SettingsError:
             return "", "", ""
         return first, before, after
 
-    def calls(self) -> ToolCallFormat:
+    def tool_call_format(self) -> ToolCallFormat:
         """Return the format of the template's tool calls."""
         try:
             form = self.chat.tool_call_format(self.tools[0], self._schemas, self._system)
         except ChatTemplateError as error:
             raise SettingsError(
-                f"the chat template of {self.name} cannot render a conversation{self._with_tools}: {error}"
+                f"the chat template of {self.name} cannot render a conversation{self._tools_suffix}: {error}"
             ) from error
         if form is None:
             raise SettingsError(
@@ -333,20 +333,20 @@ class _TemplateReader:
             )
         return form
 
-    def responses(self) -> _Responses:
+    def tool_response_texts(self) -> _ToolResponseTexts:
         """Return the template's texts around the responses to a turn's tool calls.
 
         Raises SettingsError if the texts depend on the position in the conversation.
         """
         try:
-            return self._responses(called=False)
+            return self._read_tool_response_texts(called=False)
         except SettingsError as error:
             try:
-                return self._responses(called=True)  # some templates require a call before a response
+                return self._read_tool_response_texts(called=True)  # some templates require a call before a response
             except SettingsError:
                 raise error from None
 
-    def _responses(self, *, called: bool) -> _Responses:
+    def _read_tool_response_texts(self, *, called: bool) -> _ToolResponseTexts:
         tool = self.tools[0]
 
         def turn(number: int) -> Message:
@@ -356,9 +356,11 @@ class _TemplateReader:
                 else {"role": "assistant", "content": content_placeholder(number)}
             )
 
-        one = self.pieces(_conversation(turn(1), _tool_message(tool, 2)))
-        two = self.pieces(_conversation(turn(1), _tool_message(tool, 2), _tool_message(tool, 3)))
-        later = self.pieces(_conversation(turn(1), _tool_message(tool, 2), turn(3), _tool_message(tool, 4)))
+        one = self.layout_in_message_order(_conversation(turn(1), _tool_message(tool, 2)))
+        two = self.layout_in_message_order(_conversation(turn(1), _tool_message(tool, 2), _tool_message(tool, 3)))
+        later = self.layout_in_message_order(
+            _conversation(turn(1), _tool_message(tool, 2), turn(3), _tool_message(tool, 4))
+        )
         before = {one.plain_texts[2], two.plain_texts[2], later.plain_texts[2], later.plain_texts[4]}
         after = {one.plain_texts[3], two.plain_texts[4], later.plain_texts[5]}
         if len(before) > 1 or len(after) > 1 or one.quoted[2] != two.quoted[3]:
@@ -370,8 +372,8 @@ class _TemplateReader:
         if called:  # the model writes the text that closes the call
             end = self.chat.first_special_token(rest)
             rest = rest[rest.index(end) :] if end else rest
-        return _Responses(rest, two.plain_texts[3], one.plain_texts[3], one.quoted[2])
+        return _ToolResponseTexts(rest, two.plain_texts[3], one.plain_texts[3], one.quoted[2])
 
     @property
-    def _with_tools(self) -> str:
+    def _tools_suffix(self) -> str:
         return " with tools" if self.tools else ""

@@ -200,7 +200,7 @@ class RolloutSource(ABC):
         """Return the next rollout. All rollouts of a problem except the first wait until its prompt is measured."""
         async with self._job_lock:
             if self._samples_left:
-                group = await self._queue.wait_for_newest()
+                group = await self._queue.wait_until_newest_measured()
             else:
                 if not await self._wait_for_admission():
                     return None

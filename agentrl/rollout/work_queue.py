@@ -102,7 +102,7 @@ class WorkQueue:
             return self._newest
         return self._issue_group()
 
-    async def wait_for_newest(self) -> Group:
+    async def wait_until_newest_measured(self) -> Group:
         """Wait until the newest group's prompt is measured, and return the group.
 
         If the group's problem was skipped, the group contains its replacement.

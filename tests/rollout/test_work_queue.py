@@ -84,7 +84,7 @@ async def test_what_is_issued_again_was_measured() -> None:
     one.requeue_untrained()
     again = await one.issue_next_group()
     one.record_prompt_length(again, 100)
-    assert (again, await one.wait_for_newest()) == (first, first)
+    assert (again, await one.wait_until_newest_measured()) == (first, first)
     assert (await one.issue_next_group()) == second
 
 

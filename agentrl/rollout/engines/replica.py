@@ -265,7 +265,7 @@ class ServerClient(ABC):
         """Return the log-probabilities at temperature 1 of ``token_ids[1:]``."""
 
     @abstractmethod
-    async def version(self) -> str | None:
+    async def version_label(self) -> str | None:
         """Return the label of the server's weights; None until :meth:`set_version_label` sets one."""
 
     @abstractmethod

@@ -70,7 +70,7 @@ class ServedWeights:
 
     async def ensure_installed(self, replica: ServerClient) -> bool:
         """Return True if a server has the current version. If necessary, installs it from files first."""
-        label = await replica.version()
+        label = await replica.version_label()
         if label is None and self.has_initial_weights:
             await replica.set_version_label(self.version)
         elif label != str(self.version):
@@ -141,7 +141,7 @@ class ServedAdapters(ServedWeights):
                 await replica.unload_adapter(old)
 
     async def ensure_installed(self, replica: ServerClient) -> bool:
-        if await replica.version() is None:
+        if await replica.version_label() is None:
             await replica.set_version_label(self.version)
         await self.install(replica)
         return True

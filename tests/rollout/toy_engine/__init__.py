@@ -30,7 +30,7 @@ class ToyClient(ServerClient):
     async def score(self, token_ids, *, salt):
         return await self.http.post("/score", {"token_ids": token_ids}, tuple[float, ...], seconds=600)
 
-    async def version(self):
+    async def version_label(self):
         return (await self.http.get("/about", seconds=30))["version"]
 
     async def set_version_label(self, version):

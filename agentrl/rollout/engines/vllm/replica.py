@@ -351,7 +351,7 @@ class VLLMClient(ServerClient):
 
     # -- control --------------------------------------------------------------------------------------------------
 
-    async def version(self) -> str | None:
+    async def version_label(self) -> str | None:
         label = (await self.http.get("/weight_info", _WeightInfo, seconds=QUICK_TIMEOUT)).weight_version
         return None if label == "default" else label
 
@@ -420,7 +420,7 @@ class VLLMClient(ServerClient):
         """
         await self.check_health()
         try:
-            version = await self.version()
+            version = await self.version_label()
             info = await self.http.get("/server_info?config_format=json", _ServerInfo, seconds=4 * QUICK_TIMEOUT)
             workers = (await self.http.get("/get_world_size", _WorldSize, seconds=QUICK_TIMEOUT)).world_size
         except StatusError as error:
