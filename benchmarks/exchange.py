@@ -66,7 +66,7 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
     homes = home_ranks({group: [options.size] * ranks for group in range(options.groups)})
     places = torch.tensor([homes[group] for part in own for group in part.groups.tolist()])
     exchange = RowExchange([part.response_mask for part in own], places)
-    made = compute_advantages("tir_otb", exchange.send(own))
+    made = compute_advantages("tir_otb", exchange.send_records_home(own))
     kept = exchange.send_results_back(made.advantages), exchange.send_results_back(made.returns)
     peak = high_water() - start
     results[rank] = (sum(map(size_of, own)), counted.sent, peak, len(kept))

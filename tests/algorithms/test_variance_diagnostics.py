@@ -234,4 +234,4 @@ def test_a_tree_counts_as_one_rollout_with_the_weights_of_its_branches() -> None
     power = (by_edge[0] + by_edge[1] / 4 + by_edge[2] / 4 + by_edge[3] + by_edge[4]) / 3
     engine: Any = SimpleNamespace(sum_over_replicas=lambda values: values, all_reduce_max=lambda values: values)
     assert meter.weight_over_ranks("variance/total_power", engine) == pytest.approx(3)
-    assert meter.reduce(engine)["variance/total_power"] == pytest.approx(float(power), rel=1e-6)
+    assert meter.reduce_over_ranks(engine)["variance/total_power"] == pytest.approx(float(power), rel=1e-6)

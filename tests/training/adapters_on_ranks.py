@@ -68,7 +68,7 @@ def run(stage: int, folder: Path) -> dict[str, Any]:
             gather_from_ranks(None)  # when every rank has written
         scores.append(step(engine))
     resumed = start(stage)
-    resumed.load(folder)
+    resumed.load_checkpoint(folder)
     for _ in range(STEPS // 2, STEPS):
         step(resumed)
     whole, again = (

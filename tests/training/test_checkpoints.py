@@ -157,7 +157,7 @@ def test_a_checkpoint_written_beside_training_has_the_same_bytes(root: Path, alo
     changing = state(3)
     writer.save({"engine": alone, "critic": alone}, changing)
     changing.evaluations.append({})  # type: ignore[typeddict-item]
-    writer.finish()
+    writer.publish_pending()
     assert published == [3]
     folders = root / "step-000003", tmp_path / "beside" / "step-000003"
     for name in (MODEL, CRITIC, "state.json"):
@@ -171,7 +171,7 @@ def test_a_large_checkpoint_is_written_beside_training(root: Path, alone: Any, m
     monkeypatch.setattr(checkpoint, "_LARGE", alone.copy_rank_state().size - 1)
     writer.save({"engine": alone}, state(5))
     assert published == [4]
-    writer.finish()
+    writer.publish_pending()
     assert published == [4, 5]
 
 
@@ -179,14 +179,14 @@ def test_a_checkpoint_counts_only_when_all_of_it_is_written(root: Path, alone: A
     held = HeldUp()
     writer, published = beside_training(root)
     writer.save({"engine": held}, state(4))
-    writer.finish(wait=False)
+    writer.publish_pending(wait=False)
     assert published == []
     killed = Path(shutil.copytree(root, tmp_path / "killed"))  # what a kill at this moment leaves
     assert opened(killed) == ("step-000003", 3, [])
     assert names(killed) == ["step-000001", "step-000002", "step-000003"]
     held.go.set()
     writer.save({"engine": alone}, state(5))  # ends the one before
-    writer.finish()
+    writer.publish_pending()
     assert published == [4, 5]
     assert names(root) == ["step-000003", "step-000004", "step-000005"]
 
@@ -197,10 +197,10 @@ def test_a_failure_beside_training_is_reported_and_leaves_nothing(root: Path, al
     writer.save({"engine": held}, state(4))
     held.go.set()
     with pytest.raises(WorldError, match=r"cannot write a checkpoint to .*step-000004.*No space left on device"):
-        writer.finish()
+        writer.publish_pending()
     assert published == []
     assert names(root) == ["step-000001", "step-000002", "step-000003"]
-    writer.finish()  # there is none any more
+    writer.publish_pending()  # there is none any more
 
 
 def test_ranks_check_every_file_between_them(root: Path) -> None:

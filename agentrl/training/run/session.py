@@ -335,7 +335,7 @@ class TrainingSession:
         if self._run is not None:
             self._run.append_metrics(metrics)
         self._trackers.log_metrics(metrics)
-        self._writer.finish(wait=False)
+        self._writer.publish_pending(wait=False)
 
     def _report_alerts(self, metrics: Metrics) -> None:
         """Report the alerts that start at this step, and stop the run if ``telemetry.stop_on`` contains one of them."""
@@ -487,7 +487,7 @@ class TrainingSession:
     def _stop(self) -> int:
         if self._saved != (self._progress.step, len(self._progress.evaluations)):
             self._save_checkpoint()
-        self._writer.finish()
+        self._writer.publish_pending()
         if self._run is not None:
             reprint_alerts(self._run, self._console)
         self._console.note(
@@ -500,7 +500,7 @@ class TrainingSession:
 
     def _finish(self) -> None:
         self._save_checkpoint()
-        self._writer.finish()
+        self._writer.publish_pending()
         export = self._gather_export()
         if self._run is not None:
             write_final_outputs(
