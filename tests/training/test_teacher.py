@@ -130,7 +130,11 @@ def test_each_source_is_scored_by_its_teacher(server: TeacherServer, objective: 
     settings = TeacherSettings(objective=objective)
     other = replace(ROWS[1], problem=replace(ROWS[1].problem, source="code"))
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories([ROWS[0], other]))
-    options = {"temperature": 1.0, "needs_full_distribution": settings.needs_full_distribution, "beta": settings.resolved_beta}
+    options = {
+        "temperature": 1.0,
+        "needs_full_distribution": settings.needs_full_distribution,
+        "beta": settings.resolved_beta,
+    }
     away = served(server, objective=objective, top_tokens=264)
     coder = frozen_policy(tiny_model(seed=2), refused_ids={5: "id differs"}, **options)
     by_source = TeachersBySource({"code": coder, None: away})

@@ -56,7 +56,7 @@ class FrozenPolicy:
     ) -> None:
         """``forward`` computes the forward of ``policy``, whose parameters are frozen.
 
-        ``over_vocabulary`` enables the divergence over the whole vocabulary; ``beta`` selects the divergence
+        ``needs_full_distribution`` enables the divergence over the whole vocabulary; ``beta`` selects the divergence
         (:func:`.full_kl`). If the parameters are sharded, this requires a copy of the head on every rank. Rows of the
         head beyond ``vocabulary`` are omitted, because they only pad the vocabulary: no tokenizer has these ids. With
         ``hinted``, the policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to error
