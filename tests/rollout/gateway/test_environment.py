@@ -340,7 +340,7 @@ async def test_a_task_set_of_verifiers_is_played(tmp_path: Path, monkeypatch: py
 async def test_a_worker_of_verifiers_asks_again_where_the_gateway_does_not_answer() -> None:
     answers: list[Exception | None] = [TimeoutError("timed out"), None, ConnectionRefusedError("gone")]
 
-    class Asking(verifiers_worker.Worker):
+    class Asking(verifiers_worker.RolloutWorker):
         async def _post(self, path: str, body: Any) -> None:
             if (answer := answers.pop(0)) is not None:
                 raise answer
