@@ -201,7 +201,7 @@ def accepts_connections(address: tuple[str, int], seconds: float) -> bool:
     return True
 
 
-class PortWatch:
+class PortReachabilityWatch:
     """Checks repeatedly, in a thread, whether a port of another machine accepts connections."""
 
     def __init__(self, address: tuple[str, int], deadline: float, *, poll_interval: float = _POLL_INTERVAL) -> None:

@@ -33,7 +33,7 @@ from agentrl.cluster.processes import (
     Bundle,
     ClusterNode,
     NodeLostError,
-    PortWatch,
+    PortReachabilityWatch,
     ProcessSpec,
     Reservation,
     accepts_connections,
@@ -132,7 +132,7 @@ class RayNode:
         self,
         host: ActorHandle[NodeHost],
         reservation: Reservation,
-        head: PortWatch,
+        head: PortReachabilityWatch,
         unreachable: set[str],
         deadline: float,
     ) -> None:
@@ -381,7 +381,7 @@ def _ray_node_id(node: ClusterNode) -> str:
     raise NodeLostError(f"the node {node.name} ({node.address}) has left the cluster")
 
 
-def _connect(settings: ClusterSettings) -> PortWatch:
+def _connect(settings: ClusterSettings) -> PortReachabilityWatch:
     """Connect to the cluster and start watching its head.
 
     Raises SettingsError if no cluster responds, and WorldError if Ray does not start within ``start_deadline``.
@@ -397,7 +397,7 @@ def _connect(settings: ClusterSettings) -> PortWatch:
             logger.warning("%s; retrying for %.0f s", error, until - time.monotonic())
             time.sleep(_RETRY_INTERVAL)
     host, _, port = ray.get_runtime_context().gcs_address.rpartition(":")
-    return PortWatch((host, int(port)), settings.deadline)
+    return PortReachabilityWatch((host, int(port)), settings.deadline)
 
 
 def _try_to_connect(settings: ClusterSettings) -> None:

@@ -179,10 +179,10 @@ class AnswerGrader(Protocol):
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class VoteCounts:
+class ProblemVotes:
     """Votes on one problem: for the correct answer, for each distinct wrong answer (most votes first), and abstentions.
 
-    >>> VoteCounts(correct=3, wrong=(3, 1), abstentions=1).majority_score
+    >>> ProblemVotes(correct=3, wrong=(3, 1), abstentions=1).majority_score
     0.5
     """
 
@@ -199,7 +199,7 @@ class VoteCounts:
         return 1 / (1 + self.wrong.count(most))
 
 
-async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: AnswerGrader) -> VoteCounts:
+async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: AnswerGrader) -> ProblemVotes:
     """Count the votes on one problem from each sample's answer and verdict.
 
     A wrong answer joins the first group that the grader considers equal, in order of decreasing frequency of spellings.
@@ -217,14 +217,16 @@ async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: Ans
     for answer, count in spellings.most_common():
         groups[await _find_or_add_group(answer, groups, grader)] += count
     wrong = (*groups.values(), *slow.values())
-    return VoteCounts(correct=correct, wrong=tuple(sorted(wrong, reverse=True)), abstentions=len(samples) - len(votes))
+    return ProblemVotes(
+        correct=correct, wrong=tuple(sorted(wrong, reverse=True)), abstentions=len(samples) - len(votes)
+    )
 
 
-def maj_at_n(tallies: Sequence[VoteCounts]) -> float:
-    """Compute the mean of `VoteCounts.majority_score` over problems. Raises ValueError if there is no problem.
+def maj_at_n(tallies: Sequence[ProblemVotes]) -> float:
+    """Compute the mean of `ProblemVotes.majority_score` over problems. Raises ValueError if there is no problem.
 
-    >>> counts = [VoteCounts(correct=2, wrong=(1,)), VoteCounts(correct=1, wrong=(1,))]
-    >>> maj_at_n([*counts, VoteCounts(correct=0, wrong=(), abstentions=3)])
+    >>> counts = [ProblemVotes(correct=2, wrong=(1,)), ProblemVotes(correct=1, wrong=(1,))]
+    >>> maj_at_n([*counts, ProblemVotes(correct=0, wrong=(), abstentions=3)])
     0.5
     """
     if not tallies:

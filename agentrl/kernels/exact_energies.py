@@ -76,7 +76,7 @@ def trajectory_energies(
         embedded, hidden = _forward(parts, rows)
         shares = _head_energies_by_row(parts, hidden.detach(), rows, temperature, cap)
         layers.begin_backward()
-        (gradient,) = torch.autograd.grad(hidden, embedded, _hidden_state_gradient(hidden, shares, rows))
+        (gradient,) = torch.autograd.grad(hidden, embedded, _weighted_log_prob_gradient(hidden, shares, rows))
     layers.check_all_layers_done()
     # The scale of an embedding's rows is a factor of the gradient of its weight.
     at_weight = gradient.detach().flatten(0, 1).to(dtype) * parts.embedding_scale
@@ -143,7 +143,7 @@ def _forward(parts: CausalLMParts, rows: _EnergyInputs) -> tuple[Tensor, Tensor]
     return leaves[0], hidden
 
 
-def _hidden_state_gradient(hidden: Tensor, shares: list[HeadEnergies], rows: _EnergyInputs) -> Tensor:
+def _weighted_log_prob_gradient(hidden: Tensor, shares: list[HeadEnergies], rows: _EnergyInputs) -> Tensor:
     """Return the gradient of sum_t rho_t ln p(y_t) with respect to ``hidden``, the states after the last norm."""
     gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
     gradient[rows.input_positions[_shift_left(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
@@ -242,7 +242,7 @@ def head_energies(
     """
     blocks = _VocabularyBlocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
     hidden = hidden.to(coefficients.dtype)
-    normalizer, rest = blocks.log_normalizer_and_rest()
+    normalizer, rest = blocks.log_normalizer_and_other_probability()
     scale = (coefficients / temperature).unsqueeze(-1)
     gram = gram_is_cheaper(hidden.shape[0], weight.shape[1], weight.shape[0])
     products = hidden.new_zeros(hidden.shape[0], hidden.shape[0]) if gram else None
@@ -297,7 +297,7 @@ class _VocabularyBlocks:
         at = ((self._targets >= start) & (self._targets < start + width)).nonzero().squeeze(-1)
         return at, self._targets[at] - start
 
-    def log_normalizer_and_rest(self) -> tuple[Tensor, Tensor]:
+    def log_normalizer_and_other_probability(self) -> tuple[Tensor, Tensor]:
         """Return (ln sum_v e^z_v, 1 - p(y)), each [K]. The second is a sum over other tokens, to avoid cancellation."""
         others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
         own = torch.empty_like(others)

@@ -77,7 +77,7 @@ class FrozenHead:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TopTokens:
+class FrozenTopTokens:
     """The most likely tokens of a frozen policy whose hidden states are not available."""
 
     ids: Tensor  # [N, K]
@@ -113,7 +113,7 @@ class TopTokens:
 class HeadsByToken:
     """Several frozen policies, each for some of the tokens."""
 
-    parts: Sequence[tuple[Tensor, FrozenHead | TopTokens]]  # with the indices of the policy's tokens
+    parts: Sequence[tuple[Tensor, FrozenHead | FrozenTopTokens]]  # with the indices of the policy's tokens
 
     def divergence(
         self,
@@ -167,7 +167,7 @@ class FusedHead(nn.Linear):
         targets: Tensor,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | TopTokens | HeadsByToken | None = None,
+        teacher: FrozenHead | FrozenTopTokens | HeadsByToken | None = None,
         support: Support | None = None,
     ) -> TokenStatistics: ...
     def forward(
@@ -176,7 +176,7 @@ class FusedHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | TopTokens | HeadsByToken | None = None,
+        teacher: FrozenHead | FrozenTopTokens | HeadsByToken | None = None,
         support: Support | None = None,
     ) -> Tensor | TokenStatistics:
         """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
@@ -263,7 +263,7 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | TopTokens | HeadsByToken | None = None,
+        teacher: FrozenHead | FrozenTopTokens | HeadsByToken | None = None,
         support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.
@@ -291,7 +291,7 @@ class PolicyModel(nn.Module):
             return statistics, selected.detach() if keep_hidden else None
         numbers = self.local_token_indices(row, rows, columns)
         assert numbers is not None  # ranks share the row
-        held = _indices_or_zero(numbers)
+        held = _indices_or_first_row(numbers)
         # A rank without tokens computes one token and discards it, because the head is a collective under ZeRO-3.
         own = (indices[held] - rank_slice(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
@@ -337,7 +337,7 @@ class PolicyModel(nn.Module):
             weights[places] = importance_weights[rows, columns]
         every = torch.arange(len(input_ids), device=input_ids.device)
         numbers = every if self.sequence is None else every[self.sequence.rank :: self.sequence.size]
-        own = _indices_or_zero(numbers)
+        own = _indices_or_first_row(numbers)
         energies = trajectory_energies(
             self.causal_lm,
             input_ids[own],
@@ -352,7 +352,7 @@ class PolicyModel(nn.Module):
         return self.sequence.all_gather(energies[: len(numbers)], numbers, len(every))
 
 
-def _indices_or_zero(numbers: Tensor) -> Tensor:
+def _indices_or_first_row(numbers: Tensor) -> Tensor:
     """Return ``numbers`` [n], or [0] if empty, because a rank without work must still take part in collectives."""
     return numbers if len(numbers) else numbers.new_zeros(1)
 

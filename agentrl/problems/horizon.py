@@ -154,7 +154,7 @@ def _solve_debug_sign(rng: Random, numbers: Numbers) -> Solution:
     return Solution(a + b, (final_answer_turn(f"{a}+{b}"),))
 
 
-def _solve_debug_shift(rng: Random, numbers: Numbers) -> Solution:
+def _solve_hidden_shift(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
     turns = (call_turn("test(0)", shift), final_answer_turn(f"{shift}+{b}"))
@@ -186,7 +186,7 @@ _DEBUG_FAMILIES = (
         ),
     ),
     ExerciseFamily(
-        name="debug_2", draw=draw_descending_pair, solve=_solve_debug_shift,
+        name="debug_2", draw=draw_descending_pair, solve=_solve_hidden_shift,
         phrasings=(
             "f(n)=n+{a} is wrong: test(n) shows what n and some number make. What is f({b})?",
             "{n} adds {a}, which is wrong. test(n) shows n and the right number added. What is it for {b}?",

@@ -351,7 +351,7 @@ class StoredStep:
     rows: dict[RowKey, TrajectoryTokens]
     warnings: tuple[str, ...] = ()
 
-    def siblings(self, trajectory: StoredTrajectory) -> list[StoredTrajectory]:
+    def trained_group(self, trajectory: StoredTrajectory) -> list[StoredTrajectory]:
         """Return the trained trajectories of ``trajectory``'s group, including itself, in the order of training."""
         by_key = {item.key: item for item in self.trajectories}
         return [by_key[key] for key in self.rows if key.group == trajectory.key.group and key in by_key]

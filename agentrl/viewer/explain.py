@@ -100,7 +100,7 @@ class TokenExplanation:
         elif not weights:
             yield "  no weights: b is not a weighted mean of the group's returns"
         for sibling, weight in weights.items():
-            other = next(item for item in self.step.siblings(self.trajectory) if item.key == sibling)
+            other = next(item for item in self.step.trained_group(self.trajectory) if item.key == sibling)
             assert other.tokens is not None
             index = min(self.index, len(other.tokens) - 1)
             energy = self.step.realized_energies[sibling][index]
@@ -109,7 +109,7 @@ class TokenExplanation:
                 f"G = {other.tokens.returns[index]:.9g}, W = {energy:.9g}"
             )
         made = self.value_at_token(
-            recompute_advantages(self.step, self.step.siblings(self.trajectory))[key]["advantages"]
+            recompute_advantages(self.step, self.step.trained_group(self.trajectory))[key]["advantages"]
         )
         normalized = "" if np.isclose(advantage, returned - baseline, rtol=1e-5, atol=1e-7) else ", then normalized"
         yield f"advantage: A = {advantage:.9g} (G - b = {returned - baseline:.9g}{normalized})"
@@ -120,7 +120,7 @@ class TokenExplanation:
         """Explain the baseline of a token whose index no other trajectory of the group reaches."""
         entry = ESTIMATORS[facts.estimator]
         tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
-        others = [item for item in self.step.siblings(self.trajectory) if item.key != self.trajectory.key]
+        others = [item for item in self.step.trained_group(self.trajectory) if item.key != self.trajectory.key]
         if entry.by_column:
             alone = not any(item.model_mask[self.position : self.position + 1].any() for item in others)
         else:
@@ -201,7 +201,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
     A rollout's weight is the baseline for a return of 1 of this rollout and 0 of all others. Returns an empty mapping
     if the estimator uses no group baseline, or if the baseline is not a weighted sum of the returns.
     """
-    facts, siblings = require_token_facts(step), step.siblings(trajectory)
+    facts, siblings = require_token_facts(step), step.trained_group(trajectory)
     if not ESTIMATORS[facts.estimator].group_based:
         return {}
     names = ESTIMATORS.option_names(facts.estimator)

@@ -129,8 +129,8 @@ def what_if(
     the step lacks a required value, and the errors of ``compute_advantages``.
     """
     resolved = options_with_defaults(step, estimator, options or {})
-    kept = _first_rollouts(step.siblings(trajectory), trajectory, size)
-    left_out = {item.key for item in step.siblings(trajectory)} - {item.key for item in kept}
+    kept = _first_rollouts(step.trained_group(trajectory), trajectory, size)
+    left_out = {item.key for item in step.trained_group(trajectory)} - {item.key for item in kept}
     smaller = replace(step, trajectories=tuple(item for item in step.trajectories if item.key not in left_out))
     made = recompute_advantages(smaller, kept, estimator=estimator, options=resolved)
     columns = {item.key: made[item.key] for item in kept}
@@ -154,19 +154,19 @@ def options_with_defaults(step: StoredStep, estimator: str, options: Mapping[str
 
 
 def _first_rollouts(
-    siblings: list[StoredTrajectory], trajectory: StoredTrajectory, size: int | None
+    trained_group: list[StoredTrajectory], trajectory: StoredTrajectory, size: int | None
 ) -> list[StoredTrajectory]:
     """Return the trajectories of ``trajectory``'s rollout and the first other rollouts, ``size`` in total."""
-    samples = [*dict.fromkeys([trajectory.key.sample, *(item.key.sample for item in siblings)])]
+    samples = [*dict.fromkeys([trajectory.key.sample, *(item.key.sample for item in trained_group)])]
     if trajectory.tokens is None:
         raise SettingsError(
             f"the step did not train on trajectory {trajectory.number}: choose another trajectory of its group"
         )
     if size is None:
-        return siblings
+        return trained_group
     if not 1 <= size <= len(samples):
         raise SettingsError(f"N must be 1 to {len(samples)}, the number of trained rollouts of this group; got {size}")
-    return [item for item in siblings if item.key.sample in samples[:size]]
+    return [item for item in trained_group if item.key.sample in samples[:size]]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 
-from agentrl.cluster.processes import PortWatch, accepts_connections, set_tcp_timeout
+from agentrl.cluster.processes import PortReachabilityWatch, accepts_connections, set_tcp_timeout
 
 
 def lost(address: tuple[str, int], deadline: float) -> str:
-    watch = PortWatch(address, deadline, poll_interval=0.01)
+    watch = PortReachabilityWatch(address, deadline, poll_interval=0.01)
     while watch.lost is None:
         time.sleep(0.01)
     return watch.lost

@@ -7,7 +7,7 @@ from math import comb
 import numpy as np
 import pytest
 
-from agentrl.evaluation.scores import VoteCounts, count_votes, maj_at_n
+from agentrl.evaluation.scores import ProblemVotes, count_votes, maj_at_n
 from agentrl_envs.grading import Grader, GraderSettings
 from agentrl_envs.types import Verdict
 
@@ -17,20 +17,20 @@ RIGHT, WRONG = Verdict.CORRECT, Verdict.INCORRECT
 @pytest.mark.parametrize(
     ("votes", "majority"),
     [
-        (VoteCounts(correct=3, wrong=(2, 2)), 1.0),
-        (VoteCounts(correct=2, wrong=(2, 1)), 1 / 2),
-        (VoteCounts(correct=2, wrong=(2, 2)), 1 / 3),
-        (VoteCounts(correct=1, wrong=(2,)), 0.0),
-        (VoteCounts(correct=0, wrong=(), abstentions=4), 0.0),
-        (VoteCounts(correct=1, wrong=(), abstentions=31), 1.0),
+        (ProblemVotes(correct=3, wrong=(2, 2)), 1.0),
+        (ProblemVotes(correct=2, wrong=(2, 1)), 1 / 2),
+        (ProblemVotes(correct=2, wrong=(2, 2)), 1 / 3),
+        (ProblemVotes(correct=1, wrong=(2,)), 0.0),
+        (ProblemVotes(correct=0, wrong=(), abstentions=4), 0.0),
+        (ProblemVotes(correct=1, wrong=(), abstentions=31), 1.0),
     ],
 )
-def test_majority(votes: VoteCounts, majority: float) -> None:
+def test_majority(votes: ProblemVotes, majority: float) -> None:
     assert votes.majority_score == majority
 
 
 def test_maj_at_n_is_the_mean_over_problems() -> None:
-    assert maj_at_n([VoteCounts(correct=2, wrong=(1,)), VoteCounts(correct=1, wrong=(1, 1, 1))]) == 0.625
+    assert maj_at_n([ProblemVotes(correct=2, wrong=(1,)), ProblemVotes(correct=1, wrong=(1, 1, 1))]) == 0.625
     with pytest.raises(ValueError, match="at least one problem"):
         maj_at_n([])
 
@@ -52,7 +52,7 @@ async def test_answers_are_grouped_by_what_they_mean() -> None:
         (r"\frac17", Verdict.ANSWER_TIMEOUT),  # not compared again
         ("1/7", Verdict.ANSWER_TIMEOUT),
     ]
-    assert await count_votes(samples, grader) == VoteCounts(correct=2, wrong=(3, 2, 2, 1, 1), abstentions=2)
+    assert await count_votes(samples, grader) == ProblemVotes(correct=2, wrong=(3, 2, 2, 1, 1), abstentions=2)
     await grader.close()
 
 

@@ -88,7 +88,7 @@ def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, sh
     # Each token attends to the tokens on its path, whatever the order of the segments.
     paths = {int(path[-1 - back]): path[: len(path) - back] for path in row.segment_paths for back in range(len(path))}
     for token in every.tolist():
-        assert torch.equal((row.attended_until[: token + 1] > token).nonzero()[:, 0], paths[token])
+        assert torch.equal((row.attended_end[: token + 1] > token).nonzero()[:, 0], paths[token])
 
 
 def test_segments_name_the_prompt_that_they_follow() -> None:

@@ -118,7 +118,7 @@ def test_a_step_joins_trajectories_with_the_statistics_of_all_ranks(run: RunDire
     assert first.columns()["engine_log_probs"].tolist() == [-0.1, -0.2]
     assert first.columns()["turn"].tolist() == [0, 1]
     assert second.columns()["advantages"].tolist() == [1.0, 1.5]
-    assert [item.number for item in step.siblings(first)] == [2, 1]  # as trained
+    assert [item.number for item in step.trained_group(first)] == [2, 1]  # as trained
     assert step.realized_energies[first.key].tolist() == [0.5, 0.75]
     assert len(read_step(run, 3, groups={4}).trajectories) == 1
 

@@ -360,7 +360,7 @@ def test_a_training_run_is_followed_and_its_tokens_have_the_advantages_of_traini
         command_line.close()
     step = read_step(RunDirectory(tmp_path / "runs" / "live"), 8)
     item = step.trajectories[0]
-    assert float(shown) == float(recompute_advantages(step, step.siblings(item))[item.key]["advantages"][2])
+    assert float(shown) == float(recompute_advantages(step, step.trained_group(item))[item.key]["advantages"][2])
 
 
 def test_a_long_table_is_shown_in_parts(page: Page, tmp_path: Path) -> None:

@@ -65,17 +65,17 @@ def test_it_equals_compute_advantages(step: StoredStep, name: str, options: dict
     found = what_if(step, chosen, estimator=name, options=options)
     trained = [item for item in step.trajectories if item.tokens is not None]
     wide = ESTIMATORS[name].requirements(ESTIMATORS[name].make_options(name, options)).step_wide
-    group = trained if wide else step.siblings(chosen)
+    group = trained if wide else step.trained_group(chosen)
     for item, expected in zip(group, straight(step, group, name, options), strict=True):
         if item.key in found.columns:
             np.testing.assert_array_equal(found.columns[item.key]["advantages"], expected)
-    assert set(found.columns) == {item.key for item in step.siblings(chosen)}
+    assert set(found.columns) == {item.key for item in step.trained_group(chosen)}
 
 
 def test_of_n_rollouts_the_chosen_one_and_the_first_others_are_taken(step: StoredStep) -> None:
     chosen = step.trajectories[6]
     found = what_if(step, chosen, estimator="rloo", size=3)
-    kept = [item for item in step.siblings(chosen) if item.key.sample in (0, 1, 6)]
+    kept = [item for item in step.trained_group(chosen) if item.key.sample in (0, 1, 6)]
     assert list(found.columns) == [item.key for item in kept]
     for item, expected in zip(kept, straight(step, kept, "rloo", {}), strict=True):
         np.testing.assert_array_equal(found.columns[item.key]["advantages"], expected)

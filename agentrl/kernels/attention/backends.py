@@ -127,7 +127,7 @@ def _flex_function(*, compiled: bool) -> Callable[..., Tensor]:
 
 
 def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
-    reach, positions = row.attended_until, row.position_ids[0]
+    reach, positions = row.attended_end, row.position_ids[0]
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside = (key <= query) & (query < reach[key])

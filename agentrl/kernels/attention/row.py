@@ -230,7 +230,7 @@ class PackedRow:
         return {}
 
     @cached_property
-    def attended_until(self) -> Tensor:
+    def attended_end(self) -> Tensor:
         """For each token, the row index after the last segment that continues the token's segment, [L].
 
         A token attends to the tokens before it in the row whose reach exceeds its index.

@@ -67,18 +67,20 @@ class ChatRenderer:
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
         shape = [self._template_message(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
         layout = self._cached_layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
-        behind = self.mark_turn_end(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
+        behind = (
+            self.mark_leading_token_as_turn_end(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
+        )
         return next((part.text for part in behind if isinstance(part, TemplateMark) and part.ends_turn), "")
 
-    def mark_turn_end(self, text: tuple[Part, ...]) -> tuple[Part, ...]:
+    def mark_leading_token_as_turn_end(self, text_after_reply: tuple[Part, ...]) -> tuple[Part, ...]:
         """Return the text after a sampled reply, with its leading special token marked as the end of the turn."""
-        if not text or not isinstance(text[0], TemplateMark):
-            return text
-        end = self._chat.leading_special_token(text[0].text)
+        if not text_after_reply or not isinstance(text_after_reply[0], TemplateMark):
+            return text_after_reply
+        end = self._chat.leading_special_token(text_after_reply[0].text)
         if not end:
-            return text
-        rest = text[0].text.removeprefix(end)
-        return (TemplateMark(end, ends_turn=True), *([TemplateMark(rest)] if rest else []), *text[1:])
+            return text_after_reply
+        rest = text_after_reply[0].text.removeprefix(end)
+        return (TemplateMark(end, ends_turn=True), *([TemplateMark(rest)] if rest else []), *text_after_reply[1:])
 
     def _find_call_format(self) -> ToolCallFormat:
         """Return the template's format of tool calls, or Hermes' format if the template has none."""

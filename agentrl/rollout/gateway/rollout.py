@@ -288,7 +288,9 @@ class AgentRollout:
             return None
         if self.gateway.history == "template" and not self._renders_as_sampled(request, layout, messages, replies):
             return None
-        behind = self.renderer.mark_turn_end(layout.interleave([one.content for one in messages], len(before)))
+        behind = self.renderer.mark_leading_token_as_turn_end(
+            layout.interleave([one.content for one in messages], len(before))
+        )
         parts = self.renderer.codec.without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
         return Prompt(
             parent=parent,

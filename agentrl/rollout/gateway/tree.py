@@ -130,7 +130,8 @@ class GenerationTree:
     ) -> tuple[Generation | None, tuple[AgentMessage, ...], MismatchReason | None]:
         """Return the generation that a request continues, its new messages, and the reason for an unmatched reply.
 
-        The generation is the deepest one whose path is a prefix of the request. :func:`_best_candidate` breaks ties.
+        The generation is the deepest one whose path is a prefix of the request. :func:`_candidate_with_most_calls`
+        breaks ties.
         """
         messages = request.messages
         known = list(self._matching_generations(request.tools_digest, messages))
@@ -139,7 +140,7 @@ class GenerationTree:
         for position, candidates in reversed(known):
             agreeing = [one for one in candidates if _reasoning_matches(one, messages)]
             if agreeing:
-                found, depth = _best_candidate(agreeing, messages), position + 1
+                found, depth = _candidate_with_most_calls(agreeing, messages), position + 1
                 break
         for one in found.path_from_root if found is not None else ():
             one.delivered = True  # the client has received it, because its request contains it
@@ -201,7 +202,7 @@ def _reasoning_matches(generation: Generation, messages: Sequence[AgentMessage])
     return all(sent is None or sent.strip() == (sampled or "").strip() for sent, sampled in pairs)
 
 
-def _best_candidate(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
+def _candidate_with_most_calls(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
     """Return the candidate whose call ids occur most often in the request, and the newest one on a tie."""
     if len(candidates) == 1:
         return candidates[0]

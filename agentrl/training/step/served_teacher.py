@@ -13,7 +13,7 @@ from torch import Tensor
 
 from agentrl.batch import Batch, scatter_tokens
 from agentrl.errors import WorldError
-from agentrl.models.policy import TopTokens
+from agentrl.models.policy import FrozenTopTokens
 from agentrl.rollout.engines.replica import (
     InvalidResponseError,
     JSONClient,
@@ -53,7 +53,7 @@ class ServedTeacher:
         self._vocabulary = math.inf if vocabulary is None else vocabulary
         self._deadline = deadline
 
-    def score_batch(self, batch: Batch, chosen: Tensor | None = None) -> tuple[Tensor, TopTokens | None]:
+    def score_batch(self, batch: Batch, chosen: Tensor | None = None) -> tuple[Tensor, FrozenTopTokens | None]:
         """Return log-probabilities [B, T] of the sampled tokens, and the most likely tokens for exact objectives.
 
         If ``chosen`` [B] is given, only these trajectories are scored. Raises WorldError if the server does not score
@@ -89,7 +89,7 @@ class ServedTeacher:
         count = min(map(len, top_ids))
         tokens = torch.tensor([row[:count] for row in top_ids], device=device)
         values = torch.tensor([row[:count] for row in top], device=device)
-        return log_probs, TopTokens(ids=tokens, log_probs=values, beta=self._beta)
+        return log_probs, FrozenTopTokens(ids=tokens, log_probs=values, beta=self._beta)
 
     async def _score_rows(self, rows: Sequence[list[int]]) -> list[list[dict[int, float]]]:
         """Return the log-probabilities by token id at every position of each row; the first position is empty."""

@@ -3,7 +3,7 @@
     gateway -> runner    {"op": "execute", "id", ...} program stdin contents...
                          {"op": "open_session", "id"} · {"op": "fork_session" | "close_session", "id", "session"}
                          {"op": "cancel", "id"}
-    runner -> gateway    {"op": "hello", ...HelloMessage}, once, first · {"op": "stopping"}: send nothing more
+    runner -> gateway    {"op": "hello", ...RunnerHelloMessage}, once, first · {"op": "stopping"}: send nothing more
                          {"op": "execution", "id", ...} stdout stderr contents... · {"op": "session", "id", "session"}
                          {"op": "refused", "id", "kind", "why"}
 
@@ -78,7 +78,7 @@ class _Message(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
 
-class HelloMessage(_Message):
+class RunnerHelloMessage(_Message):
     """A runner's first message: its capacity, isolation and limits."""
 
     op: Literal["hello"]
@@ -130,7 +130,7 @@ class RefusedMessage(_Message):
 
 Answer = Execution | SessionMessage | RefusedMessage
 
-RunnerMessage = HelloMessage | StoppingMessage | ExecutionMessage | SessionMessage | RefusedMessage
+RunnerMessage = RunnerHelloMessage | StoppingMessage | ExecutionMessage | SessionMessage | RefusedMessage
 _MESSAGE: TypeAdapter[RunnerMessage] = TypeAdapter(Annotated[RunnerMessage, Field(discriminator="op")])
 
 
@@ -204,7 +204,7 @@ class RunnerLink(asyncio.Protocol):
         self.disconnected = False
         self.stopping = False
         self.why_disconnected = "the runner disconnected"
-        self.hello: asyncio.Future[HelloMessage] = loop.create_future()
+        self.hello: asyncio.Future[RunnerHelloMessage] = loop.create_future()
         self.closed: asyncio.Future[None] = loop.create_future()
         self._on_change = on_change
         self._frames = FrameBuffer[dict[str, object]](MAX_FRAME)
@@ -289,9 +289,9 @@ class RunnerLink(asyncio.Protocol):
 
     def _on_frame(self, frame: Frame[dict[str, object]]) -> None:
         message, execution = parse_runner_message(frame)
-        if isinstance(message, HelloMessage) != (not self.hello.done()):
+        if isinstance(message, RunnerHelloMessage) != (not self.hello.done()):
             raise FrameError("hello must be sent exactly once, as the first message")
-        if isinstance(message, HelloMessage):
+        if isinstance(message, RunnerHelloMessage):
             self.hello.set_result(message)
         elif isinstance(message, StoppingMessage):
             self.stopping = True
