@@ -110,7 +110,7 @@ def check_shapes(inputs: AdvantageInputs) -> None:
 
 
 def check_rows_have_tokens(mask: Tensor, rows: Tensor) -> None:
-    """Raise InvalidInputError at the first row of mask [b, T] without a model token."""
+    """Raise InvalidInputError if a row of the mask [b, T] has no model token."""
     empty = ~mask.any(-1)
     if bool(empty.any()):
         row = int(rows[empty.nonzero()[0]])
@@ -118,7 +118,7 @@ def check_rows_have_tokens(mask: Tensor, rows: Tensor) -> None:
 
 
 def check_rewards_on_mask(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
-    """Raise InvalidInputError at the first finite reward off the mask [b, T]."""
+    """Raise InvalidInputError if a finite, nonzero reward is outside the mask [b, T]."""
     off = rewards.masked_fill(mask, 0)
     if float(off.abs().sum()) == 0.0:
         return
@@ -194,7 +194,10 @@ class Groups:
         return self.sizes[self.labels]
 
     def stack(self, values: Tensor) -> Tensor:
-        """Move [B, ...] to [J, N, ...]. An empty slot repeats a row of the batch; exclude it with `present`."""
+        """Return values [J, N, ...] by group from [B, ...].
+
+        An empty slot repeats a row of the batch; exclude it with `present`.
+        """
         shape = (*self.present.shape, *values.shape[1:])
         if self.in_order:
             return values.reshape(shape)
@@ -203,7 +206,7 @@ class Groups:
         return values[rows].reshape(shape)
 
     def unstack(self, stacked: Tensor) -> Tensor:
-        """Move [J, N, ...] to [B, ...], or [J, 1, ...] for values that the group shares."""
+        """Return values [B, ...] by row from [J, N, ...], or from [J, 1, ...] if the rows of a group share a value."""
         if stacked.shape[1] != self.present.shape[1]:
             return stacked.squeeze(1)[self.labels]
         flat = stacked.flatten(0, 1)

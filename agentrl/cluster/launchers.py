@@ -81,7 +81,7 @@ def count_local_ranks(world: int) -> int:
 
 
 def listen_for_ranks(world: int) -> tuple[socket.socket, tuple[str, int]]:
-    """Listen on rank 0 for connections of the other ranks. Returns the socket and the address for the other ranks.
+    """Listen on rank 0 for connections from the other ranks. Returns the socket and the address to connect to.
 
     The socket listens only at the address of MASTER_ADDR. It listens at all addresses if MASTER_ADDR is not an address
     of this machine, or if it is a loopback address although ranks run on other machines.

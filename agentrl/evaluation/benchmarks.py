@@ -325,9 +325,9 @@ def check_benchmarks_command(settings: EvaluationSections, request: EvaluationRe
     for benchmark in checked:
         for line in benchmark.describe():
             console.note(line)
-    wrong = ", ".join(f"{benchmark.name} {len(benchmark.errors)}" for benchmark in checked if benchmark.errors)
+    wrong = ", ".join(f"{benchmark.name} ({len(benchmark.errors)})" for benchmark in checked if benchmark.errors)
     if wrong:
-        raise SettingsError(f"the data has errors, which are listed above: {wrong}")
+        raise SettingsError(f"the data contains errors, as listed above: {wrong}")
 
 
 @dataclass(frozen=True)

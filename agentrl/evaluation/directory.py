@@ -146,7 +146,7 @@ class EvaluationDirectory:
         if changed:
             lines = "\n".join(f"  {key}: {before!r} -> {after!r}" for key, before, after in changed)
             raise SettingsError(
-                f"{self.path} was started with other settings (then -> now):\n{lines}\n"
+                f"{self.path} was started with different settings (then -> now):\n{lines}\n"
                 "use the same settings to continue it, or another --output to start a new evaluation"
             )
 

@@ -152,7 +152,7 @@ def _row_slices(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
 def _statistics_from_log_probs(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
     """Compute log_prob, entropy, sum_pi_squared and energy [4, R] from ln p [R, V].
 
-    `clamp` replaces -inf in ln p by a finite value, in place. `slope` [R, V] is the derivative of the cap, which
+    `clamp` replaces -inf in ln p with a finite value, in place. `slope` [R, V] is the derivative of the cap, which
     affects only the energy. The target is excluded from the sums and added last: if it has nearly all the mass,
     ln p = -log1p(rest / own) and therefore 1 - p keep their relative accuracy.
     """

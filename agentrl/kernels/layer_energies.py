@@ -314,7 +314,7 @@ class _TrackedLayer:
     called: bool = False
 
     def check_called_once(self) -> None:
-        """Raise KernelInputError at a second call, whose gradients would have cross terms with the first call."""
+        """Raise KernelInputError on a second call, because the energy of two calls would have cross terms."""
         if self.called:
             raise KernelInputError(
                 f"{self.name} is called twice in one forward pass, which exact energies do not support"

@@ -2,7 +2,7 @@
 
 A tile of logits [R, W] belongs to a block of rows and a slice of the vocabulary. One matrix product writes it into a
 buffer that all tiles share, and an epilogue (`triton_epilogue`) reads it once. In the forward pass the epilogue updates
-the running sums of every row. In the backward pass it replaces the tile by its gradient, a factor of
+the running sums of every row. In the backward pass it replaces the tile with its gradient, a factor of
 the two products that follow. Extra memory: one tile and, in the backward pass, its gradient and the float32 gradients
 of the hidden states [N, D] and of one slice of the weight.
 
@@ -193,7 +193,7 @@ class _Tiles:
         size = self._height * self._width
         self._buffer = hidden.new_empty(size, dtype=dtype)
         factor = logit_gradient_dtype(hidden, weight, dtype)
-        # In place if the gradient is not rounded for the products.
+        # The gradient overwrites the logits, unless the matrix products require another dtype.
         self._gradient = hidden.new_empty(size, dtype=factor) if gradient and factor != dtype else self._buffer
 
     def __iter__(self) -> Iterator[tuple[slice, slice]]:

@@ -1,8 +1,8 @@
 """Operations after the matrix product of a tile, in Triton. Each logit is read once.
 
 A program loads one row of the tile into registers. In the forward pass it adds the row to the state of `sliced`
-by the online recurrence. In the backward pass it replaces the logits by the gradient with respect to them. Sums are in
-the logits' dtype. With TRITON_INTERPRET=1 in the environment before triton is imported, the kernels run on CPU tensors.
+by the online recurrence. In the backward pass it overwrites the logits with their gradient. Sums are in the logits'
+dtype. With TRITON_INTERPRET=1 in the environment before triton is imported, the kernels run on CPU tensors.
 """
 
 from __future__ import annotations

@@ -162,7 +162,7 @@ def advantage_inputs(
 ) -> AdvantageInputs:
     """Build the estimator inputs of one step from the groups ``rows[j]`` [M, N] of every problem j, in order.
 
-    ``cross`` replaces the energies of tokens by their cross energies, which include the importance weights.
+    ``cross`` replaces the energies of tokens with their cross energies, which include the importance weights.
     """
     width = max(sample.batch.rewards.shape[1] for sample in samples)
 

@@ -39,7 +39,7 @@ class ModelShape:
 
 
 def read_shape(model: ModelSettings) -> ModelShape:
-    """Return the shape of ``model.path``, or of the embedded tiny policy. Raises the errors of ``load_config``.
+    """Return the shape of ``model.path``, or of the embedded tiny policy. Raises the same errors as ``load_config``.
 
     Also raises SettingsError if ``model.rows`` is packed and the model does not support packed rows.
     """

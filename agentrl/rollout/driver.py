@@ -468,7 +468,7 @@ async def yield_from_tasks(
     results: asyncio.Queue[Callable[[], _Value | None]] = asyncio.Queue()
     tasks = [asyncio.create_task(worker(lambda value: results.put_nowait(lambda: value))) for _ in range(count)]
     for task in tasks:
-        # ``task.result`` returns None for a task that has ended, and raises the exception of a failed task.
+        # ``task.result`` returns None if the task succeeded, and raises its exception if it failed.
         task.add_done_callback(lambda task: results.put_nowait(task.result))
     running = count
     try:

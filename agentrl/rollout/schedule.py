@@ -306,7 +306,7 @@ class BackgroundSource(RolloutSource):
         self._wake_waiters()
 
     async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:
-        """Wait for the batch that is being sampled, if overlapped, because one version must sample it."""
+        """Wait until the current batch is sampled, if the schedule is overlapped. A batch is sampled by one version."""
         if not self._overlapped:
             return
         try:

@@ -31,7 +31,8 @@ class Console:
         self.copy = None if copy is None else Console(settings, copy)
         probe = RichConsole(file=file)
         self.live = settings.console == "auto" and probe.is_terminal
-        # In a notebook, rich would render each line as an HTML block, and kernels request colors like a terminal.
+        # In a notebook, rich would render each line as an HTML block. Without force_terminal=False, it would also emit
+        # color codes, because Jupyter kernels set FORCE_COLOR.
         plain = RichConsole(file=file, width=_PLAIN_WIDTH, force_jupyter=False, force_terminal=False)
         self._rich = probe if probe.is_terminal else plain
 

@@ -156,7 +156,7 @@ def options_with_defaults(step: StoredStep, estimator: str, options: Mapping[str
 def _first_rollouts(
     trained_group: list[StoredTrajectory], trajectory: StoredTrajectory, size: int | None
 ) -> list[StoredTrajectory]:
-    """Return the trajectories of ``trajectory``'s rollout and the first other rollouts, ``size`` in total."""
+    """Return the trajectories of ``size`` rollouts (default: all): ``trajectory``'s rollout, then the first others."""
     samples = [*dict.fromkeys([trajectory.key.sample, *(item.key.sample for item in trained_group)])]
     if trajectory.tokens is None:
         raise SettingsError(

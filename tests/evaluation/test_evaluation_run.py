@@ -247,7 +247,7 @@ async def test_samples_are_played_across_the_problems(tmp_path: Path) -> None:
 )
 async def test_other_settings_are_refused_by_name(tmp_path: Path, override: str, named: str) -> None:
     await play(WrittenSampler(transcript), tmp_path, [problem_set()])
-    with pytest.raises(SettingsError, match="was started with other settings") as refused:
+    with pytest.raises(SettingsError, match="was started with different settings") as refused:
         await play(WrittenSampler(transcript), tmp_path, [problem_set()], override)
     assert [line.strip() for line in str(refused.value).splitlines()[1:-1]] == [named]
 

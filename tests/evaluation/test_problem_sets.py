@@ -83,7 +83,7 @@ def test_golds_that_cannot_be_graded_are_named(tmp_path: Path, capsys: pytest.Ca
     check_benchmarks_command(chosen, EvaluationRequest(benchmarks=(good,)))
     assert "good.jsonl: 2 problems, no data errors" in capsys.readouterr().out
     bad = write(tmp_path / "bad.jsonl", row(1), row(2, answer="(" * 200 + "1" + ")" * 200))
-    with pytest.raises(SettingsError, match=r"the data has errors, which are listed above: .*bad\.jsonl 1"):
+    with pytest.raises(SettingsError, match=r"the data contains errors, as listed above: .*bad\.jsonl \(1\)"):
         check_benchmarks_command(chosen, EvaluationRequest(benchmarks=(good, bad)))
     assert "bad.jsonl:2: the answer '(((" in capsys.readouterr().out
     with pytest.raises(SettingsError, match="--check-data requires --benchmarks"):

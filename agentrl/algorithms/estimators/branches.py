@@ -53,7 +53,7 @@ class CompactLayout:
         return cls(mask=mask, index=index, position=position, valid=valid)
 
     def gather_tokens(self, tensor: Tensor) -> Tensor:
-        """Move [B, T] to [B, K]; entries that do not exist are 0."""
+        """Gather values [B, T] at model tokens into [B, K]. Missing entries are 0."""
         return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
     def returns_and_weights_along_paths(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -61,7 +61,7 @@ class CompactLayout:
         return self.gather_tokens(returns), self.gather_tokens(weights), self.valid
 
     def scatter_to_tokens(self, tensor: Tensor) -> Tensor:
-        """Move [B, K] to [B, T]; 0 off the mask."""
+        """Scatter values [B, K] to their tokens, [B, T]. Other tokens are 0."""
         if not tensor.shape[-1]:
             return tensor.new_zeros(self.mask.shape)
         return tensor.gather(-1, self.index).masked_fill_(~self.mask, 0)
@@ -125,7 +125,7 @@ class TokenTrees:
         return mean, total / count.clamp(min=1), count > 0
 
     def scatter_to_tokens(self, columns: Tensor) -> Tensor:
-        """Move [R, C] to [R, W]; 0 off the mask."""
+        """Copy the values [R, C] of all depths to their tokens, [R, W]. Other tokens are 0."""
         return columns.gather(-1, self.token_depths).masked_fill_(~self.mask, 0)
 
     def _sums(self, values: Tensor) -> Tensor:
@@ -170,7 +170,7 @@ class LeafPaths:
         return cls(mask=paths.mask, rollout=rollout, position=position, valid=column < length)
 
     def gather_tokens(self, tensor: Tensor) -> Tensor:
-        """Move [R, W] to [L, D]; entries that do not exist are 0."""
+        """Gather values [R, W] along each path into [L, D]. Missing entries are 0."""
         return tensor[self.rollout.unsqueeze(-1), self.position].masked_fill_(~self.valid, 0)
 
     def scatter_to_tokens(self, tensor: Tensor) -> Tensor:

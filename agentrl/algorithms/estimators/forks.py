@@ -27,7 +27,9 @@ from agentrl.kernels.arithmetic import cumulative_sum
 
 @dataclass(frozen=True, kw_only=True)
 class InputsByLeaf(AdvantageInputs):
-    """Inputs with one row for each of L leaves: the up to D model tokens on its path, without observations.
+    """Inputs [L, D] with one row per leaf: the model tokens on its path, without observations.
+
+    D is the number of model tokens on the longest path.
 
     The level of an edge is the number of forks above it. An edge that is the only child of its parent counts as a part
     of its parent.
@@ -91,7 +93,7 @@ class LeafRowMapping:
         width = layout.valid.shape[1]
         counts = layout.valid.sum(-1)[ancestors].masked_fill(ancestors < 0, 0)  # [L, A]
         begins = counts.cumsum(1) - counts
-        # An edge starts a level unless it is an only child.
+        # An edge starts a level unless it is the only child of its parent.
         starts = (children[parents.clamp(min=0)] > 1)[ancestors] | (parents[ancestors] < 0)
         level = starts.masked_fill(ancestors < 0, False).cumsum(1) - 1
         longest, column = int(counts.sum(1).max()), torch.arange(width, device=leaf.device)

@@ -242,7 +242,7 @@ class PackedRow:
 
     @cached_property
     def varlen_bounds(self) -> VarlenBounds:
-        """Segment boundaries for kernels with variable lengths, copied to the device once, not in every layer."""
+        """Segment boundaries for variable-length kernels, copied to the device once instead of in every layer."""
         device = self.token_ids.device
         keys = self.lengths + self.prefix_lengths
 

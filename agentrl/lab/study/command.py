@@ -98,7 +98,7 @@ def check_same_study(study: StudySettings, before: StudyRecord, home: Path) -> N
     now = study.all_variants()
     for variant, values in before.study.all_variants().items():
         if variant in now and now[variant] != values:
-            raise SettingsError(f"{home} contains variant {variant!r} with other settings: rename this variant")
+            raise SettingsError(f"{home} contains variant {variant!r} with different settings: rename this variant")
 
 
 def check_no_run_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path) -> None:

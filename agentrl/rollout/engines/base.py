@@ -126,7 +126,7 @@ class Engine(Protocol):
         """Return the usage of the KV cache, or None if it is currently unknown."""
 
     async def health(self) -> str:
-        """Return one line about the engine. Raises :class:`EngineError` if it cannot serve."""
+        """Return a one-line status of the engine. Raises :class:`EngineError` if it cannot serve requests."""
 
     async def close(self) -> None: ...
 

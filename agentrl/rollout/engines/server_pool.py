@@ -1,4 +1,4 @@
-"""The engine over servers: balances requests, retries them on other servers and updates the weights of all servers."""
+"""Engine backed by a pool of servers. Balances requests, retries them on other servers and updates all weights."""
 
 from __future__ import annotations
 

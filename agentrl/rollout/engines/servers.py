@@ -113,7 +113,7 @@ class ManagedServers(ABC):
 
     async def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         if probe is None:
-            raise ValueError("servers accept new weights only with a probe")
+            raise ValueError("a probe is required to install weights on servers")
         await self.engine.install(None if directory is None else Path(directory), version)
         return await self._resume_if_verified(probe)
 

@@ -221,7 +221,10 @@ class AgentRollout:
         return generation
 
     def _reason_too_long(self, request: AgentRequest) -> str:
-        """Return why a text is too long in any tokenization, or "". Encoding megabytes would block all rollouts."""
+        """Return an error message if the request is too long in any tokenization, otherwise "".
+
+        Requests are checked before they are encoded, because encoding megabytes would block all rollouts.
+        """
         characters = sum(len(message.content) for message in request.messages)
         tokens = self.settings.max_prompt_tokens + self.settings.max_response_tokens
         too_long = characters > tokens * self.renderer.longest_token * _MAX_SHORTENING

@@ -253,7 +253,7 @@ class AgentGateway:
     # -- requests -----------------------------------------------------------------------------------------------------
 
     async def _handle_api_request(self, kind: type[ApiRequestBody], http: Request) -> Response:
-        """Answer a request of one API."""
+        """Handle a request to one of the APIs. Errors are returned in the format of that API."""
         try:
             return await self._reply(kind, http)
         except GatewayRequestError as error:

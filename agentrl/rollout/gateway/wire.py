@@ -75,7 +75,7 @@ class GatewayAccess:
 
 
 class WireModel(BaseModel):
-    """Base of models read from JSON. A null field counts as absent."""
+    """Base class for models parsed from JSON. A null field counts as absent."""
 
     model_config = ConfigDict(frozen=True, populate_by_name=True)
 

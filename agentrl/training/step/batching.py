@@ -78,7 +78,7 @@ class RowCosts:
         return counts
 
     def add_and_count_unshared(self, tree: PrefixTree, row: Trajectory) -> int:
-        """Add a trajectory to the tree, and return the number of its tokens that it does not share."""
+        """Add a trajectory to the tree. Returns its length without the prefix shared with earlier trajectories."""
         if not self.share_prefixes:
             return row.length
         tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")

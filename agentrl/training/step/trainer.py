@@ -159,7 +159,7 @@ class Trainer:
         return metrics
 
     def take_seconds(self) -> dict[str, float]:
-        """Return the seconds of this rank's forwards, backwards and updates since the last call, as metrics."""
+        """Return this rank's time in forward passes, backward passes and updates since the last call, as metrics."""
         totals: dict[str, float] = {}
         for engine in self._engines:
             for name, seconds in engine.stopwatch.take_seconds().items():

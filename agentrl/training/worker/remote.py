@@ -154,7 +154,7 @@ class RemoteRolloutService:
         return self._receive(waiting_for, self._timeout, self._interrupted if call.interruptible else None)
 
     def _receive(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
-        """Return the value of the next reply, or raise its failure."""
+        """Return the value of the next reply, or raise the error that it reports."""
         self._heartbeat.start_waiting(waiting_for)
         try:
             reply: CallReply = receive_message(
@@ -172,7 +172,11 @@ class RemoteRolloutService:
         return reply.value
 
     def _send_beats_until_worker_exits(self) -> None:
-        """Send a heartbeat every second. Exit soon after the worker, because a rank in a collective may not notice."""
+        """Send a heartbeat every second until the worker exits or reports stuck ranks, then end this process.
+
+        The main thread first gets some seconds to exit by itself, unless this rank is stuck. It may be blocked in a
+        collective.
+        """
         stuck = StuckRanks(ranks=[], message="the rollout worker or another rank has exited")
         seconds, code = _REPORT_SECONDS, EXIT_PEER_LOST
         with contextlib.suppress(EOFError, OSError):

@@ -32,7 +32,7 @@ _NAMES_OF_COMMANDS = (
     "arcsin arccos arctan gcd lcm max min"
 )
 _PLAIN_NAMES |= {name: f"\\{name}" for name in _NAMES_OF_COMMANDS.split()}
-# Scientific notation, except 2e+1, 3e-4 and the like, which are multiples of Euler's number.
+# Scientific notation, except 2e+1, 3e-4 and the like, in which e is Euler's number.
 _SCIENTIFIC = r"(?:\d*\.\d+[eE][-+]?\d+|1[eE][-+]?\d+|\d+[eE](?:\d+|[-+]\d{2,}))(?![\d.])"
 _TOKEN_PATTERN = re.compile(
     r"(?P<blank>\s+)"
@@ -270,10 +270,10 @@ class _Parser:
 
     def _number(self, token: _Token) -> Expression:
         if self._peeked.text == "_":
-            raise ExpressionSyntaxError("a numeral with a base is not supported in an expression")
+            raise ExpressionSyntaxError("a number with an explicit base is not supported in an expression")
         mantissa, _, exponent = token.text.lower().partition("e")
         if len(exponent) > _MAX_EXPONENT_CHARACTERS:
-            raise ExpressionSyntaxError("a large exponent")
+            raise ExpressionSyntaxError("the exponent has too many digits")
         whole, _, behind = mantissa.partition(".")
         digits = len((whole + behind).lstrip("0")) if behind else 0
         value = Number(Fraction(token.text), digits, digits if exponent else len(behind))

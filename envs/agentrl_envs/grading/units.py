@@ -187,9 +187,10 @@ def split_unit_letter(text: str) -> tuple[str, Unit] | None:
 
 
 def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | None:
-    """Split ``5 ft 6 in``. Returns pairs of a number and its unit's size in the first unit, and the first unit.
+    """Split a quantity in several units, such as ``5 ft 6 in``.
 
-    Returns None unless all units have one dimension and descending sizes.
+    Returns (number, size of its unit in the first unit) for each part, and the first unit. Returns None unless all
+    units have one dimension and descending sizes.
     """
     plain = " ".join(re.sub(_TEXT_COMMAND, r" \1 ", text).split())
     pairs = _NUMBER_AND_UNIT.findall(plain)

@@ -1,4 +1,4 @@
-r"""Tool calls in the model's chat template.
+r"""Protocol for tool calls, with messages rendered by the model's chat template.
 
 The model writes one or more calls in the format of its model family (`agentrl_envs.tool_call_formats`) and ends its
 turn with the template's end-of-turn marker. The responses follow in the order of the calls, rendered by the template as
@@ -33,7 +33,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HermesProtocol(TextProtocol):
-    """Tool calls in a chat template.
+    """Protocol for tool calls in a conversation rendered by a chat template.
 
     Executes the first ``max_calls`` calls of a turn, and responds to all others with one error message.
     """

@@ -68,7 +68,7 @@ def system_call_number(name: str, machine: str) -> int | None:
 
 # Classic BPF for seccomp: a binary search by system call number, with checks of arguments at its leaves.
 #
-# A code is a list of instructions in which all paths return, so codes can be concatenated.
+# Every path through a `Code` returns, so `Code` lists can be concatenated.
 
 Instruction = tuple[int, int, int, int]  # operation, jump if true, jump if false, constant
 Code = list[Instruction]
