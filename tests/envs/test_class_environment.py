@@ -78,6 +78,16 @@ class Guess:
         return f"{len(self.told)} so far", 0.25, text == "stop"
 
 
+class Graded(Guess):
+    """It grades in an asynchronous method."""
+
+    def __init__(self, grade: Any) -> None:
+        self._grade = grade
+
+    async def step(self, text: str) -> tuple[str, float, bool]:
+        return "", float(await self._grade.of(text, "0.5")), True
+
+
 class Lavish(Guess):
     async def step(self, text: str) -> tuple[str, float, bool]:
         return "", 1e308, True
@@ -247,6 +257,11 @@ async def test_free_text_goes_to_step() -> None:
         assert (await episode.step("stop")).ended is Ended.ANSWERED
         assert "2 so far" in (await twin.step("two")).observation
         await twin.close()
+
+
+async def test_an_asynchronous_method_awaits_the_grade() -> None:
+    async with playing(f"{HERE}:Graded") as (episode, _):
+        assert (await episode.step("1/2")).reward == 1.0
 
 
 async def test_a_reward_beyond_the_bound_is_refused() -> None:

@@ -316,7 +316,7 @@ class ClassEpisode(ToolEpisode):
 class _GradeFunction:
     """``grade(answer, reference)`` for synchronous methods. Returns True if the answer is correct.
 
-    Asynchronous methods await `is_correct` instead.
+    Asynchronous methods await `of` instead.
     """
 
     def __init__(self, grader: Grader, loop: asyncio.AbstractEventLoop) -> None:
@@ -324,9 +324,9 @@ class _GradeFunction:
         self._loop = loop
 
     def __call__(self, answer: str | None, reference: str) -> bool:
-        return asyncio.run_coroutine_threadsafe(self.is_correct(answer, reference), self._loop).result()
+        return asyncio.run_coroutine_threadsafe(self.of(answer, reference), self._loop).result()
 
-    async def is_correct(self, answer: str | None, reference: str) -> bool:
+    async def of(self, answer: str | None, reference: str) -> bool:
         verdict = await self._grader.grade(answer, reference)
         if verdict.is_excluded:
             raise UnavailableError(f"the answer {answer!r:.60} was not graded ({verdict.value})")

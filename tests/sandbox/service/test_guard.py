@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import stat
+from pathlib import Path
 
 import pytest
 
@@ -199,6 +200,11 @@ def test_only_the_owner_can_read_a_generated_token(tmp_path):
 
 def test_without_a_file_every_start_has_another_token():
     assert read_or_create_token(None) != read_or_create_token(None)
+
+
+def test_compose_yaml_stores_the_token_in_a_file():
+    """compose.yaml sets this variable, and its users read the token from the file."""
+    assert read_settings(GatewaySettings, {"SANDBOX_TOKEN_FILE": "/run/token"}, []).token_file == Path("/run/token")
 
 
 def test_the_default_address_is_local():
