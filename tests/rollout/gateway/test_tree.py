@@ -338,7 +338,9 @@ def test_whatever_an_agent_does_every_sampled_token_is_trained_once_behind_what_
         assert [row.reward for row in rows] == [0.0] * (len(rows) - 1) + [1.0]
         for row in rows:
             first = generations[next(segment.log_probs[0] for segment in row.segments if segment.origin == "model")]
-            before = [value for each in first.path[:-1] if each.is_trained for value in each.completion.log_probs]
+            before = [
+                value for each in first.path_from_root[:-1] if each.is_trained for value in each.completion.log_probs
+            ]
             assert trained_before(rows, row) == before
 
 
