@@ -13,12 +13,11 @@ import agentrl_sandbox
 from agentrl_sandbox.client import SandboxSettings
 from agentrl_sandbox.settings import GatewaySettings
 
-pytestmark = pytest.mark.slow
-
 ROOT = Path(agentrl_sandbox.__file__).parents[1]
 SHOWN = ["ok {2: 3, 3: 2, 5: 1}", "42"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(len(SHOWN)))
 def test_the_examples_run(number):
     programs = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
