@@ -193,11 +193,11 @@ async def _sample_missing_rollouts(
                 # Wait for a failed sandbox or server to recover.
                 await asyncio.sleep(min(2.0 ** (attempt - 1), 30.0))
             # Falsified problems need a different environment, so they are sampled separately.
-            for falsify_numbers in (False, True):
-                part = [sample for sample in missing if (sample.benchmark in falsified) is falsify_numbers]
+            for falsify in (False, True):
+                part = [sample for sample in missing if (sample.benchmark in falsified) is falsify]
                 if not part:
                     continue
-                shown = FalsifiedEnvironment(environment, settings.seed) if falsify_numbers else environment
+                shown = FalsifiedEnvironment(environment, settings.seed) if falsify else environment
                 async with aclosing(sampler.sample_rollouts(shown, part)) as transcripts:
                     async for transcript in transcripts:
                         log.append(transcript)
