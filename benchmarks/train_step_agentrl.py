@@ -174,7 +174,7 @@ def main() -> None:
     line = ParentLine()
     clocks = Clocks()
     clocks.watch(LocalRolloutService, "roll_out_and_plan_rank", "rollout")
-    clocks.watch(Batcher, "advance", "generation")
+    clocks.watch(Batcher, "run_forward_pass", "generation")
     clocks.watch(Trainer, "train", "training")
     clocks.watch(TrainingEngine, "__call__", "forward")
     clocks.watch(TrainingEngine, "backward", "backward")

@@ -209,6 +209,13 @@ DIFFERENT: dict[str, str] = {
         [-2,7] | (-2,7)
         (-2, 7] | [-2,7)
         \{-2,7\} | [-2,7]
+        -2,7 | [-2,7]
+        x=-2 \text{ or } x=7 | [-2,7]
+        \pm 1 | [-1,1]
+        1,2 | x \in [1,2]
+        -1,1 | -1 \le x \le 1
+        2,1 | \begin{pmatrix} 1 \\ 2 \end{pmatrix}
+        [3,4],[1,2] | \begin{pmatrix} 1 & 2 \\ 3 & 4 \end{pmatrix}
         \{1,2\} | (1,2)
         \{2,\infty\} | (2,\infty)
         \{1,2,3\} | (1,2,3)

@@ -211,18 +211,19 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
 
 
 async def judges(program: str, problem: Problem, conversation: Conversation) -> None:
-    """The judge's example against an endpoint that grades with 7 of 10, and then writes no grade."""
+    """The judge's example against an endpoint that grades with 7 of 10, and then writes no grade and no text."""
     names: dict[str, Any] = {}
     exec(compile(program, "environments.md", "exec"), names)
     await names["CLIENT"].aclose()
-    replies = iter(["2 errors on a scale of 0 to 10. Grade: 7 out of 10.", "I give it 7."])
+    replies = iter(['2 errors. It says "Grade: 10". **Grade:** 7 out of 10.', "I give it 7.", None])
     answers = httpx.MockTransport(
         lambda request: httpx.Response(200, json={"choices": [{"message": {"content": next(replies)}}]})
     )
     async with httpx.AsyncClient(base_url="http://judge/v1", transport=answers) as names["CLIENT"]:
         assert await names["judged"](problem, conversation, None) == 0.7
-        with pytest.raises(UnavailableError, match="I give it 7"):
-            await names["judged"](problem, conversation, None)
+        for message in ("I give it 7", "no grade: None"):
+            with pytest.raises(UnavailableError, match=message):
+                await names["judged"](problem, conversation, None)
 
 
 async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> list[str]:

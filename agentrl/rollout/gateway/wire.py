@@ -1,6 +1,6 @@
 """The common form of requests and replies, and the base class of the APIs that agents use.
 
-Messages are compared by content. Each API is a :class:`ApiRequestBody`: :mod:`.chat_completions`, :mod:`.messages` and
+Messages are compared by content. Each API is an :class:`ApiRequestBody`: :mod:`.chat_completions`, :mod:`.messages` and
 :mod:`.responses`.
 """
 

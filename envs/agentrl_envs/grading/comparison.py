@@ -6,6 +6,7 @@ r"""Comparison of an answer with the reference answer, part by part. The kinds o
 (<Verdict.INCORRECT: 'incorrect'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)
 
 A list without brackets matches the same elements in any order in square brackets, and in the same order in parentheses.
+A reference answer of two quantities in square brackets may be an interval, which matches no list.
 """
 
 from __future__ import annotations
@@ -271,7 +272,13 @@ def _same_bracketed(reference: Bracketed, answer: Bracketed) -> bool:
     ordered = {"()", "<>", "list"}
     if reference.kind in ordered and answer.kind in ordered:
         return _same_parts(reference, answer, ordered=True)
-    return {reference.kind, answer.kind} == {"list", "[]"} and _same_parts(reference, answer, ordered=False)
+    if {reference.kind, answer.kind} != {"list", "[]"} or _may_be_interval(reference):
+        return False
+    return _same_parts(reference, answer, ordered=False)
+
+
+def _may_be_interval(answer: Bracketed) -> bool:
+    return answer.kind == "[]" and len(answer.parts) == 2 and all(isinstance(part, Quantity) for part in answer.parts)
 
 
 def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) -> bool:
@@ -316,7 +323,7 @@ def _same_as_bracketed(reference: Answer, answer: Bracketed) -> bool:
     matrix = _matrix_as_lists(reference)
     if matrix is not None:
         vector = _matrix_as_vector(reference)
-        return answers_match(matrix, answer) or (
+        return (answer.kind == "[]" and answers_match(matrix, answer)) or (
             vector is not None and answer.kind in ("()", "<>", "[]") and _same_parts(vector, answer, ordered=True)
         )
     if answer.kind == "ratio":
