@@ -174,7 +174,7 @@ class GatewaySettings(BaseModel):
         repr=False,
         description="bearer token; unset: a generated token; 'none': no authentication",
     )
-    token_statistics_file: Path | None = Field(
+    token_file: Path | None = Field(
         None, description="file in which a generated token is stored; unset: it is logged once"
     )
     allowed_hosts: str = Field(

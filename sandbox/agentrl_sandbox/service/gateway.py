@@ -319,7 +319,7 @@ async def serve_gateway(
 
     Raises StartError if the address is not available.
     """
-    token = settings.token or read_or_create_token(settings.token_statistics_file)
+    token = settings.token or read_or_create_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
     gateway = Gateway(pool)
     max_body = settings.max_body_mb << 20
