@@ -113,7 +113,7 @@ class _TopKOverride(TorchFunctionMode):
 
 
 def install_routes(model: PreTrainedModel) -> int:
-    """Let ``model`` record and replay routes inside :func:`routing`. Returns its number of layers with experts."""
+    """Let ``model`` record and replay routes inside :func:`use_routes`. Returns its number of layers with experts."""
     count = 0
     for name, block in model.get_decoder().named_modules():
         experts = getattr(block, "experts", None)
