@@ -35,7 +35,7 @@ def fake_quantize(model: PreTrainedModel, number_format: str) -> PreTrainedModel
 def round_weight(weight: Tensor, number_format: str) -> Tensor:
     """Round a weight [out, in] with one scale per output.
 
-    >>> rounded(torch.tensor([[127.0, 1.4], [2.0, -0.99]]), "int8")
+    >>> round_weight(torch.tensor([[127.0, 1.4], [2.0, -0.99]]), "int8")
     tensor([[127.0000,   1.0000],
             [  2.0000,  -0.9921]])
     """

@@ -82,7 +82,7 @@ class ForkStatistics:
 def unbiased_variance(moments: Sequence[tuple[float, ...]]) -> float:
     """Return the unbiased variance of one sample, from the mean and the mean square of independent sets of samples.
 
-    >>> unbiased_variance([(1.0, 1.0), (0.0, 0.0)]), variance([(0.5, 0.5), (0.5, 0.5)])
+    >>> unbiased_variance([(1.0, 1.0), (0.0, 0.0)]), unbiased_variance([(0.5, 0.5), (0.5, 0.5)])
     (0.5, 0.25)
     """
     count = len(moments)

@@ -49,8 +49,8 @@ def convert_memory_errors(*, tokens: int, trajectories: int) -> Iterator[None]:
 class _BudgetRecord:
     """Content of ``micro_batch_tokens.json``.
 
-    >>> _Record(configured=16384, tokens=8192)
-    _Record(configured=16384, tokens=8192, outside=False)
+    >>> _BudgetRecord(configured=16384, tokens=8192)
+    _BudgetRecord(configured=16384, tokens=8192, outside=False)
     """
 
     configured: int  # training.micro_batch_tokens when memory ran out; the record is ignored if the setting has changed
