@@ -82,6 +82,7 @@ class MicroBatch:
     support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
     sources: tuple[str, ...] = ()  # [B] source of each trajectory's problem
+    trajectory_tokens: int = 0  # of all trajectories; a shared prefix counts for each of them
     teacher_row: PackedRow | None = None  # the same responses after the prompts that a teacher reads
 
     @classmethod
@@ -146,6 +147,7 @@ class MicroBatch:
             support_sizes=flat_array(sizes, "i").astype(np.int64) if restricted else None,
             counted=counted,
             sources=tuple(item.problem.source for item in items),
+            trajectory_tokens=sum(item.length for item in items),
             teacher_row=teacher_row,
         )
 
@@ -226,6 +228,7 @@ class Batch:
     support: Support | None  # of the model tokens
     counted: bool  # as in `MicroBatch`
     sources: tuple[str, ...] = ()  # as in `MicroBatch`
+    trajectory_tokens: int = 0  # as in `MicroBatch`
     teacher_row: PackedRow | None = None  # as in `MicroBatch`
     statistics: TokenStatistics | None = None  # each [B, T], 0 off model tokens, by the weights before the updates
     reference_log_probs: Tensor | None = None  # [B, T]
@@ -290,6 +293,7 @@ class Batch:
             else Support(ids=to_device(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
             counted=micro.counted,
             sources=micro.sources,
+            trajectory_tokens=micro.trajectory_tokens,
             teacher_row=None if micro.teacher_row is None else micro.teacher_row.pad_to_multiple(multiple).to(device),
         )
 

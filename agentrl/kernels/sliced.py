@@ -202,7 +202,7 @@ class _Tiles:
         return ((columns, block) for columns in _slices_of(self._weight.shape[0], self._width) for block in rows)
 
     def bias_for_epilogue(self, columns: slice) -> Tensor | None:
-        """Return the bias that the epilogue must add to :meth:`logits`."""
+        """Return the bias that the epilogue must add to :meth:`compute_logits`."""
         return None if self._bias is None or self._cap is not None else self._bias[columns]
 
     def compute_logits(self, rows: slice, columns: slice) -> Tensor:

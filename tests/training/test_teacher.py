@@ -7,7 +7,8 @@ import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import pytest
 import torch
@@ -19,8 +20,10 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.models.policy import PolicyModel
 from agentrl.rollout.engines.replica import InvalidResponseError
 from agentrl.training.run.preflight import check_teachers
+from agentrl.training.run.start import train
 from agentrl.training.settings import TeacherSettings
-from agentrl.training.step.reference_and_critic import FrozenPolicy, TeachersBySource
+from agentrl.training.step import reference_and_critic
+from agentrl.training.step.reference_and_critic import FrozenPolicy, TeachersBySource, open_teachers
 from agentrl.training.step.served_teacher import ServedTeacher, read_scores
 from agentrl.trajectory import Segment, Trajectory
 
@@ -169,6 +172,32 @@ def test_every_source_needs_a_teacher() -> None:
     shared = [named, "teacher.path=a", "training.num_processes=2", "training.sequence_parallel=2"]
     with pytest.raises(SettingsError, match=r"teacher\.by_source with training\.sequence_parallel=2"):
         load_settings(overrides=shared)
+
+
+def test_the_ranks_of_a_launcher_check_the_teachers_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Without the check, a source without a teacher would be trained with the probability 1 for every token."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "0")
+    data = ["data.train=[{path: 'builtin:horizon'}]", "teacher.by_source.code.path=a", f"runs_dir={tmp_path}"]
+    settings = load_settings(overrides=[*data, "cluster.kind=environment"])
+    with pytest.raises(SettingsError, match=r"but data\.train has horizon: every source needs a teacher"):
+        train(settings, resume=False)
+    assert not any(tmp_path.iterdir())
+
+
+def test_the_initial_policy_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[str | None] = []
+
+    def open_one(teacher: TeacherSettings, *arguments: Any, **options: Any) -> object:
+        opened.append(teacher.path)
+        return object.__new__(ServedTeacher)
+
+    monkeypatch.setattr(reference_and_critic, "_open_teacher", open_one)
+    teacher = {"hint": "{answer}", "objective": "sampled", "by_source": {"a": {"path": "p"}, "b": {"path": "q"}}}
+    settings = load_settings().model_copy(update={"teacher": TeacherSettings(**teacher)})
+    monkeypatch.setattr(ServedTeacher, "needs_full_distribution", False, raising=False)
+    open_teachers(settings, cast(Any, None), start="p")
+    assert opened == ["p", "q"]
 
 
 def test_one_log_probability_suffices_for_the_sampled_form(server: TeacherServer) -> None:

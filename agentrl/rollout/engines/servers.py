@@ -26,7 +26,8 @@ from agentrl.weights.verify import Probe, Verifier
 class ManagedServers(ABC):
     """A :class:`~agentrl.rollout.engines.base.ManagedEngine` over servers.
 
-    A plug-in implements :meth:`connect` and, if it starts servers, :meth:`plans`. All other methods have defaults.
+    A plug-in implements :meth:`connect` and, if it starts servers, :meth:`server_plans`. All other methods have
+    defaults.
     """
 
     def __init__(self, request: EngineSpecification, settings: ServerSettings) -> None:
@@ -65,7 +66,7 @@ class ManagedServers(ABC):
         return ServedWeights(0, recompute=self.request.rollout.kv_on_update == "recomputed")
 
     def transfer_method(self) -> TransferTarget:
-        """Return the method of weight transfer, to which :meth:`target` adds the servers. Defaults to files."""
+        """Return the method of weight transfer; :meth:`transfer_target` adds the servers. Defaults to files."""
         return TransferTarget(deadline=self.settings.stall_deadline)
 
     # -- lifecycle ------------------------------------------------------------------------------------------------

@@ -73,8 +73,8 @@ class _PendingCheckpoint:
 class CheckpointWriter:
     """Writes checkpoints, optionally in the background, from a copy of the state in memory.
 
-    All methods are collective. If writing fails, every rank raises WorldError, at the latest in :meth:`finish`. A
-    checkpoint that was not completed because a process was killed is never used.
+    All methods are collective. If writing fails, every rank raises WorldError, at the latest in
+    :meth:`publish_pending`. A checkpoint that was not completed because a process was killed is never used.
     """
 
     def __init__(self, root: Path, settings: CheckpointSettings, *, published: Callable[[RunState], None]) -> None:

@@ -124,7 +124,7 @@ Number = Tensor | float
 
 
 class MetricAccumulator:
-    """Accumulates metrics of one rank; :meth:`reduce` combines them over ranks.
+    """Accumulates metrics of one rank; :meth:`reduce_over_ranks` combines them over ranks.
 
     Every rank must add the same names in a step. A dummy micro-batch adds them with weight 0.
     """

@@ -98,7 +98,7 @@ class BestPolicyExport:
         return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.contains(best) else None}
 
     def describe(self, record: BestRecord) -> str:
-        """Format a result of :meth:`record` as a line for the console."""
+        """Format a result of :meth:`best_record` as a line for the console."""
         score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
         if record["policy"] is None:
             return f"{score}; its policy was not kept (checkpoint.best)"

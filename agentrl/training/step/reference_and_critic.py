@@ -140,9 +140,10 @@ class TeachersBySource:
 def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: Tensor | None = None) -> None:
     """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs in a trajectory."""
     if refused_ids:
+        row_ids = batch.row.token_ids.cpu()
         for number, length in enumerate(batch.response_lengths.tolist()):
             if chosen is None or chosen[number]:
-                ids = batch.row.token_ids.cpu()[batch.row.document_positions(number, length)]
+                ids = row_ids[batch.row.document_positions(number, length)]
                 found = ids[torch.isin(ids, torch.tensor([*refused_ids]))].tolist()
                 if found:
                     raise SettingsError(refused_ids[found[0]])
@@ -168,14 +169,14 @@ def open_teachers(
     settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
 ) -> FrozenPolicy | ServedTeacher | TeachersBySource:
     """Open the teacher of every problem source on this rank, each model once. Raises SettingsError."""
-    opened: dict[tuple[str | None, str | None], FrozenPolicy | ServedTeacher] = {}
+    opened: dict[tuple[str, str | None], FrozenPolicy | ServedTeacher] = {}
     by_source = settings.teacher.teachers
     for one in by_source.values():
-        if (one.path, one.url) not in opened:
-            opened[one.path, one.url] = _open_teacher(one, settings, engine, start=start)
+        if (one.path or start, one.url) not in opened:
+            opened[one.path or start, one.url] = _open_teacher(one, settings, engine, start=start)
     if by_source.keys() == {None}:
         return next(iter(opened.values()))
-    return TeachersBySource({source: opened[one.path, one.url] for source, one in by_source.items()})
+    return TeachersBySource({source: opened[one.path or start, one.url] for source, one in by_source.items()})
 
 
 def _open_teacher(
