@@ -1,10 +1,11 @@
-"""An engine whose routers are noisy, and a tiny mixture of experts, for the study of route replay.
+"""An engine with noisy routers, and a tiny mixture of experts, for the study of route replay.
 
     python benchmarks/noisy_routes.py POLICY OUTPUT
 
-writes a Qwen3-MoE with eight experts to OUTPUT. Its weights are those of the Qwen2 model POLICY, and its experts are copies
-of the feed-forward layers with noise, so that a short cold start suffices. With
-``plugins=[benchmarks/noisy_routes.py] rollout.engine=noisy_routes``, the engine multiplies each expert's score by
+writes a Qwen3-MoE with eight experts to OUTPUT. Its weights are those of the Qwen2 model POLICY, and its experts are
+copies of the feed-forward layers with noise, so that a short cold start suffices.
+
+With ``plugins=[benchmarks/noisy_routes.py] rollout.engine=noisy_routes``, the engine multiplies each expert's score by
 ``exp(std * N(0, 1))`` before it selects the experts of a token. ``rollout.options`` sets ``std``. Selected experts keep
 their exact scores, so that training with the engine's routes computes the engine's log-probabilities.
 """
@@ -82,22 +83,22 @@ def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, 
         eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
-    states: dict[Any, Tensor] = {}
+    outputs: dict[Any, Tensor] = {}
     for layer in dense.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
-            projection.register_forward_hook(lambda module, _, states_out: states.update({module: states_out}))
+            projection.register_forward_hook(lambda module, _, values: outputs.update({module: values}))
     dense(input_ids=torch.randint(old.vocab_size, (8, 64)))
     model.load_state_dict(dense.state_dict(), strict=False)  # embeddings, attention and norms
     for layer, source in zip(model.model.layers, dense.model.layers, strict=True):
         attention = layer.self_attn
         attention.o_proj.bias.zero_()
         for norm, projection in ((attention.q_norm, "q_proj"), (attention.k_norm, "k_proj")):
-            # Qwen2 does not normalize queries and keys: scale the normalized ones by their mean size.
-            by_head = states[getattr(source.self_attn, projection)].unflatten(-1, (-1, head))
+            # Qwen2 does not normalize queries and keys. Scale the normalized ones by their mean size.
+            by_head = outputs[getattr(source.self_attn, projection)].unflatten(-1, (-1, head))
             norm.weight.fill_(by_head.pow(2).mean(-1).sqrt().mean())
-        mlp = source.mlp
+        mixture, mlp = layer.mlp.experts, source.mlp
         merged = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
-        for target, weight in ((layer.mlp.experts.gate_up_proj, merged), (layer.mlp.experts.down_proj, mlp.down_proj.weight)):
+        for target, weight in ((mixture.gate_up_proj, merged), (mixture.down_proj, mlp.down_proj.weight)):
             target.copy_(weight + noise * weight.std() * torch.randn_like(target))
     output.mkdir(parents=True)
     write_model(output, model=model, tokenizer=tokenizer, title=output.name, body=f"A mixture made of {policy}.")
