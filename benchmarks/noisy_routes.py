@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentrl import register_engine
 from agentrl.models.loading import write_model
-from agentrl.models.routes import Routes
+from agentrl.models.routes import ExpertRoutes
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines import batcher
 from agentrl.rollout.engines.base import EngineRequest, ManagedEngine, TransformersPlugin
@@ -49,20 +49,20 @@ class NoisyRoutesPlugin(TransformersPlugin):
 
 def add_noise(std: float) -> None:
     """Let the engine of this process, but not its trainer, select experts with noise."""
-    original = batcher.routing
+    original = batcher.use_routes
 
-    class NoisyRoutes(Routes):
-        def select(self, layer: int, scores: Tensor, top: Any) -> Any:
+    class NoisyRoutes(ExpertRoutes):
+        def select_experts(self, layer: int, scores: Tensor, top: Any) -> Any:
             noisy = scores * torch.exp(std * torch.randn_like(scores))
             chosen = noisy.topk(top.indices.shape[-1], dim=-1).indices
-            return super().select(layer, scores, type(top)((scores.gather(-1, chosen), chosen)))
+            return super().select_experts(layer, scores, type(top)((scores.gather(-1, chosen), chosen)))
 
     @contextmanager
-    def routing(routes: Routes | None) -> Iterator[None]:
+    def use_routes(routes: ExpertRoutes | None) -> Iterator[None]:
         with original(routes or NoisyRoutes(num_layers=0)):
             yield
 
-    batcher.Routes, batcher.routing = NoisyRoutes, routing  # type: ignore[misc, assignment]
+    batcher.ExpertRoutes, batcher.use_routes = NoisyRoutes, use_routes  # type: ignore[misc, assignment]
 
 
 @torch.no_grad()
