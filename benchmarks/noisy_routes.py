@@ -1,0 +1,108 @@
+"""An engine with noisy routers, and a tiny mixture of experts, for the study of route replay.
+
+    python benchmarks/noisy_routes.py POLICY OUTPUT
+
+writes a Qwen3-MoE with eight experts to OUTPUT. Its weights are those of the Qwen2 model POLICY, and its experts are
+copies of the feed-forward layers with noise, so that a short cold start suffices.
+
+With ``plugins=[benchmarks/noisy_routes.py] rollout.engine=noisy_routes``, the engine multiplies each expert's score by
+``exp(std * N(0, 1))`` before it selects the experts of a token. ``rollout.options`` sets ``std``. Selected experts keep
+their exact scores, so that training with the engine's routes computes the engine's log-probabilities.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel
+from torch import Tensor
+
+from agentrl import register_engine
+from agentrl.models.loading import write_model
+from agentrl.models.routes import ExpertRoutes
+from agentrl.models.tokenizer import read_tokenizer
+from agentrl.rollout.engines import batcher
+from agentrl.rollout.engines.base import EngineRequest, ManagedEngine, TransformersPlugin
+
+
+class NoiseOptions(BaseModel):
+    """``rollout.options`` of the engine."""
+
+    std: float = 0.5
+
+
+@register_engine("noisy_routes")
+class NoisyRoutesPlugin(TransformersPlugin):
+    """The transformers engine with noisy routers."""
+
+    options_model = NoiseOptions
+
+    def managed(self, request: EngineRequest) -> ManagedEngine:
+        add_noise(self.options(request.rollout).std)
+        return super().managed(request)
+
+
+def add_noise(std: float) -> None:
+    """Let the engine of this process, but not its trainer, select experts with noise."""
+    original = batcher.use_routes
+
+    class NoisyRoutes(ExpertRoutes):
+        def select_experts(self, layer: int, scores: Tensor, top: Any) -> Any:
+            noisy = scores * torch.exp(std * torch.randn_like(scores))
+            chosen = noisy.topk(top.indices.shape[-1], dim=-1).indices
+            return super().select_experts(layer, scores, type(top)((scores.gather(-1, chosen), chosen)))
+
+    @contextmanager
+    def use_routes(routes: ExpertRoutes | None) -> Iterator[None]:
+        with original(routes or NoisyRoutes(num_layers=0)):
+            yield
+
+    batcher.ExpertRoutes, batcher.use_routes = NoisyRoutes, use_routes  # type: ignore[misc, assignment]
+
+
+@torch.no_grad()
+def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, noise: float = 0.5) -> None:
+    """Write a mixture of experts with the weights of ``policy``. ``noise`` is relative to the weights' scale."""
+    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    dense = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
+    old, tokenizer = dense.config, read_tokenizer(policy)
+    head = old.hidden_size // old.num_attention_heads
+    config = Qwen3MoeConfig(
+        vocab_size=old.vocab_size, hidden_size=old.hidden_size, num_hidden_layers=old.num_hidden_layers,
+        num_attention_heads=old.num_attention_heads, num_key_value_heads=old.num_key_value_heads, head_dim=head,
+        moe_intermediate_size=old.intermediate_size, num_experts=experts, num_experts_per_tok=top, norm_topk_prob=True,
+        attention_bias=True, max_position_embeddings=old.max_position_embeddings, rms_norm_eps=old.rms_norm_eps,
+        tie_word_embeddings=old.tie_word_embeddings, rope_parameters=old.rope_parameters,
+        eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id, bos_token_id=None,
+    )  # fmt: skip
+    model = Qwen3MoeForCausalLM(config)
+    outputs: dict[Any, Tensor] = {}
+    for layer in dense.model.layers:
+        for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
+            projection.register_forward_hook(lambda module, _, values: outputs.update({module: values}))
+    dense(input_ids=torch.randint(old.vocab_size, (8, 64)))
+    model.load_state_dict(dense.state_dict(), strict=False)  # embeddings, attention and norms
+    for layer, source in zip(model.model.layers, dense.model.layers, strict=True):
+        attention = layer.self_attn
+        attention.o_proj.bias.zero_()
+        for norm, projection in ((attention.q_norm, "q_proj"), (attention.k_norm, "k_proj")):
+            # Qwen2 does not normalize queries and keys. Scale the normalized ones by their mean size.
+            by_head = outputs[getattr(source.self_attn, projection)].unflatten(-1, (-1, head))
+            norm.weight.fill_(by_head.pow(2).mean(-1).sqrt().mean())
+        mixture, mlp = layer.mlp.experts, source.mlp
+        merged = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
+        for target, weight in ((mixture.gate_up_proj, merged), (mixture.down_proj, mlp.down_proj.weight)):
+            target.copy_(weight + noise * weight.std() * torch.randn_like(target))
+    output.mkdir(parents=True)
+    write_model(output, model=model, tokenizer=tokenizer, title=output.name, body=f"A mixture made of {policy}.")
+
+
+if __name__ == "__main__":
+    write_mixture(sys.argv[1], Path(sys.argv[2]))
