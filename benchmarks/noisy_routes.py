@@ -27,7 +27,7 @@ from agentrl.models.loading import write_model
 from agentrl.models.routes import ExpertRoutes
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines import batcher
-from agentrl.rollout.engines.base import EngineRequest, ManagedEngine, TransformersPlugin
+from agentrl.rollout.engines.base import EngineSpecification, ManagedEngine, TransformersPlugin
 
 
 class NoiseOptions(BaseModel):
@@ -42,7 +42,7 @@ class NoisyRoutesPlugin(TransformersPlugin):
 
     options_model = NoiseOptions
 
-    def managed(self, request: EngineRequest) -> ManagedEngine:
+    def managed(self, request: EngineSpecification) -> ManagedEngine:
         add_noise(self.options(request.rollout).std)
         return super().managed(request)
 
@@ -74,13 +74,14 @@ def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, 
     dense = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
     old, tokenizer = dense.config, read_tokenizer(policy)
     head = old.hidden_size // old.num_attention_heads
+    copied = (
+        "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
+        "max_position_embeddings", "tie_word_embeddings", "rope_parameters", "eos_token_id", "pad_token_id",
+    )  # fmt: skip
+    same: dict[str, Any] = {name: getattr(old, name) for name in copied}
     config = Qwen3MoeConfig(
-        vocab_size=old.vocab_size, hidden_size=old.hidden_size, num_hidden_layers=old.num_hidden_layers,
-        num_attention_heads=old.num_attention_heads, num_key_value_heads=old.num_key_value_heads, head_dim=head,
-        moe_intermediate_size=old.intermediate_size, num_experts=experts, num_experts_per_tok=top, norm_topk_prob=True,
-        attention_bias=True, max_position_embeddings=old.max_position_embeddings, rms_norm_eps=old.rms_norm_eps,
-        tie_word_embeddings=old.tie_word_embeddings, rope_parameters=old.rope_parameters,
-        eos_token_id=old.eos_token_id, pad_token_id=old.pad_token_id, bos_token_id=None,
+        **same, head_dim=head, moe_intermediate_size=old.intermediate_size, num_experts=experts,
+        num_experts_per_tok=top, norm_topk_prob=True, attention_bias=True, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
     outputs: dict[Any, Tensor] = {}
