@@ -78,9 +78,9 @@ def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, 
         "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps",
         "max_position_embeddings", "tie_word_embeddings", "rope_parameters", "eos_token_id", "pad_token_id",
     )  # fmt: skip
-    same: dict[str, Any] = {name: getattr(old, name) for name in copied}
+    same: dict[str, Any] = {"head_dim": head, **{name: getattr(old, name) for name in copied}}
     config = Qwen3MoeConfig(
-        **same, head_dim=head, moe_intermediate_size=old.intermediate_size, num_experts=experts,
+        **same, moe_intermediate_size=old.intermediate_size, num_experts=experts,
         num_experts_per_tok=top, norm_topk_prob=True, attention_bias=True, bos_token_id=None,
     )  # fmt: skip
     model = Qwen3MoeForCausalLM(config)
