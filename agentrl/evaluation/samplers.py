@@ -308,7 +308,7 @@ class EndpointSampler:
 
 @dataclass(kw_only=True, eq=False)
 class _EndpointPolicy(TurnPolicy[Transcript]):
-    """Policy of a conversation in text. ``conversation`` alternates between inputs and turns of the model."""
+    """Policy that samples its turns from an endpoint. ``conversation`` alternates between inputs and model turns."""
 
     sample_of: Sample
     engine: TextEngine

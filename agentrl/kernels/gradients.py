@@ -1,4 +1,7 @@
-"""Gradients of a head: of logits, from three coefficients per row, and of hidden states, weight and bias, by blocks."""
+"""Gradients of a head: logits, hidden states, weight and bias.
+
+The gradient of a row of logits follows from three coefficients. The other gradients are computed by blocks of rows.
+"""
 
 from __future__ import annotations
 

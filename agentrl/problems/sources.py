@@ -86,7 +86,7 @@ def masked_statement(statement: str) -> str:
     >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!")
     'tom has # pens and # cups'
     """
-    # Replace numbers with a word first, because removing punctuation would also remove `#`.
+    # Write `_number_` until punctuation is removed, because `#` would be removed with it.
     masked = NUMBER.sub(" \0 ", statement.casefold())
     return _NON_WORD.sub(" ", masked.replace("\0", "_number_")).strip().replace("_number_", "#")
 

@@ -99,7 +99,9 @@ _NO_COUNT_YET = -1
 
 
 class StallDetector:
-    """Polls a server while it has requests. ``tokens`` returns the number of computed tokens, or None if unknown.
+    """Ends the requests to a server that computes no token for ``stall_deadline`` seconds.
+
+    ``tokens`` is polled while there are requests. It returns the number of computed tokens, or None if unknown.
 
     A server that does not report tokens never counts as stalled. If it dies, its connections break, and a separate
     deadline limits the rollouts of a step. The server does not count as stalled while ``gate`` is closed, because it

@@ -50,7 +50,7 @@ class ServerPlan(ABC):
         """Return the arguments of the Python interpreter, such as ``["-m", "package.server", "--port", "8000"]``."""
 
     def environment_changes(self) -> dict[str, str | None]:
-        """Return the server's changes to this process's environment variables; None unsets a variable."""
+        """Return the changes to the environment that the server inherits. None unsets a variable."""
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**dict.fromkeys(LAUNCHER_VARIABLES), **gpus}
 

@@ -120,7 +120,7 @@ class AgentCall(WireModel):
 
 
 class AgentMessage(WireModel):
-    """A message. Messages match if their keys are equal, which ignores outer whitespace, call ids and JSON formatting.
+    """A message. Messages with equal keys match. Keys ignore outer whitespace, call ids and JSON formatting.
 
     >>> one = AgentMessage(role="assistant", content=" 4\\n", calls=(AgentCall(name="f", arguments='{"b":1, "a":2}'),))
     >>> two = AgentMessage(role="assistant", content="4", calls=(AgentCall(name="f", arguments='{"a": 2, "b": 1}'),))

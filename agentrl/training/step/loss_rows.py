@@ -297,7 +297,7 @@ class BatchCompleter:
 def _add_advantages(
     batches: Sequence[Batch], inputs: Sequence[AdvantageInputs], estimates: Sequence[Advantages]
 ) -> list[Batch]:
-    """Return the batches with the rewards of their inputs and with their advantages."""
+    """Return copies of the batches with ``rewards`` from ``inputs`` and advantages from ``estimates``."""
     return [
         replace(batch, rewards=part.rewards, estimate=estimate)
         for batch, part, estimate in zip(batches, inputs, estimates, strict=True)

@@ -95,7 +95,11 @@ class ObjectiveSettings:
 
 
 def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
-    """Return the options of ``algorithm.estimator``. Raises SettingsError for an unsupported changed setting."""
+    """Return the options of ``algorithm.estimator``.
+
+    Raises SettingsError for an invalid option, and for a setting that is not at its default but is not an option of the
+    estimator.
+    """
     algorithm = settings.algorithm
     options = _checked_options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):

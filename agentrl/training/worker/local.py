@@ -372,7 +372,7 @@ class LocalRolloutService:
         return work()
 
     async def _record_if_verified(self, transfer: Coroutine[object, object, str | None], version: int) -> str | None:
-        """Await a transfer and return its problem, or None. Without a problem, the worker samples with ``version``."""
+        """Await a transfer. Return why its verification failed, or record ``version`` as installed and return None."""
         problem = await transfer
         if problem is None:
             self._worker.record_install(version)

@@ -119,9 +119,9 @@ def allow_if_null(argument: int, denial: Code) -> Code:
 
 
 def assemble_filter(architecture: int, actions: Mapping[int, Code], highest: int, newer_calls: Code) -> bytes:
-    """Build the filter. Kills other architectures and allows unlisted calls up to ``highest``.
+    """Build a filter that kills the process on calls of other architectures and allows unlisted calls.
 
-    ``newer_calls`` is the code for numbers above ``highest``.
+    ``actions`` lists calls up to number ``highest``. ``newer_calls`` is the code for numbers above ``highest``.
     """
     numbered = [actions.get(number, allow_call()) for number in range(highest + 1)] + [newer_calls]
     ranges: list[tuple[int, Code]] = []

@@ -60,7 +60,7 @@ def build_vllm_engine(
 
 
 class ManagedVLLM(ManagedServers):
-    """The lifecycle of vLLM servers that are started by this process or external.
+    """Lifecycle of vLLM servers. This process starts them unless they are external.
 
     Without training, colocated servers stay awake, and no weight transfer is prepared.
     """
