@@ -341,7 +341,7 @@ class TextEngine:
         self._add_fingerprint(answer)
         choice = first_choice(answer)
         if choice is None:
-            raise RetryableError(f"the response has no choice: {json.dumps(answer)[:200]}")
+            raise RetryableError(f"the response contains no choices: {json.dumps(answer)[:200]}")
         delta = MessageDelta.from_choice(choice)
         cut = _find_turn_end(delta.text, 0, sampling)
         reason = _FINISH_REASONS.get(delta.reason or "", "eos") if cut is None else "stop"

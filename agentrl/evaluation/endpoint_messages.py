@@ -90,7 +90,7 @@ def parse_model_list_response(text: str) -> list[dict[str, str]]:
 
 
 def first_choice(answer: JSONObject) -> JSONObject | None:
-    """Return the first choice of a response, or None if it has no choice."""
+    """Return the first choice of a response, or None if it has none."""
     choices = answer.get("choices")
     return choices[0] if isinstance(choices, list) and choices and isinstance(choices[0], dict) else None
 

@@ -167,7 +167,7 @@ class GradingProcess:
             async with asyncio.timeout(seconds):
                 line = await self._process.stdout.readline()
                 if not line and await self._process.wait() == -signal.SIGPROF:
-                    raise ComparisonTimeoutError(f"grading process {self.pid} exceeded its CPU time")
+                    raise ComparisonTimeoutError(f"grading process {self.pid} exceeded its CPU time limit")
         except TimeoutError as error:
             raise NoVerdictError(f"grading process {self.pid} did not respond for {seconds:g} s") from error
         if not line:
