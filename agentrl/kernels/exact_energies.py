@@ -117,7 +117,7 @@ def _prepare_inputs(
 
 
 def _shift_left(mask: Tensor) -> Tensor:
-    """Return the positions t - 1 of the tokens t in a mask [B, S], False in the last column, in row-major order."""
+    """Return the mask [B, S] moved one position to the left: True at t - 1 for each t of ``mask``."""
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
 

@@ -349,12 +349,12 @@ def measure_problems(
             products = gradients.group_products(drawn, tensors)
             heads = [None if hidden is None else head_variance(policy, hidden, sample, drawn, values, temperature)
                      for values in tensors]  # fmt: skip
-            found = _moments_of_groups(sample, truth, drawn, tensors, products, heads)
+            found = _moments_by_estimator(sample, truth, drawn, tensors, products, heads)
             moments[size] = dict(zip((choice.label for choice in settings.choices), found, strict=True))
         yield index, moments
 
 
-def _moments_of_groups(
+def _moments_by_estimator(
     sample: ProblemSample,
     truth: TrueGradient,
     rows: Tensor,

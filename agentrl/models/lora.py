@@ -157,7 +157,7 @@ def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRA
         r=settings.rank,
         lora_alpha=settings.alpha,
         lora_dropout=0.0,
-        target_modules=sorted({_layer_suffix(name) for name in factors}),
+        target_modules=sorted({_last_layer_component(name) for name in factors}),
         base_model_name_or_path=base,
         task_type="CAUSAL_LM",
         inference_mode=True,
@@ -165,7 +165,7 @@ def write_adapter(directory: Path, factors: Mapping[str, Tensor], settings: LoRA
     config.save_pretrained(str(directory))
 
 
-def _layer_suffix(exported: str) -> str:
+def _last_layer_component(exported: str) -> str:
     """Return the last component of the layer name in a factor's exported name."""
     return exported.rpartition(".lora_")[0].rpartition(".")[2]
 

@@ -56,8 +56,8 @@ class TrainingSetup:
     critic: bool = False
 
     @property
-    def bytes_per_weight(self) -> int:
-        """Bytes of a weight."""
+    def weight_bytes(self) -> int:
+        """Bytes of a weight, without its gradient and optimizer state."""
         return 2 if self.bfloat16 else 4
 
     @property
@@ -112,22 +112,22 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     # in host memory, but stages 1 and 2 still accumulate them on the device.
     weights = (
         setup.elements_per_rank(shape.parameters + adapters, from_stage=3)
-        * setup.bytes_per_weight
+        * setup.weight_bytes
         * (setup.offload != "all")
     )
     gradients = 4 * setup.elements_per_rank(trained, from_stage=2) * (on_device or setup.stage < 3)
     moments = 8 * part * on_device
     master = 4 * part * (on_device and setup.stage >= 1)
     gathers = setup.stage == 3 and setup.ranks > 1
-    gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.bytes_per_weight * gathers
+    gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.weight_bytes * gathers
 
     # The bucket is float32 and always allocated at stage 3. It has the weights' dtype at stage 1 (from the first
     # gradient of an update on) and at stage 2 (during each backward). Stage 2 also holds a flat copy of the bucket and,
     # in bfloat16, a float32 copy of the flat copy or of a single larger tensor.
     filled = min(REDUCE_BUCKET, trained)
-    bucket = filled * (4 if setup.stage == 3 else setup.bytes_per_weight) * (setup.stage > 0)
+    bucket = filled * (4 if setup.stage == 3 else setup.weight_bytes) * (setup.stage > 0)
     wide = 4 * max(filled, largest) if setup.bfloat16 else 0
-    reduction = {"reduction": filled * setup.bytes_per_weight + wide if setup.stage == 2 else 0}
+    reduction = {"reduction": filled * setup.weight_bytes + wide if setup.stage == 2 else 0}
     # An optimizer step computes the norms of single tensors in float64. Stage 3, and float32 at stages 1 and 2, copy
     # the rank's gradients. Without ZeRO, AdamW works in place.
     copied = 4 * part if setup.stage == 3 or not setup.bfloat16 else 0
@@ -144,10 +144,8 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
     if not on_device:  # in host memory: gradients, master copy, moments; below stage 3 also the weight
-        moved += (16 + (setup.bytes_per_weight if setup.stage < 3 else 0)) * part
-        moved += (
-            setup.elements_per_rank(shape.parameters, from_stage=3) * setup.bytes_per_weight * (setup.offload == "all")
-        )
+        moved += (16 + (setup.weight_bytes if setup.stage < 3 else 0)) * part
+        moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.weight_bytes * (setup.offload == "all")
     return RankMemory(
         static={
             "weights": weights,
@@ -158,10 +156,10 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
             "gradient bucket": bucket if setup.stage in (1, 3) else 0,
             "reference": weights if setup.reference and not adapters else 0,
             "teacher": setup.elements_per_rank(setup.teacher, from_stage=3)
-            * setup.bytes_per_weight
+            * setup.weight_bytes
             * (setup.offload != "all"),
             "critic": weights + gradients + master + moments if setup.critic else 0,
-            "KV cache": kv_tokens * kv_bytes_per_token(shape, setup.bytes_per_weight),
+            "KV cache": kv_tokens * kv_bytes_per_token(shape, setup.weight_bytes),
             "context (assumed)": context,
         },
         phases=phases,
@@ -185,7 +183,7 @@ def activation_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int
     With checkpointing, a layer keeps only its input, and one layer is recomputed at a time.
     """
     size, hidden, queries, tokens = (
-        setup.bytes_per_weight,
+        setup.weight_bytes,
         shape.hidden,
         shape.heads * shape.head_dim,
         setup.local_tokens,
@@ -226,7 +224,7 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     - ``triton``: a tile of float32 logits. In bfloat16 also its gradient, and float32 gradients of the states and of a
       slice of the weight.
     """
-    tokens, size, logits = setup.local_tokens, setup.bytes_per_weight, setup.local_tokens * shape.vocabulary
+    tokens, size, logits = setup.local_tokens, setup.weight_bytes, setup.local_tokens * shape.vocabulary
     trained = 0 if setup.lora_rank else shape.vocabulary
     common = tokens * (shape.hidden * size + 48) + (tokens + trained) * shape.hidden * size
     if setup.head_backend == "reference":

@@ -49,12 +49,12 @@ GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (A
 """Built-in sources of exercises by name."""
 
 
-class SeedSource:
+class SeedProblemSource:
     """Problems without content (``builtin:seeds``), for environments that generate a task from a seed.
 
     The environment derives the seed from the problem's id.
 
-    >>> SeedSource(split="heldout", seed=3).problem(7).id
+    >>> SeedProblemSource(split="heldout", seed=3).problem(7).id
     'seeds-heldout-3-7'
     """
 
@@ -239,12 +239,12 @@ def expand_path(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-def check_builtin_name(path: str, what: str, known: Sequence[str]) -> None:
-    """Raise ProblemLoadError unless ``path`` names one of the ``known`` generators."""
-    kind = path.removeprefix(BUILTIN)
+def check_builtin_source(source: str, what: str, known: Sequence[str]) -> None:
+    """Raise ProblemLoadError unless ``source`` is ``builtin:`` with one of the ``known`` names."""
+    kind = source.removeprefix(BUILTIN)
     if kind not in known:
         valid = ", ".join(BUILTIN + name for name in known)
-        raise ProblemLoadError(f"{path}: no such built-in {what}; valid: {valid}{did_you_mean(kind, known)}")
+        raise ProblemLoadError(f"{source}: no such built-in {what}; valid: {valid}{did_you_mean(kind, known)}")
 
 
 def _load_generated(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
@@ -262,9 +262,9 @@ def _make_generator(settings: ProblemSourceSettings, seed: int) -> ProblemSource
 
         name = settings.path.removeprefix(REASONING_GYM)
         return ReasoningGymSource(name, split=settings.split, seed=seed, options=settings.options)
-    check_builtin_name(settings.path, "problems", (*GENERATORS, "seeds"))
+    check_builtin_source(settings.path, "problems", (*GENERATORS, "seeds"))
     if settings.path == BUILTIN + "seeds":
-        return SeedSource(split=settings.split, seed=seed)
+        return SeedProblemSource(split=settings.split, seed=seed)
     made_by = GENERATORS[settings.path.removeprefix(BUILTIN)]
     return made_by(split=settings.split, seed=seed, families=settings.families)
 
@@ -375,7 +375,7 @@ def load_demonstrations(
     formulas. Raises ProblemLoadError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
-        check_builtin_name(spec, "demonstrations", tuple(GENERATORS))
+        check_builtin_source(spec, "demonstrations", tuple(GENERATORS))
         source = GENERATORS[spec.removeprefix(BUILTIN)](split="train", seed=seed, families=families)
         made = source.demonstrations(count)
         return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")

@@ -169,7 +169,7 @@ class MetricsColumns:
         if column is None:
             return None
         row = column.rows[-1]
-        bounds = {side: self._value_if_recent(f"eval/{side}", row) for side in ("low", "high")}
+        bounds = {side: self._value_at_recent_row(f"eval/{side}", row) for side in ("low", "high")}
         return {"metric": "eval/avg_at_k", "step": self._steps[row], "value": column.values[-1], **bounds}
 
     def _recent_reward(self) -> dict[str, object] | None:
@@ -178,13 +178,13 @@ class MetricsColumns:
             return None
         recent = column.values[-_RECENT_STEPS:]
         mean = sum(recent) / len(recent)
-        errors = [self._value_if_recent("reward/stderr", row) for row in column.rows[-_RECENT_STEPS:]]
+        errors = [self._value_at_recent_row("reward/stderr", row) for row in column.rows[-_RECENT_STEPS:]]
         known = [error for error in errors if error is not None]
         half = 1.96 * math.hypot(*known) / len(recent) if len(known) == len(recent) else None
         bounds = {"low": None, "high": None} if half is None else {"low": mean - half, "high": mean + half}
         return {"metric": "reward/mean", "step": self._steps[column.rows[-1]], "value": mean, **bounds}
 
-    def _value_if_recent(self, name: str, row: int) -> float | None:
+    def _value_at_recent_row(self, name: str, row: int) -> float | None:
         """Return the value of a metric at ``row``, or None if ``row`` is not among the metric's last 15 rows."""
         column = self._columns.get(name, _Column())
         recent = dict(zip(column.rows[-_RECENT_STEPS:], column.values[-_RECENT_STEPS:], strict=True))

@@ -93,7 +93,7 @@ class SlotCache(Cache):
         _, heads, _, dim = new.shape
         tensor = self._tensors[index]
         if tensor is None:
-            self._tensors[index] = tensor = self._allocate(index, heads, dim, new)
+            self._tensors[index] = tensor = self._reuse_or_add_memory(index, heads, dim, new)
         self._has_entries = True
         if heads not in self._flat_positions:
             head = torch.arange(heads, device=new.device)[None, :, None]
@@ -114,13 +114,13 @@ class SlotCache(Cache):
             if old is None:
                 continue
             memory = self._memory[index]
-            new = self._allocate(index, old.shape[1], old.shape[3], old)
+            new = self._reuse_or_add_memory(index, old.shape[1], old.shape[3], old)
             if self._has_entries:
                 new[: old.shape[0], :, : old.shape[2] - 1] = old[:, :, :-1]
                 self._spare_memory = memory
             self._tensors[index] = new
 
-    def _allocate(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
+    def _reuse_or_add_memory(self, index: int, heads: int, dim: int, like: Tensor) -> Tensor:
         """Return a tensor of the current size, in the layer's memory or, to preserve live rows, in spare memory."""
         shape = (self.rows, heads, self.length + 1, dim)
         size = math.prod(shape)

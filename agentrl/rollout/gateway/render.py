@@ -55,7 +55,9 @@ class ChatRenderer:
         self, messages: Sequence[AgentMessage], request: AgentRequest, *, sampled: Collection[int] = ()
     ) -> TemplateLayout:
         """Return the layout of ``messages`` up to the next reply. ``sampled``: positions of sampled replies."""
-        shape = [self._template_message(one, index, sampled=index in sampled) for index, one in enumerate(messages)]
+        shape = [
+            self._message_with_placeholder(one, index, sampled=index in sampled) for index, one in enumerate(messages)
+        ]
         return self._cached_layout(json.dumps(shape), *self._tools_and_options(request))
 
     def encode(self, parts: Sequence[Part]) -> tuple[int, ...]:
@@ -65,7 +67,9 @@ class ChatRenderer:
     def turn_end(self) -> str:
         """Return the special token with which the template ends a model turn, or "" if there is no such token."""
         user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
-        shape = [self._template_message(one, index, sampled=True) for index, one in enumerate((user, reply, user))]
+        shape = [
+            self._message_with_placeholder(one, index, sampled=True) for index, one in enumerate((user, reply, user))
+        ]
         layout = self._cached_layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
         behind = (
             self.mark_leading_token_as_turn_end(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
@@ -124,7 +128,7 @@ class ChatRenderer:
             return AgentMessage(role="assistant", content=text)
         return _message(str(parsed.get("content") or ""), thoughts, calls, call_id_prefix)
 
-    def _template_message(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
+    def _message_with_placeholder(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
         """Return a message with a placeholder as content. A sampled reply keeps its calls in the sampled text."""
         shape: dict[str, object] = {
             "role": message.role,

@@ -114,11 +114,11 @@ class GenerationTree:
         self._replies: dict[int, list[Generation]] = {}
         self._digests: set[str] = set()
 
-    def add(self, generation: Generation, digest: str) -> None:
-        """Add a finished generation. ``digest``: digest of the request's tools and template options."""
-        self._digests.add(digest)
+    def add(self, generation: Generation, tools_digest: str) -> None:
+        """Add a finished generation. ``tools_digest``: digest of the request's tools and template options."""
+        self._digests.add(tools_digest)
         state = 0
-        for key in (digest, *(message.content_key for message in generation.conversation)):
+        for key in (tools_digest, *(message.content_key for message in generation.conversation)):
             state = self._transitions.setdefault((state, key), len(self._transitions) + 1)
         self._replies.setdefault(state, []).append(generation)
         self.generations.append(generation)

@@ -325,7 +325,7 @@ class TrainingEngine(Generic[_Module_co]):
             trained_parameters=sum(getattr(item, "ds_numel", item.numel()) for item in trained),
             leaf_classes=moe_block_class_names(module),
         )
-        with _statistics_visible_to_hooks(module):
+        with _head_output_as_dict_for_hooks(module):
             self._engine, *_ = deepspeed.initialize(
                 model=module,
                 optimizer=adamw,
@@ -456,14 +456,14 @@ def build_frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloa
     config = deepspeed_config(
         training, bfloat16=bfloat16, world_size=world_size, leaf_classes=moe_block_class_names(module)
     )
-    with _statistics_visible_to_hooks(module):
+    with _head_output_as_dict_for_hooks(module):
         engine, *_ = deepspeed.initialize(model=module, config=config)
     engine.eval()
     return cast(Callable[..., Any], engine)
 
 
 @contextmanager
-def _statistics_visible_to_hooks(module: nn.Module) -> Iterator[None]:
+def _head_output_as_dict_for_hooks(module: nn.Module) -> Iterator[None]:
     """Convert the head's output to a dictionary between two hooks, which surround the hooks that DeepSpeed adds.
 
     DeepSpeed's hooks that gather a sharded weight for the backward pass find tensors only in tuples and dictionaries.

@@ -16,7 +16,7 @@ from typing import NoReturn
 
 from agentrl_sandbox.runner import interpreter, kernel, seccomp
 from agentrl_sandbox.runner.config import SCRATCH_VARIABLE, RunnerConfig
-from agentrl_sandbox.runner.files import FetchFileWriter, fetch_files
+from agentrl_sandbox.runner.files import ChildFetchWriter, fetch_files
 from agentrl_sandbox.runner.usage import INODES, count_user_tasks
 
 # Landlock restricts a process to given files and denies TCP ports, signals to other processes and abstract sockets.
@@ -424,4 +424,4 @@ def _run_program(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
 def _fetch_files(scratch: str, names: tuple[str, ...]) -> None:
     """Fetch files. Ignores all errors, because the program may have broken the interpreter."""
     with contextlib.suppress(BaseException):
-        fetch_files(scratch, names, FetchFileWriter(_FETCHED_DESCRIPTOR, names))
+        fetch_files(scratch, names, ChildFetchWriter(_FETCHED_DESCRIPTOR, names))

@@ -49,7 +49,7 @@ def read_fetch_file(file: int, names: Sequence[str]) -> dict[str, bytes]:
     return found
 
 
-class FetchFileWriter:
+class ChildFetchWriter:
     """Writes files into the fetch file, in the child."""
 
     def __init__(self, file: int, names: Sequence[str]) -> None:
@@ -92,7 +92,7 @@ def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> 
             _copy_bytes(source, target, size)
 
 
-def fetch_files(scratch: str, names: Sequence[str], fetched: FetchFileWriter) -> None:
+def fetch_files(scratch: str, names: Sequence[str], fetched: ChildFetchWriter) -> None:
     """Copy the regular files in ``names`` into ``fetched``, up to the size limit."""
     for index, name in enumerate(names):
         # Missing files, links and unreadable files are skipped.

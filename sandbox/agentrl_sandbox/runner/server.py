@@ -104,7 +104,7 @@ def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
 
 
 class ForkServer:
-    """The event loop and its state."""
+    """Event loop that runs programs and sessions in forks of its zygotes, and the state of these."""
 
     def __init__(self, config: RunnerConfig, client: socket.socket) -> None:
         self._config = config

@@ -42,7 +42,7 @@ from typing import NoReturn
 from agentrl_sandbox.runner import interpreter, kernel
 from agentrl_sandbox.runner.child import ChildLimits, Lockdown, close_other_descriptors, isolate_child
 from agentrl_sandbox.runner.config import ProcessMessage
-from agentrl_sandbox.runner.files import FetchFileWriter, fetch_files
+from agentrl_sandbox.runner.files import ChildFetchWriter, fetch_files
 from agentrl_sandbox.runner.usage import child_pids, has_live_thread, process_tree
 
 
@@ -158,7 +158,7 @@ class SessionInterpreter:
 
     def _fetch(self, names: tuple[str, ...], file: int) -> None:
         try:
-            fetch_files(self._scratch, names, FetchFileWriter(file, names))
+            fetch_files(self._scratch, names, ChildFetchWriter(file, names))
         except Exception:  # noqa: BLE001 - programs may have broken what this needs; the outcome is unchanged
             return
         finally:

@@ -119,12 +119,12 @@ class RunnerService:
     def __init__(self, sandbox: CallSandbox, hello: Mapping[str, object]) -> None:
         self.sandbox = sandbox
         self.hello = hello
-        self.gateways: set[GatewayConnection] = set()
+        self.gateways: set[ConnectionFromGateway] = set()
         self.changed = asyncio.Event()
         self.stopping = False
 
-    def new_connection(self) -> GatewayConnection:
-        return GatewayConnection(self)
+    def new_connection(self) -> ConnectionFromGateway:
+        return ConnectionFromGateway(self)
 
     async def wait_until_unused(self, seconds: float | None) -> None:
         """Wait until no gateway has been connected for ``seconds``, or forever if it is None."""
@@ -158,7 +158,7 @@ class RunnerService:
             gateway.close()
 
 
-class GatewayConnection(asyncio.Protocol):
+class ConnectionFromGateway(asyncio.Protocol):
     """A connection to one gateway: its running requests and its sessions."""
 
     def __init__(self, service: RunnerService) -> None:
