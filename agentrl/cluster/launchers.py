@@ -58,7 +58,7 @@ def set_variables_from_slurm(environment: MutableMapping[str, str] = os.environ)
             environment[name] = environment[slurm_name]
 
 
-def check_launcher(environment: Mapping[str, str] = os.environ) -> None:
+def require_launcher_variables(environment: Mapping[str, str] = os.environ) -> None:
     """Raise SettingsError if environment variables that a launcher sets are missing."""
     missing = [name for name in _NEEDED if name not in environment]
     if missing:

@@ -331,7 +331,7 @@ def check_benchmarks_command(settings: EvaluationSections, request: EvaluationRe
 
 
 @dataclass(frozen=True)
-class FalsifiedEnvironment(Environment):
+class FalsifiedObservationsEnvironment(Environment):
     """Environment wrapper that replaces all numbers in observations.
 
     The owner of the wrapped environment opens and closes it.

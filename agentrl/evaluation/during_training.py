@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import WorldError
-from agentrl.evaluation.benchmarks import FalsifiedEnvironment
+from agentrl.evaluation.benchmarks import FalsifiedObservationsEnvironment
 from agentrl.evaluation.scores import Score, avg_at_k
 from agentrl.rollout.driver import Driver
 from agentrl.trajectory import Group
@@ -63,7 +63,7 @@ async def evaluate_policy(
     """
     if falsified:
         problems = [problem for problem in problems if problem.setup]
-        environment = FalsifiedEnvironment(environment, seed)
+        environment = FalsifiedObservationsEnvironment(environment, seed)
     requests = [Group(index=index, problem=problem) for index, problem in enumerate(problems)]
     driver = driver_for(environment)
     played = driver.play_groups(requests, step=step, group_size=samples, temperature=temperature)

@@ -13,7 +13,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.benchmarks import FalsifiedEnvironment, ProblemSet, load_problem_sets, problem_records
+from agentrl.evaluation.benchmarks import (
+    FalsifiedObservationsEnvironment,
+    ProblemSet,
+    load_problem_sets,
+    problem_records,
+)
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.endpoint import TextEngine
 from agentrl.evaluation.formats import BenchmarkResults, Results
@@ -197,7 +202,7 @@ async def _sample_missing_rollouts(
                 part = [sample for sample in missing if (sample.benchmark in falsified) is falsify]
                 if not part:
                     continue
-                shown = FalsifiedEnvironment(environment, settings.seed) if falsify else environment
+                shown = FalsifiedObservationsEnvironment(environment, settings.seed) if falsify else environment
                 async with aclosing(sampler.sample_rollouts(shown, part)) as transcripts:
                     async for transcript in transcripts:
                         log.append(transcript)

@@ -258,7 +258,7 @@ class TrueGradient:
         )
         return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
-    def projection_moments(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    def projection_variance_and_squared_mean(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute (Var <g, g*>, <E g, g*>^2), each [E], from <g_m, s_i> [E, M, S] of E estimators.
 
         Returns None if too few trajectories are outside two groups.
@@ -365,7 +365,7 @@ def _moments_by_estimator(
     """Yield the moments of each estimator from one division into groups ``rows`` [M, N]."""
     with_scores = torch.stack([item.with_scores for item in products])
     along, paired = truth.project_groups(rows, with_scores)
-    directional = truth.projection_moments(rows, with_scores)
+    directional = truth.projection_variance_and_squared_mean(rows, with_scores)
     for index, (item, values) in enumerate(zip(products, advantages, strict=True)):
         yield GradientMoments(
             variance=item.variance,

@@ -110,7 +110,7 @@ class FrozenTopTokens:
 
 
 @dataclass(frozen=True, kw_only=True)
-class HeadsByToken:
+class FrozenPoliciesByToken:
     """Several frozen policies, each for some of the tokens."""
 
     parts: Sequence[tuple[Tensor, FrozenHead | FrozenTopTokens]]  # with the indices of the policy's tokens
@@ -167,7 +167,7 @@ class FusedHead(nn.Linear):
         targets: Tensor,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | FrozenTopTokens | HeadsByToken | None = None,
+        teacher: FrozenHead | FrozenTopTokens | FrozenPoliciesByToken | None = None,
         support: Support | None = None,
     ) -> TokenStatistics: ...
     def forward(
@@ -176,7 +176,7 @@ class FusedHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | FrozenTopTokens | HeadsByToken | None = None,
+        teacher: FrozenHead | FrozenTopTokens | FrozenPoliciesByToken | None = None,
         support: Support | None = None,
     ) -> Tensor | TokenStatistics:
         """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
@@ -263,7 +263,7 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | FrozenTopTokens | HeadsByToken | None = None,
+        teacher: FrozenHead | FrozenTopTokens | FrozenPoliciesByToken | None = None,
         support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.

@@ -206,7 +206,7 @@ class ProblemSampler:
         }
         return [self._draw_at(source_index, next(indices[source_index])) for source_index in sources]
 
-    def leave_out(self, draw: Draw) -> None:
+    def exclude_problem(self, draw: Draw) -> None:
         """Never draw a problem again by its posterior, because its prompt is too long."""
         if self._curriculum != "uniform":
             self._left_out.add(draw.key)

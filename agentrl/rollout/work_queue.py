@@ -237,7 +237,7 @@ class WorkQueue:
 
     def _replace_problem(self, group: Group, tokens: int) -> None:
         problem = group.problem
-        self._sampler.leave_out(Draw(problem=problem, key=group.key))
+        self._sampler.exclude_problem(Draw(problem=problem, key=group.key))
         (other,) = self._sampler.draw(1)
         self._drawn[0] = replace(self._drawn[0], problem=other.problem, key=other.key)
         self._skipped += 1

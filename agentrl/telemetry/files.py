@@ -207,7 +207,7 @@ def checksum(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def find_damaged_files(folder: Path, expected: Mapping[str, str], *, part: int = 0, parts: int = 1) -> list[str]:
+def describe_damaged_files(folder: Path, expected: Mapping[str, str], *, part: int = 0, parts: int = 1) -> list[str]:
     """Compare files with their ``expected`` checksums. Returns a message for each damaged file.
 
     Checks every ``parts``-th file, starting with number ``part``.

@@ -362,7 +362,7 @@ class StoredStep:
         return dict(realized_energies(self.rows.values()))
 
     @cached_property
-    def gradient_power(self) -> float:
+    def total_gradient_power(self) -> float:
         """Sum of :attr:`TrajectoryTokens.gradient_power` over the step's tokens."""
         return float(sum(row.gradient_power.sum() for row in self.rows.values()))
 

@@ -149,7 +149,7 @@ class TokenExplanation:
             )
             yield f"loss: {facts.loss}{_format_options(facts.loss_options)}: d loss / d log p = {factor:.9g}{clipped}"
         yield f"loss weight: {tokens.loss_weight:.9g} by {facts.aggregation}"
-        power, total = self.value_at_token(tokens.gradient_power), self.step.gradient_power
+        power, total = self.value_at_token(tokens.gradient_power), self.step.total_gradient_power
         share = f"{power / total:.3g}" if total else "0"
         yield f"share of the step's gradient power: {share} (w (factor A)^2, without cross terms between tokens)"
 

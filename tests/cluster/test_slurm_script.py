@@ -27,10 +27,10 @@ printf 'n1\\nn2\\n'
 """
 AGENTRL = """#!{python}
 import json, os, sys
-from agentrl.cluster.launchers import set_variables_from_slurm, check_launcher, started_by_launcher
+from agentrl.cluster.launchers import set_variables_from_slurm, require_launcher_variables, started_by_launcher
 assert started_by_launcher("environment")
 set_variables_from_slurm()
-check_launcher()
+require_launcher_variables()
 names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
 line = json.dumps([sys.argv[1:], [os.environ[name] for name in names]]) + "\\n"
 os.write(1, line.encode())

@@ -270,7 +270,7 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
         same.append(float(loo_of(scores, returns, group) @ reference))
     assert along.tolist() == pytest.approx([sum(wanted) / 2])
     assert paired == pytest.approx(sum(same) / 2)
-    moments = truth.projection_moments(rows, vectors @ scores.T)
+    moments = truth.projection_variance_and_squared_mean(rows, vectors @ scores.T)
     assert moments is not None
 
     def product(first: Tensor, second: Tensor, outside: list[int]) -> float:
@@ -285,7 +285,9 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
     apart = product(vectors[0, 0], vectors[0, 1], [3, 4, 5, 6])
     assert moments[0].tolist() == pytest.approx([sum(squares) / 2 - apart])
     assert moments[1].tolist() == pytest.approx([apart])
-    assert truth.projection_moments(torch.arange(8).reshape(2, 4), vectors @ scores.T) is None  # nobody is outside
+    assert (
+        truth.projection_variance_and_squared_mean(torch.arange(8).reshape(2, 4), vectors @ scores.T) is None
+    )  # nobody is outside
 
 
 def loo_of(scores: Tensor, returns: Tensor, rows: list[int]) -> Tensor:
@@ -305,7 +307,7 @@ def test_noise_along_the_true_gradient_is_that_of_enumeration() -> None:
         returns, scores = (chosen == 0).double(), arms[chosen]
         truth = TrueGradient(returns, scores @ scores.T)
         vectors = (returns[:2, None] * scores[:2])[None]  # a group of one, without a baseline: R s
-        moments = truth.projection_moments(rows, vectors @ scores.T)
+        moments = truth.projection_variance_and_squared_mean(rows, vectors @ scores.T)
         assert moments is not None
         total += torch.stack([moments[0][0], moments[1][0], torch.tensor(truth.squared)])
         count += 1
@@ -412,7 +414,7 @@ def test_everything_the_measurement_says_is_that_of_loops() -> None:
             truth = TrueGradient(sample.returns, every @ every.T)
             products = (vectors @ every.T)[None]
             along, paired = truth.project_groups(rows, products)
-            directional = truth.projection_moments(rows, products)
+            directional = truth.projection_variance_and_squared_mean(rows, products)
             assert directional is not None
             pairs = [float(a @ b) for a, b in itertools.permutations(vectors, 2)]
             energies = sample.token_energy[rows.flatten()].double() * values.flatten(0, 1).square()

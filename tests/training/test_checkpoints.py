@@ -16,7 +16,7 @@ import torch.distributed
 from training.conftest import CommandLine
 
 from agentrl.errors import WorldError
-from agentrl.telemetry.files import checksum, find_damaged_files
+from agentrl.telemetry.files import checksum, describe_damaged_files
 from agentrl.training.engine import checkpoint
 from agentrl.training.engine.checkpoint import CheckpointWriter, RunState, open_newest_checkpoint
 from agentrl.training.engine.parts import RankState, RankStateMetadata
@@ -208,7 +208,7 @@ def test_ranks_check_every_file_between_them(root: Path) -> None:
     whole = {name: checksum(folder / name) for name in (MODEL, CRITIC)}
     for file in whole:
         flip(folder / file)
-    found = [problem for part in range(2) for problem in find_damaged_files(folder, whole, part=part, parts=2)]
+    found = [problem for part in range(2) for problem in describe_damaged_files(folder, whole, part=part, parts=2)]
     assert found == [f"{file} has changed since it was written" for file in sorted(whole)]
 
 

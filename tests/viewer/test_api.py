@@ -114,7 +114,7 @@ def test_a_trajectory_is_told_token_by_token(client: TestClient, run: RunDirecto
     assert item.tokens is not None
     assert page["fields"]["energy"] == item.tokens.energy.tolist()
     assert page["fields"]["engine_log_probs"] == item.columns()["engine_log_probs"].tolist()
-    share = item.tokens.gradient_power / stored.gradient_power
+    share = item.tokens.gradient_power / stored.total_gradient_power
     np.testing.assert_allclose(page["fields"]["gradient_share"], share, rtol=1e-12)
     assert page["row"]["gradient_share"] == pytest.approx(share.sum(), rel=1e-12)
     assert [sibling["number"] for sibling in page["siblings"]] == [0, 1, 2, 3]

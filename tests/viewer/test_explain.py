@@ -219,7 +219,7 @@ def test_a_frame_of_tokens_is_printed_without_warnings(run: RunDirectory) -> Non
 
 def test_shares_of_the_power_sum_to_one(run: RunDirectory) -> None:
     step = explain(run, step=3, trajectory=0, token=0).step
-    assert sum(row.gradient_power.sum() for row in step.rows.values()) == pytest.approx(step.gradient_power)
+    assert sum(row.gradient_power.sum() for row in step.rows.values()) == pytest.approx(step.total_gradient_power)
 
 
 def test_a_clipped_token_has_no_gradient(run: RunDirectory) -> None:

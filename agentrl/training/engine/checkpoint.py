@@ -28,7 +28,7 @@ from torch import nn
 from agentrl.errors import SettingsError, WorldError
 from agentrl.models.settings import LoRASettings
 from agentrl.rollout.work_queue import QueueState
-from agentrl.telemetry.files import atomic_write, checksum, find_damaged_files, os_errors_as_world_errors
+from agentrl.telemetry.files import atomic_write, checksum, describe_damaged_files, os_errors_as_world_errors
 from agentrl.telemetry.records import EvaluationRecord
 from agentrl.training.engine.deepspeed_engine import (
     TrainingEngine,
@@ -239,7 +239,7 @@ def _find_damage(checkpoint: Path, *, part: int, parts: int) -> list[str]:
         return [f"{_STATE} cannot be read ({type(error).__name__})"]
     if _digest(body) != digest:
         return [f"{_STATE} has changed since it was written"]
-    return find_damaged_files(checkpoint, body["files"], part=part, parts=parts)
+    return describe_damaged_files(checkpoint, body["files"], part=part, parts=parts)
 
 
 def _digest(body: object) -> str:

@@ -187,7 +187,7 @@ class HeartbeatMonitor:
             return []
         overdue = {rank for rank, one in self._states.items() if now > one.since + one.beat.allowed_seconds}
         unresponsive = {rank for rank, one in self._states.items() if now > one.last + self._process_deadline}
-        blamed = unresponsive | {rank for rank in overdue if not self._may_wait_for_another_rank(rank, overdue)}
+        blamed = unresponsive | {rank for rank in overdue if not self._may_wait_for_rank_not_overdue(rank, overdue)}
         found = {rank: self._states[rank] for rank in sorted(blamed)}
         first = min((one.beat.position for one in found.values()), default=None)
         found = {rank: one for rank, one in found.items() if one.beat.position == first}
@@ -207,7 +207,7 @@ class HeartbeatMonitor:
             text += "; its process does not respond, as when it was stopped with SIGSTOP"
         return text
 
-    def _may_wait_for_another_rank(self, rank: int, overdue: set[int]) -> bool:
+    def _may_wait_for_rank_not_overdue(self, rank: int, overdue: set[int]) -> bool:
         """Return True if a rank may be waiting in a collective for a rank that is not overdue."""
         beat = self._states[rank].beat
         others = (one.beat.position for other, one in self._states.items() if other not in overdue)

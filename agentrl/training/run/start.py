@@ -12,7 +12,12 @@ from typing import TYPE_CHECKING, TextIO
 import torch
 
 from agentrl.cluster.backends import has_many_nodes
-from agentrl.cluster.launchers import check_launcher, count_local_ranks, set_variables_from_slurm, started_by_launcher
+from agentrl.cluster.launchers import (
+    count_local_ranks,
+    require_launcher_variables,
+    set_variables_from_slurm,
+    started_by_launcher,
+)
 from agentrl.cluster.local import THIS_MACHINE, log_file, tee_output_to_log
 from agentrl.cluster.processes import PARENT_VARIABLE
 from agentrl.config import dump_yaml
@@ -56,7 +61,7 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
                     return _train(settings, resume, callbacks, embedded=embedded)
             if kind == "environment":
                 set_variables_from_slurm()
-                check_launcher()
+                require_launcher_variables()
             check_environment(settings)  # its module may register an estimator or a loss
             check_teachers(settings)
             first = os.environ["RANK"] == "0"

@@ -14,7 +14,7 @@ from agentrl.batch import Batch, scatter_tokens
 from agentrl.errors import SettingsError
 from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.lora import disabled_adapters
-from agentrl.models.policy import FrozenHead, HeadsByToken, PolicyModel, ValueModel
+from agentrl.models.policy import FrozenHead, FrozenPoliciesByToken, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.models.tokenizer import different_special_tokens, read_tokenizer
 from agentrl.training.engine.deepspeed_engine import (
@@ -120,7 +120,7 @@ class TeachersBySource:
         self._numbers = {source: self._teachers.index(teacher) for source, teacher in by_source.items()}
         self.needs_full_distribution = self._teachers[0].needs_full_distribution
 
-    def score_batch(self, batch: Batch) -> tuple[Tensor, HeadsByToken | None]:
+    def score_batch(self, batch: Batch) -> tuple[Tensor, FrozenPoliciesByToken | None]:
         """Like :meth:`FrozenPolicy.score_batch`.
 
         Every local teacher processes every batch, because ranks whose batch lacks a source take part in collectives.
@@ -134,7 +134,7 @@ class TeachersBySource:
             tokens = chosen[batch.rows].nonzero()[:, 0]
             if head is not None and len(tokens):
                 parts.append((tokens, head))
-        return log_probs, HeadsByToken(parts=parts) if parts else None
+        return log_probs, FrozenPoliciesByToken(parts=parts) if parts else None
 
 
 def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: Tensor | None = None) -> None:
