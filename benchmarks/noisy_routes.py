@@ -2,8 +2,8 @@
 
     python benchmarks/noisy_routes.py POLICY OUTPUT
 
-writes a Qwen3-MoE with eight experts to OUTPUT. Its weights are those of the Qwen2 model POLICY, and its experts are
-copies of the feed-forward layers with noise, so that a short cold start suffices.
+writes a Qwen3-MoE with eight experts to OUTPUT, with the weights of the Qwen2 model POLICY. Each expert is a copy of
+the model's feed-forward layer plus noise. The mixture therefore needs only a short cold start.
 
 With ``plugins=[benchmarks/noisy_routes.py] rollout.engine=noisy_routes``, the engine multiplies each expert's score by
 ``exp(std * N(0, 1))`` before it selects the experts of a token. ``rollout.options`` sets ``std``. Selected experts keep

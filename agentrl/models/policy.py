@@ -133,6 +133,9 @@ class FrozenPoliciesByToken:
         return result
 
 
+FrozenDistribution = FrozenHead | FrozenTopTokens | FrozenPoliciesByToken
+
+
 class FusedHead(nn.Linear):
     """A language-model head that returns :class:`TokenStatistics` if called with targets, otherwise its output.
 
@@ -167,7 +170,7 @@ class FusedHead(nn.Linear):
         targets: Tensor,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | FrozenTopTokens | FrozenPoliciesByToken | None = None,
+        teacher: FrozenDistribution | None = None,
         support: Support | None = None,
     ) -> TokenStatistics: ...
     def forward(
@@ -176,7 +179,7 @@ class FusedHead(nn.Linear):
         targets: Tensor | None = None,
         temperature: float = 1.0,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | FrozenTopTokens | FrozenPoliciesByToken | None = None,
+        teacher: FrozenDistribution | None = None,
         support: Support | None = None,
     ) -> Tensor | TokenStatistics:
         """Return the statistics of ``targets`` [N] for ``hidden`` [N, D].
@@ -263,7 +266,7 @@ class PolicyModel(nn.Module):
         temperature: float = 1.0,
         keep_hidden: bool = False,
         reference: FrozenHead | None = None,
-        teacher: FrozenHead | FrozenTopTokens | FrozenPoliciesByToken | None = None,
+        teacher: FrozenDistribution | None = None,
         support: Support | None = None,
     ) -> tuple[TokenStatistics, Tensor | None]:
         """Return the statistics of N response tokens of a packed row, each [N], and optionally their hidden states.
