@@ -121,7 +121,8 @@ def test_a_process_runs_in_its_folder_with_its_variables_and_its_log(tmp_path: P
 def test_what_a_process_says_is_shown_and_kept_though_it_is_killed(tmp_path: Path) -> None:
     """Written by a process that says more after its starter has ended."""
     log = tmp_path / "logs" / "both.log"
-    code = "import os, sys; print('said', flush=True); print('failed', file=sys.stderr, flush=True); os.abort()"
+    # Each line is one write: two ``tee`` share the log, and parts of lines could mix.
+    code = "import os; os.write(1, b'said\\n'); os.write(2, b'failed\\n'); os.abort()"
     starter = f"""
 from pathlib import Path
 from agentrl.cluster.local import THIS_MACHINE, LocalProcess
