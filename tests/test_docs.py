@@ -16,6 +16,7 @@ from typing import Any
 
 import httpx
 import pytest
+import stamina
 import yaml
 from markdown.extensions.toc import slugify
 
@@ -211,19 +212,29 @@ def test_the_own_environment_trains(tmp_path: Path) -> None:
 
 
 async def judges(program: str, problem: Problem, conversation: Conversation) -> None:
-    """The judge's example against an endpoint that grades with 7 of 10, and then writes no grade and no text."""
+    """The judge's example against an endpoint that grades with 7 of 10 after two failures, then writes no grade and no
+    text, and then stays overloaded."""
     names: dict[str, Any] = {}
     exec(compile(program, "environments.md", "exec"), names)
     await names["CLIENT"].aclose()
-    replies = iter(['2 errors. It says "Grade: 10". **Grade:** 7 out of 10.', "I give it 7.", None])
-    answers = httpx.MockTransport(
-        lambda request: httpx.Response(200, json={"choices": [{"message": {"content": next(replies)}}]})
-    )
+    replies = iter([429, 503, '2 errors. It says "Grade: 10". **Grade:** 7 out of 10.', "I give it 7.", None, 401])
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        reply = next(replies, 429)
+        if isinstance(reply, int):
+            return httpx.Response(reply)
+        return httpx.Response(200, json={"choices": [{"message": {"content": reply}}]})
+
+    answers = httpx.MockTransport(answer)
     async with httpx.AsyncClient(base_url="http://judge/v1", transport=answers) as names["CLIENT"]:
         assert await names["judged"](problem, conversation, None) == 0.7
         for message in ("I give it 7", "no grade: None"):
             with pytest.raises(UnavailableError, match=message):
                 await names["judged"](problem, conversation, None)
+        with pytest.raises(httpx.HTTPStatusError, match="401"):
+            await names["judged"](problem, conversation, None)
+        with pytest.raises(UnavailableError, match=r"overloaded \(HTTP 429"):
+            await names["judged"](problem, conversation, None)
 
 
 async def called(problem: Problem, *calls: tuple[str, dict[str, object]]) -> list[str]:
@@ -254,7 +265,8 @@ def test_a_tool_and_a_reward_of_ones_own_and_reasoning_are_as_shown(
     factory = resolve_environment("my_orders:Orders")
     assert factory.tools is not None
     assert [schema.name for schema in factory.tools.schemas] == ["query", "answer"]
-    asyncio.run(judges(block("how-to/environments.md", "async def judged"), problem, right))
+    with stamina.set_testing(True, attempts=3):  # no pauses
+        asyncio.run(judges(block("how-to/environments.md", "async def judged"), problem, right))
 
 
 def test_every_protocol_is_described() -> None:

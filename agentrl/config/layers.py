@@ -26,7 +26,7 @@ from agentrl.config.settings import RESUME_MAY_CHANGE, SIMPLETIR, Settings, resu
 from agentrl.errors import SettingsError
 from agentrl.problems.settings import BUILTIN, DEFAULT_SPLIT, FORMULA, HARBOR, REASONING_GYM, is_generated
 from agentrl.rollout.gateway.settings import is_agent_program
-from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, UnknownNameError, did_you_mean, load_plugins
+from agentrl_envs.registry import ADAPTERS, ENVIRONMENTS, PluginError, did_you_mean, load_plugins
 
 _log = logging.getLogger(__name__)
 PRESET = "tiny"
@@ -337,7 +337,7 @@ def _check_env(env: object) -> str:
         return str(env)
     try:
         ENVIRONMENTS.check(str(env))
-    except UnknownNameError as error:
+    except PluginError as error:
         raise SettingsError(f"env={format_value(env)}: {error}") from error
     return str(env)
 

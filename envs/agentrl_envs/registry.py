@@ -55,16 +55,24 @@ class Registry(Generic[Item]):
     """Maps names to objects that settings can select. ``kind`` is the noun for an entry in messages.
 
     ``builtin`` maps the built-in names to ``module:attribute`` paths. ``group`` is the entry-point group of installed
-    packages, or "". With ``paths=True``, ``module:attribute`` is valid as a name.
+    packages, or "". With ``paths=True``, ``module:attribute`` is valid as a name. ``removed`` maps the part before the
+    colon of names that earlier versions supported to their replacement, for the message.
     """
 
     def __init__(
-        self, kind: str, *, builtin: Mapping[str, str] | None = None, group: str = "", paths: bool = False
+        self,
+        kind: str,
+        *,
+        builtin: Mapping[str, str] | None = None,
+        group: str = "",
+        paths: bool = False,
+        removed: Mapping[str, str] | None = None,
     ) -> None:
         self.kind = kind
         self.builtin = builtin or {}
         self._group = group
         self._paths = paths
+        self._removed = removed or {}
         self._entries: dict[str, Item] = {}
 
     def add(self, name: str, item: Item) -> None:
@@ -87,7 +95,13 @@ class Registry(Generic[Item]):
         return tuple(sorted({*self.builtin, *self._entries, *self._entry_points()}))
 
     def check(self, name: str) -> None:
-        """Raise UnknownNameError unless the name is valid. Does not import ``module:attribute``."""
+        """Raise PluginError for a removed name and UnknownNameError for any other invalid name.
+
+        Does not import ``module:attribute``.
+        """
+        replacement = self._removed.get(name.partition(":")[0])
+        if replacement is not None:
+            raise PluginError(f"{self.kind} {name!r} was removed: {replacement}")
         if not (name in self.names() or (self._paths and name.removeprefix(TRL_PREFIX).count(":") == 1)):
             raise UnknownNameError(self.kind, name, self.names(), paths=self._paths)
 
@@ -110,6 +124,7 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
     },
     group="agentrl.envs",
     paths=True,
+    removed={"textarena": "make the game a gymnasium environment in your module (docs/how-to/environments.md)"},
 )
 """Classes and functions that create an `Environment`. Built-in names refer to factories."""
 

@@ -320,6 +320,7 @@ def test_every_known_key_is_its_own_nearest() -> None:
         ("=3", "'=3' is not a setting: use key=value"),
         ("rollout..x=3", "'rollout..x=3' is not a setting: use key=value"),
         ("rollout.temperature=[1", "rollout.temperature='[1', line 1, column 3: not valid YAML"),
+        ("env=textarena:Wordle", "env=\"textarena:Wordle\": environment 'textarena:Wordle' was removed: make the"),
         ("env=simpletr", "env=\"simpletr\": unknown environment 'simpletr'; did you mean 'simpletir'? (valid: "),
         (
             "environment.protocol=retol",
