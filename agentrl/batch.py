@@ -180,7 +180,7 @@ def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
         item_routes = item_routes.reshape(count, -1)
         if row_routes is None:
             row_routes = np.full((len(row.token_ids), item_routes.shape[1]), -1, dtype=np.int16)
-        row_routes[row.document_positions(number, count - len(item.prompt_ids))] = item_routes
+        row_routes[row.document_token_indices(number, count - len(item.prompt_ids))] = item_routes
     return row_routes
 
 
@@ -356,7 +356,7 @@ class Batch:
     @cached_property
     def input_ids(self) -> Tensor:
         """Prompts and responses, [B, S] int64, left-aligned and padded with 0, for code that needs them unpacked."""
-        documents = [self.row.document_positions(*item) for item in enumerate(self.response_lengths.tolist())]
+        documents = [self.row.document_token_indices(*item) for item in enumerate(self.response_lengths.tolist())]
         lengths = torch.tensor([len(document) for document in documents])
         indices = pad_sequence(documents, batch_first=True)
         ids = torch.where(torch.arange(indices.shape[1]) < lengths[:, None], self.row.token_ids.cpu()[indices], 0)

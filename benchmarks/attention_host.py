@@ -81,11 +81,11 @@ def measure(backend: AttentionBackend, options: argparse.Namespace) -> str:
         for seed in range(options.micro_batches):
             large = drawn(options.tokens, options.documents, seed, shared=options.shared)
             began = time.perf_counter()
-            _ = large.varlen_bounds if backend == "flash" else large.attention_batches
+            _ = large.varlen_bounds if backend == "flash" else large.segment_batches_by_length
             prepared.append(time.perf_counter() - began)
             row = drawn(_FEW_TOKENS, options.documents, seed, shared=options.shared)
             now = AttentionPass(row=row, backend=backend)
-            _ = row.varlen_bounds, row.attention_batches
+            _ = row.varlen_bounds, row.segment_batches_by_length
             known = len(counter.shapes)
             for _ in range(options.layers):
                 sizes = [(1, heads, row.input_ids.shape[1], 1) for heads in (HEADS, GROUPS, GROUPS)]

@@ -19,7 +19,7 @@ from agentrl.models.attention import choose_packed_attention
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import FrozenHead, PolicyModel
 from agentrl.models.settings import ModelSettings
-from agentrl.models.shape import ModelShape, read_shape, shape_from_config
+from agentrl.models.shape import ModelShape, read_model_shape, shape_from_config
 from agentrl.planning.memory import CONTEXT, TrainingSetup, rank_memory, usable_gpu_bytes
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.engine.memory import MicroBatchMemoryError, convert_memory_errors
@@ -76,7 +76,7 @@ def _steps(name: str, device: torch.device) -> Iterator[Figure | str]:
     start_distributed(deadline=100.0)
     real = device.type == "cuda"
     tokens = 16_384 if real else 256
-    shape = _fitting(name, tokens) if real else read_shape(ModelSettings())
+    shape = _fitting(name, tokens) if real else read_model_shape(ModelSettings())
     yield f"{shape.name}: {shape.layers} layers, {shape.parameters / 1e9:.2f}B parameters, {tokens} tokens"
     policy, engine = _engine(shape, device)
     _step(engine, shape, documents(tokens, 0))  # compiles kernels, makes the optimizer's states
@@ -125,7 +125,7 @@ def _setup(tokens: int) -> TrainingSetup:
 
 def _fitting(name: str, tokens: int) -> ModelShape:
     """The shape of a model with as many of its layers as fit on this GPU."""
-    whole = read_shape(ModelSettings(path=name))
+    whole = read_model_shape(ModelSettings(path=name))
     memory = usable_gpu_bytes(torch.cuda.get_device_properties(0).total_memory)
     for layers in range(whole.layers, 0, -1):
         config = copy.deepcopy(whole.config)

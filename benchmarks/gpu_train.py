@@ -118,11 +118,11 @@ def write_random_model(folder: Path, device: torch.device) -> None:
     """Write random weights and a tokenizer whose vocabulary fills the head; no text encodes to the filling tokens."""
     from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-    from agentrl.models.loading import EOS, load_config, train_tokenizer
+    from agentrl.models.loading import EOS, require_model_config, train_tokenizer
     from agentrl.models.settings import ModelSettings
 
     real = device.type == "cuda"
-    config = load_config(ModelSettings(path="Qwen/Qwen2.5-0.5B"))
+    config = require_model_config(ModelSettings(path="Qwen/Qwen2.5-0.5B"))
     if not real:
         config.update({"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "vocab_size": 1024})
         config.update({"num_attention_heads": 2, "num_key_value_heads": 1, "layer_types": ["full_attention"] * 2})

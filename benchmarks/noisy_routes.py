@@ -49,7 +49,7 @@ class NoisyRoutesPlugin(TransformersPlugin):
 
 def add_noise(std: float) -> None:
     """Let the engine of this process, but not its trainer, select experts with noise."""
-    original = batcher.use_routes
+    original = batcher.record_and_replay_routes
 
     class NoisyRoutes(ExpertRoutes):
         def select_experts(self, layer: int, scores: Tensor, top: Any) -> Any:
@@ -58,11 +58,11 @@ def add_noise(std: float) -> None:
             return super().select_experts(layer, scores, type(top)((scores.gather(-1, chosen), chosen)))
 
     @contextmanager
-    def use_routes(routes: ExpertRoutes | None) -> Iterator[None]:
+    def record_and_replay_routes(routes: ExpertRoutes | None) -> Iterator[None]:
         with original(routes or NoisyRoutes(num_layers=0)):
             yield
 
-    batcher.ExpertRoutes, batcher.use_routes = NoisyRoutes, use_routes  # type: ignore[misc, assignment]
+    batcher.ExpertRoutes, batcher.record_and_replay_routes = NoisyRoutes, record_and_replay_routes  # type: ignore[misc, assignment]
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ class HeadVarianceAccumulator:
                 continue
             places = (token_labels[own] == group).nonzero().squeeze(-1)
             chosen, states = own[places], hidden[places].to(self._dtype)
-            sets = None if support is None else support.select(chosen)
+            sets = None if support is None else support.select_tokens(chosen)
             for block, product in self._gradient_by_vocabulary_block(
                 states, targets[chosen], scale[chosen], tokens, sets
             ):
@@ -156,4 +156,4 @@ class HeadVarianceAccumulator:
             if self._cap is None
             else apply_cap_and_temperature(logits, self._cap, self._temperature)
         )
-        return logits if support is None else support.restrict(logits, slice(0, len(logits)), start=block.start)
+        return logits if support is None else support.mask_logits(logits, slice(0, len(logits)), start=block.start)

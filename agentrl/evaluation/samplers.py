@@ -18,7 +18,7 @@ from agentrl.evaluation.endpoint import ContextFullError, TextEngine, TextSampli
 from agentrl.evaluation.provenance import configured_engine_record
 from agentrl.evaluation.settings import EvaluationSections
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
-from agentrl.models.loading import model_fingerprint, read_config, read_model
+from agentrl.models.loading import model_fingerprint, read_model, read_model_config_if_available
 from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.driver import Driver, yield_from_tasks
@@ -140,7 +140,7 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
         settings=settings,
         fingerprint=fingerprint,
         record=managed.identity_fields(),
-        max_positions=_find_max_positions(read_config(settings.model)),
+        max_positions=_find_max_positions(read_model_config_if_available(settings.model)),
     )
 
 

@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative, write_tempered_logits
-from agentrl.kernels.gradients import HeadGradients, LogitGradientCoefficients, logit_gradient_coefficients
+from agentrl.kernels.gradients import HeadGradientAccumulator, LogitGradientCoefficients, logit_gradient_coefficients
 from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
 # Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, which suffice to
@@ -88,7 +88,7 @@ class _ChunkedStatistics(torch.autograd.Function):
         hidden, weight, bias, targets, kept, log_probs, entropy = ctx.saved_tensors
         dtype, temperature, cap = log_probs.dtype, ctx.temperature, ctx.cap
         coefficients = logit_gradient_coefficients(log_prob_gradient, entropy_gradient, log_probs, entropy)
-        totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
+        totals = HeadGradientAccumulator((hidden, weight, bias), ctx.needs_input_grad, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             if kept is not None:
                 rows = slice(0, hidden.shape[0])
@@ -138,7 +138,7 @@ def _logit_blocks(
     for start in range(0, total, size):
         rows = slice(start, min(start + size, total))
         z = write_tempered_logits(hidden[rows], weight, bias, buffer[: rows.stop - start], temperature, cap)
-        yield rows, z if support is None else support.restrict(z, rows)
+        yield rows, z if support is None else support.mask_logits(z, rows)
 
 
 def _row_slices(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
@@ -163,7 +163,7 @@ def _statistics_from_log_probs(log_p: Tensor, targets: Tensor, *, clamp: bool, s
     p = log_p.exp().scatter_(-1, index, 0.0)
     own, rest = rough.exp(), p.sum(-1)
     squares = torch.linalg.vector_norm(p, dim=-1).square()
-    own_slope, steep = (1.0, squares) if slope is None else _slope_terms(p, slope, index)
+    own_slope, steep = (1.0, squares) if slope is None else _target_slope_and_other_energy(p, slope, index)
     log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
     entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=IMPOSSIBLE))
     sum_pi_squared = (2 * log_probs).exp() + squares
@@ -171,6 +171,6 @@ def _statistics_from_log_probs(log_p: Tensor, targets: Tensor, *, clamp: bool, s
     return torch.stack([log_probs, entropy, sum_pi_squared, energy])
 
 
-def _slope_terms(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
+def _target_slope_and_other_energy(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return (slope of the target [R], sum over other tokens of (p slope)^2 [R]), for p [R, V] with 0 at the target."""
     return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

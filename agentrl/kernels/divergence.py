@@ -15,7 +15,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from agentrl.kernels.arithmetic import cap_derivative, write_tempered_logits
-from agentrl.kernels.gradients import HeadGradients
+from agentrl.kernels.gradients import HeadGradientAccumulator
 from agentrl.kernels.records import KernelInputError, Support, check_cap, check_head_inputs, statistics_dtype
 
 _BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of one matrix product: 32 and 256 MB of float32
@@ -158,7 +158,7 @@ class _FullKL(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, weight, bias, *_ = ctx.saved_tensors
         (temperature, cap), dtype = ctx.maps[0], gradient.dtype
-        totals = HeadGradients((hidden, weight, bias), ctx.needs_input_grad, dtype)
+        totals = HeadGradientAccumulator((hidden, weight, bias), ctx.needs_input_grad, dtype)
         with torch.autocast(hidden.device.type, enabled=False):
             scale = (gradient / temperature).unsqueeze(-1)
             for rows, dz, reference in _paired_logit_blocks(ctx.saved_tensors, ctx.maps, ctx.support):
@@ -243,7 +243,7 @@ def _paired_logit_blocks(
         for (states, head, shift, out), (temperature, cap) in zip(sides, maps, strict=True):
             write_tempered_logits(states[rows], head, shift, out, temperature, cap)
             if support is not None:
-                support.restrict(out, rows)
+                support.mask_logits(out, rows)
         yield rows, own, other
 
 

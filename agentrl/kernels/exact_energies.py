@@ -16,7 +16,7 @@ from agentrl.kernels.layer_energies import (
     CausalLMParts,
     LayerEnergies,
     embedding_energy,
-    gram_is_cheaper,
+    gram_matrices_are_cheaper,
     split_causal_lm,
 )
 from agentrl.kernels.records import KernelInputError, check_cap
@@ -73,9 +73,9 @@ def trajectory_energies(
     rows = _prepare_inputs(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype, packed)
     layers = LayerEnergies(parts.layers, rows.active, rows.input_positions, dtype)
     with torch.enable_grad(), layers.attached_hooks():
-        embedded, hidden = _forward(parts, rows)
+        embedded, hidden = _forward_from_embeddings(parts, rows)
         shares = _head_energies_by_row(parts, hidden.detach(), rows, temperature, cap)
-        layers.begin_backward()
+        layers.mark_forward_finished()
         (gradient,) = torch.autograd.grad(hidden, embedded, _weighted_log_prob_gradient(hidden, shares, rows))
     layers.check_all_layers_done()
     # The scale of an embedding's rows is a factor of the gradient of its weight.
@@ -121,7 +121,7 @@ def _shift_left(mask: Tensor) -> Tensor:
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
 
-def _forward(parts: CausalLMParts, rows: _EnergyInputs) -> tuple[Tensor, Tensor]:
+def _forward_from_embeddings(parts: CausalLMParts, rows: _EnergyInputs) -> tuple[Tensor, Tensor]:
     """Return (embedding output as the graph's leaf, states after the last norm), both [B, S, D] or [1, L, D]."""
     leaves: list[Tensor] = []
 
@@ -242,9 +242,9 @@ def head_energies(
     """
     blocks = _VocabularyBlocks(hidden, weight, bias, temperature, cap, targets, coefficients.dtype)
     hidden = hidden.to(coefficients.dtype)
-    normalizer, rest = blocks.log_normalizer_and_other_probability()
+    normalizer, rest = blocks.log_normalizer_and_nontarget_probability()
     scale = (coefficients / temperature).unsqueeze(-1)
-    gram = gram_is_cheaper(hidden.shape[0], weight.shape[1], weight.shape[0])
+    gram = gram_matrices_are_cheaper(hidden.shape[0], weight.shape[1], weight.shape[0])
     products = hidden.new_zeros(hidden.shape[0], hidden.shape[0]) if gram else None
     gradient = torch.zeros_like(hidden)
     cross = None if inputs is None else hidden.new_zeros(inputs.shape[0], hidden.shape[1])
@@ -297,7 +297,7 @@ class _VocabularyBlocks:
         at = ((self._targets >= start) & (self._targets < start + width)).nonzero().squeeze(-1)
         return at, self._targets[at] - start
 
-    def log_normalizer_and_other_probability(self) -> tuple[Tensor, Tensor]:
+    def log_normalizer_and_nontarget_probability(self) -> tuple[Tensor, Tensor]:
         """Return (ln sum_v e^z_v, 1 - p(y)), each [K]. The second is a sum over other tokens, to avoid cancellation."""
         others = self._hidden.new_full(self._hidden.shape[:1], -torch.inf, dtype=self._dtype)
         own = torch.empty_like(others)

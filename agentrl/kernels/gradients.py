@@ -47,7 +47,7 @@ def logit_gradient_coefficients(
     )
 
 
-class HeadGradients:
+class HeadGradientAccumulator:
     """Gradients of hidden, weight and bias, summed over blocks of rows; None where `needed` is False."""
 
     def __init__(

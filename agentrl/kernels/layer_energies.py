@@ -86,7 +86,7 @@ def split_causal_lm(model: Any) -> CausalLMParts:
         )
     if not any(item.requires_grad for item in model.parameters()):
         raise KernelInputError("the model has no trainable parameter: every energy would be 0")
-    _check_shared(model, embedding, head)
+    _check_no_other_shared_parameters(model, embedding, head)
     recomputed = _recomputed_modules(model)
     layers = tuple(
         (name, module, module in recomputed)
@@ -115,7 +115,7 @@ def _is_known(module: nn.Module, *, is_head: bool) -> bool:
     return type(module) is nn.Linear or kind in _NORMS or (is_head and kind in _HEADS)
 
 
-def _check_shared(model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
+def _check_no_other_shared_parameters(model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
     """Raise KernelInputError if modules other than embedding and head share a parameter, which needs a cross term."""
     owner: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
@@ -135,13 +135,13 @@ def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
     return found
 
 
-def gram_is_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
+def gram_matrices_are_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
     """Return True if two Gram matrices of the tokens cost less than the product [inputs, outputs].
 
     2 S^2 (D_in + D_out) against 2 S D_in D_out operations, so S < D_in D_out / (D_in + D_out). A Gram matrix is then
     never larger than a quarter of the weight.
 
-    >>> gram_is_cheaper(200, 512, 512), gram_is_cheaper(300, 512, 512)
+    >>> gram_matrices_are_cheaper(200, 512, 512), gram_matrices_are_cheaper(300, 512, 512)
     (True, False)
     """
     return tokens * (inputs + outputs) < inputs * outputs
@@ -152,15 +152,15 @@ def linear_energy(inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tens
 
     Products are accumulated in `dtype`.
     """
-    if gram_is_cheaper(inputs.shape[1], inputs.shape[2], gradients.shape[2]):
+    if gram_matrices_are_cheaper(inputs.shape[1], inputs.shape[2], gradients.shape[2]):
         product = batched_matmul(inputs, inputs.mT, dtype).mul_(batched_matmul(gradients, gradients.mT, dtype))
         return product.sum((1, 2), dtype=torch.float64)
-    return squared_norm(batched_matmul(gradients.mT, inputs, dtype))
+    return squared_norm_by_row(batched_matmul(gradients.mT, inputs, dtype))
 
 
 def bias_energy(gradients: Tensor) -> Tensor:
     """Compute ||sum_s g_s||^2 from g [R, S, D]."""
-    return squared_norm(gradients.sum(1))
+    return squared_norm_by_row(gradients.sum(1))
 
 
 def norm_scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
@@ -168,7 +168,7 @@ def norm_scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
 
     The scale is shared by the dimensions between S and D (the heads of a q or k norm).
     """
-    return squared_norm((normalized * gradients).flatten(1, -2).sum(1))
+    return squared_norm_by_row((normalized * gradients).flatten(1, -2).sum(1))
 
 
 def embedding_energy(ids: Tensor, rows: Tensor, gradients: Tensor, count: int) -> Tensor:
@@ -176,10 +176,10 @@ def embedding_energy(ids: Tensor, rows: Tensor, gradients: Tensor, count: int) -
     _, entry, owner = _distinct_pairs(ids, rows)
     sums = gradients.new_zeros(owner.shape[0], gradients.shape[1]).index_add_(0, entry, gradients)
     result = torch.zeros(count, dtype=torch.float64, device=gradients.device)
-    return result.index_add_(0, owner, squared_norm(sums))
+    return result.index_add_(0, owner, squared_norm_by_row(sums))
 
 
-def squared_norm(values: Tensor) -> Tensor:
+def squared_norm_by_row(values: Tensor) -> Tensor:
     """Compute the sum of squares over all dimensions but the first, in float64."""
     return torch.linalg.vector_norm(values.flatten(1), dim=1).double().square()
 
@@ -232,7 +232,7 @@ class LayerEnergies:
             for handle in handles:
                 handle.remove()
 
-    def begin_backward(self) -> None:
+    def mark_forward_finished(self) -> None:
         """Mark the end of the forward pass. Further forwards of a layer are recomputations."""
         self._backward = True
 
@@ -280,7 +280,7 @@ class LayerEnergies:
         site.input = site.gradient = None
         site.done = True
         with torch.autocast(inputs.device.type, enabled=False):
-            for rows, columns in self._active_blocks(site, inputs, gradients):
+            for rows, columns in self._row_and_column_blocks(site, inputs, gradients):
                 active = self._active[rows, columns]
                 active = active.reshape(*active.shape, *[1] * (inputs.ndim - 1))
                 places = self._positions[rows, columns]
@@ -288,7 +288,9 @@ class LayerEnergies:
                 gradient = torch.where(active, gradients[places], 0.0)
                 self.totals[rows] += site.gradient_energy(part, gradient, self._dtype)
 
-    def _active_blocks(self, site: _TrackedLayer, inputs: Tensor, gradients: Tensor) -> Iterator[tuple[slice, slice]]:
+    def _row_and_column_blocks(
+        self, site: _TrackedLayer, inputs: Tensor, gradients: Tensor
+    ) -> Iterator[tuple[slice, slice]]:
         """Yield rows to process at once, and the columns in which any of these rows is active."""
         width = max(1, self._active.shape[1])
         product = min(width, inputs.shape[-1]) * gradients.shape[-1] if isinstance(site.module, nn.Linear) else 0

@@ -57,7 +57,7 @@ class Support:
     """Token ids to which the distribution of each of N tokens is restricted. An empty set does not restrict it.
 
     >>> logits = torch.zeros(2, 3)
-    >>> Support(ids=torch.tensor([0, 2]), sizes=torch.tensor([0, 2])).restrict(logits, slice(0, 2))
+    >>> Support(ids=torch.tensor([0, 2]), sizes=torch.tensor([0, 2])).mask_logits(logits, slice(0, 2))
     tensor([[0., 0., 0.],
             [0., -inf, 0.]])
     """
@@ -65,7 +65,7 @@ class Support:
     ids: Tensor  # [M] int32, the sets of all tokens, concatenated
     sizes: Tensor  # [N] int64, on the host, so that no block waits for the device
 
-    def restrict(self, logits: Tensor, rows: slice, *, start: int = 0) -> Tensor:
+    def mask_logits(self, logits: Tensor, rows: slice, *, start: int = 0) -> Tensor:
         """Set the logits [R, W] of the tokens start..start+W outside the sets of ``rows`` to -inf, in place."""
         sizes = self.sizes[rows]
         before = int(self.sizes[: rows.start].sum())
@@ -78,9 +78,9 @@ class Support:
         outside[lines, torch.where(here, columns, logits.shape[1])] = False
         return logits.masked_fill_(outside[:, :-1], -torch.inf)
 
-    def select(self, numbers: Tensor) -> "Support":
-        """Return the sets of the tokens ``numbers`` [n], in this order."""
-        chosen = numbers.cpu()
+    def select_tokens(self, indices: Tensor) -> "Support":
+        """Return the sets of the tokens at ``indices`` [n], in this order."""
+        chosen = indices.cpu()
         sizes = self.sizes[chosen]
         first = (self.sizes.cumsum(0) - self.sizes)[chosen] - (sizes.cumsum(0) - sizes)
         places = torch.arange(int(sizes.sum()), device="cpu") + first.repeat_interleave(sizes)

@@ -151,7 +151,7 @@ class _SlicedStatistics(torch.autograd.Function):
         slope = torch.zeros_like(offset) if slope is None else slope
         coefficients = torch.stack([offset, slope, at_target], dim=-1) / ctx.heat
         with torch.autocast(hidden.device.type, enabled=False):
-            gradients = _TileGradients(hidden, weight, bias, ctx.needs_input_grad, coefficients)
+            gradients = _TileGradientAccumulator(hidden, weight, bias, ctx.needs_input_grad, coefficients)
             # Deleted below, so that the tile's memory is free when the gradients are converted.
             tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True, cap=ctx.cap)
             _add_tile_gradients(ctx, tiles, targets, normalisers, gradients)
@@ -160,7 +160,7 @@ class _SlicedStatistics(torch.autograd.Function):
 
 
 def _add_tile_gradients(
-    ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, gradients: _TileGradients
+    ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, gradients: _TileGradientAccumulator
 ) -> None:
     """Recompute every tile's logits, and add their gradient's contribution to the products."""
     for columns, rows in tiles:
@@ -224,7 +224,7 @@ class _Tiles:
         return self._gradient[: logits.numel()].view(logits.shape)
 
 
-class _TileGradients:
+class _TileGradientAccumulator:
     """Gradients of hidden, weight and bias, accumulated tile by tile; None where not wanted.
 
     `coefficients` are the constructor's, multiplied by a power of two if gradients of logits are rounded to

@@ -41,7 +41,7 @@ def reference_statistics(
     capped = logits if cap is None else cap * torch.tanh(logits / cap)
     tempered = capped / temperature
     if support is not None:
-        tempered = support.restrict(tempered.clone(), slice(0, len(targets)))
+        tempered = support.mask_logits(tempered.clone(), slice(0, len(targets)))
     log_p = functional.log_softmax(tempered, dim=-1)  # (N, V)
     index = targets.long().unsqueeze(-1)
     log_probs = log_p.gather(-1, index).squeeze(-1)

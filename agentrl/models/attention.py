@@ -122,13 +122,13 @@ def use_attention_backend(model: PreTrainedModel, backend: AttentionBackend, *, 
             raise SettingsError(PADDED_ROWS_NOT_SHAREABLE)
         model.set_attn_implementation("sdpa" if model._supports_sdpa else "eager")
         return
-    for obstacle in (reason_not_packable(model.config), reason_rows_not_shareable(model.config, ranks)):
+    for obstacle in (reason_not_packable(model.config), reason_sequence_parallel_unsupported(model.config, ranks)):
         if obstacle is not None:
             raise SettingsError(obstacle)
     use_agentrl_attention(model)
 
 
-def reason_rows_not_shareable(config: PreTrainedConfig, ranks: int) -> str | None:
+def reason_sequence_parallel_unsupported(config: PreTrainedConfig, ranks: int) -> str | None:
     """Return the reason why ``ranks`` ranks cannot share rows (training.sequence_parallel), or None if they can."""
     if ranks == 1:
         return None
@@ -224,7 +224,7 @@ def reason_attention_unavailable(
     return None if problem is None else f"model.attention={backend} {problem}; otherwise set model.attention=auto"
 
 
-def break_even_length(config: PreTrainedConfig) -> float:
+def document_length_where_attention_dominates(config: PreTrainedConfig) -> float:
     """Return the document length at which attention costs as much as the linear layers.
 
     A layer of P weights takes 2 P operations per token. Causal attention of H heads of E dimensions takes 2 H E l^2 for

@@ -70,24 +70,24 @@ class TemplateLayout:
         """Return the texts before a message, or None if the message does not appear exactly once."""
         if self.slots.count(message) != 1:
             return None
-        return self.plain_texts[: self.slots.index(message) + 1]
+        return self.text_strings[: self.slots.index(message) + 1]
 
     @cached_property
-    def plain_texts(self) -> tuple[str, ...]:
+    def text_strings(self) -> tuple[str, ...]:
         """``texts`` as plain strings."""
         return tuple(str(MarkedText(*text)) for text in self.texts)
 
-    def interleave(self, contents: Sequence[str], start: int = 0) -> tuple[Part, ...]:
-        """Return texts and contents in order, starting with the text at index ``start``."""
-        parts = list(self.texts[start])
-        places = zip(self.texts[start + 1 :], self.slots[start:], self.quoted[start:], strict=True)
-        for text, message, quoted in places:
+    def interleave_contents(self, contents: Sequence[str], first_text: int = 0) -> tuple[Part, ...]:
+        """Return texts and contents in order, starting with the text at index ``first_text``."""
+        parts = list(self.texts[first_text])
+        rest = zip(self.texts[first_text + 1 :], self.slots[first_text:], self.quoted[first_text:], strict=True)
+        for text, message, quoted in rest:
             parts += [json.dumps(contents[message], ensure_ascii=False)[1:-1] if quoted else contents[message], *text]
         return tuple(parts)
 
     def fill(self, contents: Sequence[str]) -> str:
         """Return the rendered text with ``contents`` in the slots."""
-        return str(MarkedText(*self.interleave(contents)))
+        return str(MarkedText(*self.interleave_contents(contents)))
 
 
 class ChatTemplate:
@@ -154,16 +154,16 @@ class ChatTemplate:
                 texts[-1].append(TemplateMark(text))
         return TemplateLayout(texts=tuple(map(tuple, texts)), slots=tuple(slots), quoted=tuple(quoted))
 
-    def replace_special_tokens(self, value: object) -> object:
+    def replace_special_tokens_in_json(self, value: object) -> object:
         """Replace special tokens in the strings of a JSON value with placeholders."""
         if isinstance(value, str):
             return self._unsafe.sub(lambda found: f"{_GUARD}{self._guarded.index(found[0])}{_END}", value)
         if isinstance(value, Mapping):
             return {
-                str(self.replace_special_tokens(str(key))): self.replace_special_tokens(one)
+                str(self.replace_special_tokens_in_json(str(key))): self.replace_special_tokens_in_json(one)
                 for key, one in value.items()
             }
-        return [self.replace_special_tokens(one) for one in value] if isinstance(value, list) else value
+        return [self.replace_special_tokens_in_json(one) for one in value] if isinstance(value, list) else value
 
     def leading_special_token(self, text: str) -> str:
         """Return the special token at the start of ``text``, or ""."""
@@ -232,7 +232,7 @@ def read_chat_format(
             f"{plain}"
         )
     template = _TemplateReader(ChatTemplate(tokenizer, options=options), name, tools, setting, system)
-    before_problem, after_problem = template.layout_in_message_order(_conversation()).plain_texts
+    before_problem, after_problem = template.layout_in_message_order(_conversation()).text_strings
     shown = before_problem + after_problem
     if missing := [tool for tool in template.tools if tool not in shown]:
         raise SettingsError(f"the chat template of {name} does not render the tools {missing}: choose another model")
@@ -301,7 +301,7 @@ class _TemplateReader:
                 f"the chat template of {self.name} does not render each message of a prompt with the roles "
                 f"{', '.join(roles)} exactly once, so {self.setting} cannot use it: change the prompt or the model"
             )
-        return TextsAroundMessages(texts=layout.plain_texts, order=layout.slots)
+        return TextsAroundMessages(texts=layout.text_strings, order=layout.slots)
 
     def problem_and_reply_texts(self) -> tuple[str, str, str]:
         """Return the text before the problem, and the texts before and after a user message that follows a turn.
@@ -313,7 +313,7 @@ class _TemplateReader:
             {"role": "user", "content": content_placeholder(2)},
         )
         try:
-            first, _, before, after = self.layout_in_message_order(_conversation(said, user)).plain_texts
+            first, _, before, after = self.layout_in_message_order(_conversation(said, user)).text_strings
         except SettingsError:
             return "", "", ""
         return first, before, after
@@ -361,18 +361,18 @@ class _TemplateReader:
         later = self.layout_in_message_order(
             _conversation(turn(1), _tool_message(tool, 2), turn(3), _tool_message(tool, 4))
         )
-        before = {one.plain_texts[2], two.plain_texts[2], later.plain_texts[2], later.plain_texts[4]}
-        after = {one.plain_texts[3], two.plain_texts[4], later.plain_texts[5]}
+        before = {one.text_strings[2], two.text_strings[2], later.text_strings[2], later.text_strings[4]}
+        after = {one.text_strings[3], two.text_strings[4], later.text_strings[5]}
         if len(before) > 1 or len(after) > 1 or one.quoted[2] != two.quoted[3]:
             raise SettingsError(
                 f"the chat template of {self.name} renders a tool response differently depending on its position in "
                 f"the conversation, so {self.setting} cannot use it: choose another model"
             )
-        rest = one.plain_texts[2]
+        rest = one.text_strings[2]
         if called:  # the model writes the text that closes the call
             end = self.chat.first_special_token(rest)
             rest = rest[rest.index(end) :] if end else rest
-        return _ToolResponseTexts(rest, two.plain_texts[3], one.plain_texts[3], one.quoted[2])
+        return _ToolResponseTexts(rest, two.text_strings[3], one.text_strings[3], one.quoted[2])
 
     @property
     def _tools_suffix(self) -> str:

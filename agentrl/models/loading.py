@@ -134,12 +134,12 @@ def read_model(path: str | Path, settings: ModelSettings) -> Any:
     """Load a causal language model from a directory or Hugging Face id, in the configured dtype, without dropout."""
     from transformers import AutoModelForCausalLM
 
-    _show_no_progress_bars()
+    _disable_progress_bars()
     read = partial(AutoModelForCausalLM.from_pretrained, path, dtype=_DTYPES[settings.dtype])
     return prepare_model(build_with_agentrl_attention(read), settings)
 
 
-def model_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
+def create_model_without_weights(path: str | Path, settings: ModelSettings) -> PreTrainedModel:
     """Create the model without loading its weights, inside the caller's context (for example, ZeRO-3's sharding).
 
     Call `prepare_model` after the weights are loaded.
@@ -198,7 +198,7 @@ def offload_checkpoints_to_host(transformer: nn.Module) -> None:
     transformer.register_forward_hook(leave, always_call=True)
 
 
-def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
+def read_model_config_if_available(settings: ModelSettings) -> PreTrainedConfig | None:
     """Load the model's configuration without its weights.
 
     Returns None if the configuration is unavailable (no such file, no network).
@@ -213,7 +213,7 @@ def read_config(settings: ModelSettings) -> PreTrainedConfig | None:
         return None
 
 
-def load_config(settings: ModelSettings) -> PreTrainedConfig:
+def require_model_config(settings: ModelSettings) -> PreTrainedConfig:
     """Return the configuration of ``settings.path``, or of the tiny policy. Weights are not read.
 
     Shipped configurations serve memory estimates without a network. They lack token ids and rotary settings. Raises
@@ -226,7 +226,7 @@ def load_config(settings: ModelSettings) -> PreTrainedConfig:
     if path in shipped:
         return AutoConfig.for_model(**shipped[path])
     try:
-        config = read_config(settings)
+        config = read_model_config_if_available(settings)
     except (ValueError, TypeError, KeyError) as error:  # not a configuration that transformers supports
         config, reason = None, f" ({str(error).partition('. ')[0][:200]})"
     if config is None:
@@ -255,13 +255,13 @@ def write_model(
     state: dict[str, torch.Tensor] | None = None,
 ) -> None:
     """Export model, tokenizer and model card as a directory that `transformers` loads."""
-    _show_no_progress_bars()
+    _disable_progress_bars()
     model.save_pretrained(directory, state_dict=state)
     tokenizer.save_pretrained(directory)
     (directory / "README.md").write_text(_CARD.format(title=title, body=body))
 
 
-def _show_no_progress_bars() -> None:
+def _disable_progress_bars() -> None:
     """Disable the progress bars of `transformers`, which would garble the console of a run."""
     from transformers.utils import logging
 

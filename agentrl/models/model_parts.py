@@ -124,9 +124,9 @@ def _describe_logit_difference(causal_lm: PreTrainedModel, parts: ModelParts) ->
     given: list[Tensor] = []
     taken: list[Tensor] = []
 
-    def transformer(*args: object, **kwargs: object) -> _TransformerOutput:
+    def transformer(*args: object, **kwargs: object) -> _HiddenStatesOutput:
         given.extend(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor) and value is not ids)
-        return _TransformerOutput(hidden)
+        return _HiddenStatesOutput(hidden)
 
     def linear(states: Tensor) -> Tensor:
         taken.append(states)
@@ -146,7 +146,7 @@ def _describe_logit_difference(causal_lm: PreTrainedModel, parts: ModelParts) ->
     return None
 
 
-class _TransformerOutput:
+class _HiddenStatesOutput:
     """A transformer's output, readable by attribute or as a tuple. Every attribute except the hidden states is None."""
 
     def __init__(self, states: Tensor) -> None:

@@ -29,7 +29,7 @@ from agentrl.kernels.attention import (
 )
 from agentrl.models.attention import use_attention_backend
 from agentrl.models.model_parts import IDENTITY_LOGIT_MAP, LogitMap, split_model
-from agentrl.models.routes import ExpertRoutes, install_routes, use_routes
+from agentrl.models.routes import ExpertRoutes, install_route_hooks, record_and_replay_routes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -127,7 +127,7 @@ class FrozenPoliciesByToken:
         """Like :meth:`FrozenHead.divergence`, from the frozen policy of each token."""
         result = torch.zeros_like(log_probs)
         for own, part in self.parts:
-            sets = None if support is None else support.select(own)
+            sets = None if support is None else support.select_tokens(own)
             values = part.divergence(head, hidden[own], targets[own], log_probs[own], temperature, sets)
             result = result.index_copy(0, own, values)
         return result
@@ -232,7 +232,7 @@ class PolicyModel(nn.Module):
         if backend == "triton":
             _check_triton(reason_triton_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
         parts = split_model(causal_lm)
-        install_routes(causal_lm)
+        install_route_hooks(causal_lm)
         use_attention_backend(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
         if not isinstance(parts.head, FusedHead):
             head = FusedHead.from_linear(parts.head, backend=backend, logit_map=parts.logit_map)
@@ -283,7 +283,7 @@ class PolicyModel(nn.Module):
         self.routes = (
             ExpertRoutes(num_layers=layers, replayed=given) if self.records_routes or given is not None else None
         )
-        with use_routes(self.routes):
+        with record_and_replay_routes(self.routes):
             states = compute_packed_states(
                 row, self.backbone, layers=layers, backend=self.attention, sequence=self.sequence
             )  # [l, D]
@@ -298,7 +298,7 @@ class PolicyModel(nn.Module):
         # A rank without tokens computes one token and discards it, because the head is a collective under ZeRO-3.
         own = (indices[held] - rank_slice(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
-        sets = None if support is None else support.select(held)
+        sets = None if support is None else support.select_tokens(held)
         statistics = self.head(selected, targets[held], temperature, reference, teacher, sets)
         return _gather_statistics(
             statistics, numbers, len(indices), self.sequence
@@ -355,17 +355,17 @@ class PolicyModel(nn.Module):
         return self.sequence.all_gather(energies[: len(numbers)], numbers, len(every))
 
 
-def _indices_or_first_row(numbers: Tensor) -> Tensor:
-    """Return ``numbers`` [n], or [0] if empty, because a rank without work must still take part in collectives."""
-    return numbers if len(numbers) else numbers.new_zeros(1)
+def _indices_or_first_row(indices: Tensor) -> Tensor:
+    """Return ``indices`` [n], or [0] if empty, because a rank without work must still take part in collectives."""
+    return indices if len(indices) else indices.new_zeros(1)
 
 
 def _gather_statistics(
-    own: TokenStatistics, numbers: Tensor, total: int, sequence: SequenceParallelGroup
+    own: TokenStatistics, indices: Tensor, total: int, sequence: SequenceParallelGroup
 ) -> TokenStatistics:
-    """Gather the statistics of all tokens to every rank. ``numbers`` are the indices of this rank's tokens."""
+    """Gather the statistics of all tokens to every rank. ``indices`` are the indices of this rank's tokens."""
     given = {name: values for name, values in vars(own).items() if values is not None}
-    every = sequence.all_gather(torch.stack([*given.values()], dim=-1)[: len(numbers)], numbers, total).unbind(-1)
+    every = sequence.all_gather(torch.stack([*given.values()], dim=-1)[: len(indices)], indices, total).unbind(-1)
     learns = [values.requires_grad for values in given.values()]
     return TokenStatistics(
         **{name: item if learn else item.detach() for name, item, learn in zip(given, every, learns, strict=True)}
@@ -404,8 +404,8 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.value_head.weight)
         nn.init.zeros_(self.value_head.bias)
 
-    def forward(self, row: PackedRow, steps: int) -> Tensor:
-        """Return the values [B, steps + 1] of a packed row's B documents, in float32 or wider.
+    def forward(self, row: PackedRow, response_width: int) -> Tensor:
+        """Return the values [B, response_width + 1] of a packed row's B documents, in float32 or wider.
 
         Index t contains the value of the state before response token t. For a response of L tokens, index L contains
         the value of the final state, and values at larger indices are undefined.
@@ -414,8 +414,8 @@ class ValueModel(nn.Module):
             row, self.backbone, layers=self._layers, backend=self._attention, sequence=self._sequence
         )
         rows = torch.arange(len(row.response_starts), device=states.device)
-        columns = torch.arange(steps + 1, device=states.device)
-        indices = row.predicting_positions(rows[:, None], columns)  # [B, steps + 1]
+        columns = torch.arange(response_width + 1, device=states.device)
+        indices = row.predicting_positions(rows[:, None], columns)  # [B, response_width + 1]
         if self._sequence is None:
             values: Tensor = self.value_head(states[indices]).squeeze(-1)
         else:

@@ -74,7 +74,7 @@ _current: ContextVar[ExpertRoutes | None] = ContextVar("routes", default=None)
 
 
 @contextmanager
-def use_routes(routes: ExpertRoutes | None) -> Iterator[None]:
+def record_and_replay_routes(routes: ExpertRoutes | None) -> Iterator[None]:
     """Record and replay ``routes`` in the forward passes of this thread inside the block. None: no effect."""
     token = _current.set(routes)
     try:
@@ -90,7 +90,7 @@ def routing_recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractC
 
     @contextmanager
     def both() -> Iterator[None]:
-        with again, use_routes(routes):
+        with again, record_and_replay_routes(routes):
             yield
 
     return first, both()
@@ -112,8 +112,8 @@ class _TopKOverride(TorchFunctionMode):
         return result
 
 
-def install_routes(model: PreTrainedModel) -> int:
-    """Let ``model`` record and replay routes inside :func:`use_routes`. Returns its number of layers with experts."""
+def install_route_hooks(model: PreTrainedModel) -> int:
+    """Let ``model`` use :func:`record_and_replay_routes`. Returns the number of layers with experts."""
     count = 0
     for name, block in model.get_decoder().named_modules():
         experts = getattr(block, "experts", None)
@@ -160,14 +160,14 @@ def reason_routes_not_replayable(config: PreTrainedConfig) -> str | None:
     name = f"model.path: route replay (correction.route_replay) does not support {config.model_type}"
     with torch.random.fork_rng(devices=[]):
         model = random_model(small, attention="eager")
-    layers = install_routes(model)
+    layers = install_route_hooks(model)
     if not layers:
         return f"{name}: it has no layers with experts; set correction.route_replay=off"
     ids = make_test_sequences(text.vocab_size)[0][None]
 
     def states(replayed: Tensor | None) -> tuple[Tensor, ExpertRoutes]:
         routes = ExpertRoutes(num_layers=text.num_hidden_layers, replayed=replayed)
-        with use_routes(routes):
+        with record_and_replay_routes(routes):
             return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state, routes
 
     plain, routes = states(None)

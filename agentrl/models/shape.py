@@ -9,7 +9,7 @@ import torch
 
 from agentrl.errors import SettingsError
 from agentrl.models.attention import reason_not_packable
-from agentrl.models.loading import load_config
+from agentrl.models.loading import require_model_config
 from agentrl.models.lora import adapted_layer_names
 from agentrl.models.settings import LoRASettings, ModelSettings
 
@@ -38,12 +38,12 @@ class ModelShape:
     head_norms: bool  # whether queries and keys are normalized
 
 
-def read_shape(model: ModelSettings) -> ModelShape:
-    """Return the shape of ``model.path``, or of the embedded tiny policy. Raises the same errors as ``load_config``.
+def read_model_shape(model: ModelSettings) -> ModelShape:
+    """Return the shape of ``model.path``, or of the embedded tiny policy.
 
-    Also raises SettingsError if ``model.rows`` is packed and the model does not support packed rows.
+    Raises SettingsError if the configuration cannot be read or does not support the configured ``model.rows``.
     """
-    config = load_config(model)
+    config = require_model_config(model)
     obstacle = reason_not_packable(config) if model.rows == "packed" else None
     if obstacle is not None:
         raise SettingsError(obstacle)

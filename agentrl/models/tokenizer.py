@@ -97,7 +97,7 @@ class TextCodec:
             for token in (self._encode_mark(part.text) if isinstance(part, TemplateMark) else self.encode(part))
         )
 
-    def without_sampled_turn_end(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
+    def parts_without_sampled_turn_end(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
         """Return the parts of an observation, without the end-of-turn marker if ``context`` already ends with it."""
         parts = parts_of_text(text)
         first = parts[0]
@@ -167,7 +167,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(path)
 
 
-def different_special_tokens(
+def special_token_differences(
     policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, owner: str
 ) -> dict[int, str]:
     """Return the ids of special tokens that differ between two tokenizers, each with a message that names it.

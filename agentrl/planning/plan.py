@@ -17,8 +17,8 @@ import yaml
 
 from agentrl.config import Settings
 from agentrl.errors import SettingsError
-from agentrl.models.attention import reason_rows_not_shareable, reason_too_long_to_pack
-from agentrl.models.shape import ModelShape, read_shape
+from agentrl.models.attention import reason_sequence_parallel_unsupported, reason_too_long_to_pack
+from agentrl.models.shape import ModelShape, read_model_shape
 from agentrl.planning.memory import (
     CONTEXT,
     GB,
@@ -196,7 +196,7 @@ def plan_command(
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
     training = training.model_copy(update={"num_processes": ranks, "micro_batch_tokens": longest})
     settings = settings.model_copy(update={"rollout": rollout, "training": training})
-    shape = read_shape(settings.model)
+    shape = read_model_shape(settings.model)
     plan = _plan(settings, shape, critic=critic, memory=size)
     _check_parallel_sizes(settings, shape)
     if (too_long := reason_too_long_to_pack(shape.config, plan.longest_request_tokens)) is not None:
@@ -229,7 +229,7 @@ def _check_parallel_sizes(settings: Settings, shape: ModelShape) -> None:
             f"training.sequence_parallel={training.sequence_parallel} does not divide the {training.num_processes} "
             "training ranks of these GPUs: change it or --gpus"
         )
-    if (reason := reason_rows_not_shareable(shape.config, training.sequence_parallel)) is not None:
+    if (reason := reason_sequence_parallel_unsupported(shape.config, training.sequence_parallel)) is not None:
         raise SettingsError(reason)
     if shape.heads % parallel:
         raise SettingsError(
@@ -270,7 +270,7 @@ def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -
         head_backend=fastest if training.head_backend == "auto" else training.head_backend,
         device="cuda" if on_gpus else "cpu",
         reference=settings.kl.coefficient > 0,
-        teacher=sum(read_shape(model.model_copy(update={"path": path})).parameters for path in teachers),
+        teacher=sum(read_model_shape(model.model_copy(update={"path": path})).parameters for path in teachers),
         critic=critic,
     )
     # The transformers engine's cache, limited to all concurrent trajectories at maximum length.

@@ -373,7 +373,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.segments.append(completion.segment(text, reward=reward))
 
     def _append_observation(self, observation: str) -> bool:
-        parts = self.codec.without_sampled_turn_end(observation, self.context) if observation else ()
+        parts = self.codec.parts_without_sampled_turn_end(observation, self.context) if observation else ()
         token_ids = self.codec.encode_parts(parts)
         fits = self.response_tokens + len(token_ids) <= self.settings.max_response_tokens
         if token_ids and fits:

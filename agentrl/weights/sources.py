@@ -11,7 +11,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor, nn
 
-from agentrl.models.loading import model_without_weights, prepare_model, read_model
+from agentrl.models.loading import create_model_without_weights, prepare_model, read_model
 from agentrl.models.settings import ModelSettings
 from agentrl.weights.verify import Checksum, add_tied_head, checksum
 
@@ -174,7 +174,7 @@ def load_sharded_model(path: str | Path, settings: ModelSettings, config: dict[s
 
     # Disable DeepSpeed's linear function, because it would replace torch's permanently.
     with no_init_weights(), deepspeed.zero.Init(config_dict_or_path=config, mem_efficient_linear=False):
-        model = model_without_weights(path, settings)
+        model = create_model_without_weights(path, settings)
     model.tie_weights()
     whole = read_model(path, settings) if torch.distributed.get_rank() == 0 else None
     _broadcast_from_rank_zero(model, whole)

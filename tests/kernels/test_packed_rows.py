@@ -54,7 +54,7 @@ def packed(documents: tuple[Tensor, list[int], list[int]], *, share_prefixes: bo
 def indices_of(row: PackedRow, prompts: list[int], lengths: list[int]) -> list[list[int]]:
     """Where in the row the tokens of each document are."""
     rests = [length - prompt for prompt, length in zip(prompts, lengths, strict=True)]
-    return [row.document_positions(number, rest).tolist() for number, rest in enumerate(rests)]
+    return [row.document_token_indices(number, rest).tolist() for number, rest in enumerate(rests)]
 
 
 def distinct_tokens(ids: Tensor, prompts: list[int], lengths: list[int]) -> int:
@@ -81,14 +81,14 @@ def test_every_document_finds_its_tokens_and_positions(seed: int, count: int, sh
     assert row.lengths.sum() == row.input_ids.shape[1]
     assert row.longest_document_length == max(lengths)
     every = torch.arange(row.input_ids.shape[1])
-    calls, places = row.attention_batches
+    calls, places = row.segment_batches_by_length
     assert torch.equal(torch.cat([queries.flatten() for queries, _, _ in calls])[places], every)
-    tables, places = row.document_batches
+    tables, places = row.document_batches_by_length
     assert torch.equal(torch.cat([table.flatten() for table in tables])[places], every)
     # Each token attends to the tokens on its path, whatever the order of the segments.
     paths = {int(path[-1 - back]): path[: len(path) - back] for path in row.segment_paths for back in range(len(path))}
     for token in every.tolist():
-        assert torch.equal((row.attended_end[: token + 1] > token).nonzero()[:, 0], paths[token])
+        assert torch.equal((row.end_of_attending_tokens[: token + 1] > token).nonzero()[:, 0], paths[token])
 
 
 def test_segments_name_the_prompt_that_they_follow() -> None:
@@ -152,7 +152,7 @@ def test_a_change_in_one_document_changes_no_other_by_one_bit() -> None:
     now = AttentionPass(row=row, backend="sdpa")
     query, key, value = torch.randn(3, 1, 4, row.input_ids.shape[1], 8).unbind()
     before = attend(now, query, key, value)
-    own = int(row.prefix_lengths.argmax())  # the end of the longest path
+    own = int(row.segment_prefix_lengths.argmax())  # the end of the longest path
     changed = slice(int(row.segment_starts[own]), int(row.segment_starts[own] + row.lengths[own]))
     for states in (query, key, value):
         states[:, :, changed] = torch.nan

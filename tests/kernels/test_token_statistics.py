@@ -351,7 +351,7 @@ def test_statistics_of_a_support_are_those_of_the_renormalized_distribution(back
 
 def test_the_selected_sets_are_in_the_order_of_the_tokens():
     _, _, support, _ = restricted_problem()
-    chosen = support.select(torch.tensor([4, 2, 0]))
+    chosen = support.select_tokens(torch.tensor([4, 2, 0]))
     assert (chosen.ids.tolist(), chosen.sizes.tolist()) == ([0, 6, 0, 2, 4], [2, 0, 3])
 
 

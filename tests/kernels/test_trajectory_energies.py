@@ -210,7 +210,7 @@ def test_every_form_gives_the_same(forms: str, monkeypatch: pytest.MonkeyPatch) 
     wanted = energies(model, rows)
     if forms in ("gram", "product"):
         for module in (layer_energies, exact_energies):
-            monkeypatch.setattr(module, "gram_is_cheaper", lambda *_: forms == "gram")
+            monkeypatch.setattr(module, "gram_matrices_are_cheaper", lambda *_: forms == "gram")
     elif forms == "blocks":
         monkeypatch.setattr(exact_energies, "_BLOCK_ELEMENTS", 50)
     else:
@@ -245,14 +245,14 @@ def test_checkpointed_inputs_are_not_kept_over_the_forward() -> None:
     model = make_model("qwen2").train()
     enable_gradient_checkpointing(model)
     held: list[list[str]] = []
-    sites = layer_energies.LayerEnergies.begin_backward
+    sites = layer_energies.LayerEnergies.mark_forward_finished
 
     def look(self: layer_energies.LayerEnergies) -> None:
         held.append([site.name for site in self._sites if site.input is not None])
         sites(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(layer_energies.LayerEnergies, "begin_backward", look)
+        patch.setattr(layer_energies.LayerEnergies, "mark_forward_finished", look)
         energies(model, make_rows())
     assert held == [["model.norm"]]
 

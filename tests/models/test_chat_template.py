@@ -79,9 +79,9 @@ def test_the_end_of_a_turn_is_written_once() -> None:
     codec = TextCodec(TOKENIZER, turn_end="<|im_end|>")
     end = TOKENIZER.convert_tokens_to_ids("<|im_end|>")
     responses = read(QWEN).format_tool_responses(["5"])
-    assert codec.without_sampled_turn_end(responses, (1, 2, end)) == responses.parts[1:]
-    assert codec.without_sampled_turn_end(responses, (1, 2)) == responses.parts
-    assert codec.without_sampled_turn_end("plain", (end,)) == ("plain",)
+    assert codec.parts_without_sampled_turn_end(responses, (1, 2, end)) == responses.parts[1:]
+    assert codec.parts_without_sampled_turn_end(responses, (1, 2)) == responses.parts
+    assert codec.parts_without_sampled_turn_end("plain", (end,)) == ("plain",)
 
 
 def test_a_turn_end_that_is_no_token_is_refused() -> None:

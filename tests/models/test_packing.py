@@ -20,12 +20,12 @@ from agentrl.kernels.attention import pack_padded
 from agentrl.kernels.attention.backends import torch_varlen_attention
 from agentrl.models import attention as attention_module
 from agentrl.models.attention import (
-    break_even_length,
     choose_packed_attention,
+    document_length_where_attention_dominates,
     reason_too_long_to_pack,
     register_attention,
 )
-from agentrl.models.loading import enable_gradient_checkpointing, read_config, read_model
+from agentrl.models.loading import enable_gradient_checkpointing, read_model, read_model_config_if_available
 from agentrl.models.lora import add_adapters
 from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings, ModelSettings
@@ -350,6 +350,6 @@ def test_attention_is_chosen_by_machine_and_model(monkeypatch: pytest.MonkeyPatc
 
 
 def test_attention_of_a_long_document_costs_as_much_as_everything_else() -> None:
-    config = read_config(ModelSettings())
+    config = read_model_config_if_available(ModelSettings())
     # Four projections of 96 x 96 and three of 96 x 256 weights, attention over 96 dimensions.
-    assert break_even_length(config) == (4 * 96 * 96 + 3 * 96 * 256) / 96
+    assert document_length_where_attention_dominates(config) == (4 * 96 * 96 + 3 * 96 * 256) / 96

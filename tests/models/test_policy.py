@@ -14,8 +14,8 @@ from agentrl.errors import SettingsError
 from agentrl.models.loading import (
     build_tiny_model,
     model_fingerprint,
-    read_config,
     read_model,
+    read_model_config_if_available,
     train_tokenizer,
     write_model,
 )
@@ -152,8 +152,8 @@ def test_a_fingerprint_sees_values_names_and_shapes() -> None:
 
 
 def test_a_configuration_that_is_not_here_is_none(tmp_path: Path) -> None:
-    assert read_config(ModelSettings(path=str(tmp_path / "nowhere"))) is None
-    tiny = read_config(ModelSettings(tiny=TinyModelSettings(hidden_size=48, heads=2)))
+    assert read_model_config_if_available(ModelSettings(path=str(tmp_path / "nowhere"))) is None
+    tiny = read_model_config_if_available(ModelSettings(tiny=TinyModelSettings(hidden_size=48, heads=2)))
     assert (tiny.hidden_size, tiny.num_attention_heads, tiny.tie_word_embeddings) == (48, 2, True)
 
 

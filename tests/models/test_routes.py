@@ -26,7 +26,12 @@ from agentrl.batch import Batch, MicroBatch
 from agentrl.models.attention import use_agentrl_attention
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
-from agentrl.models.routes import ExpertRoutes, install_routes, reason_routes_not_replayable, use_routes
+from agentrl.models.routes import (
+    ExpertRoutes,
+    install_route_hooks,
+    reason_routes_not_replayable,
+    record_and_replay_routes,
+)
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.trajectory import Segment, Trajectory
@@ -119,7 +124,7 @@ async def test_the_engine_returns_the_experts_of_every_token(model: Any) -> None
     for item in items:
         ids = torch.tensor([item.prompt_ids + item.response_ids])
         routes = ExpertRoutes(num_layers=LAYERS)
-        with torch.inference_mode(), use_routes(routes):
+        with torch.inference_mode(), record_and_replay_routes(routes):
             model.get_decoder()(input_ids=ids, use_cache=False)
         known = routes_of(item)
         assert len(known) == ids.shape[1] - 1 - len(item.segments[-1].token_ids)  # without the last model token
@@ -163,7 +168,7 @@ async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model
     for row, item in enumerate(items):
         known_tokens = len(routes_of(item))
         prompt = len(item.prompt_ids)
-        given = batch.row.routes[batch.row.document_positions(row, known_tokens - prompt)]
+        given = batch.row.routes[batch.row.document_token_indices(row, known_tokens - prompt)]
         with_fixed_routes(copy, lambda given=given: given)
         ids = torch.tensor([item.prompt_ids + item.response_ids])
         logits = copy(input_ids=ids[:, :known_tokens], use_cache=False).logits[0]
@@ -207,7 +212,7 @@ async def test_replay_hides_a_router_that_chooses_differently(model: Any) -> Non
 def test_hooks_are_installed_once(model: Any) -> None:
     use_agentrl_attention(model)
     blocks = [block for block in model.modules() if hasattr(block, "experts")]
-    assert install_routes(model) == install_routes(model) == len(blocks)
+    assert install_route_hooks(model) == install_route_hooks(model) == len(blocks)
     assert all(len(block._forward_hooks) == 1 for block in blocks)
 
 

@@ -14,7 +14,7 @@ from models.sequence_on_ranks import CASES, found_by
 from ranks import finish, start_ranks
 
 from agentrl.errors import SettingsError
-from agentrl.models.attention import reason_rows_not_shareable, use_attention_backend
+from agentrl.models.attention import reason_sequence_parallel_unsupported, use_attention_backend
 
 SCRIPT = Path(__file__).with_name("sequence_on_ranks.py")
 RANKS = 4
@@ -70,4 +70,5 @@ def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
     )
     with pytest.raises(SettingsError, match=r"training\.sequence_parallel needs packed trajectories"):
         use_attention_backend(model, "padded", ranks=2)
-    assert [ranks for ranks in range(1, 9) if reason_rows_not_shareable(model.config, ranks) is None] == [1, 2, 3, 6]
+    reasons = {ranks: reason_sequence_parallel_unsupported(model.config, ranks) for ranks in range(1, 9)}
+    assert [ranks for ranks, reason in reasons.items() if reason is None] == [1, 2, 3, 6]

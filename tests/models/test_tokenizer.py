@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from agentrl.errors import SettingsError
 from agentrl.models.loading import train_tokenizer
-from agentrl.models.tokenizer import TextCodec, different_special_tokens, read_tokenizer
+from agentrl.models.tokenizer import TextCodec, read_tokenizer, special_token_differences
 
 MARKUP = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</s>", "<s>", "<unk>"]
 TEXTS = ["What is 2 + 3?\n```py\nprint(2 + 3)\n```\nCode execution result: 5\n", "<|endoftext|> <|im_start|>"] * 30
@@ -134,12 +134,12 @@ def test_a_saved_tokenizer_encodes_alike(tmp_path: Any) -> None:
 
 def test_tokenizers_that_differ_in_special_tokens_name_them_and_others_are_refused() -> None:
     policy, teacher = byte_tokenizer(), byte_tokenizer()
-    assert different_special_tokens(policy, teacher, owner="the teacher t") == {}
+    assert special_token_differences(policy, teacher, owner="the teacher t") == {}
     teacher.add_special_tokens({"additional_special_tokens": ["<think>"]})
-    (message,) = different_special_tokens(policy, teacher, owner="the teacher t").values()
+    (message,) = special_token_differences(policy, teacher, owner="the teacher t").values()
     assert "differ: id 260 is None for the policy and '<think>' for the teacher t" in message
     with pytest.raises(SettingsError, match="the tokenizers of the policy and of the teacher t differ: id "):
-        different_special_tokens(policy, trained(), owner="the teacher t")
+        special_token_differences(policy, trained(), owner="the teacher t")
 
 
 def test_digits_and_newlines_stand_alone() -> None:

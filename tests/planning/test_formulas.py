@@ -8,7 +8,7 @@ import pytest
 from planning.support import setup, tiny_shape
 
 from agentrl.models.settings import ModelSettings
-from agentrl.models.shape import ModelShape, read_shape
+from agentrl.models.shape import ModelShape, read_model_shape
 from agentrl.planning.memory import (
     TrainingSetup,
     activation_memory,
@@ -29,7 +29,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize(("name", "parameters"), PUBLISHED.items())
 def test_parameters_are_counted_as_published(name: str, parameters: int) -> None:
-    assert read_shape(ModelSettings(path=name)).parameters == parameters
+    assert read_model_shape(ModelSettings(path=name)).parameters == parameters
 
 
 def test_states_are_sharded_by_the_stage() -> None:

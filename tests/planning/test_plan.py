@@ -16,7 +16,7 @@ from agentrl.cli import app
 from agentrl.config import Settings, load_settings, shipped_configs
 from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
-from agentrl.models.shape import read_shape
+from agentrl.models.shape import read_model_shape
 from agentrl.planning.plan import dry_run_lines, plan_command
 from agentrl.training.run.preflight import dry_run
 
@@ -170,7 +170,7 @@ def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
     monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
     settings = load_settings(config_file=[recipe, *overlays])
     assert (settings.name or "").startswith("-".join([recipe, *overlays]))
-    said = list(dry_run_lines(settings, read_shape(settings.model), critic=False))
+    said = list(dry_run_lines(settings, read_model_shape(settings.model), critic=False))
     verdict = next(line for line in said if f"8 GPUs of {memory} GB" in line)
     assert f"on 8 GPUs of {memory} GB: fits," in verdict
 
@@ -220,7 +220,7 @@ def test_a_model_that_cannot_be_trained_so_ends_the_dry_run_and_the_plan(
     file.write_text(json.dumps(CONFIG | config))
     resolved = load_settings(overrides=[f"model.path={file}", *settings], command="plan")
     with pytest.raises(SettingsError, match=message):
-        read_shape(resolved.model)
+        read_model_shape(resolved.model)
     with pytest.raises(SettingsError, match=message):
         plan_command(resolved, gpus=1, memory=80, critic=False)
     with pytest.raises(SettingsError, match=message):
@@ -228,6 +228,6 @@ def test_a_model_that_cannot_be_trained_so_ends_the_dry_run_and_the_plan(
 
 
 def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("agentrl.models.loading.read_config", lambda model: None)
+    monkeypatch.setattr("agentrl.models.loading.read_model_config_if_available", lambda model: None)
     with pytest.raises(SettingsError, match=r"Qwen/Qwen2\.5-7b.*did you mean.*Qwen/Qwen2\.5-7B"):
-        read_shape(ModelSettings(path="Qwen/Qwen2.5-7b"))
+        read_model_shape(ModelSettings(path="Qwen/Qwen2.5-7b"))

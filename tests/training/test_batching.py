@@ -107,7 +107,7 @@ def test_prefixes_that_every_trajectory_computes_count_for_each(how: str) -> Non
     for update in plan.updates:
         for micro in (micro for unit in update for micro in unit):
             batch = Batch.from_micro_batch(micro)
-            documents = (batch.row.document_positions(*item) for item in enumerate(batch.response_lengths.tolist()))
+            documents = (batch.row.document_token_indices(*item) for item in enumerate(batch.response_lengths.tolist()))
             assert sum(map(len, documents)) <= 48
     assert ("policy/prefix_sharing" in plan.metrics) == (how == "eob")
 

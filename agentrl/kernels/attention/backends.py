@@ -37,7 +37,7 @@ def attend(
     """
     if (ranks := attention_pass.sequence) is None:
         return _attend_local_heads(attention_pass, query, key, value, scale, window, cap)
-    query, key, value = ranks.tokens_to_heads(query), ranks.shared_keys_to_heads(key), ranks.shared_keys_to_heads(value)
+    query, key, value = ranks.tokens_to_heads(query), ranks.kv_tokens_to_heads(key), ranks.kv_tokens_to_heads(value)
     return ranks.heads_to_tokens(_attend_local_heads(attention_pass, query, key, value, scale, window, cap))
 
 
@@ -54,7 +54,7 @@ def _attend_local_heads(
         return attend_flex(now.row, query, key, value, scale=scale, window=window, cap=cap)
     if now.backend == "flash":
         return attend_flash(now.row, query, key, value, scale=scale, window=window, cap=cap)
-    calls, places = now.row.attention_batches
+    calls, places = now.row.segment_batches_by_length
     if (name := ("sdpa", window, cap is None, query.dtype)) not in now.row.mask_cache:
         now.row.mask_cache[name] = [
             _additive_mask(*call, window, query.dtype, needed=cap is not None) for call in calls
@@ -127,7 +127,7 @@ def _flex_function(*, compiled: bool) -> Callable[..., Tensor]:
 
 
 def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
-    reach, positions = row.attended_end, row.position_ids[0]
+    reach, positions = row.end_of_attending_tokens, row.position_ids[0]
 
     def seen(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         inside = (key <= query) & (query < reach[key])

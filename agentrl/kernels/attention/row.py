@@ -42,7 +42,7 @@ class SequenceParallelGroup:
         )  # [size, H / size, l, E], tokens in order
         return received.transpose(0, 1).flatten(1, 2)[None]
 
-    def shared_keys_to_heads(self, states: Tensor) -> Tensor:
+    def kv_tokens_to_heads(self, states: Tensor) -> Tensor:
         """Apply :meth:`tokens_to_heads` to G heads shared by queries.
 
         Ranks that need the same head receive a copy each.
@@ -150,7 +150,7 @@ class PackedRow:
     def position_ids(self) -> Tensor:
         """Position of each token in its document, from 0, [1, L] int64."""
         # From the index in the row to the position in the document.
-        shift = self.prefix_lengths - self.segment_starts
+        shift = self.segment_prefix_lengths - self.segment_starts
         positions = torch.arange(len(self.token_ids), device="cpu") + shift.repeat_interleave(self.lengths)
         return positions[None].to(self.token_ids.device)
 
@@ -208,16 +208,17 @@ class PackedRow:
         return max(map(len, self.segment_paths))
 
     @cached_property
-    def prefix_lengths(self) -> Tensor:
+    def segment_prefix_lengths(self) -> Tensor:
         """Number of tokens of the document before each segment, [S]."""
         return torch.tensor([len(path) for path in self.segment_paths], device="cpu") - self.lengths
 
-    def document_positions(self, number: int, response: int) -> Tensor:
-        """Return the row indices of a document's prompt and of its first ``response`` response tokens. On the host."""
-        end, start = int(self.prompt_ends[number]), int(self.response_starts[number])
+    def document_token_indices(self, document: int, response_length: int) -> Tensor:
+        """Return the row indices of a document's prompt and first ``response_length`` response tokens. On the host."""
+        end, start = int(self.prompt_ends[document]), int(self.response_starts[document])
         segment = int(torch.searchsorted(self.segment_starts, end, right=True)) - 1
-        count = int(self.prefix_lengths[segment]) + end - int(self.segment_starts[segment]) + 1
-        return torch.cat([self.segment_paths[segment][:count], torch.arange(start, start + response, device="cpu")])
+        count = int(self.segment_prefix_lengths[segment]) + end - int(self.segment_starts[segment]) + 1
+        response = torch.arange(start, start + response_length, device="cpu")
+        return torch.cat([self.segment_paths[segment][:count], response])
 
     @cached_property
     def segment_starts(self) -> Tensor:
@@ -230,7 +231,7 @@ class PackedRow:
         return {}
 
     @cached_property
-    def attended_end(self) -> Tensor:
+    def end_of_attending_tokens(self) -> Tensor:
         """For each token, the row index after the last segment that continues the token's segment, [L].
 
         A token attends to the tokens before it in the row whose reach exceeds its index.
@@ -244,12 +245,12 @@ class PackedRow:
     def varlen_bounds(self) -> VarlenBounds:
         """Segment boundaries for variable-length kernels, copied to the device once instead of in every layer."""
         device = self.token_ids.device
-        keys = self.lengths + self.prefix_lengths
+        keys = self.lengths + self.segment_prefix_lengths
 
         def ends(lengths: Tensor) -> Tensor:
             return torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).int().to(device)
 
-        indices = torch.cat(self.segment_paths) if bool(self.prefix_lengths.any()) else None
+        indices = torch.cat(self.segment_paths) if bool(self.segment_prefix_lengths.any()) else None
         return VarlenBounds(
             indices=None if indices is None else indices.to(device),
             queries=ends(self.lengths),
@@ -259,7 +260,7 @@ class PackedRow:
         )
 
     @cached_property
-    def attention_batches(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
+    def segment_batches_by_length(self) -> tuple[list[tuple[Tensor, Tensor, Tensor]], Tensor]:
         """Batches of segments with nearly equal numbers of queries and keys, for one attention call each.
 
         ([(row indices [n, w] of the queries, row indices [n, k] of the keys, position [n] or [1] of each first query)
@@ -268,7 +269,7 @@ class PackedRow:
         """
         # A causal call without a mask skips half of the scores, so a segment is computed separately only if it is not
         # longer than its prefix. Either way, no token attends to another document.
-        first = torch.where(self.prefix_lengths >= self.lengths, self.prefix_lengths, 0)
+        first = torch.where(self.segment_prefix_lengths >= self.lengths, self.segment_prefix_lengths, 0)
         counts = [
             (len(path) - start, len(path)) for path, start in zip(self.segment_paths, first.tolist(), strict=True)
         ]
@@ -289,7 +290,7 @@ class PackedRow:
         return calls, places.to(device)
 
     @cached_property
-    def document_batches(self) -> tuple[list[Tensor], Tensor]:
+    def document_batches_by_length(self) -> tuple[list[Tensor], Tensor]:
         """Batches of whole documents of nearly equal lengths, as tables [n, w] of row indices.
 
         Also returns the index [L] of each token in the concatenation of all tables. A token of several documents has
@@ -333,7 +334,7 @@ class PrefixTree:
         self.branches: list[tuple[int, int]] = []  # (document, shared tokens); (-1, 0): no shared tokens
         self._sorted: list[tuple[bytes, int]] = []
 
-    def add_and_count_shared(self, document: bytes, prompt_tokens: int) -> int:
+    def add_and_count_shared_tokens(self, document: bytes, prompt_tokens: int) -> int:
         """Add a document with a prompt of ``prompt_tokens`` tokens, and return the number of its shared tokens."""
         index = bisect_left(self._sorted, (document, 0))
         shared, owner = 0, -1
@@ -361,7 +362,7 @@ def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool
     order = sorted(range(len(documents)), key=limits.__getitem__)
     tree = PrefixTree()
     for number in order:
-        tree.add_and_count_shared(tokens[number].numpy().tobytes(), limits[number])
+        tree.add_and_count_shared_tokens(tokens[number].numpy().tobytes(), limits[number])
     pairs = zip(order, tree.branches, strict=True)
     branches = {number: (order[owner] if owner >= 0 else -1, shared) for number, (owner, shared) in pairs}
     children: dict[int, list[int]] = {}
@@ -476,7 +477,7 @@ def _compute_padded_states(row: PackedRow, transformer: nn.Module) -> Tensor:
     A causal model's states do not depend on later tokens, so the padding needs no mask. A shared prefix is computed
     with each document. One forward pass for each batch of documents of nearly equal lengths.
     """
-    tables, places = row.document_batches
+    tables, places = row.document_batches_by_length
     parts = [transformer(input_ids=row.input_ids[0][table], use_cache=False).last_hidden_state for table in tables]
     return torch.cat([states.flatten(0, 1) for states in parts]).index_select(0, places)
 

@@ -18,7 +18,7 @@ from agentrl.errors import SettingsError, is_out_of_memory
 from agentrl.models.attention import use_agentrl_attention
 from agentrl.models.loading import has_full_attention
 from agentrl.models.model_parts import split_model
-from agentrl.models.routes import install_routes
+from agentrl.models.routes import install_route_hooks
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Completion, EngineError, EngineSpecification, Sampling
 from agentrl.rollout.engines.batcher import Batcher, TurnInProgress
@@ -77,7 +77,7 @@ class TransformersEngine:
         use_agentrl_attention(model)
         if should_use_vllm(sum(item.numel() for item in model.parameters()), model.device.type):
             logger.warning(TOO_LARGE_MESSAGE)
-        install_routes(model)
+        install_route_hooks(model)
         self._model, self._parts = model, split_model(model)
         self._version = version
         self._deterministic = deterministic

@@ -152,7 +152,7 @@ class AgentEnvironment(Environment):
         roles = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
         messages = tuple(AgentMessage(role=role, content=content) for role, content in roles)
         layout = self._renderer.layout(messages, AgentRequest(messages=messages))
-        return MarkedText(*layout.interleave([message.content for message in messages]))
+        return MarkedText(*layout.interleave_contents([message.content for message in messages]))
 
     async def close(self) -> None:
         """Stop the program and the gateway. May be called more than once."""
@@ -346,7 +346,7 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     def _append_observation(self, observation: str) -> bool:
         codec = self._tokens.codec
         tokens = len(
-            codec.encode_parts(codec.without_sampled_turn_end(observation, self._context) if observation else ())
+            codec.encode_parts(codec.parts_without_sampled_turn_end(observation, self._context) if observation else ())
         )
         fits = self._response_token_count + tokens <= self.settings.max_response_tokens
         if tokens and fits:

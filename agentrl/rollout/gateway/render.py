@@ -48,7 +48,7 @@ class ChatRenderer:
         self.call_format = HERMES if self._chat.is_plain else self._find_call_format()
         self._cached_layout = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(self._render_layout)
         self._escaped_tools = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(
-            lambda text: json.dumps(self._chat.replace_special_tokens(json.loads(text)))
+            lambda text: json.dumps(self._chat.replace_special_tokens_in_json(json.loads(text)))
         )
 
     def layout(
@@ -139,7 +139,7 @@ class ChatRenderer:
         if sampled:
             return shape
         if message.reasoning is not None:
-            shape["reasoning_content"] = self._chat.replace_special_tokens(message.reasoning)
+            shape["reasoning_content"] = self._chat.replace_special_tokens_in_json(message.reasoning)
         if message.calls:
             shape["tool_calls"] = [self._template_call(call) for call in message.calls]
         return shape
@@ -147,8 +147,8 @@ class ChatRenderer:
     def _template_call(self, call: AgentCall) -> dict[str, object]:
         arguments = call.parsed_arguments
         function = {
-            "name": self._chat.replace_special_tokens(call.name),
-            "arguments": self._chat.replace_special_tokens(arguments),
+            "name": self._chat.replace_special_tokens_in_json(call.name),
+            "arguments": self._chat.replace_special_tokens_in_json(arguments),
         }
         return {"type": "function", "id": _CALL_ID, "function": function}
 

@@ -263,13 +263,13 @@ class AgentRollout:
 
     def _build_root_prompt(self, request: AgentRequest) -> Prompt:
         layout = self.renderer.layout(request.messages, request)
-        parts = layout.interleave([message.content for message in request.messages])
+        parts = layout.interleave_contents([message.content for message in request.messages])
         return Prompt(
             parent=None,
             messages=request.messages,
             token_ids=self.renderer.encode(parts),
             text=str(MarkedText(*parts)),
-            leading_texts=layout.plain_texts,
+            leading_texts=layout.text_strings,
         )
 
     def _append_to_parent(
@@ -292,15 +292,17 @@ class AgentRollout:
         if self.gateway.history == "template" and not self._renders_as_sampled(request, layout, messages, replies):
             return None
         behind = self.renderer.mark_leading_token_as_turn_end(
-            layout.interleave([one.content for one in messages], len(before))
+            layout.interleave_contents([one.content for one in messages], len(before))
         )
-        parts = self.renderer.codec.without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
+        parts = (
+            self.renderer.codec.parts_without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
+        )
         return Prompt(
             parent=parent,
             messages=new_messages,
             token_ids=self.renderer.codec.encode_parts(parts),
             text=str(MarkedText(*parts)),
-            leading_texts=layout.plain_texts,
+            leading_texts=layout.text_strings,
         )
 
     def _renders_as_sampled(

@@ -17,14 +17,14 @@ from agentrl.errors import SettingsError
 from agentrl.models.attention import (
     PADDED_ROWS_NOT_SHAREABLE,
     reason_attention_unavailable,
-    reason_rows_not_shareable,
+    reason_sequence_parallel_unsupported,
     reason_too_long_to_pack,
 )
 from agentrl.models.exactness import check_forward_matches_unpadded, packing_error, uses_padded_rows
-from agentrl.models.loading import load_config
+from agentrl.models.loading import require_model_config
 from agentrl.models.lora import check_peft_installed
 from agentrl.models.routes import reason_routes_not_replayable
-from agentrl.models.shape import read_shape, shape_from_config
+from agentrl.models.shape import read_model_shape, shape_from_config
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.planning.plan import dry_run_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
@@ -130,7 +130,7 @@ def _check_model(settings: Settings) -> None:
     for path in (settings.model.path, *sorted(others - {settings.model.path})):
         model = settings.model.model_copy(update={"path": path})
         try:
-            config = load_config(model)
+            config = require_model_config(model)
         except SettingsError:
             if path is not None and Path(path).exists():
                 raise
@@ -141,7 +141,7 @@ def _check_model(settings: Settings) -> None:
         check_forward_matches_unpadded(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
         for reason in (
             _reason_not_paddable(settings, config) if padded else None,
-            reason_rows_not_shareable(config, settings.training.sequence_parallel),
+            reason_sequence_parallel_unsupported(config, settings.training.sequence_parallel),
             reason_too_long_to_pack(config, longest),
             _reason_routes_not_replayable(settings, config, padded=padded) if path == settings.model.path else None,
         ):
@@ -213,11 +213,11 @@ def dry_run(settings: Settings) -> None:
     if has_many_nodes(settings.cluster.kind):
         print_resource_plan(settings, console)
     try:
-        load_config(settings.model)
+        require_model_config(settings.model)
     except SettingsError as error:
         console.note(f"memory: cannot be estimated: {error}")
         return
-    shape = read_shape(settings.model)  # raises SettingsError for errors in the user's settings
+    shape = read_model_shape(settings.model)  # raises SettingsError for errors in the user's settings
     device = "cuda" if torch.cuda.is_available() else "cpu"
     if engine_facts(settings.rollout).in_process and should_use_vllm(shape.parameters, device):
         console.warning(TOO_LARGE_MESSAGE)

@@ -82,7 +82,7 @@ class RowCosts:
         if not self.share_prefixes:
             return row.length
         tokens = flat_array([row.prompt_ids, *(segment.token_ids for segment in row.segments)], "i")
-        return len(tokens) - tree.add_and_count_shared(tokens.tobytes(), len(row.prompt_ids))
+        return len(tokens) - tree.add_and_count_shared_tokens(tokens.tobytes(), len(row.prompt_ids))
 
     def count_tokens(self, rows: Sequence[Trajectory]) -> int:
         """Return the number of tokens that one pass over these trajectories computes."""

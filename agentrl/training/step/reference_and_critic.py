@@ -16,7 +16,7 @@ from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.lora import disabled_adapters
 from agentrl.models.policy import FrozenHead, FrozenPoliciesByToken, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
-from agentrl.models.tokenizer import different_special_tokens, read_tokenizer
+from agentrl.models.tokenizer import read_tokenizer, special_token_differences
 from agentrl.training.engine.deepspeed_engine import (
     TrainingEngine,
     build_frozen_forward,
@@ -143,7 +143,7 @@ def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: 
         row_ids = batch.row.token_ids.cpu()
         for number, length in enumerate(batch.response_lengths.tolist()):
             if chosen is None or chosen[number]:
-                ids = row_ids[batch.row.document_positions(number, length)]
+                ids = row_ids[batch.row.document_token_indices(number, length)]
                 found = ids[torch.isin(ids, torch.tensor([*refused_ids]))].tolist()
                 if found:
                     raise SettingsError(refused_ids[found[0]])
@@ -188,7 +188,7 @@ def _open_teacher(
     tokenizer has different ids for ordinary tokens. A special token with a different id is refused when it occurs.
     """
     path = teacher.path or start
-    refused_ids = different_special_tokens(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
+    refused_ids = special_token_differences(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
     vocabulary = engine.module.head.out_features
     if teacher.url is not None:
         from agentrl.training.step.served_teacher import ServedTeacher

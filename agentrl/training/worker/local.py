@@ -18,9 +18,9 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.benchmarks import load_held_out_problems
 from agentrl.evaluation.during_training import EvaluationReport, evaluate_policy
 from agentrl.evaluation.settings import evaluation_rollout_settings, with_evaluation_turn_limit
-from agentrl.models.attention import break_even_length
+from agentrl.models.attention import document_length_where_attention_dominates
 from agentrl.models.exactness import uses_padded_rows
-from agentrl.models.loading import read_config, read_model
+from agentrl.models.loading import read_model, read_model_config_if_available
 from agentrl.models.lora import add_adapters
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.problems.sampler import ProblemSampler
@@ -186,8 +186,8 @@ class LocalRolloutService:
             self._run(check_episode_can_fork(environment, problem, settings.rollout))
         self._held_out = load_held_out_problems(settings)
         self._objective = ObjectiveSettings.from_settings(settings)
-        config = read_config(settings.model)
-        self._attention_length = math.inf if config is None else break_even_length(config)
+        config = read_model_config_if_available(settings.model)
+        self._attention_length = math.inf if config is None else document_length_where_attention_dominates(config)
         self._padded_rows = config is not None and uses_padded_rows(settings.model, config)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(

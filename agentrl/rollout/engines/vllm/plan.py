@@ -14,7 +14,7 @@ import torch
 
 from agentrl.cluster.processes import free_port, visible_gpus
 from agentrl.errors import SettingsError
-from agentrl.models.loading import read_config
+from agentrl.models.loading import read_model_config_if_available
 from agentrl.models.settings import ModelSettings
 from agentrl.rollout.engines.processes import ServerPlan
 from agentrl.rollout.settings import RolloutSettings
@@ -175,7 +175,7 @@ def plan_policy_servers(
         )
     available = visible_server_gpus() if gpus is None else gpus
     if not available:
-        check_cpu_attention(read_config(policy))
+        check_cpu_attention(read_model_config_if_available(policy))
         if vllm.quantization is not None:
             raise SettingsError(
                 f"rollout.vllm.quantization={vllm.quantization} needs a GPU, because vLLM quantizes arriving weights "
@@ -210,7 +210,7 @@ def _largest_parameter_bytes(policy: ModelSettings) -> int:
     """Return the bytes of the policy's largest parameter; 0 if unknown. Builds the model on the meta device."""
     from transformers import AutoModelForCausalLM
 
-    config = read_config(policy)
+    config = read_model_config_if_available(policy)
     if config is None:
         return 0
     with torch.device("meta"):
