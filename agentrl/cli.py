@@ -304,9 +304,9 @@ def study(
 def check_training_settings(configs: list[str], overrides: list[str], env: str) -> None:
     """Raise SettingsError if ``agentrl train`` would reject these settings before it starts."""
     from agentrl.config import load_settings
-    from agentrl.training.run.preflight import check_inputs
+    from agentrl.training.run.preflight import check_and_describe_inputs
 
-    check_inputs(load_settings(env, configs, overrides))
+    check_and_describe_inputs(load_settings(env, configs, overrides))
 
 
 @app.command(name="serve-policy")

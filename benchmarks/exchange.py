@@ -25,7 +25,7 @@ from torch import Tensor
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.training.engine import collectives
 from agentrl.training.engine.collectives import RowExchange
-from agentrl.training.step.batching import home_ranks
+from agentrl.training.step.batching import choose_home_ranks
 
 MICRO_BATCH = 8  # rows
 
@@ -63,11 +63,11 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
     counted = Counting(collectives.all_to_all, rank)
     collectives.all_to_all = counted  # type: ignore[assignment]
     start = resident()
-    homes = home_ranks({group: [options.size] * ranks for group in range(options.groups)})
+    homes = choose_home_ranks({group: [options.size] * ranks for group in range(options.groups)})
     places = torch.tensor([homes[group] for part in own for group in part.groups.tolist()])
     exchange = RowExchange([part.response_mask for part in own], places)
-    made = compute_advantages("tir_otb", exchange.send_records_home(own))
-    kept = exchange.send_results_back(made.advantages), exchange.send_results_back(made.returns)
+    made = compute_advantages("tir_otb", exchange.send_records_to_home_ranks(own))
+    kept = exchange.return_results_to_senders(made.advantages), exchange.return_results_to_senders(made.returns)
     peak = high_water() - start
     results[rank] = (sum(map(size_of, own)), counted.sent, peak, len(kept))
     torch.distributed.barrier()

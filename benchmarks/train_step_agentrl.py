@@ -186,7 +186,7 @@ def main() -> None:
         set_threads(settings, processes=world)
         session = TrainingSession(settings, run, WaitingConsole(settings, line, task, clocks), rank=rank, world=world)
         try:
-            session.start(resume=False)
+            session.print_setup_and_restore(resume=False)
             session.run_all_steps()
         finally:
             session.close()

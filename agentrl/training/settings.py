@@ -201,10 +201,10 @@ class TeacherSettings(_Settings):
     @property
     def active(self) -> bool:
         """True if there is a teacher."""
-        return bool(self.teachers)
+        return bool(self.settings_by_source)
 
     @property
-    def teachers(self) -> dict[str | None, TeacherSettings]:
+    def settings_by_source(self) -> dict[str | None, TeacherSettings]:
         """The settings of the teacher of each source, without ``by_source``. None: the teacher of all other sources."""
         teachers: dict[str | None, TeacherSettings] = {
             source: self.model_copy(update={"path": one.path, "url": one.url, "by_source": {}})
@@ -217,7 +217,7 @@ class TeacherSettings(_Settings):
     @property
     def local_paths(self) -> set[str | None]:
         """The models that are loaded on the training ranks. None: the initial policy."""
-        return {one.path for one in self.teachers.values() if one.url is None}
+        return {one.path for one in self.settings_by_source.values() if one.url is None}
 
     @property
     def needs_full_distribution(self) -> bool:

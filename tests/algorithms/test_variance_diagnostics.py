@@ -212,7 +212,7 @@ def test_a_tree_counts_as_one_rollout_with_the_weights_of_its_branches() -> None
         head=FusedHead.from_linear(linear), sequence=None, local_token_indices=lambda *_: None
     )
     monitor = HeadExactMonitor(policy, temperature=TEMPERATURE)
-    monitor.add(batch, hidden)
+    monitor.add_groups(batch, hidden)
     by_rollout = HeadVarianceAccumulator(linear.weight, temperature=TEMPERATURE)
     rollouts = torch.tensor([0, 0, 0, 1, 2])
     by_rollout.update(

@@ -49,8 +49,8 @@ def main() -> None:
     for name, home in (("groups", lambda group: group % ranks), ("one rank", lambda group: ranks - 1)):
         homes = torch.tensor([home(row // 3) for row in rows])
         exchange = RowExchange([part.mask for part in parts], homes)
-        held = exchange.send_records_home(parts)
-        back = exchange.send_results_back(2 * held.tokens)
+        held = exchange.send_records_to_home_ranks(parts)
+        back = exchange.return_results_to_senders(2 * held.tokens)
         result[name] = {
             "held": vars(held),
             "back": [part.nan_to_num(-1.0) for part in back],

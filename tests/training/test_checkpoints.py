@@ -168,7 +168,7 @@ def test_a_large_checkpoint_is_written_beside_training(root: Path, alone: Any, m
     writer, published = beside_training(root, asynchronous=None)
     writer.save({"engine": alone}, state(4))
     assert published == [4]
-    monkeypatch.setattr(checkpoint, "_LARGE", alone.copy_rank_state().size - 1)
+    monkeypatch.setattr(checkpoint, "_LARGE", alone.copy_rank_state().size_in_bytes - 1)
     writer.save({"engine": alone}, state(5))
     assert published == [4]
     writer.publish_pending()

@@ -20,7 +20,11 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn, format_program
 from agentrl.telemetry.console import Console
 from agentrl.training.coldstart import train
-from agentrl.training.coldstart.demonstrations import EncodedDemonstration, add_observations, check_template
+from agentrl.training.coldstart.demonstrations import (
+    EncodedDemonstration,
+    add_observations,
+    check_no_template_tool_calls,
+)
 from agentrl.training.coldstart.policy import StartingPolicyScore, prepare_starting_policy
 from agentrl.training.coldstart.train import (
     encode_demonstration,
@@ -128,9 +132,9 @@ def test_generated_demonstrations_do_not_show_the_tools_of_a_class(
     with pytest.raises(SettingsError, match=message):
         read_coldstart_demonstrations(settings)
     with pytest.raises(SettingsError, match=r"is plain text, but env=one_room:A uses the chat template"):
-        check_template(settings, "{{ messages }}")
-    check_template(settings, None)
-    check_template(load_settings(), "{{ messages }}")
+        check_no_template_tool_calls(settings, "{{ messages }}")
+    check_no_template_tool_calls(settings, None)
+    check_no_template_tool_calls(load_settings(), "{{ messages }}")
 
 
 def test_a_demonstration_calls_only_the_tools_of_its_class(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_the_tokens_of_the_message_are_those_that_the_plan_counts(attention: str
     group = [played(prompt_ids=(1, 2, 3, 4, 5, 6), segments=(turn,), sample=sample) for sample in range(2)]
     micro = MicroBatch.from_trajectories(group)
     for batch in (micro, Batch.from_micro_batch(micro)):
-        with pytest.raises(MicroBatchMemoryError) as error, trainer._memory_errors(batch):
+        with pytest.raises(MicroBatchMemoryError) as error, trainer._convert_memory_errors(batch):
             raise torch.OutOfMemoryError("CUDA out of memory")
         assert (error.value.tokens, error.value.trajectories) == (counted, 2)
 
@@ -171,7 +171,7 @@ def test_a_critic_makes_room_for_servers_too() -> None:
         def __init__(self, name: str) -> None:
             self._name = name
 
-        def offload(self) -> None:
+        def offload_to_cpu(self) -> None:
             calls.append(self._name)
 
     session = TrainingSession.__new__(TrainingSession)

@@ -16,14 +16,14 @@ def test_seconds_add_up_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([1.0, 3.0, 10.0, 10.5, 20.0, 24.0])
     monkeypatch.setattr(deepspeed_engine.time, "monotonic", lambda: next(times))
     watch = Stopwatch(torch.device("cpu"))
-    with watch.section("forward"):
+    with watch.time_section("forward"):
         pass
-    with pytest.raises(ValueError, match="lost"), watch.section("backward"):
+    with pytest.raises(ValueError, match="lost"), watch.time_section("backward"):
         raise ValueError("lost")
-    with watch.section("forward"):
+    with watch.time_section("forward"):
         pass
-    assert watch.take_seconds() == {"forward": 6.0, "backward": 0.5}
-    assert watch.take_seconds() == {}
+    assert watch.read_and_reset_seconds() == {"forward": 6.0, "backward": 0.5}
+    assert watch.read_and_reset_seconds() == {}
 
 
 def test_a_hidden_module_cannot_be_imported_until_the_block_ends(

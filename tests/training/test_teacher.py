@@ -196,7 +196,7 @@ def test_the_initial_policy_is_opened_once(monkeypatch: pytest.MonkeyPatch) -> N
     teacher = {"hint": "{answer}", "objective": "sampled", "by_source": {"a": {"path": "p"}, "b": {"path": "q"}}}
     settings = load_settings().model_copy(update={"teacher": TeacherSettings(**teacher)})
     monkeypatch.setattr(ServedTeacher, "needs_full_distribution", False, raising=False)
-    open_teachers(settings, cast(Any, None), start="p")
+    open_teachers(settings, cast(Any, None), initial="p")
     assert opened == ["p", "q"]
 
 

@@ -58,7 +58,7 @@ async def add_observations(demonstration: Demonstration, environment: Environmen
     return replace(demonstration, turns=(*played, last))
 
 
-def check_template(settings: Settings, template: object) -> None:
+def check_no_template_tool_calls(settings: Settings, template: object) -> None:
     """Raise SettingsError if tool calls use the model's chat template, because demonstrations are plain text."""
     if template and environment_tools(settings.env) is not None:
         raise SettingsError(

@@ -30,7 +30,7 @@ from agentrl.telemetry.files import os_errors_as_world_errors
 from agentrl.training.coldstart.demonstrations import (
     EncodedDemonstration,
     add_observations,
-    check_template,
+    check_no_template_tool_calls,
     convert_to_protocol_format,
     environment_cache_key,
     warn_of_exceeded_token_limits,
@@ -235,7 +235,7 @@ async def _encode_demonstrations(
         )
     else:
         tokenizer = read_tokenizer(settings.model.path)
-        check_template(settings, tokenizer.chat_template)
+        check_no_template_tool_calls(settings, tokenizer.chat_template)
     codec = TextCodec(tokenizer)
     rows = [await encode_demonstration(item, environment=environment, codec=codec) for item in demonstrations]
     warn_of_exceeded_token_limits(

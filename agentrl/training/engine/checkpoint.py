@@ -104,7 +104,7 @@ class CheckpointWriter:
         self._pending = _PendingCheckpoint(state=state, folder=folder, files=files)
         asynchronous = self._settings.asynchronous
         if asynchronous is None:
-            asynchronous = sum(gather_from_ranks(sum(part.size for part in parts.values()))) > _LARGE
+            asynchronous = sum(gather_from_ranks(sum(part.size_in_bytes for part in parts.values()))) > _LARGE
         if not asynchronous:
             self.publish_pending()
 

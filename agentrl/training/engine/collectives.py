@@ -57,21 +57,21 @@ class RowExchange:
         self._rows_in, self._tokens_in = received.t().tolist()
         self._home_lengths = self._exchange(self._row_lengths, self._rows_out, self._rows_in)
 
-    def send_records_home(self, parts: Sequence[_Record]) -> _Record:
-        """Apply :meth:`send_rows_home` to each tensor of a dataclass. A field must be None on all ranks or on none."""
+    def send_records_to_home_ranks(self, parts: Sequence[_Record]) -> _Record:
+        """Apply :meth:`send_rows_to_home_ranks` to each tensor. A field must be None on all ranks or on none."""
         names = [item.name for item in fields(parts[0]) if getattr(parts[0], item.name) is not None]
         return replace(
-            parts[0], **{name: self.send_rows_home([getattr(part, name) for part in parts]) for name in names}
+            parts[0], **{name: self.send_rows_to_home_ranks([getattr(part, name) for part in parts]) for name in names}
         )
 
-    def send_rows_home(self, parts: Sequence[Tensor]) -> Tensor:
+    def send_rows_to_home_ranks(self, parts: Sequence[Tensor]) -> Tensor:
         """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
         if parts[0].dim() == 1:
             return self._exchange(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
         flat = _flatten_rows(_concatenate_rows(parts)[self._order], self._row_lengths)
         return _pad_rows(self._exchange(flat, self._tokens_out, self._tokens_in), self._home_lengths)
 
-    def send_results_back(self, values: Tensor) -> list[Tensor]:
+    def return_results_to_senders(self, values: Tensor) -> list[Tensor]:
         """Return results for home rows [R, longest] to their senders. Returns one tensor [b, T] per micro-batch."""
         flat = self._exchange(_flatten_rows(values, self._home_lengths), self._tokens_in, self._tokens_out)
         sorted_by_home = _pad_rows(flat, self._row_lengths)

@@ -40,9 +40,9 @@ class Stopwatch:
     """Adds up the seconds of named sections on one device.
 
     >>> watch = Stopwatch(torch.device("cpu"))
-    >>> with watch.section("forward"):
+    >>> with watch.time_section("forward"):
     ...     pass
-    >>> list(watch.take_seconds()), watch.take_seconds()
+    >>> list(watch.read_and_reset_seconds()), watch.read_and_reset_seconds()
     (['forward'], {})
     """
 
@@ -51,7 +51,7 @@ class Stopwatch:
         self._measured: list[tuple[str, Callable[[], float]]] = []
 
     @contextmanager
-    def section(self, name: str) -> Iterator[None]:
+    def time_section(self, name: str) -> Iterator[None]:
         """Add the duration of the block to ``name``, even if the block raises."""
         seconds = (_start_stream_timer if self._device.type == "cuda" else _start_clock)()
         try:
@@ -59,7 +59,7 @@ class Stopwatch:
         finally:
             self._measured.append((name, seconds()))
 
-    def take_seconds(self) -> dict[str, float]:
+    def read_and_reset_seconds(self) -> dict[str, float]:
         """Return the seconds spent in each section since the last call. Waits for the GPU."""
         if self._device.type == "cuda" and self._measured:
             torch.cuda.synchronize(self._device)
@@ -342,17 +342,17 @@ class TrainingEngine(Generic[_Module_co]):
         self._schedule: torch.optim.lr_scheduler.LambdaLR = self._engine.lr_scheduler
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        with self.stopwatch.section("time/forward_s"):
+        with self.stopwatch.time_section("time/forward_s"):
             return self._engine(*args, **kwargs)
 
     def backward(self, loss: Tensor) -> None:
         """Add the gradients of ``loss`` to the accumulated gradients."""
-        with self.stopwatch.section("time/backward_s"):
+        with self.stopwatch.time_section("time/backward_s"):
             self._engine.backward(loss, scale_wrt_gas=False)
 
     def step(self) -> float:
         """Clip, apply and clear the gradients, and advance the schedule. Returns the gradient norm before clipping."""
-        with self.stopwatch.section("time/update_s"):
+        with self.stopwatch.time_section("time/update_s"):
             self._engine.step()
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
@@ -393,15 +393,15 @@ class TrainingEngine(Generic[_Module_co]):
             torch.distributed.all_reduce(values, op=torch.distributed.ReduceOp.MAX, group=self.groups.peers)
         return values
 
-    def offload(self) -> None:
+    def offload_to_cpu(self) -> None:
         """Move optimizer state and gradients to the CPU. Parameters remain for the transfer to an engine."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
         moved = [State.optim_states, State.hp_params, State.lp_grads, State.contiguous_grad_buffer]
         self._engine.offload_states(include=moved)
 
-    def reload(self) -> None:
-        """Move the state that :meth:`offload` moved back to the GPU."""
+    def reload_to_gpu(self) -> None:
+        """Move the state that :meth:`offload_to_cpu` moved back to the GPU."""
         self._engine.reload_states()
 
     def copy_rank_state(self) -> RankState:

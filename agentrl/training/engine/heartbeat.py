@@ -55,12 +55,12 @@ class Heartbeat:
     >>> now = 0.0
     >>> heartbeat = Heartbeat(deadline=60.0, slow=1800.0, clock=lambda: now)
     >>> for now, step in ((0.0, 1), (100.0, 2)):
-    ...     heartbeat.start_step(step)
-    ...     heartbeat.start_pass()
+    ...     heartbeat.mark_step_start(step)
+    ...     heartbeat.mark_pass_start()
     >>> heartbeat.beat.allowed_seconds
     1800.0
     >>> now = 107.0  # a pass of the second step took 7 s
-    >>> heartbeat.start_pass()
+    >>> heartbeat.mark_pass_start()
     >>> heartbeat.beat.activity, heartbeat.beat.allowed_seconds
     ('the training of step 2', 70.0)
     """
@@ -80,28 +80,28 @@ class Heartbeat:
         )
         self.shortened: Callable[[], None] = lambda: None
 
-    def start_waiting(self, waiting_for: str) -> None:
-        """Mark the start of a wait for the worker. Call :meth:`refresh` while waiting."""
+    def mark_wait_start(self, waiting_for: str) -> None:
+        """Mark the start of a wait for the worker. Call :meth:`repeat_mark` while waiting."""
         self._end_pass()
         calls = self.beat.position[0] + 1
         self._mark((calls, 0), f"waiting for {waiting_for}", self._deadline, waits=True)
 
-    def refresh(self) -> None:
+    def repeat_mark(self) -> None:
         """Repeat the last mark."""
         self.beat = replace(self.beat, progress_count=self.beat.progress_count + 1)
 
-    def start_work(self, activity: str) -> None:
+    def mark_work_start(self, activity: str) -> None:
         """Mark the start of work that may take long."""
         self._end_pass()
         self._mark(self._next_position(), activity, self._slow)
 
-    def start_step(self, step: int) -> None:
+    def mark_step_start(self, step: int) -> None:
         """Mark the start of a step's training."""
         self._kernels_loaded = self._had_pass
         self._step = f"the training of step {step}"
-        self.start_work(self._step)
+        self.mark_work_start(self._step)
 
-    def start_pass(self) -> None:
+    def mark_pass_start(self) -> None:
         """Mark the start of a forward or backward pass over a micro-batch."""
         self._end_pass()
         allowed = max(self._deadline, _TOLERANCE * self._longest_pass) if self._longest_pass else self._slow
@@ -109,7 +109,7 @@ class Heartbeat:
         self._pass_began = self._clock() if self._kernels_loaded else None
         self._had_pass = True
 
-    def allow_compilation(self, *_: object) -> None:
+    def allow_compilation_time(self, *_: object) -> None:
         """Allow the current work more time and do not measure it. Torch calls this when a compilation starts."""
         self._pass_began = None
         self.beat = replace(
@@ -118,9 +118,9 @@ class Heartbeat:
             progress_count=self.beat.progress_count + 1,
         )
 
-    def finish_passes(self) -> None:
+    def mark_passes_end(self) -> None:
         """Mark the start of the wait for other ranks' micro-batches and of the update."""
-        self.start_work(f"{self._step}, after its micro-batches")
+        self.mark_work_start(f"{self._step}, after its micro-batches")
 
     def _end_pass(self) -> None:
         if self._pass_began is not None:
@@ -164,7 +164,7 @@ class HeartbeatMonitor:
         self._states: dict[int, _RankHeartbeat] = {}
         self._checked: float | None = None
 
-    def record(self, rank: int, beat: HeartbeatState, now: float) -> None:
+    def record_heartbeat(self, rank: int, beat: HeartbeatState, now: float) -> None:
         """Record a heartbeat of a rank. The time in which its process was suspended does not count."""
         known = self._states.get(rank)
         since = now
@@ -196,7 +196,7 @@ class HeartbeatMonitor:
             return []
         return not_responding or list(found)
 
-    def describe_rank(self, rank: int, now: float) -> str:
+    def describe_stuck_rank(self, rank: int, now: float) -> str:
         """Return a message about a stuck rank."""
         one = self._states[rank]
         text = f"training rank {rank} on {one.beat.node} is stuck: no progress for {now - one.since:.0f} s in "

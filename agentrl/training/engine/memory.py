@@ -95,15 +95,15 @@ class MicroBatchBudget:
         try:
             yield
         except MicroBatchMemoryError as error:
-            raise self._reduce_and_build_error(
+            raise self._reduce_budget_and_build_error(
                 step, error.__cause__, error.tokens, error.trajectories
             ) from error.__cause__
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-            raise self._reduce_and_build_error(step, error, 0, 0) from error
+            raise self._reduce_budget_and_build_error(step, error, 0, 0) from error
 
-    def _reduce_and_build_error(
+    def _reduce_budget_and_build_error(
         self, step: int, cause: BaseException | None, tokens: int, trajectories: int
     ) -> AgentRLError:
         """Record a smaller size if it may help, and return the error to raise.

@@ -52,7 +52,7 @@ class RankState:
     tensors: dict[str, Tensor]
 
     @property
-    def size(self) -> int:
+    def size_in_bytes(self) -> int:
         """Size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self.tensors.values())
 

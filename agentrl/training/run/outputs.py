@@ -62,7 +62,7 @@ class BestPolicyExport:
         self._checkpoints = run / "checkpoints"
         self.path = self._checkpoints / "best"
 
-    def write(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
+    def write_pending_export(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
         """Export the policy of ``evaluation``. :meth:`keep_only` renames the export. Raises WorldError."""
         pending = self._pending(evaluation["step"])
         partial = self._checkpoints / f"{pending.name}.partial"
@@ -97,7 +97,7 @@ class BestPolicyExport:
             return None
         return {**best, "policy": self.path.relative_to(self._run).as_posix() if self.contains(best) else None}
 
-    def describe(self, record: BestRecord) -> str:
+    def describe_best_record(self, record: BestRecord) -> str:
         """Format a result of :meth:`best_record` as a line for the console."""
         score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
         if record["policy"] is None:
@@ -228,7 +228,7 @@ def write_final_outputs(
         )
     reprint_alerts(run, console)
     if chosen is not None:
-        console.note(best.describe(chosen))
+        console.note(best.describe_best_record(chosen))
     plots = "plots/overview.png, " if settings.telemetry.plots else ""
     console.note(
         f"output is in {run.path}: policy/ (transformers format), {plots}metrics.jsonl, trajectories/, tokens/, "
@@ -290,7 +290,7 @@ class TokenStatisticsWriter:
             facts = token_file_metadata(self._objective, plan, self._groups)
             self._writer.submit(partial(self._write, facts, recorder.rows))
 
-    def wait(self) -> None:
+    def wait_until_written(self) -> None:
         """Wait until every file is written."""
         self._writer.wait()
 

@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-def check_inputs(settings: Settings) -> list[str]:
+def check_and_describe_inputs(settings: Settings) -> list[str]:
     """Check the user's input, and return one line for each problem file read.
 
     Raises SettingsError, ProblemLoadError or PluginError for invalid input, and EnvironmentContractError for missing
@@ -67,11 +67,11 @@ def check_inputs(settings: Settings) -> list[str]:
     check_environment(settings)  # first, because its module may register an estimator or a loss
     build_rewards(settings)
     check_trackers(settings.telemetry.trackers)
-    _check_template(settings)
+    _check_required_chat_template(settings)
     objective = ObjectiveSettings.from_settings(settings)
     loss_options(objective)  # first, because an estimator may depend on how the loss weights tokens
     estimator_requirements(objective)
-    _check_model(settings)
+    _check_models_support_settings(settings)
     first: list[Problem] = []
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         first += [item.problem for item in read_coldstart_demonstrations(settings).demonstrations[:1]]
@@ -90,7 +90,7 @@ def check_inputs(settings: Settings) -> list[str]:
 
 def check_teachers(settings: Settings) -> None:
     """Raise SettingsError if a source has no teacher although others have one, or if a teacher has no source."""
-    teachers = settings.teacher.teachers
+    teachers = settings.teacher.settings_by_source
     sources = {source_name(entry) for entry in settings.data.train}
     unknown, without = settings.teacher.by_source.keys() - sources, sources - teachers.keys()
     if unknown or (without and teachers and None not in teachers):
@@ -116,7 +116,7 @@ def unmet_machine_requirements(settings: Settings) -> list[str]:
     return [problem for problem in problems if problem is not None]
 
 
-def _check_model(settings: Settings) -> None:
+def _check_models_support_settings(settings: Settings) -> None:
     """Raise SettingsError if a model does not support the settings for LoRA, lengths or sequence parallelism.
 
     Also raises SettingsError if the packed forward pass of a model (policy, reference, teacher or critic) differs from
@@ -177,7 +177,7 @@ def _reason_not_paddable(settings: Settings, config: PreTrainedConfig) -> str | 
     return None
 
 
-def _check_template(settings: Settings) -> None:
+def _check_required_chat_template(settings: Settings) -> None:
     """Raise SettingsError if the protocol needs a chat template and the model has no usable one."""
     path = settings.model.path
     if path is None or not uses_chat_template(settings):
@@ -191,7 +191,7 @@ def _check_template(settings: Settings) -> None:
 
 def dry_run(settings: Settings) -> None:
     """Print what ``agentrl train`` would run with these settings."""
-    problems = check_inputs(settings)
+    problems = check_and_describe_inputs(settings)
     shown = settings.coldstart.demonstrations
     if shown is not None and not shown.startswith((BUILTIN, FORMULA)) and not is_agent_program(settings.env):
         asyncio.run(check_token_limits(settings, problems_for_length_check(settings)))

@@ -149,7 +149,7 @@ class TrainingSession:
         check_packed_forward(path, self._policy)
         self._adapter = adapter_record(settings.model.lora, base=path)
         has_critic = "values" in estimator_requirements(objective).inputs
-        self._critic = open_critic(settings, start=path, updates=updates) if has_critic else None
+        self._critic = open_critic(settings, initial=path, updates=updates) if has_critic else None
         self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._checkpoints.parent, rank=self.rank)
         self._reference_path = reference_path(settings.kl, path)
         self._trainer = self._open_trainer(objective)
@@ -172,9 +172,9 @@ class TrainingSession:
     def _open_trainer(self, objective: ObjectiveSettings) -> Trainer:
         settings, reference, teacher = self._settings, None, None
         if self._reference_path is not None:
-            reference = open_reference(self._reference_path, settings, self._engine, start=self._start)
+            reference = open_reference(self._reference_path, settings, self._engine, initial=self._start)
         if settings.teacher.active:
-            teacher = open_teachers(settings, self._engine, start=self._start)
+            teacher = open_teachers(settings, self._engine, initial=self._start)
         return Trainer(
             self._engine,
             objective,
@@ -212,13 +212,13 @@ class TrainingSession:
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
-    def start(self, *, resume: bool) -> None:
+    def print_setup_and_restore(self, *, resume: bool) -> None:
         """Report the environment, engine and problems; restore the newest checkpoint of a resumed run."""
-        for line in self._service.describe():
+        for line in self._service.describe_setup():
             self._console.note(line)
         self._console.note(f"training: {_describe_attention(self._policy)}")
         # Before a checkpoint is loaded, trainer and engine both have the initial policy.
-        noise = self._sender.verify_initial_policy()
+        noise = self._sender.verify_initial_policy_and_measure_noise()
         configured = self._settings.algorithm.fidelity_bound
         bound = self._trainer.fidelity_bound = configured or fidelity_bound(self._settings.model.dtype, noise)
         reason = "algorithm.fidelity_bound" if configured else f"from {noise:.2g} measured at the start"
@@ -233,7 +233,7 @@ class TrainingSession:
                 "model, check the server's quantization, cache dtype and rope settings, or set algorithm.fidelity_bound"
             )
         if resume:
-            self._restore()
+            self._load_newest_checkpoint()
         self._budget.warn_if_reduced(self._console.warning)
         self._warn_of_damaged_trajectories()
         settings = self._settings
@@ -263,7 +263,7 @@ class TrainingSession:
     def _offload_state(self) -> None:
         """Offload the optimizer states of policy and critic from GPUs that are shared with servers."""
         for engine in self._engines.values() if self._moves_state else ():
-            engine.offload()
+            engine.offload_to_cpu()
 
     def request_stop(self) -> None:
         """Stop the run before the next step, and cancel rollouts that a rank waits for. Callable from any thread."""
@@ -295,11 +295,11 @@ class TrainingSession:
         with span("wait for rollouts"):
             plan = self._service.roll_out_and_plan_rank(step, self._budget.tokens)
         planned = time.monotonic()
-        self._heartbeat.start_step(step)
+        self._heartbeat.mark_step_start(step)
         recorder = self._tokens.create_recorder(step)
         with self._budget.shrink_on_out_of_memory(step), span("train"):
             for engine in self._engines.values() if self._moves_state else ():
-                engine.reload()  # the servers sleep
+                engine.reload_to_gpu()  # the servers sleep
             metrics = self._trainer.train(plan, recorder=recorder)
         updates = self._progress.updates + int(metrics["policy/updates"])
         self._offload_state()
@@ -313,7 +313,7 @@ class TrainingSession:
             "time/step_s": ended - began,
             "time/train_idle_s": planned - began,
             "time/train_s": trained - planned,
-            **self._trainer.take_seconds(),
+            **self._trainer.read_and_reset_seconds(),
             "time/transfer_s": ended - trained,
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }
@@ -330,7 +330,7 @@ class TrainingSession:
 
         If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
         """
-        self._service.finish_step(step)
+        self._service.accept_step(step)
         self._progress.step, self._progress.updates = step, updates
         if self._run is not None:
             self._run.append_metrics(metrics)
@@ -416,15 +416,17 @@ class TrainingSession:
         if best is not None and best["step"] == self._progress.step:
             export = self._gather_export()
             if self.rank == 0:
-                self._best.write(best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}."))
-            self._service.barrier(f"the export of the best policy at step {self._progress.step}")
+                self._best.write_pending_export(
+                    best, lambda folder: export.write(folder, f"Best of its run at step {best['step']}.")
+                )
+            self._service.wait_for_all_ranks(f"the export of the best policy at step {self._progress.step}")
 
     # -- checkpoints ----------------------------------------------------------------------------------------------
 
     def _save_checkpoint(self) -> None:
-        self._tokens.wait()
+        self._tokens.wait_until_written()
         worker = self._service.state_dict()
-        self._heartbeat.start_work(f"the checkpoint of step {self._progress.step}")
+        self._heartbeat.mark_work_start(f"the checkpoint of step {self._progress.step}")
         state = RunState(
             step=self._progress.step,
             updates=self._progress.updates,
@@ -450,7 +452,7 @@ class TrainingSession:
             self._best.keep_only(best_evaluation(self._progress.evaluations))
         self._on_change()
 
-    def _restore(self) -> None:
+    def _load_newest_checkpoint(self) -> None:
         """Load the newest checkpoint if one exists."""
         keep, rows, change = self._settings.checkpoint.keep, 0, ""
         newest = open_newest_checkpoint(self._checkpoints, keep=keep, warn=self._console.warning)
@@ -493,7 +495,7 @@ class TrainingSession:
         self._console.note(
             f"stopped after step {self._progress.step}; checkpoint saved. To continue: {resume_command(self._settings)}"
         )
-        self._service.barrier("the end of the run")
+        self._service.wait_for_all_ranks("the end of the run")
         return EXIT_INTERRUPTED
 
     # -- end ------------------------------------------------------------------------------------------------------
@@ -513,7 +515,7 @@ class TrainingSession:
                 best=self._best,
             )
         self._trackers.log_plots()
-        self._service.barrier("the end of the run")
+        self._service.wait_for_all_ranks("the end of the run")
 
     def _gather_export(self) -> PolicyExport:
         """Gather the current policy on rank 0 and return it for export. Collective."""

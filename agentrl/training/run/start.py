@@ -39,7 +39,7 @@ from agentrl.training.engine.determinism import (
 from agentrl.training.run.callbacks import Callbacks, RunFollower
 from agentrl.training.run.launch import launch_ranks, runs_in_separate_processes
 from agentrl.training.run.outputs import describe_progress
-from agentrl.training.run.preflight import check_inputs, check_teachers, unmet_machine_requirements
+from agentrl.training.run.preflight import check_and_describe_inputs, check_teachers, unmet_machine_requirements
 from agentrl.training.run.session import TrainingSession
 from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals, sigterm_as_ctrl_c
 
@@ -109,7 +109,7 @@ def restored_process_state() -> Iterator[None]:
 
 def _train(settings: Settings, resume: bool, callbacks: Callbacks | None, *, embedded: bool) -> int:
     console = Console(settings.telemetry)
-    check_inputs(settings)
+    check_and_describe_inputs(settings)
     here = not has_many_nodes(settings.cluster.kind)
     if here and (problems := unmet_machine_requirements(settings)):
         raise SettingsError("\n".join(problems))
@@ -171,19 +171,19 @@ def run_rank(
             os._exit(EXIT_INTERRUPTED)
 
         output = None if rank == 0 else opened.enter_context(open(os.devnull, "w"))
-        console = Console(settings.telemetry, output, opened.enter_context(_open_log(settings, rank)))
+        console = Console(settings.telemetry, output, opened.enter_context(_log_to_file_under_launcher(settings, rank)))
         follower = RunFollower(run.path, callbacks) if run is not None and callbacks is not None else None
         changed = follower.poll if follower is not None else lambda: None
         session = TrainingSession(settings, run, console, rank=rank, world=world, on_change=changed)
         with handle_stop_signals(session.request_stop, None if embedded else end_at_once, announce=reports):
             try:
-                session.start(resume=resume)
+                session.print_setup_and_restore(resume=resume)
                 return session.run_all_steps()
             finally:
                 session.close()
 
 
-def _open_log(settings: Settings, rank: int) -> contextlib.AbstractContextManager[TextIO | None]:
+def _log_to_file_under_launcher(settings: Settings, rank: int) -> contextlib.AbstractContextManager[TextIO | None]:
     """Log the output of a rank that an external launcher started. Ranks started by agentrl already have a log.
 
     Returns the log if rank 0 writes to a terminal, because its output to the terminal is not logged.

@@ -220,7 +220,7 @@ def plan_step(
         if split and not reasons:
             shares = balance_over_ranks([*split, *pack(whole)], ranks=ranks, costs=costs)
             scored = 0 if advantages_known_before_forward(settings) else 1
-            if _one_forward_is_slower(shares, scored, costs):
+            if _statistics_pass_is_faster(shares, scored, costs):
                 reasons = (_LARGE_GROUP_REASON.format(tokens=largest, budget=budget),)
         if reasons and not head_exact:
             parts = [piece for rows in every for piece in split_group(rows, budget // 4, costs=costs)]
@@ -229,7 +229,7 @@ def plan_step(
         masked = {(group.index, sample, branch) for group in part for sample, branch in group.masked}
         trained += [row for row in rows if (row.group, row.sample, row.branch) not in masked]
         model_tokens.append(sum(row.model_tokens for row in rows))
-        homes = home_ranks(shares)
+        homes = choose_home_ranks(shares)
         packed = partial(
             MicroBatch.from_trajectories,
             no_loss=masked,
@@ -271,7 +271,7 @@ def plan_step(
     ]
 
 
-def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, costs: RowCosts) -> bool:
+def _statistics_pass_is_faster(shares: Sequence[Sequence[Unit]], scored: int, costs: RowCosts) -> bool:
     """Return True if keeping each group on one rank makes other ranks wait longer than a statistics pass takes.
 
     A backward pass costs as much as two forwards. A statistics pass lets the trajectories of a group train on any rank.
@@ -284,7 +284,7 @@ def _one_forward_is_slower(shares: Sequence[Sequence[Unit]], scored: int, costs:
     return once > 4 * sum(cost(unit) for share in shares for unit in share) / len(shares)
 
 
-def home_ranks(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
+def choose_home_ranks(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
     """Return the rank that receives all trajectories of each group, from the units of every rank.
 
     This is the rank with most of the group's tokens, or in a tie, the rank that receives the fewest tokens so far.

@@ -126,7 +126,7 @@ class HeadExactMonitor:
                 weight, bias=bias, temperature=logit_map.head_temperature(temperature), cap=logit_map.output_cap
             )
 
-    def add(self, batch: Batch, hidden: Tensor) -> None:
+    def add_groups(self, batch: Batch, hidden: Tensor) -> None:
         """Add whole groups. ``hidden`` [N, D] holds the hidden states of the model tokens in row-major order.
 
         Under sequence parallelism, ``hidden`` holds only the states of this rank's tokens.
@@ -192,7 +192,7 @@ class TokenStatisticsRecorder:
         self._hidden_norms = hidden_norms
         self.rows: list[TrajectoryTokens] = []
 
-    def add(self, batch: Batch, *, factors: Tensor, update: int, update_log_probs: Tensor | None) -> None:
+    def add_micro_batch(self, batch: Batch, *, factors: Tensor, update: int, update_log_probs: Tensor | None) -> None:
         """Copy the statistics of a micro-batch's model tokens to the CPU.
 
         ``factors`` [B] weight the tokens in the loss. ``update_log_probs`` [B, T] are from the forward of the backward

@@ -126,7 +126,7 @@ class BatchCompleter:
         If the estimator needs the whole step (:attr:`step_wide`), ``batches`` are all batches of this rank, and the
         call is collective.
         """
-        inputs = [self._reward_inputs(batch, meter) for batch in batches]
+        inputs = [self._inputs_known_before_forward(batch, meter) for batch in batches]
         if self.step_wide:
             return _add_advantages(batches, inputs, self._advantages_over_ranks(batches, inputs, engine))
         return _add_advantages(batches, inputs, self._advantages_on_this_rank(inputs))
@@ -203,9 +203,9 @@ class BatchCompleter:
             ranks = torch.zeros_like(ranks)
         exchange = RowExchange([item.response_mask for item in inputs], ranks, group=engine.groups.peers)
         made = compute_advantages(
-            self._estimator, exchange.send_records_home(inputs), communicator=engine, **self._estimator_options
+            self._estimator, exchange.send_records_to_home_ranks(inputs), communicator=engine, **self._estimator_options
         )
-        parts = zip(*(exchange.send_results_back(values) for values in vars(made).values()), strict=True)
+        parts = zip(*(exchange.return_results_to_senders(values) for values in vars(made).values()), strict=True)
         return [
             Advantages(
                 **dict(zip(vars(made), part if batch.counted else [torch.zeros_like(batch.rewards)] * 3, strict=True))
@@ -228,7 +228,7 @@ class BatchCompleter:
 
     def _advantage_inputs(self, batch: Batch, *, beta: float, meter: MetricAccumulator) -> AdvantageInputs:
         statistics, final_values, correction = batch.computed_statistics, batch.final_values, batch.correction
-        known = self._reward_inputs(batch, meter)
+        known = self._inputs_known_before_forward(batch, meter)
         self._record_divergences(batch, meter)
         return replace(
             known,
@@ -244,7 +244,7 @@ class BatchCompleter:
             bootstrap_values=None if final_values is None else torch.where(batch.truncated, final_values, 0.0),
         )
 
-    def _reward_inputs(self, batch: Batch, meter: MetricAccumulator) -> AdvantageInputs:
+    def _inputs_known_before_forward(self, batch: Batch, meter: MetricAccumulator) -> AdvantageInputs:
         """Return the inputs that are known before the forward pass."""
         return AdvantageInputs(
             rewards=self._rewards_with_length_penalty(batch, meter),

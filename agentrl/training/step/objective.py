@@ -110,7 +110,7 @@ class PolicyObjective:
                 value = value + coefficient * self._aggregate(penalty, batch, normalizer)
         return value, metrics
 
-    def token_factors(self, batch: Batch, normalizer: float | None) -> Tensor:
+    def trajectory_loss_factors(self, batch: Batch, normalizer: float | None) -> Tensor:
         """Return the factor [B] of each trajectory's tokens in the policy loss, before the correction's weights."""
         return token_factors(
             batch.trained_mask,
@@ -139,15 +139,15 @@ class PolicyObjective:
         exchange = RowExchange(masks, homes, group=engine.groups.peers)
         chosen = step_selection(
             self._algorithm.loss,
-            log_probs=exchange.send_rows_home(counted(log_probs)),
-            old_log_probs=exchange.send_rows_home(counted(part.log_probs for part in batches)),
-            advantages=exchange.send_rows_home(counted(part.advantages for part in batches)),
-            loss_mask=exchange.send_rows_home(masks),
-            trajectory_ids=exchange.send_rows_home(counted(part.trajectory_ids for part in batches)),
+            log_probs=exchange.send_rows_to_home_ranks(counted(log_probs)),
+            old_log_probs=exchange.send_rows_to_home_ranks(counted(part.log_probs for part in batches)),
+            advantages=exchange.send_rows_to_home_ranks(counted(part.advantages for part in batches)),
+            loss_mask=exchange.send_rows_to_home_ranks(masks),
+            trajectory_ids=exchange.send_rows_to_home_ranks(counted(part.trajectory_ids for part in batches)),
             seed=(self._seed << 32) + step,  # the run's seed is below 2^31
             **self._options,
         )
-        parts = zip(exchange.send_results_back(chosen), batches, strict=True)
+        parts = zip(exchange.return_results_to_senders(chosen), batches, strict=True)
         return [mask if len(mask) else torch.zeros_like(part.loss_mask) for mask, part in parts]
 
     def _aggregate(self, per_token: Tensor, batch: Batch, normalizer: float | None) -> Tensor:

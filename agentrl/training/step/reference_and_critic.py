@@ -149,14 +149,14 @@ def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: 
                     raise SettingsError(refused_ids[found[0]])
 
 
-def reference_path(settings: KLSettings, start: str) -> str | None:
-    """Return the path of the reference policy, by default the initial policy ``start``; None without a penalty."""
-    return None if settings.coefficient == 0.0 else settings.reference or start
+def reference_path(settings: KLSettings, initial: str) -> str | None:
+    """Return the path of the reference policy, by default the policy ``initial``; None without a penalty."""
+    return None if settings.coefficient == 0.0 else settings.reference or initial
 
 
-def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str) -> FrozenPolicy:
+def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str) -> FrozenPolicy:
     """Open the reference policy on this rank. Raises SettingsError if the model cannot be read."""
-    policy, forward = _frozen_policy(path, settings, engine, start=start)
+    policy, forward = _frozen_policy(path, settings, engine, initial=initial)
     return FrozenPolicy(
         policy,
         forward,
@@ -166,35 +166,35 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
 
 
 def open_teachers(
-    settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
+    settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
 ) -> FrozenPolicy | ServedTeacher | TeachersBySource:
     """Open the teacher of every problem source on this rank, each model once. Raises SettingsError."""
     opened: dict[tuple[str, str | None], FrozenPolicy | ServedTeacher] = {}
-    by_source = settings.teacher.teachers
+    by_source = settings.teacher.settings_by_source
     for one in by_source.values():
-        if (one.path or start, one.url) not in opened:
-            opened[one.path or start, one.url] = _open_teacher(one, settings, engine, start=start)
+        if (one.path or initial, one.url) not in opened:
+            opened[one.path or initial, one.url] = _open_teacher(one, settings, engine, initial=initial)
     if by_source.keys() == {None}:
         return next(iter(opened.values()))
-    return TeachersBySource({source: opened[one.path or start, one.url] for source, one in by_source.items()})
+    return TeachersBySource({source: opened[one.path or initial, one.url] for source, one in by_source.items()})
 
 
 def _open_teacher(
-    teacher: TeacherSettings, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
+    teacher: TeacherSettings, settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
 ) -> FrozenPolicy | ServedTeacher:
-    """Open one teacher: ``teacher.path``, by default the initial policy ``start``, or a server.
+    """Open one teacher: ``teacher.path``, by default the policy ``initial``, or a server.
 
     Raises SettingsError if the model cannot be read, if its vocabulary is smaller than the policy's, or if its
     tokenizer has different ids for ordinary tokens. A special token with a different id is refused when it occurs.
     """
-    path = teacher.path or start
-    refused_ids = special_token_differences(read_tokenizer(start), read_tokenizer(path), owner=f"the teacher {path}")
+    path = teacher.path or initial
+    refused_ids = special_token_differences(read_tokenizer(initial), read_tokenizer(path), owner=f"the teacher {path}")
     vocabulary = engine.module.head.out_features
     if teacher.url is not None:
         from agentrl.training.step.served_teacher import ServedTeacher
 
         return ServedTeacher(teacher, refused_ids=refused_ids, vocabulary=vocabulary)
-    policy, forward = _frozen_policy(path, settings, engine, start=start)
+    policy, forward = _frozen_policy(path, settings, engine, initial=initial)
     logits = policy.head.out_features
     if teacher.needs_full_distribution and logits < vocabulary:
         raise SettingsError(
@@ -214,14 +214,14 @@ def _open_teacher(
 
 
 def _frozen_policy(
-    path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, start: str
+    path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
 ) -> tuple[PolicyModel, Callable[..., Any]]:
     """Return a frozen model and its forward.
 
-    For the base model ``start`` of a policy with adapters, the policy is used with its adapters disabled.
+    For the base model ``initial`` of a policy with adapters, the policy is used with its adapters disabled.
     """
     training = settings.training
-    if settings.model.lora.rank and path == start:
+    if settings.model.lora.rank and path == initial:
 
         def forward_of_base_model(*args: Any, **kwargs: Any) -> Any:
             with disabled_adapters(engine.module.causal_lm):
@@ -232,9 +232,9 @@ def _frozen_policy(
     return policy, build_frozen_forward(policy, training, bfloat16=settings.model.dtype == "bfloat16")
 
 
-def open_critic(settings: Settings, *, start: str, updates: int) -> Critic:
-    """Open a critic on this rank, with the transformer of ``critic.path`` or of the policy ``start``."""
-    causal_lm = read_model_for_training(settings.critic.path or start, settings.model, settings.training)
+def open_critic(settings: Settings, *, initial: str, updates: int) -> Critic:
+    """Open a critic on this rank, with the transformer of ``critic.path`` or of the policy ``initial``."""
+    causal_lm = read_model_for_training(settings.critic.path or initial, settings.model, settings.training)
     attention = choose_attention_backend(settings.model, causal_lm.config)
     engine = TrainingEngine(
         ValueModel(causal_lm, attention=attention, sequence=get_rank_groups(settings.training).sequence),
@@ -254,7 +254,7 @@ class Critic:
         self._clip = settings.clip
 
     @torch.no_grad()
-    def values(self, batch: Batch) -> tuple[Tensor, Tensor]:
+    def values_and_final_values(self, batch: Batch) -> tuple[Tensor, Tensor]:
         """Compute values before each response token [B, T] and after the last token [B]."""
         values = self._forward(batch)
         return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]

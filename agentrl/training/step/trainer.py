@@ -159,11 +159,11 @@ class Trainer:
         metrics["optimizer/learning_rate"] = self._engine.learning_rate
         return metrics
 
-    def take_seconds(self) -> dict[str, float]:
+    def read_and_reset_seconds(self) -> dict[str, float]:
         """Return this rank's time in forward passes, backward passes and updates since the last call, as metrics."""
         totals: dict[str, float] = {}
         for engine in self._engines:
-            for name, seconds in engine.stopwatch.take_seconds().items():
+            for name, seconds in engine.stopwatch.read_and_reset_seconds().items():
                 totals[name] = totals.get(name, 0.0) + seconds
         return totals
 
@@ -188,28 +188,28 @@ class Trainer:
         whole_step = self._known_before_forward and self._completer.step_wide
         for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
             if self._known_before_forward:
-                self._train_unit_from_rewards(step, unit, normalizer)
+                self._train_unit_advantages_first(step, unit, normalizer)
             else:
-                self._train_unit_from_statistics(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
-        self._heartbeat.finish_passes()
+                self._train_unit_advantages_after_forward(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
+        self._heartbeat.mark_passes_end()
         self._apply_update(step)
 
-    def _train_unit_from_rewards(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
+    def _train_unit_advantages_first(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
         """Compute advantages first, then run one forward and backward for each micro-batch."""
         batches = [self._to_device(micro) for micro in unit]
         for batch in self._completer.add_advantages_before_forward(batches, self._engine, meter=step.meter):
-            with self._memory_errors(batch):
+            with self._convert_memory_errors(batch):
                 scored, statistics, hidden = self._score_batch(batch, step)
                 scored = self._completer.add_correction(scored, meter=step.meter)
                 self._record_metrics(step, scored, hidden)
                 self._backward(step, statistics, scored, normalizer, ratio_is_one=True)
 
-    def _train_unit_from_statistics(
+    def _train_unit_advantages_after_forward(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
     ) -> None:
         """Complete the group with the last micro-batch's forward, then run the ``earlier`` micro-batches again."""
         batch = self._to_device(unit[-1])
-        with self._memory_errors(batch):
+        with self._convert_memory_errors(batch):
             last, statistics, hidden = self._score_batch(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._completer.complete_groups([last, *earlier], beta=step.beta, meter=step.meter)
@@ -217,12 +217,12 @@ class Trainer:
             self._backward(step, statistics, last, normalizer, ratio_is_one=True)
         del statistics
         for batch in others:
-            with self._memory_errors(batch):
+            with self._convert_memory_errors(batch):
                 statistics, _, _ = self._forward(batch, step)
                 self._record_metrics(step, batch, None)
                 self._backward(step, statistics, batch, normalizer, ratio_is_one=True)
 
-    def _memory_errors(self, batch: MicroBatch | Batch) -> AbstractContextManager[None]:
+    def _convert_memory_errors(self, batch: MicroBatch | Batch) -> AbstractContextManager[None]:
         """Return a context that raises MicroBatchMemoryError, with the tokens that :class:`.RowCosts` counts."""
         shares_prefixes = self._engine.module.attention != "padded" and not self._completer.needs_exact_energy
         tokens = batch.tokens if shares_prefixes else batch.trajectory_tokens
@@ -232,9 +232,9 @@ class Trainer:
         """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
         results = []
         for item in micro_batches:
-            with self._memory_errors(item):
+            with self._convert_memory_errors(item):
                 results.append(work(item))
-        self._heartbeat.finish_passes()
+        self._heartbeat.mark_passes_end()
         return results
 
     def _run_statistics_pass(self, step: _Step) -> list[list[Batch]]:
@@ -309,7 +309,7 @@ class Trainer:
         Returns (statistics, hidden states, log-probabilities by these frozen policies). Statistics [B, T] are zero off
         model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
         """
-        self._heartbeat.start_pass()
+        self._heartbeat.mark_pass_start()
         scored = {
             name: policy.score_batch(batch) for name, policy in step.frozen.items() if policy.needs_full_distribution
         }
@@ -346,7 +346,7 @@ class Trainer:
             name: policy.score_batch(batch)[0] for name, policy in step.frozen.items() if name not in log_probs
         }
         if self._critic is not None:
-            values, final_values = self._critic.values(batch)
+            values, final_values = self._critic.values_and_final_values(batch)
         scored = replace(
             batch,
             statistics=statistics.map(Tensor.detach),
@@ -409,18 +409,18 @@ class Trainer:
         )
         if step.recorder is not None and batch.counted:
             update = len(step.norms)  # of the step, from 0
-            step.recorder.add(
+            step.recorder.add_micro_batch(
                 batch,
-                factors=self._objective.token_factors(batch, normalizer),
+                factors=self._objective.trajectory_loss_factors(batch, normalizer),
                 update=update,
                 update_log_probs=statistics.log_probs.detach() if update else None,
             )
         step.meter.add_total("policy/loss", value.detach())
-        self._heartbeat.start_pass()
+        self._heartbeat.mark_pass_start()
         record_algorithm_metrics(step.meter, "policy", metrics, batch.trained_mask.sum())
         self._engine.backward(value * self._engine.world_size)
 
     def _record_metrics(self, step: _Step, batch: Batch, hidden: Tensor | None) -> None:
         record_forward_metrics(step.meter, batch, version=step.plan.version)
         if step.monitor is not None and hidden is not None and batch.counted:
-            step.monitor.add(batch, hidden)
+            step.monitor.add_groups(batch, hidden)

@@ -158,13 +158,13 @@ class LocalRolloutService:
         self._loop = WorkerLoop(idle_between_calls=settings.rollout.schedule == "synchronous")
         opened.callback(self._loop.close)
         self._rewards = build_rewards(settings)
-        self._run(environment.open())
+        self._run_interruptible(environment.open())
         opened.callback(lambda: self._run_to_end(environment.close()))
         if self._rewards is not None:
             rewards = self._rewards
-            self._run(rewards.open())
+            self._run_interruptible(rewards.open())
             opened.callback(lambda: self._run_to_end(rewards.close()))
-        self._managed = self._run(self._open_engine(self._engine_request(policy_path, codec, trained)))
+        self._managed = self._run_interruptible(self._open_engine(self._engine_request(policy_path, codec, trained)))
         opened.callback(lambda: self._run_to_end(self._managed.close()))
         self._engine = self._managed.engine
         self._make_driver = partial(
@@ -183,7 +183,7 @@ class LocalRolloutService:
         )
         if settings.rollout.branching.width > 1:
             (problem,) = ProblemSampler(self._mixture, seed=settings.seed).next(1)
-            self._run(check_episode_can_fork(environment, problem, settings.rollout))
+            self._run_interruptible(check_episode_can_fork(environment, problem, settings.rollout))
         self._held_out = load_held_out_problems(settings)
         self._objective = ObjectiveSettings.from_settings(settings)
         config = read_model_config_if_available(settings.model)
@@ -242,7 +242,7 @@ class LocalRolloutService:
         await managed.open()
         return managed
 
-    def describe(self) -> list[str]:
+    def describe_setup(self) -> list[str]:
         engine = self._run_to_end(self._engine.health())
         return [*self._environment.describe(), engine, *(report.describe() for report in self._reports)]
 
@@ -250,14 +250,14 @@ class LocalRolloutService:
         """Roll out one step and plan it for this process, the only rank."""
         return self.roll_out_and_plan(step, budget)[0]
 
-    def barrier(self, point: str) -> None:
+    def wait_for_all_ranks(self, point: str) -> None:
         """Return immediately, because this process is the only rank."""
 
     def roll_out_and_plan(self, step: int, budget: int) -> list[RankPlan]:
         """Roll out one step if necessary, and plan it for every rank. Sequence-parallel ranks share a plan."""
         if self._groups is None or self._worker.step != step:
             self._managed.begin_rollouts()
-            self._groups = self._run(self._worker.next_batch(step))
+            self._groups = self._run_interruptible(self._worker.next_batch(step))
             self._run_to_end(self._managed.end_rollouts())
         sharing = self._settings.training.sequence_parallel
         plans = plan_step(
@@ -291,9 +291,9 @@ class LocalRolloutService:
 
     def wait_until_weights_may_change(self) -> None:
         with contextlib.suppress(InterruptedRunError):
-            self._run(self._worker.wait_until_weights_may_change())
+            self._run_interruptible(self._worker.wait_until_weights_may_change())
 
-    def finish_step(self, step: int) -> None:
+    def accept_step(self, step: int) -> None:
         """Accept the last planned step, and start writing its trajectories.
 
         Raises WorldError if the previous write failed.
@@ -323,13 +323,13 @@ class LocalRolloutService:
     def verification_methods(self) -> list[EngineVerification]:
         return self._managed.verifier.verified()
 
-    def verify(self, version: int, probe: Probe) -> str | None:
+    def verify_starting_policy(self, version: int, probe: Probe) -> str | None:
         return self._run_to_end(self._record_if_verified(self._managed.verify(version, probe), version))
 
-    def pause(self) -> None:
+    def pause_requests(self) -> None:
         self._run_to_end(self._managed.pause())
 
-    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+    def install_weights(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         return self._run_to_end(self._record_if_verified(self._managed.install(directory, version, probe), version))
 
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
@@ -338,7 +338,7 @@ class LocalRolloutService:
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
         self._managed.begin_rollouts()
-        report = self._run(
+        report = self._run_interruptible(
             evaluate_policy(
                 self._held_out,
                 environment=with_evaluation_turn_limit(self._environment, self._settings),
@@ -391,7 +391,7 @@ class LocalRolloutService:
         """Run ``work`` without interruption, because weight changes are short and must be complete."""
         return self._loop.run(work, interruptible=False)
 
-    def _run(self, work: Coroutine[object, object, _Result]) -> _Result:
+    def _run_interruptible(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Run ``work``. Raises InterruptedRunError after :meth:`interrupt`."""
         if self._interrupted:
             work.close()

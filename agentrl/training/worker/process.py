@@ -104,13 +104,14 @@ class WorkerServer:
                 elif message is None:
                     self._cancel()
                 else:
-                    monitor.record(controls[ready], message, time.monotonic())
+                    monitor.record_heartbeat(controls[ready], message, time.monotonic())
             now = time.monotonic()
             if ranks := monitor.stuck_ranks(now):
-                self._report_stuck_ranks(ranks, "; ".join(monitor.describe_rank(rank, now) for rank in ranks))
+                text = "; ".join(monitor.describe_stuck_rank(rank, now) for rank in ranks)
+                self._report_stuck_ranks_and_shut_down(ranks, text)
                 return
 
-    def _report_stuck_ranks(self, ranks: list[int], message: str) -> None:
+    def _report_stuck_ranks_and_shut_down(self, ranks: list[int], message: str) -> None:
         """Report stuck ranks on the console and to all ranks, and shut down."""
         print(f"rollout worker: {message}", file=sys.stderr, flush=True)
         for control in self._controls.values():
@@ -169,10 +170,10 @@ class WorkerServer:
                 continue
             if len({(request.name, request.waiting_for) for request in waiting.values()}) > 1:
                 raise RuntimeError(f"the ranks made different calls: {waiting}")
-            self._execute(service, waiting[0])
+            self._execute_and_reply(service, waiting[0])
             waiting.clear()
 
-    def _execute(self, service: LocalRolloutService, request: WorkerRequest) -> None:
+    def _execute_and_reply(self, service: LocalRolloutService, request: WorkerRequest) -> None:
         """Execute a request and reply to every rank."""
         try:
             values: list[object]

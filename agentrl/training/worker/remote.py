@@ -99,9 +99,9 @@ class RemoteRolloutService:
             self._connection = _connect(endpoint, RankConnectionMessage(rank=rank, control=False), tcp_timeout)
             self._control = _connect(endpoint, RankConnectionMessage(rank=rank, control=True), tcp_timeout)
         heartbeat.shortened = self._send_beat
-        callback_handler.register_start_callback(heartbeat.allow_compilation)
+        callback_handler.register_start_callback(heartbeat.allow_compilation_time)
         threading.Thread(target=self._send_beats_until_worker_exits, daemon=True, name="beat").start()
-        self._receive("the rollout worker's set-up", _START_SECONDS + engine_facts(settings.rollout).start_seconds)
+        self._await_reply("the rollout worker's set-up", _START_SECONDS + engine_facts(settings.rollout).start_seconds)
 
     def __getattr__(self, name: str) -> Callable[..., Any]:
         """Return a function that calls a method of :data:`.WORKER_CALLS` in the worker."""
@@ -119,7 +119,7 @@ class RemoteRolloutService:
         """Close this rank's connection, which ends the worker."""
         self._closed.set()  # first, because a slow exit of the worker must not count as a stuck rank
         with contextlib.suppress(ValueError):  # torch._dynamo.reset() has removed it
-            callback_handler.remove_start_callback(self._heartbeat.allow_compilation)
+            callback_handler.remove_start_callback(self._heartbeat.allow_compilation_time)
         self._connection.close()
         if self._process is not None:
             self._process.wait_or_kill(_CLOSE_SECONDS)
@@ -151,22 +151,22 @@ class RemoteRolloutService:
             if not self._connection.poll():
                 sent = arguments if self._rank == 0 else {}
                 self._connection.send(WorkerRequest(name=name, waiting_for=waiting_for, arguments=sent))
-        return self._receive(waiting_for, self._timeout, self._interrupted if call.interruptible else None)
+        return self._await_reply(waiting_for, self._timeout, self._interrupted if call.interruptible else None)
 
-    def _receive(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
+    def _await_reply(self, waiting_for: str, seconds: float, stops: threading.Event | None = None) -> object:
         """Return the value of the next reply, or raise the error that it reports."""
-        self._heartbeat.start_waiting(waiting_for)
+        self._heartbeat.mark_wait_start(waiting_for)
         try:
             reply: CallReply = receive_message(
                 self._connection,
                 seconds=seconds,
                 waiting_for=waiting_for,
                 stop_requested=stops,
-                while_waiting=self._heartbeat.refresh,
+                while_waiting=self._heartbeat.repeat_mark,
             )
         except WorkerLostError as error:
             raise WorkerLostError(f"rollout worker: {error}{self._describe_exit()}") from error
-        self._heartbeat.start_work(f"the work after waiting for {waiting_for}")
+        self._heartbeat.mark_work_start(f"the work after waiting for {waiting_for}")
         if reply.failure is not None:
             raise _error_from(reply.failure)
         return reply.value

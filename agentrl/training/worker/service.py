@@ -72,7 +72,7 @@ class RolloutService(Protocol):
     """
 
     @_call("the worker's description")
-    def describe(self) -> list[str]:
+    def describe_setup(self) -> list[str]:
         """Return lines about the environment, the engine and the problems, for the console."""
 
     @_call("the plan of step {step} (training.worker_timeout)", interruptible=True)
@@ -87,11 +87,11 @@ class RolloutService(Protocol):
         """Wait until the weights may change: after a batch of one policy version, or at once after a stop request."""
 
     @_call("the other ranks at {point} (training.worker_timeout)")
-    def barrier(self, point: str) -> None:
+    def wait_for_all_ranks(self, point: str) -> None:
         """Wait until every rank has reached ``point``."""
 
     @_call("the worker to finish step {step}")
-    def finish_step(self, step: int) -> None:
+    def accept_step(self, step: int) -> None:
         """Accept the last planned step: start writing its trajectories and remove its groups from the work queue.
 
         Returns when the trajectories of the previous step are written.
@@ -125,15 +125,15 @@ class RolloutService(Protocol):
         """Return the verification method of transfers to each engine, with the noise measured at the start."""
 
     @_call("the engine to score the first probe")
-    def verify(self, version: int, probe: Probe) -> str | None:
+    def verify_starting_policy(self, version: int, probe: Probe) -> str | None:
         """Check that the engine has the policy it was started with, and return the problem, or None."""
 
     @_call("the engine to pause")
-    def pause(self) -> None:
-        """Pause all requests until :meth:`install`."""
+    def pause_requests(self) -> None:
+        """Pause all requests until :meth:`install_weights`."""
 
     @_call("the engine to load version {version}")
-    def install(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
+    def install_weights(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Load ``version``, drop caches and resume requests. Return the problem, or None if the probe agrees."""
 
     def interrupt(self) -> None:

@@ -58,7 +58,7 @@ class WeightSender:
         self._host = host
         self._direct: tuple[TransferTarget, DirectTransfer] | None = None
 
-    def verify_initial_policy(self) -> float:
+    def verify_initial_policy_and_measure_noise(self) -> float:
         """Ensure that the engine has the initial policy, and return the noise between trainer and engine (nats).
 
         Call this when a run starts and when it resumes, while the trainer has the initial policy too. Raises
@@ -70,7 +70,7 @@ class WeightSender:
             self._source = self._source_for(target)
             for _ in self._source:
                 pass  # iterating computes the checksums
-        problem = self._service.verify(0, self._score_probe())
+        problem = self._service.verify_starting_policy(0, self._score_probe())
         if problem is not None and target is None:
             raise WeightMismatchError(
                 f"trainer and engine compute different log-probabilities from equal weights: {problem}"
@@ -86,7 +86,7 @@ class WeightSender:
         """Send ``version`` to the engine. Raises WeightMismatchError if two attempts fail."""
         target = self._service.transfer_target()
         if target is None:
-            self._service.install(None, version, None)
+            self._service.install_weights(None, version, None)
             return
         probe = self._score_probe()
         for attempt in range(_ATTEMPTS):
@@ -107,15 +107,15 @@ class WeightSender:
             shutil.rmtree(self._folder, ignore_errors=True)
 
     def _try_to_send(self, target: TransferTarget, version: int, probe: Probe) -> str | None:
-        directory = None if target.opener else run_on_every_rank(partial(self._export, target, version))[0]
-        self._service.pause()
+        directory = None if target.opener else run_on_every_rank(partial(self._write_weights, target, version))[0]
+        self._service.pause_requests()
         if target.opener:
             now = self._service.transfer_target()  # servers may have been lost or restarted before they paused
             self._open_direct_transfer(target if now is None else now).send()
             if torch.cuda.is_available():
                 # Free the transfer's buffer and copy, because colocated servers allocate their caches next.
                 torch.cuda.empty_cache()
-        return self._service.install(directory, version, self._add_checksums(probe))
+        return self._service.install_weights(directory, version, self._add_checksums(probe))
 
     def _source_for(self, target: TransferTarget) -> ParameterSource:
         module, with_checksums = self._engine.module.causal_lm, self._engine.rank == 0
@@ -123,7 +123,7 @@ class WeightSender:
             return MergedSource(module, self._lora, with_checksums=with_checksums)
         return AdapterSource(module, with_checksums=with_checksums) if target.form == "adapter" else self._source
 
-    def _export(self, target: TransferTarget, version: int) -> str:
+    def _write_weights(self, target: TransferTarget, version: int) -> str:
         """Write the weights on rank 0. Every rank completes the gathering, even if writing fails."""
         tensors = iter(self._source)
         try:
