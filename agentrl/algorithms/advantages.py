@@ -79,9 +79,9 @@ def _compute_by_blocks(
         block = EstimatorInputs.from_inputs(select_rows(inputs, rows), rows, weighted=entry.weighted)
         estimate = entry.function(block, record) if whole is None else whole.select_rows(rows)
         block.check_importance_weights()  # even if the estimator does not use the weights
-        advantages = _check_and_normalize(estimate, block, normalize)
+        advantages = _check_and_normalize_by_group(estimate, block, normalize)
         if normalize == "whiten":
-            moments = moments.merge(Moments.of_advantages(advantages, block.mask, block.groups.weights))
+            moments = moments.merge(Moments.from_advantages(advantages, block.mask, block.groups.weights))
         raw[rows] = advantages.to(raw.dtype)
         returns[rows] = estimate.returns.to(dtype).masked_fill(~block.mask, 0.0)
         baselines[rows] = estimate.baselines.to(dtype).masked_fill(~block.mask, 0.0)
@@ -91,7 +91,7 @@ def _compute_by_blocks(
     return Advantages(advantages=raw.to(dtype), returns=returns, baselines=baselines)
 
 
-def _check_and_normalize(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
+def _check_and_normalize_by_group(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
     """Check an estimate and normalize it by group. Returns [b, T] float64 before whitening, 0 off the mask."""
     mask = block.mask
     advantages = estimate.advantages.masked_fill(~mask, 0.0)
@@ -137,7 +137,7 @@ class Moments:
     squares: Tensor
 
     @classmethod
-    def of_advantages(cls, advantages: Tensor, mask: Tensor, weights: Tensor | None = None) -> Moments:
+    def from_advantages(cls, advantages: Tensor, mask: Tensor, weights: Tensor | None = None) -> Moments:
         """Return the moments of advantages [b, T] at the mask's True entries, of which there must be at least one.
 
         ``weights`` [b]: how often each row counts.

@@ -119,7 +119,7 @@ def test_a_float32_batch_is_whitened_in_float64():
 def test_moments_of_parts_are_those_of_the_whole():
     values = 1e6 + torch.rand(1, 30, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
     mask = torch.ones(1, 30).bool()
-    cut = [Moments.of_advantages(part, mask[:, : part.shape[1]]) for part in values.split([1, 20, 9], dim=-1)]
+    cut = [Moments.from_advantages(part, mask[:, : part.shape[1]]) for part in values.split([1, 20, 9], dim=-1)]
     merged = cut[0].merge(cut[1]).merge(cut[2])
     assert float(merged.count) == 30
     assert float(merged.mean) == pytest.approx(float(values.mean()), abs=1e-9)

@@ -97,7 +97,7 @@ def column_baselines(columns: GroupedReturns, *, tail: str, leave_one_out: bool)
     without such a column. A group with one row has baseline 0 everywhere. Values outside the mask are arbitrary.
     """
     sums = _ColumnSums.of(columns)
-    shared = sums.mean_of_others() if leave_one_out else sums.mean()
+    shared = sums.column_means_of_other_rows() if leave_one_out else sums.column_means()
     baselines = _apply_tail(columns, sums.count, shared, tail)
     return baselines.masked_fill_((columns.sizes == 1)[:, None, None], 0.0)
 
@@ -125,12 +125,12 @@ class _ColumnSums:
             valid=columns.valid,
         )
 
-    def mean(self) -> Tensor:
+    def column_means(self) -> Tensor:
         """Return the weighted mean of every column, [J, 1, C]; 0 in empty columns."""
         total = self.weights.sum(1, keepdim=True).masked_fill_(self.count == 0, 1.0)
         return self.lowest + (self.weights * self.above).sum(1, keepdim=True) / total
 
-    def mean_of_others(self) -> Tensor:
+    def column_means_of_other_rows(self) -> Tensor:
         """Return the weighted mean over the other rows, [J, N, C]; undefined if there are no other rows.
 
         Subtracting a row from the total cancels if the row dominates it, so the sums without the heaviest row are

@@ -56,7 +56,7 @@ class CompactLayout:
         """Gather values [B, T] at model tokens into [B, K]. Missing entries are 0."""
         return tensor.gather(-1, self.position).masked_fill_(~self.valid, 0)
 
-    def returns_and_weights_along_paths(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def returns_weights_and_valid_by_index(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (returns, weights, valid) at every compact index, each [B, K], from values [B, T]."""
         return self.gather_tokens(returns), self.gather_tokens(weights), self.valid
 
@@ -108,7 +108,7 @@ class TokenTrees:
         """All root-to-leaf paths."""
         return LeafPaths.from_trees(self)
 
-    def returns_and_weights_along_paths(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def returns_weights_and_valid_by_index(self, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return (returns, weights, valid) of a rollout at every path index, each [R, C], from values [R, W].
 
         Several tokens with the same index count as one, with the mean of their weights and the weighted mean of their

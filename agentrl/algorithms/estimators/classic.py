@@ -65,9 +65,9 @@ def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     below = torch.stack(
         [level.copy_to_leaves(level.sum_over_leaves(columns)) for level in forest.siblings_by_level], 1
     )  # [L, H, 3]
-    weight, moment, leaves = (forest.edges_to_tokens(part) for part in below.unbind(-1))
+    weight, moment, leaves = (forest.copy_edges_to_tokens(part) for part in below.unbind(-1))
     values = below[..., 1] / below[..., 0].clamp(min=torch.finfo(totals.dtype).tiny)
-    above = forest.edges_to_tokens(torch.cat([root.unsqueeze(-1), values[:, :-1]], 1))
+    above = forest.copy_edges_to_tokens(torch.cat([root.unsqueeze(-1), values[:, :-1]], 1))
     baselines = (root.unsqueeze(-1) + above) / 2
     advantages = 2 * (moment / weight - baselines) / leaves.sqrt()
     return advantages_from_baselines(totals, baselines, advantages)
@@ -103,7 +103,7 @@ def rloo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
             [level.copy_to_leaves(level.sum_over_leaves(sums)) for level in forest.siblings_by_level], 1
         )  # [L, H, 2]
         groups = torch.stack([inputs.groups.group_weight_by_row, inputs.groups.broadcast_group_sum(totals)], 1)
-        total, moment = (forest.edges_to_tokens(part) for part in (groups.unsqueeze(1) - edges).unbind(-1))
+        total, moment = (forest.copy_edges_to_tokens(part) for part in (groups.unsqueeze(1) - edges).unbind(-1))
         alone = total < _EQUAL
         baselines = torch.where(alone, 0.0, moment / torch.where(alone, 1.0, total))
         return advantages_from_baselines(totals, baselines, totals.unsqueeze(-1) - baselines)

@@ -174,9 +174,9 @@ class RolloutForest:
         above = [self.groups, *self.edges.unbind(1)]
         return [Siblings.group_by_parent(edge, parent) for edge, parent in zip(above[1:], above, strict=False)]
 
-    def edges_to_tokens(self, values: Tensor) -> Tensor:
-        """Move values [L, H] of the edges of each path to the tokens of these edges, [L, D]."""
-        return values.gather(1, self.levels.clamp(min=0))
+    def copy_edges_to_tokens(self, edge_values: Tensor) -> Tensor:
+        """Copy the values [L, H] of each path's edges to the tokens of these edges, [L, D]."""
+        return edge_values.gather(1, self.levels.clamp(min=0))
 
 
 @dataclass(frozen=True)
@@ -196,19 +196,21 @@ class Siblings:
         forks = names.new_empty(len(names)).scatter_(0, edge, parents[rows])
         return cls(rows, edge, Groups.from_ids(forks), len(edges))
 
-    def sum_over_leaves(self, values: Tensor) -> Tensor:
+    def sum_over_leaves(self, leaf_values: Tensor) -> Tensor:
         """Sum values [L, C] over the leaves of each edge, [E, C]."""
-        return values.new_zeros(len(self.groups.labels), values.shape[1]).index_add_(0, self.edge, values[self.rows])
+        sums = leaf_values.new_zeros(len(self.groups.labels), leaf_values.shape[1])
+        return sums.index_add_(0, self.edge, leaf_values[self.rows])
 
-    def sum_over_siblings(self, sums: Tensor) -> Tensor:
+    def sum_over_siblings(self, edge_values: Tensor) -> Tensor:
         """Sum values [E, C] over the siblings of the edge of each leaf, [L, C]; 0 for leaves without an edge here."""
-        stacked = self.groups.stack(sums).masked_fill(~self.groups.present.unsqueeze(-1), 0.0)
+        stacked = self.groups.stack(edge_values).masked_fill(~self.groups.present.unsqueeze(-1), 0.0)
         siblings = self.groups.unstack(sum_excluding_self(stacked.transpose(1, 2)).transpose(1, 2))
         return self.copy_to_leaves(siblings)
 
-    def copy_to_leaves(self, values: Tensor) -> Tensor:
+    def copy_to_leaves(self, edge_values: Tensor) -> Tensor:
         """Copy values [E, C] of edges to their leaves, [L, C]."""
-        return values.new_zeros(self.leaves, values.shape[1]).index_copy_(0, self.rows, values[self.edge])
+        zeros = edge_values.new_zeros(self.leaves, edge_values.shape[1])
+        return zeros.index_copy_(0, self.rows, edge_values[self.edge])
 
 
 SIBLINGS = ("none", "only", "pooled")

@@ -110,7 +110,7 @@ class EstimatorInputs:
         return RolloutForest(source.leaf_weights, source.edges, source.levels, self.groups.labels)
 
     @cached_property
-    def tree_lengths(self) -> Tensor:
+    def mean_lengths_by_tree(self) -> Tensor:
         """Model tokens of each row, [B]; in forked rollouts, the weighted mean over the leaves of the row's tree."""
         if self.forest is None:
             return self.lengths

@@ -139,7 +139,7 @@ def _token_advantages(inputs: EstimatorInputs, energies: Tensor, options: TokenB
     siblings, pool = _sibling_options(options)
     leave_one_out = options.leave_one_out or siblings != "none"
     if inputs.forest is not None and leave_one_out:
-        columns = inputs.layout.returns_and_weights_along_paths(returns, weights)
+        columns = inputs.layout.returns_weights_and_valid_by_index(returns, weights)
         forest = replace(inputs.forest, levels=inputs.layout.gather_tokens(inputs.forest.levels))
         made = sibling_baselines(forest, *columns, siblings=siblings, pool=pool, tail=options.tail)
         baselines = inputs.layout.scatter_to_tokens(made)
@@ -156,7 +156,7 @@ def group_returns_by_token_index(inputs: EstimatorInputs, returns: Tensor, weigh
     layout, groups = inputs.token_trees or inputs.layout, inputs.groups
     if inputs.forest is not None:
         weights = weights * inputs.forest.weights.unsqueeze(-1)
-    column_returns, column_weights, valid = layout.returns_and_weights_along_paths(returns, weights)
+    column_returns, column_weights, valid = layout.returns_weights_and_valid_by_index(returns, weights)
     return GroupedReturns(
         returns=groups.stack(column_returns),
         weights=groups.stack(column_weights),
@@ -168,7 +168,7 @@ def group_returns_by_token_index(inputs: EstimatorInputs, returns: Tensor, weigh
 def baseline_weights(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Tensor:
     """Compute W + eps from energies W [B, T] or [B, 1] that are sums of token energies."""
     if options.energy == "head_exact":
-        return _add_epsilon(inputs, energies, _mean_squared_hidden_norms(inputs), options)
+        return _add_epsilon(inputs, energies, _mean_squared_hidden_norm_by_group(inputs), options)
     return _add_epsilon(inputs, energies, torch.ones_like(inputs.totals), options)
 
 
@@ -186,11 +186,11 @@ def _add_epsilon(
     """
     weights = energies + options.epsilon * torch.where(scale > 0, scale, 1.0).unsqueeze(-1)
     if options.loss_aggregation == "seq_mean_token_mean":
-        weights = weights / inputs.tree_lengths.unsqueeze(-1).square()
+        weights = weights / inputs.mean_lengths_by_tree.unsqueeze(-1).square()
     return weights
 
 
-def _mean_squared_hidden_norms(inputs: EstimatorInputs) -> Tensor:
+def _mean_squared_hidden_norm_by_group(inputs: EstimatorInputs) -> Tensor:
     """Return the mean ||h||^2 over the model tokens of the row's group [B], independent of other groups."""
     groups = inputs.groups
     sums = groups.broadcast_group_sum(inputs.token_field("hidden_norm_squared", allow_negative=False).sum(-1))

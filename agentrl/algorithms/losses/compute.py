@@ -258,11 +258,11 @@ def random_integers_by_token(trajectory_ids: Tensor, width: int, seed: int) -> T
 
 def _splitmix(x: Tensor) -> Tensor:
     x = x + _STEP
-    x = (x ^ _shift_right(x, 30)) * _FIRST
-    x = (x ^ _shift_right(x, 27)) * _SECOND
-    return x ^ _shift_right(x, 31)
+    x = (x ^ _shift_bits_right(x, 30)) * _FIRST
+    x = (x ^ _shift_bits_right(x, 27)) * _SECOND
+    return x ^ _shift_bits_right(x, 31)
 
 
-def _shift_right(x: Tensor, places: int) -> Tensor:
-    """Compute the logical right shift of x by `places` bits, without sign extension."""
-    return (x >> places) & ((1 << (64 - places)) - 1)
+def _shift_bits_right(x: Tensor, bits: int) -> Tensor:
+    """Compute the logical right shift of x by `bits` bits, without sign extension."""
+    return (x >> bits) & ((1 << (64 - bits)) - 1)

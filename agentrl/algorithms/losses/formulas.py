@@ -320,12 +320,12 @@ def _count_for_fraction(inputs: LossInputs, fraction: float) -> int:
     return max(1, int(fraction * int(inputs.mask.sum()) + 1e-9))
 
 
-def _select_smallest(eligible: Tensor, rank: Tensor, draws: Tensor, count: int) -> Tensor:
-    """Return a mask of the `count` eligible entries with the smallest (rank, draw), or of all if there are fewer."""
+def _select_smallest(eligible: Tensor, ranks: Tensor, tie_breakers: Tensor, count: int) -> Tensor:
+    """Return a mask of the `count` eligible entries with the smallest ranks, or of all if there are fewer."""
     places = eligible.flatten().nonzero().squeeze(-1)
-    by_draw = draws.flatten()[places].argsort()
+    by_draw = tie_breakers.flatten()[places].argsort()
     places = places[by_draw]
-    places = places[rank.flatten()[places].argsort(stable=True)][:count]
+    places = places[ranks.flatten()[places].argsort(stable=True)][:count]
     chosen = torch.zeros_like(eligible).flatten()
     chosen[places] = True
     return chosen.view_as(eligible)

@@ -318,7 +318,7 @@ def explained_variance(batches: Sequence[Batch], engine: TrainingEngine[nn.Modul
 
     def squared_deviations(values: Sequence[Tensor]) -> Tensor:
         moments = [
-            Moments.of_advantages(item.double(), part.counted_mask)
+            Moments.from_advantages(item.double(), part.counted_mask)
             for item, part in zip(values, batches, strict=True)
             if bool(part.counted_mask.any())
         ]
