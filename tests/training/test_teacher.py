@@ -19,12 +19,12 @@ from agentrl.config import load_settings
 from agentrl.errors import SettingsError, WorldError
 from agentrl.models.policy import PolicyModel
 from agentrl.rollout.engines.replica import InvalidResponseError
-from agentrl.training.run.preflight import check_teachers
+from agentrl.training.run.preflight import check_teacher_sources
 from agentrl.training.run.start import train
 from agentrl.training.settings import TeacherSettings
 from agentrl.training.step import reference_and_critic
 from agentrl.training.step.reference_and_critic import FrozenPolicy, TeachersBySource, open_teachers
-from agentrl.training.step.served_teacher import ServedTeacher, read_scores
+from agentrl.training.step.served_teacher import ServedTeacher, parse_score_response
 from agentrl.trajectory import Segment, Trajectory
 
 TURN = {"origin": "model", "text": "", "version_spans": ((0, 2),), "log_probs": (-1.0, -1.0)}
@@ -164,9 +164,9 @@ def test_every_source_needs_a_teacher() -> None:
     named = "teacher.by_source.horizon.path=a"
     for more in ([named], [named, "teacher.by_source.cod.path=b"], ["teacher.path=a", "teacher.by_source.cod.path=b"]):
         with pytest.raises(SettingsError, match=r"but data\.train has code, horizon: every source needs a teacher"):
-            check_teachers(load_settings(overrides=[*data, *more]))
+            check_teacher_sources(load_settings(overrides=[*data, *more]))
     for more in ([], [named, "teacher.path=b"], [named, "teacher.by_source.code.path=b"]):
-        check_teachers(load_settings(overrides=[*data, *more]))
+        check_teacher_sources(load_settings(overrides=[*data, *more]))
     with pytest.raises(SettingsError, match=r"unknown key teacher\.by_source\.horizon\.pth"):
         load_settings(overrides=["teacher.by_source.horizon.pth=a"])
     shared = [named, "teacher.path=a", "training.num_processes=2", "training.sequence_parallel=2"]
@@ -231,9 +231,9 @@ def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: TeacherS
             batch
         )
     with pytest.raises(InvalidResponseError, match="expected 3 log-probabilities at each of 2 tokens"):
-        read_scores({"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}]}, [4, 5], 3)
+        parse_score_response({"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}]}, [4, 5], 3)
     with pytest.raises(InvalidResponseError, match=r"expected choices\.0\.prompt_logprobs; got \{\}"):
-        read_scores({}, [4, 5], 3)
+        parse_score_response({}, [4, 5], 3)
 
 
 def test_an_id_that_means_something_else_to_the_teacher_is_refused_when_it_occurs() -> None:

@@ -283,7 +283,7 @@ class TokenStatisticsWriter:
             return None
         return TokenStatisticsRecorder(hidden_norms=self._hidden_norms)
 
-    def write(self, plan: RankPlan, recorder: TokenStatisticsRecorder | None) -> None:
+    def start_writing(self, plan: RankPlan, recorder: TokenStatisticsRecorder | None) -> None:
         """Start writing the rows of a finished step."""
         self._writer.wait()
         if recorder is not None and plan.updates:

@@ -80,7 +80,7 @@ def check_and_describe_inputs(settings: Settings) -> list[str]:
     loaded = [
         load_source(entry, seed=settings.seed, answered=answered) for entry, answered in sources if entry.is_local
     ]
-    check_teachers(settings)
+    check_teacher_sources(settings)
     if not is_agent_program(settings.env):
         factory = resolve_environment(settings.env)
         for problem in [*first, *(one.source.problem(0) for one in loaded)]:
@@ -88,7 +88,7 @@ def check_and_describe_inputs(settings: Settings) -> list[str]:
     return [one.report.describe() for one in loaded if one.report is not None]
 
 
-def check_teachers(settings: Settings) -> None:
+def check_teacher_sources(settings: Settings) -> None:
     """Raise SettingsError if a source has no teacher although others have one, or if a teacher has no source."""
     teachers = settings.teacher.settings_by_source
     sources = {source_name(entry) for entry in settings.data.train}

@@ -318,8 +318,8 @@ class TrainingSession:
             "tokens_per_s": metrics.get("rollout/model_tokens", 0) / (ended - began),
         }
         self._commit_step(step, updates, metrics)
-        self._tokens.write(plan, recorder)
-        self._report_alerts(metrics)
+        self._tokens.start_writing(plan, recorder)
+        self._report_alerts_and_maybe_stop(metrics)
         if self.rank == 0:
             progress.update(step, metrics)
         self._warn_of_empty_steps(step, metrics)
@@ -337,7 +337,7 @@ class TrainingSession:
         self._trackers.log_metrics(metrics)
         self._writer.publish_pending(wait=False)
 
-    def _report_alerts(self, metrics: Metrics) -> None:
+    def _report_alerts_and_maybe_stop(self, metrics: Metrics) -> None:
         """Report the alerts that start at this step, and stop the run if ``telemetry.stop_on`` contains one of them."""
         if self._run is None:
             return

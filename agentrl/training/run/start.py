@@ -39,7 +39,7 @@ from agentrl.training.engine.determinism import (
 from agentrl.training.run.callbacks import Callbacks, RunFollower
 from agentrl.training.run.launch import launch_ranks, runs_in_separate_processes
 from agentrl.training.run.outputs import describe_progress
-from agentrl.training.run.preflight import check_and_describe_inputs, check_teachers, unmet_machine_requirements
+from agentrl.training.run.preflight import check_and_describe_inputs, check_teacher_sources, unmet_machine_requirements
 from agentrl.training.run.session import TrainingSession
 from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals, sigterm_as_ctrl_c
 
@@ -63,7 +63,7 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
                 set_variables_from_slurm()
                 require_launcher_variables()
             check_environment(settings)  # its module may register an estimator or a loss
-            check_teachers(settings)
+            check_teacher_sources(settings)
             first = os.environ["RANK"] == "0"
             run = _open_run(settings, resume) if first else None
             return run_rank(settings, run, resume=resume, callbacks=callbacks, embedded=embedded)

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from agentrl.training.step.served_teacher import ServedTeacher
 
 
-def kl_controller(settings: KLSettings) -> KLController:
+def create_kl_controller(settings: KLSettings) -> KLController:
     """Create the controller of the penalty's coefficient."""
     if settings.controller == "fixed":
         return FixedKL(settings.coefficient)

@@ -105,7 +105,7 @@ class ServedTeacher:
         async for attempt in stamina.retry_context(on=_is_transient, attempts=None, timeout=self._deadline):
             with attempt:
                 answer = await client.post(_PATH, body, Any, seconds=_REQUEST_SECONDS)
-                return read_scores(answer, row, self._top)
+                return parse_score_response(answer, row, self._top)
         raise AssertionError("unreachable: the last attempt raises")
 
 
@@ -115,7 +115,7 @@ def _is_transient(error: Exception) -> bool:
     )
 
 
-def read_scores(answer: object, row: Sequence[int], top: int) -> list[dict[int, float]]:
+def parse_score_response(answer: object, row: Sequence[int], top: int) -> list[dict[int, float]]:
     """Read and check the response. Raises InvalidResponseError if it lacks a token."""
     try:
         entries = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]

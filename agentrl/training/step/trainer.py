@@ -35,7 +35,7 @@ from agentrl.training.step.diagnostics import (
 from agentrl.training.step.loss_rows import BatchCompleter, effective_sample_size_metrics
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, advantages_known_before_forward
-from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource, kl_controller
+from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource, create_kl_controller
 
 if TYPE_CHECKING:
     from agentrl.training.step.served_teacher import ServedTeacher
@@ -92,7 +92,7 @@ class Trainer:
         self._teacher_coefficient = settings.teacher.coefficient_at
         self._critic = critic
         self._heartbeat = heartbeat or Heartbeat(deadline=math.inf, slow=math.inf)
-        self._kl = kl_controller(settings.kl)
+        self._kl = create_kl_controller(settings.kl)
         engine.module.records_routes = settings.correction.route_replay == "trainer"
         self._routes_measured_at: int | None = None
 
