@@ -24,7 +24,7 @@ def scored(step: int, mean: float, *, falsified: bool = False) -> dict[str, Any]
 def export(best: BestPolicyExport, step: int, mean: float) -> dict[str, Any]:
     """An export whose only file names its step."""
     evaluation = scored(step, mean)
-    best.write(evaluation, lambda folder: (folder / "weights").write_text(str(step)) and None)
+    best.write_pending_export(evaluation, lambda folder: (folder / "weights").write_text(str(step)) and None)
     return evaluation
 
 
@@ -86,7 +86,7 @@ def test_a_torn_export_is_no_export(checkpoints: Path) -> None:
         raise OSError(28, "No space left on device")
 
     with pytest.raises(WorldError, match=r"best policy to .*best-000005.*No space left"):
-        best.write(scored(5, 0.5), fail)
+        best.write_pending_export(scored(5, 0.5), fail)
     best.keep_only(scored(5, 0.5))
     assert names(checkpoints) == []
 
@@ -97,13 +97,16 @@ def test_the_summary_says_which_was_best_and_whether_its_policy_is_there(checkpo
     evaluation = scored(5, 0.5) | {"k": 8}
     record = best.best_record([evaluation])
     assert record == evaluation | {"policy": None}
-    assert best.describe(record) == "best evaluation: step 5, avg@8 0.500; its policy was not kept (checkpoint.best)"
-    best.write(evaluation, lambda folder: None)
+    assert (
+        best.describe_best_record(record)
+        == "best evaluation: step 5, avg@8 0.500; its policy was not kept (checkpoint.best)"
+    )
+    best.write_pending_export(evaluation, lambda folder: None)
     best.keep_only(evaluation)
     record = best.best_record([evaluation])
     assert record == evaluation | {"policy": "checkpoints/best"}
     said = f"best evaluation: step 5, avg@8 0.500; its policy: agentrl eval --model {checkpoints / 'best'}"
-    assert best.describe(record) == said
+    assert best.describe_best_record(record) == said
 
 
 @pytest.mark.slow
