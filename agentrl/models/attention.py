@@ -13,7 +13,7 @@ from torch import Tensor
 from agentrl.errors import SettingsError
 from agentrl.kernels import KernelInputError
 from agentrl.kernels.attention import AttentionBackend, attend, current_attention_pass
-from agentrl.kernels.attention.backends import capped_attention, torch_varlen_attention, varlen_attention_function
+from agentrl.kernels.attention.backends import eager_attention, torch_varlen_attention, varlen_attention_function
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -38,18 +38,20 @@ def attention(
     scaling: float | None = None,
     softcap: float | None = None,
     sliding_window: int | None = None,
+    s_aux: Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
     """Compute attention, with the signature that `transformers` requires.
 
     Inside :func:`.compute_packed_states`, each document of the row attends only to itself. Otherwise,
-    ``attention_mask`` is applied as in `sdpa`, and ``softcap`` caps the scores.
+    ``attention_mask`` is applied as in `sdpa`, and ``softcap`` caps the scores, and
+    ``s_aux`` contains the attention sink of each head.
     """
     now = current_attention_pass()
-    if kwargs.get("s_aux") is not None or kwargs.get("position_bias") is not None:
+    if kwargs.get("position_bias") is not None:
         raise SettingsError(
-            f"model.path: {type(module).__name__} adds sinks or biases to its attention scores, which packed rows do "
-            "not support: choose another model"
+            f"model.path: {type(module).__name__} adds biases to its attention scores, which packed rows do not "
+            "support: choose another model"
         )
     if now is not None:
         now.layers.add(id(module))
@@ -57,20 +59,20 @@ def attention(
         if obstacle is not None:
             raise SettingsError(obstacle)
         window = _checked_window(module, sliding_window)
-        return attend(now, query, key, value, scale=scaling, window=window, cap=softcap), None
+        return attend(now, query, key, value, scale=scaling, window=window, cap=softcap, sinks=s_aux), None
     if attention_mask is not None and attention_mask.numel() == 1 and query.shape[2] > 1:
         raise KernelInputError(
             "a checkpointed layer was recomputed outside its packed row: enable gradient checkpointing with "
             "agentrl.models.loading.enable_gradient_checkpointing"
         )
-    if softcap is None:
+    if softcap is None and s_aux is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
         return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     if attention_mask is None and query.shape[2] > 1:
         attention_mask = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool, device=query.device).tril()
-    capped = capped_attention(query, key, value, attention_mask, scale=scaling, cap=softcap)
-    return capped.transpose(1, 2).contiguous(), None
+    attended = eager_attention(query, key, value, attention_mask, scale=scaling, cap=softcap, sinks=s_aux)
+    return attended.transpose(1, 2).contiguous(), None
 
 
 def _checked_window(module: torch.nn.Module, window: int | None) -> int | None:

@@ -61,11 +61,12 @@ class ModelSettings(BaseModel):
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
     """attention function of training over packed trajectories. sdpa: any machine; flex: GPUs; flash: GPUs in bfloat16,
     with the package flash-attn or else torch's varlen_attn, which does not support capped scores; auto: flash if it is
-    supported, else flex on GPUs for models with sliding windows or capped scores, else sdpa"""
+    supported, else flex on GPUs for models with sliding windows or capped scores, else sdpa. Layers with
+    attention sinks use flex instead of flash"""
     rows: Literal["auto", "packed", "padded"] = "auto"
     """how the model reads trajectories in training. packed: one row without padding, in which a shared prefix is stored
-    once; padded: separate rows with padding, for models with linear attention, attention sinks or custom attention
-    code; auto: packed if a small copy of the model is exact with packed rows, else padded"""
+    once; padded: separate rows with padding, for models with linear attention or custom attention code; auto: packed if
+    a small copy of the model is exact with packed rows, else padded"""
     lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()
 

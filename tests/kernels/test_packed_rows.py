@@ -104,7 +104,13 @@ def test_segments_name_the_prompt_that_they_follow() -> None:
 
 
 def one_at_a_time(
-    documents: list[list[int]], query: Tensor, key: Tensor, value: Tensor, window: int | None, cap: float | None
+    documents: list[list[int]],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    sinks: Tensor | None,
+    window: int | None,
+    cap: float | None,
 ) -> Tensor:
     """[1, L, H, E] by a product of each document alone."""
     groups = query.shape[1] // key.shape[1]
@@ -115,15 +121,20 @@ def one_at_a_time(
         scores = scores if cap is None else cap * torch.tanh(scores / cap)
         apart = torch.arange(len(own))[:, None] - torch.arange(len(own))
         seen = (apart >= 0) & (apart < (window or len(own)))
-        result[:, :, own] = torch.softmax(scores.masked_fill(~seen, -torch.inf), -1) @ value[:, :, own]
+        weights = scores.masked_fill(~seen, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0.0 if sinks is None else sinks.exp()[:, None, None])
+        result[:, :, own] = weights / total @ value[:, :, own]
     return result.transpose(1, 2)
 
 
-@pytest.mark.parametrize(("window", "cap"), [(None, None), (3, None), (None, 2.0), (3, 2.0)])
+@pytest.mark.parametrize(
+    ("window", "cap", "sunk"),
+    [(None, None, False), (3, None, False), (None, 2.0, False), (3, 2.0, False), (None, None, True), (3, None, True)],
+)
 @pytest.mark.parametrize("backend", ["sdpa", "flex", "flash", "torch"])
 @pytest.mark.parametrize("seed", range(3))
 def test_attention_is_that_of_each_document_alone(
-    monkeypatch: pytest.MonkeyPatch, backend: Any, window: int | None, cap: float | None, seed: int
+    monkeypatch: pytest.MonkeyPatch, backend: Any, window: int | None, cap: float | None, sunk: bool, seed: int
 ) -> None:
     torch_kernel = backend == "torch"  # which `flash` calls without flash-attn
     stand_in(monkeypatch, torch_kernel=torch_kernel)
@@ -134,13 +145,15 @@ def test_attention_is_that_of_each_document_alone(
     torch.manual_seed(seed)
     query = torch.randn(1, 4, row.input_ids.shape[1], 8, dtype=torch.float64)
     key, value = torch.randn(2, 1, 2, row.input_ids.shape[1], 8, dtype=torch.float64)
-    inputs = (query.requires_grad_(), key.requires_grad_(), value.requires_grad_())
+    inputs = [query.requires_grad_(), key.requires_grad_(), value.requires_grad_()]
+    sinks = torch.randn(4, dtype=torch.float64).requires_grad_() if sunk else None
     if torch_kernel and cap is not None:
         with pytest.raises(KernelInputError, match="cannot cap scores"):
             attend(now, *inputs, scale=0.4, window=window, cap=cap)
         return
-    found = attend(now, *inputs, scale=0.4, window=window, cap=cap)
-    wanted = one_at_a_time(indices_of(row, prompts, lengths), *inputs, window, cap)
+    found = attend(now, *inputs, scale=0.4, window=window, cap=cap, sinks=sinks)
+    wanted = one_at_a_time(indices_of(row, prompts, lengths), *inputs, sinks, window, cap)
+    inputs += [] if sinks is None else [sinks]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     gradient = torch.randn(found.shape, dtype=torch.float64)
     for one, other in zip(*(torch.autograd.grad(made, inputs, gradient) for made in (found, wanted)), strict=True):

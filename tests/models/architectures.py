@@ -22,6 +22,13 @@ _COMMON = {
     "bos_token_id": None,
 }
 _GEMMA = {"head_dim": 8, "query_pre_attn_scalar": 8, "layer_types": ["full_attention"] * 2}
+_SINKS = {
+    "head_dim": 16,
+    "sliding_window": 3,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "num_local_experts": 6,
+    "num_experts_per_tok": 2,
+}
 _GPT = {
     "vocab_size": 264,
     "n_embd": 32,
@@ -55,17 +62,26 @@ SHAPES: dict[str, dict[str, Any]] = {
     "cohere": _COMMON | {"logit_scale": 0.0625},
     "cohere2": _COMMON | {"logit_scale": 0.25, "layer_types": ["full_attention"] * 2},
     "gpt2": _GPT,
+    "gpt_oss": _COMMON
+    | _SINKS
+    | {"initializer_range": 0.2, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+    "granite_swa": _COMMON | _SINKS | {"attention_multiplier": 0.25},
+    "mimo_v2_flash": _COMMON | _SINKS | {"v_head_dim": 8, "n_routed_experts": 6, "moe_intermediate_size": 24},
     "gpt_neox": {name: value for name, value in _COMMON.items() if name != "num_key_value_heads"},
     "phi": _COMMON | {"partial_rotary_factor": 0.5},
     "opt": _OPT,
 }
 
 
-def build_tiny(kind: str, *, attention: str = "sdpa", seed: int = 0, **more: Any) -> Any:
-    """A random float32 model in evaluation mode, over the byte tokenizer's 260 ids and 4 that no token has."""
+def build_tiny(kind: str, *, attention: str | None = None, seed: int = 0, **more: Any) -> Any:
+    """A random float32 model in evaluation mode, over the byte tokenizer's 260 ids and 4 that no token has.
+
+    Attention is the best that transformers has for the model.
+    """
     config = AutoConfig.for_model(kind, **(SHAPES[kind] | more))
     torch.manual_seed(seed)
-    return AutoModelForCausalLM.from_config(config, attn_implementation=attention).eval()
+    made = AutoModelForCausalLM.from_config(config, attn_implementation=attention, experts_implementation="eager")
+    return made.eval()
 
 
 def write_tiny(directory: Path, kind: str, **more: Any) -> None:

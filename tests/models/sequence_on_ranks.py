@@ -53,6 +53,8 @@ CASES = {
     "windows": Case(kind="mistral", changes={"sliding_window": 4}),
     "windows, capped scores": Case(kind="gemma2", changes={**WINDOWS, "attn_logit_softcapping": 2.0}),
     "flex": Case(kind="gemma2", changes={**WINDOWS, "attn_logit_softcapping": 2.0}, attention="flex"),
+    "sinks": Case(kind="gpt_oss"),
+    "sinks, flash, adapters": Case(kind="mimo_v2_flash", attention="flash", adapted=True),
     "flash": Case(kind="qwen3", changes={"num_key_value_heads": 1}, attention="flash", energies=True),
     "recomputed": Case(kind="gemma3_text", changes=WINDOWS, checkpointing=True),
     "adapters": Case(kind="qwen3", energies=True, adapted=True),

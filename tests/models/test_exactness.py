@@ -32,7 +32,8 @@ sys.path.append(str(Path(__file__).parents[2] / "docs"))
 from generate_models import KINDS, TARGET, UNBUILDABLE, config_for, decide, page
 
 PACKED = {"qwen2", "qwen3", "qwen3_moe", "llama", "mistral", "gemma2", "gemma3_text", "gpt2", "stablelm", "nemotron"}
-PADDED = {"gpt_oss", "qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba", "jamba", "bart", "gptj", "bloom"}
+PACKED |= {"gpt_oss", "granite_swa", "granitemoe_swa", "mimo_v2_flash"}
+PADDED = {"qwen3_next", "qwen3_5", "qwen3_5_moe", "kimi_linear", "mamba", "jamba", "bart", "gptj", "bloom"}
 
 
 @pytest.fixture(autouse=True)

@@ -9,11 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from typing import cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
 from agentrl.kernels.attention.row import AttentionPass, PackedRow
@@ -29,16 +29,19 @@ def attend(
     scale: float | None = None,
     window: int | None = None,
     cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
     """Compute causal attention inside every document: query [1, H, L, E], key and value [1, G, L, E] -> [1, L, H, E].
 
     A token attends to the last ``window`` tokens of its document, including itself. With a ``cap``, scores z are capped
-    to cap tanh(z / cap). If ranks share the row, L are this rank's tokens, and H must be a multiple of their number.
+    to cap tanh(z / cap). ``sinks`` [H] are the scores of one more key of each head, with the value zero, which every
+    token reads. If ranks share the row, L are this rank's tokens, and H must be a multiple of their number.
     """
     if (ranks := attention_pass.sequence) is None:
-        return _attend_local_heads(attention_pass, query, key, value, scale, window, cap)
+        return _attend_local_heads(attention_pass, query, key, value, scale, window, cap, sinks)
     query, key, value = ranks.tokens_to_heads(query), ranks.kv_tokens_to_heads(key), ranks.kv_tokens_to_heads(value)
-    return ranks.heads_to_tokens(_attend_local_heads(attention_pass, query, key, value, scale, window, cap))
+    sinks = None if sinks is None else sinks[ranks.rank_slice(len(sinks))]
+    return ranks.heads_to_tokens(_attend_local_heads(attention_pass, query, key, value, scale, window, cap, sinks))
 
 
 def _attend_local_heads(
@@ -49,19 +52,26 @@ def _attend_local_heads(
     scale: float | None,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
-    if now.backend == "flex":
-        return attend_flex(now.row, query, key, value, scale=scale, window=window, cap=cap)
+    # The kernels of `flash` return no log-sum-exp with a gradient, which sinks need.
+    if now.backend == "flex" or (now.backend == "flash" and sinks is not None):
+        return attend_flex(now.row, query, key, value, scale=scale, window=window, cap=cap, sinks=sinks)
     if now.backend == "flash":
         return attend_flash(now.row, query, key, value, scale=scale, window=window, cap=cap)
     calls, places = now.row.segment_batches_by_length
-    if (name := ("sdpa", window, cap is None, query.dtype)) not in now.row.mask_cache:
-        now.row.mask_cache[name] = [
-            _additive_mask(*call, window, query.dtype, needed=cap is not None) for call in calls
-        ]
+    eager = cap is not None or sinks is not None
+    if (name := ("sdpa", window, eager, query.dtype)) not in now.row.mask_cache:
+        now.row.mask_cache[name] = [_additive_mask(*call, window, query.dtype, needed=eager) for call in calls]
     parts = [
         _attend_batch(
-            _select_tokens(query, queries), _select_tokens(key, keys), _select_tokens(value, keys), mask, scale, cap
+            _select_tokens(query, queries),
+            _select_tokens(key, keys),
+            _select_tokens(value, keys),
+            mask,
+            scale,
+            cap,
+            sinks,
         )
         .transpose(1, 2)
         .flatten(0, 1)
@@ -95,8 +105,12 @@ def attend_flex(
     scale: float | None,
     window: int | None,
     cap: float | None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run the backend `flex`: one call with a block mask. Compiled on GPUs; torch has no backward pass on CPUs."""
+    """Run the backend `flex`: one call with a block mask. Compiled on GPUs; torch has no backward pass on CPUs.
+
+    A sink z multiplies the result of a softmax with the log-sum-exp l by exp(l) / (exp(l) + exp(z)).
+    """
     if (name := ("flex", window)) not in row.mask_cache:
         row.mask_cache[name] = _block_mask(row, window)
     attended = _flex_function(compiled=query.is_cuda)(
@@ -107,8 +121,12 @@ def attend_flex(
         block_mask=row.mask_cache[name],
         scale=scale,
         enable_gqa=query.shape[1] != key.shape[1],
+        return_aux=None if sinks is None else AuxRequest(lse=True),
     )
-    return attended.transpose(1, 2)
+    if sinks is not None:
+        states, aux = attended
+        attended = (states * torch.sigmoid(aux.lse - sinks[:, None])[..., None]).to(states.dtype)
+    return cast(Tensor, attended).transpose(1, 2)
 
 
 @cache
@@ -122,8 +140,8 @@ def _cap_function(cap: float) -> Callable[..., Tensor]:
 
 
 @cache
-def _flex_function(*, compiled: bool) -> Callable[..., Tensor]:
-    return cast(Callable[..., Tensor], torch.compile(flex_attention) if compiled else flex_attention)
+def _flex_function(*, compiled: bool) -> Callable[..., Any]:
+    return cast(Callable[..., Any], torch.compile(flex_attention) if compiled else flex_attention)
 
 
 def _block_mask(row: PackedRow, window: int | None) -> BlockMask:
@@ -229,29 +247,45 @@ def _select_tokens(states: Tensor, indices: Tensor) -> Tensor:
 
 
 def _attend_batch(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None, cap: float | None
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    cap: float | None,
+    sinks: Tensor | None,
 ) -> Tensor:
     """Compute attention of queries [n, H, w, E] to keys [n, G, k, E], causal if there is no mask."""
-    if cap is not None and mask is not None:
-        return capped_attention(query, key, value, mask == 0, scale=scale, cap=cap)
+    if mask is not None and (cap is not None or sinks is not None):
+        return eager_attention(query, key, value, mask == 0, scale=scale, cap=cap, sinks=sinks)
     grouped = query.shape[1] != key.shape[1]
     return scaled_dot_product_attention(
         query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
     )
 
 
-def capped_attention(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, *, scale: float | None, cap: float
+def eager_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    *,
+    scale: float | None,
+    cap: float | None = None,
+    sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute softmax(cap tanh(scale q k^T / cap)) v [n, H, w, E] where ``mask`` is True, with a float32 softmax.
+    """Compute attention [n, H, w, E] where ``mask`` is True, with a float32 softmax. For caps and sinks as in `attend`.
 
     Materializes all scores [n, H, w, w].
     """
     groups = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
     scores = query @ key.mT * (query.shape[-1] ** -0.5 if scale is None else scale)
-    scores = cap * torch.tanh(scores / cap)
+    if cap is not None:
+        scores = cap * torch.tanh(scores / cap)
     if mask is not None:
         scores = scores.masked_fill(~mask, torch.finfo(scores.dtype).min)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], dim=-1)
     wide = torch.promote_types(scores.dtype, torch.float32)
-    return torch.softmax(scores, dim=-1, dtype=wide).to(value.dtype) @ value
+    return torch.softmax(scores, dim=-1, dtype=wide)[..., : key.shape[2]].to(value.dtype) @ value
