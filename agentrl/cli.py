@@ -152,13 +152,13 @@ def evaluate(
 ) -> None:
     """Evaluate a model on benchmarks: avg@n with intervals, pass@k, maj@n, conversations. Resumes automatically."""
     from agentrl.config import run_config_for_model
-    from agentrl.evaluation.settings import EvaluationRequest, overrides_from_options, parse_integers
+    from agentrl.evaluation.settings import EvaluationOptions, overrides_from_options, parse_integers
 
     from_options = overrides_from_options(model=model, base_url=base_url, preset=preset, n=n, falsified=falsified)
     run_config = None if model is None or base_url is not None else run_config_for_model(model)
     command: Command = "check-data" if check_data else "eval"
     settings = _load_settings(command, [*from_options, *(overrides or [])], env=env, config=config or run_config)
-    request = EvaluationRequest(
+    request = EvaluationOptions(
         benchmarks=tuple(name.strip() for name in benchmarks.split(",") if name.strip()),
         data_dir=data_dir,
         output=output,
@@ -170,9 +170,9 @@ def evaluate(
         check_benchmarks_command(settings, request)
         return
     from agentrl.evaluation.run import evaluate_command
-    from agentrl.viewer.export import export_evaluation
+    from agentrl.viewer.export import export_evaluation_page
 
-    evaluate_command(settings, request, write_report=export_evaluation)
+    evaluate_command(settings, request, write_report=export_evaluation_page)
 
 
 @app.command()

@@ -35,12 +35,12 @@ from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.results import default_pass_ks
 from agentrl.evaluation.run import run_rollouts, write_results
 from agentrl.evaluation.samplers import ModelSampler
-from agentrl.evaluation.settings import EvaluationRequest, with_evaluation_limits
+from agentrl.evaluation.settings import EvaluationOptions, with_evaluation_limits
 from agentrl.models.loading import train_tokenizer
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Sampling
 from agentrl.telemetry.console import Console
-from agentrl.viewer.export import export_evaluation
+from agentrl.viewer.export import export_evaluation_page
 from agentrl_envs.types import Problem
 
 WORK = "Let me compute first.\n```python\nprint(sum(k * k for k in range(1000)))\n```"
@@ -192,7 +192,7 @@ def main() -> int:
         ]
     rollouts = options.n * sum(len(one.problems) for one in sets)
     console = Console(settings.telemetry)
-    request = EvaluationRequest(benchmarks=names)
+    request = EvaluationOptions(benchmarks=names)
     memory = Memory()
     with tempfile.TemporaryDirectory() as temporary:
         output = options.output or Path(temporary) / "evaluation"
@@ -202,7 +202,7 @@ def main() -> int:
             play(run_rollouts(settings, sets, output, console, sampler=sampler), memory, output / "rollouts.jsonl.zst")
         )
         played, cpu_then = time.monotonic(), cpu_seconds()
-        results = write_results(directory, settings, sets, request, console, export_evaluation)
+        results = write_results(directory, settings, sets, request, console, export_evaluation_page)
         ended = time.monotonic()
         size = directory.rollouts.stat().st_size / 2**20
         report = directory.report.stat().st_size / 2**20

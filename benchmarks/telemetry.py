@@ -19,8 +19,8 @@ from made_tokens import made_record, made_tokens
 
 from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens import TokenFacts, TokenFile, TrajectoryTokens, write_tokens
-from agentrl.telemetry.trace import span, start_trace, stop_trace
+from agentrl.telemetry.tokens import TokenFile, TokenMetadata, TrajectoryTokens, write_tokens
+from agentrl.telemetry.trace import start_trace, stop_trace, trace_span
 
 REPEATS = 5
 SLICES = 100_000
@@ -69,7 +69,7 @@ def trajectories_cost(trajectories: int, tokens: int) -> None:
 def statistics_cost(trajectories: int, tokens: int) -> float:
     """Seconds to write a token's statistics."""
     step = rows(trajectories, tokens)
-    facts = TokenFacts(step=1, version=0, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean")
+    facts = TokenMetadata(step=1, version=0, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean")
     writing, reading = [], []
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "tokens.parquet"
@@ -104,7 +104,7 @@ def trace_cost() -> float:
 def slices() -> float:
     began = time.perf_counter()
     for number in range(SLICES):
-        with span("turn", number=number):
+        with trace_span("turn", number=number):
             pass
     return (time.perf_counter() - began) / SLICES
 

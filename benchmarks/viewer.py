@@ -30,7 +30,7 @@ from playwright.sync_api import Page, sync_playwright
 from tokenizers import Tokenizer, decoders, models
 
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens import TokenFacts, write_tokens
+from agentrl.telemetry.tokens import TokenMetadata, write_tokens
 from agentrl.viewer.runs import Library
 
 LONG = 16_384  # tokens of each step's first trajectory
@@ -70,7 +70,7 @@ METRICS = (
 
 def _write_step(run: RunDirectory, step: int, lengths: Sequence[int], draw: np.random.Generator) -> None:
     run.write_trajectories(step, (made_record(step, number, length, draw) for number, length in enumerate(lengths)))
-    facts = TokenFacts(
+    facts = TokenMetadata(
         step=step, version=step - 1, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean"
     )
     rows = [

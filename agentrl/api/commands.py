@@ -29,7 +29,7 @@ from agentrl.api.run import EvaluationRun, Run
 from agentrl.cli import prepare_process
 from agentrl.config import load_settings, run_config_for_model, settings_warnings
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.settings import EvaluationRequest, overrides_from_options
+from agentrl.evaluation.settings import EvaluationOptions, overrides_from_options
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -166,10 +166,10 @@ def evaluate(
         resolved = load_settings(environment, config or found, overrides, command="eval")
         with prepared_process_state():
             from agentrl.evaluation.run import evaluate_command
-            from agentrl.viewer.export import export_evaluation
+            from agentrl.viewer.export import export_evaluation_page
 
-            request = EvaluationRequest(benchmarks=tuple(wanted), output=folder)
-            evaluate_command(resolved, request, write_report=export_evaluation)
+            request = EvaluationOptions(benchmarks=tuple(wanted), output=folder)
+            evaluate_command(resolved, request, write_report=export_evaluation_page)
     return EvaluationRun(folder)
 
 

@@ -17,7 +17,7 @@ from typing import cast
 
 from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import ProblemRow, ProblemSetRecord
-from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections
+from agentrl.evaluation.settings import EvaluationOptions, EvaluationSections
 from agentrl.problems.rows import ProblemFieldError, ProblemLoadError
 from agentrl.problems.sampler import digest_of_columns
 from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
@@ -248,7 +248,7 @@ def load_problem_sets(settings: EvaluationSections, names: Sequence[str], data_d
         raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
     # An agent program receives the output of its tools directly, so the output cannot be falsified here.
     falsified = settings.evaluation.falsified and not is_agent_program(settings.env)
-    return sets + (_falsified_sets(sets) if falsified else [])
+    return sets + (_copy_sets_for_falsified_observations(sets) if falsified else [])
 
 
 def load_held_out_problems(settings: EvaluationSections) -> list[Problem]:
@@ -295,8 +295,8 @@ def _load_benchmark_set(name: str, data_dir: Path | None, *, answered: bool) -> 
     return ProblemSet(name=name if name in BENCHMARKS else Path(name).stem, problems=problems, revision="")
 
 
-def _falsified_sets(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
-    """Return falsified copies of the sets, limited to problems that reveal a value by execution."""
+def _copy_sets_for_falsified_observations(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
+    """Copy the sets to measure falsified observations, without problems whose observations reveal no value."""
     revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
     return [
         ProblemSet(name=one.name + FALSIFIED_SUFFIX, problems=problems, revision=one.revision, falsified=True)
@@ -305,7 +305,7 @@ def _falsified_sets(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
     ]
 
 
-def check_benchmarks_command(settings: EvaluationSections, request: EvaluationRequest) -> None:
+def check_benchmarks_command(settings: EvaluationSections, request: EvaluationOptions) -> None:
     """Print the errors in the data of each benchmark, as found by :func:`check_benchmark`.
 
     Raises SettingsError if there is an error.

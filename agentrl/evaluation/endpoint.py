@@ -26,7 +26,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.endpoint_messages import (
     MessageDelta,
     RetryableError,
-    error_message,
+    extract_error_message,
     find_usage,
     first_choice,
     parse_json_object,
@@ -218,7 +218,7 @@ class TextEngine:
         """Call ``once`` until it succeeds, for up to ``retry_deadline`` seconds."""
         try:
             async for attempt in stamina.retry_context(
-                on=_retry_decision,
+                on=_decide_retry_or_delay,
                 attempts=None,
                 timeout=self._settings.retry_deadline,
                 wait_initial=0.1,
@@ -281,7 +281,7 @@ class TextEngine:
         if status == 200:
             return
         await response.aread()
-        message = f"{status} {response.reason_phrase}: {error_message(response.text)}"
+        message = f"{status} {response.reason_phrase}: {extract_error_message(response.text)}"
         if status in _RETRIED_STATUSES:
             raise RetryableError(message, parse_retry_after(response.headers.get("retry-after")))
         if status in (401, 403):
@@ -353,7 +353,7 @@ class TextEngine:
             self._fingerprints.add(replace_lone_surrogates(fingerprint))
 
 
-def _retry_decision(error: Exception) -> bool | float:
+def _decide_retry_or_delay(error: Exception) -> bool | float:
     """Return False for no retry, True for a retry with backoff, or 0 for an immediate retry.
 
     After a ``Retry-After`` no backoff is needed, because `_wait_for_rate_limit` waits.

@@ -63,7 +63,7 @@ async def parse_server_sent_events(chunks: AsyncIterable[bytes]) -> AsyncIterato
                     return
                 event = parse_json_object(data)
                 if "error" in event:
-                    raise RetryableError(f"the stream reported an error: {error_message(data)}")
+                    raise RetryableError(f"the stream reported an error: {extract_error_message(data)}")
                 yield event
 
 
@@ -101,7 +101,7 @@ def find_usage(answer: JSONObject) -> JSONObject:
     return usage if isinstance(usage, dict) else {}
 
 
-def error_message(text: str) -> str:
+def extract_error_message(text: str) -> str:
     """Extract the error message from a response of any format."""
     try:
         value = json.loads(text)

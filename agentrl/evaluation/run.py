@@ -25,7 +25,7 @@ from agentrl.evaluation.formats import BenchmarkResults, Results
 from agentrl.evaluation.plots import draw_results
 from agentrl.evaluation.provenance import build_provenance, configured_engine_record
 from agentrl.evaluation.results import RolloutIndex, default_pass_ks, make_results, result_tables
-from agentrl.evaluation.settings import EvaluationRequest, EvaluationSections, with_evaluation_limits
+from agentrl.evaluation.settings import EvaluationOptions, EvaluationSections, with_evaluation_limits
 from agentrl.evaluation.transcripts import RolloutLog, Transcript
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.run_directory import RunDirectory
@@ -50,10 +50,10 @@ _MOST_NAMED_PROBLEMS = 3  # maximum number of problems named in a warning
 
 
 WriteReport = Callable[[Path, Path], None]
-"""Function that writes the page of the evaluation in a directory to a file, such as `export_evaluation`."""
+"""Function that writes the page of the evaluation in a directory to a file, such as `export_evaluation_page`."""
 
 
-def evaluate_command(settings: EvaluationSections, request: EvaluationRequest, *, write_report: WriteReport) -> Results:
+def evaluate_command(settings: EvaluationSections, request: EvaluationOptions, *, write_report: WriteReport) -> Results:
     """Run an evaluation, print its tables and return its results. After Ctrl-C, the same command continues it."""
     n = settings.evaluation.samples
     for k in request.ks:
@@ -115,7 +115,7 @@ async def run_rollouts(
         elif sampler is None:
             sampler = await open_sampler(settings, output)
             stack.push_async_callback(sampler.close)
-        prompts = await _read_prompts(sets, environment)
+        prompts = await _build_prompts(sets, environment)
         too_long = sampler.prompts_too_long(prompts)
         record = build_provenance(
             settings,
@@ -254,7 +254,7 @@ def write_results(
     directory: EvaluationDirectory,
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],
-    request: EvaluationRequest,
+    request: EvaluationOptions,
     console: Console,
     write_report: WriteReport,
 ) -> Results:
@@ -319,7 +319,7 @@ def default_output_directory(settings: EvaluationSections, sets: Sequence[Proble
     return Path("evaluations") / f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
 
 
-async def _read_prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
+async def _build_prompts(sets: Sequence[ProblemSet], environment: Environment) -> dict[tuple[str, str], str]:
     prompts = {}
     for one in sets:
         for problem in one.problems:

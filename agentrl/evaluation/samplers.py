@@ -51,7 +51,7 @@ async def open_and_verify_engine(managed: ManagedEngine, settings: EvaluationSec
     and return the same scores for the probe. Raises SettingsError or WorldError.
     """
     try:
-        reading = asyncio.to_thread(_fingerprint_and_probe, settings, codec)
+        reading = asyncio.to_thread(_compute_fingerprint_and_probe, settings, codec)
         (fingerprint, probe), _ = await asyncio.gather(reading, managed.open())
         problem = await managed.verify(0, probe)
         if problem is not None:
@@ -63,7 +63,7 @@ async def open_and_verify_engine(managed: ManagedEngine, settings: EvaluationSec
 
 
 @torch.inference_mode()
-def _fingerprint_and_probe(settings: EvaluationSections, codec: TextCodec) -> tuple[str, Probe]:
+def _compute_fingerprint_and_probe(settings: EvaluationSections, codec: TextCodec) -> tuple[str, Probe]:
     """Load the model, and return its fingerprint and its scores of the probe."""
     policy = settings.model.model_copy(update={"attention": "sdpa"})
     model = read_model(str(settings.model.path), policy).eval()

@@ -160,7 +160,7 @@ class EvaluationSections(EnvironmentRelatedSettings, EngineRelatedSettings, Prot
 
 
 @dataclass(frozen=True, kw_only=True)
-class EvaluationRequest:
+class EvaluationOptions:
     """Command-line options that are not settings. Empty ``ks`` means 1, 2, 4 .. n."""
 
     benchmarks: tuple[str, ...] = ()

@@ -283,7 +283,7 @@ def read_rollouts(path: Path) -> Iterator[Transcript]:
     """
     if not path.exists():
         return
-    for position, frame in _complete_frames(path):
+    for position, frame in _decompress_complete_frames(path):
         try:
             yield Transcript.from_record(json.loads(frame))
         except (ValueError, KeyError, TypeError) as error:
@@ -296,7 +296,7 @@ def remove_incomplete_frame(path: Path) -> int:
         return 0
     with os_errors_as_world_errors(path, "repair"):
         end = 0
-        for position, _ in _complete_frames(path, ends=True):
+        for position, _ in _decompress_complete_frames(path, position_is_end=True):
             end = position
         size = path.stat().st_size
         if end < size:
@@ -306,10 +306,10 @@ def remove_incomplete_frame(path: Path) -> int:
         return size - end
 
 
-def _complete_frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, bytes]]:
+def _decompress_complete_frames(path: Path, *, position_is_end: bool = False) -> Iterator[tuple[int, bytes]]:
     """Yield the position and the content of each complete frame.
 
-    The position is the frame's start, or the frame's end if ``ends``.
+    The position is the frame's start, or the frame's end if ``position_is_end``.
     """
     unpacker = zstandard.ZstdDecompressor()
     with os_errors_as_world_errors(path, "read"), path.open("rb") as file:
@@ -327,5 +327,5 @@ def _complete_frames(path: Path, *, ends: bool = False) -> Iterator[tuple[int, b
             pending = frame.unused_data if frame.eof else b""
             position += len(data) - len(pending)
             if frame.eof:
-                yield (position if ends else begin), b"".join(parts)
+                yield (position if position_is_end else begin), b"".join(parts)
                 begin, frame, parts = position, unpacker.decompressobj(), []

@@ -23,7 +23,7 @@ from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampling
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
-from agentrl.telemetry.trace import span
+from agentrl.telemetry.trace import trace_span
 from agentrl.trajectory import Segment, Trajectory, with_path_weights
 from agentrl_envs.chat import MarkedText
 from agentrl_envs.episode import Environment, Episode, Policy, ReportsRunningCall, RolloutResult, UnavailableError
@@ -164,7 +164,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         """
         seconds = self.settings.environment_deadline
         try:
-            with span(name) as facts:
+            with trace_span(name) as facts:
                 async with asyncio.timeout(seconds) as limit:
                     yield facts
         except TimeoutError:
@@ -177,7 +177,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
     async def sample(self, episode: Episode) -> str | None:
         room = self.settings.max_response_tokens - self.response_tokens
         limit = min(self.settings.max_turn_tokens, room)
-        with span("turn"):
+        with trace_span("turn"):
             text = await self._sample_turn(episode, limit)
         self.context_full = self.context_full and limit == room
         return text
@@ -346,7 +346,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         """
         request_id = f"{self.name}-{turn:04d}-{part:06d}"
         if self.turn_barrier is not None:
-            with span("wait for other rollouts"):
+            with trace_span("wait for other rollouts"):
                 await self.turn_barrier.wait_for_all(request_id)
         completion = await self.engine.generate(
             tuple(context),

@@ -206,10 +206,10 @@ def reward_collapse(rows: Sequence[Metrics]) -> str | None:
     if held_out is not None and (errors := _fall_in_errors(held_out)) > _COLLAPSE_ERRORS:
         start, end = held_out["start"], held_out["end"]
         return f"the held-out score fell from {start:.3g} before training to {end:.3g}, by {errors:.1f} standard errors"
-    return _below_the_start(rows) or _below_the_best(rows)
+    return _describe_fall_below_start(rows) or _describe_fall_below_best(rows)
 
 
-def _below_the_start(rows: Sequence[Metrics]) -> str | None:
+def _describe_fall_below_start(rows: Sequence[Metrics]) -> str | None:
     scored = [row for row in rows if "reward/stderr" in row]
     if len(scored) < _FIRST_COMPARISON:
         return None
@@ -236,7 +236,7 @@ def _below_the_start(rows: Sequence[Metrics]) -> str | None:
     return None
 
 
-def _below_the_best(rows: Sequence[Metrics]) -> str | None:
+def _describe_fall_below_best(rows: Sequence[Metrics]) -> str | None:
     values = _values_of(rows, "reward/mean")
     if len(values) < _PAST_STEPS + _RECENT_STEPS:
         return None
@@ -294,7 +294,7 @@ def never_correct(rows: Sequence[Metrics]) -> str | None:
     played = [row for row in rows if row.get("reward/count")]
     if len(played) < _FIRST_COMPARISON or any(row.get("rollout/verdict/correct") for row in played):
         return None
-    if _constant_reward(played) is None or played[0]["reward/mean"] > 0:
+    if _reward_if_all_equal(played) is None or played[0]["reward/mean"] > 0:
         return None
     return f"no rollout of {_format_steps(played)} was correct: all have the reward {played[0]['reward/mean']:.3g}"
 
@@ -308,12 +308,12 @@ def never_correct(rows: Sequence[Metrics]) -> str | None:
 )
 def constant_reward(rows: Sequence[Metrics]) -> str | None:
     recent = rows[-_RECENT_STEPS:]
-    value = _constant_reward(recent)
+    value = _reward_if_all_equal(recent)
     if len(recent) < _RECENT_STEPS or value is None:
         return None
     if value <= 0 and not any(row.get("rollout/verdict/correct") for row in recent):
         return None  # the rule no_signal covers rare successes
-    when = "since the first step" if _constant_reward(rows) is not None else f"of the last {_RECENT_STEPS} steps"
+    when = "since the first step" if _reward_if_all_equal(rows) is not None else f"of the last {_RECENT_STEPS} steps"
     return f"every rollout {when} has the reward {value:.3g}"
 
 
@@ -464,7 +464,7 @@ def memory(rows: Sequence[Metrics]) -> str | None:
 
 
 MACHINE_METRICS = (DISK_FREE, MEMORY_FREE)
-"""Metrics that :func:`agentrl.telemetry.machine.free_resources` adds to rows for the rules. No file contains them."""
+"""Metrics of :func:`agentrl.telemetry.machine.measure_free_resources`, read by rules only. No file contains them."""
 
 ALERT_NAMES = tuple(rule.name for rule in RULES)
 
@@ -481,7 +481,7 @@ def _first_and_last_means(rows: Sequence[Metrics], key: str) -> tuple[float | No
     return statistics.fmean(values[:_RECENT_STEPS]), statistics.fmean(values[-_RECENT_STEPS:])
 
 
-def _constant_reward(rows: Sequence[Metrics]) -> float | None:
+def _reward_if_all_equal(rows: Sequence[Metrics]) -> float | None:
     """Return the reward of all rollouts of the rows if their rewards are equal, otherwise None."""
     values = {row.get("reward/mean") for row in rows}
     alike = len(values) == 1 and all(row.get("reward/stderr") == 0 for row in rows)

@@ -128,7 +128,7 @@ def acquire_lock(path: Path, message: str, *, deadline: float) -> int:
             os.close(lock)
             raise SettingsError(f"{message} (waited {deadline:.0f} s)") from error
         os.ftruncate(lock, 0)
-        os.pwrite(lock, _kernel_id().encode(), 0)
+        os.pwrite(lock, _machine_boot_id().encode(), 0)
         return lock
 
 
@@ -145,7 +145,7 @@ def lock_is_held(path: Path) -> bool | None:
         return None
     try:
         fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)  # released by closing; acquire_lock retries meanwhile
-        return False if os.read(lock, 256).decode(errors="replace") == _kernel_id() else None
+        return False if os.read(lock, 256).decode(errors="replace") == _machine_boot_id() else None
     except BlockingIOError:
         return True
     except OSError:  # the file system has no flock
@@ -154,7 +154,7 @@ def lock_is_held(path: Path) -> bool | None:
         os.close(lock)
 
 
-def _kernel_id() -> str:
+def _machine_boot_id() -> str:
     """Return the identity of the running kernel. Containers on one machine share the kernel and its locks."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()

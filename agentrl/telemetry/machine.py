@@ -39,35 +39,35 @@ def describe_machine() -> list[str]:
 def usable_cores() -> int:
     """Return the number of cores that this process may use: its affinity, limited by its control group's quota."""
     cores = len(os.sched_getaffinity(0))
-    return min(cores, _parse_core_quota(_read_kernel_file("/sys/fs/cgroup/cpu.max")) or cores)
+    return min(cores, _parse_core_quota(_read_text_or_empty("/sys/fs/cgroup/cpu.max")) or cores)
 
 
 def usable_memory() -> int:
     """Return the memory of the machine in bytes, limited by this process's control group."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    limit = _read_kernel_file("/sys/fs/cgroup/memory.max").strip()
+    limit = _read_text_or_empty("/sys/fs/cgroup/memory.max").strip()
     return min(memory, int(limit)) if limit.isdigit() else memory
 
 
-def free_resources(folder: Path) -> dict[str, float]:
+def measure_free_resources(folder: Path) -> dict[str, float]:
     """Return the free bytes on the disk of ``folder`` and the free fraction of usable memory, for alerts."""
-    metrics = {MEMORY_FREE: free_memory() / usable_memory()}
+    metrics = {MEMORY_FREE: free_memory_bytes() / usable_memory()}
     with contextlib.suppress(OSError):  # an unavailable disk has no value
         metrics[DISK_FREE] = float(shutil.disk_usage(folder).free)
     return metrics
 
 
-def free_memory() -> int:
+def free_memory_bytes() -> int:
     """Return the available memory in bytes, limited by the free memory of the control group without its cache."""
-    machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read_kernel_file("/proc/meminfo"), re.MULTILINE)
+    machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text_or_empty("/proc/meminfo"), re.MULTILINE)
     free = int(machine[1]) * 1024 if machine else usable_memory()
     limit, used = (
-        _read_kernel_file("/sys/fs/cgroup/memory.max").strip(),
-        _read_kernel_file("/sys/fs/cgroup/memory.current").strip(),
+        _read_text_or_empty("/sys/fs/cgroup/memory.max").strip(),
+        _read_text_or_empty("/sys/fs/cgroup/memory.current").strip(),
     )
     if not (limit.isdigit() and used.isdigit()):
         return free
-    cache = re.search(r"^inactive_file (\d+)", _read_kernel_file("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
+    cache = re.search(r"^inactive_file (\d+)", _read_text_or_empty("/sys/fs/cgroup/memory.stat"), re.MULTILINE)
     return max(0, min(free, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
 
 
@@ -84,7 +84,7 @@ def _parse_core_quota(text: str) -> int | None:
     return max(1, -(-int(parts[0]) // int(parts[1])))
 
 
-def _read_kernel_file(path: str) -> str:
+def _read_text_or_empty(path: str) -> str:
     try:
         return Path(path).read_text(encoding="ascii")
     except OSError:

@@ -66,7 +66,7 @@ def register_metric(
     """
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)+", name):
         raise ValueError(f"metric {name!r}: the name must contain a group and a slash, such as search/calls_mean")
-    _check_format(name, console)
+    _check_console_format(name, console)
 
     def add(measure: Measure) -> Measure:
         metric = Metric(name, unit, meaning, healthy, console=console)
@@ -96,13 +96,15 @@ def compute_user_metrics(trajectories: Sequence[object], reserved_names: Contain
     return values
 
 
-def _check_format(name: str, console: str) -> None:
+def _check_console_format(metric: str, template: str) -> None:
     try:
-        shown = console.format(0.5) if console else "0.5"
+        shown = template.format(0.5) if template else "0.5"
     except (ValueError, IndexError, KeyError) as error:
-        raise ValueError(f"metric {name!r}: console={console!r} cannot format a number ({error})") from error
+        raise ValueError(f"metric {metric!r}: console={template!r} cannot format a number ({error})") from error
     if not any(sign.isdigit() for sign in shown):
-        raise ValueError(f"metric {name!r}: console={console!r} displays no number; write for example 'turns {{:.1f}}'")
+        raise ValueError(
+            f"metric {metric!r}: console={template!r} displays no number; use for example 'turns {{:.1f}}'"
+        )
 
 
 _TRAINED = "at least one group was trained on"

@@ -61,8 +61,8 @@ class RunDirectory:
             raise SettingsError(f"the run directory {run.path} is a file: choose another name=... or runs_dir=...")
         try:
             run.path.mkdir(parents=True, exist_ok=True)
-            used = sorted(entry.name for entry in run.path.iterdir() if not _is_left_by_killed_evaluation(entry.name))
-            if used and not run._has_only_unused_entries(used):
+            used = sorted(entry.name for entry in run.path.iterdir() if not _is_left_by_killed_run(entry.name))
+            if used and not run._is_run_without_rows(used):
                 raise SettingsError(
                     f"the run directory {run.path} is not empty (it contains {', '.join(used[:5])}"
                     f"{', ...' if len(used) > 5 else ''}): continue that run with --resume, or choose another name=..."
@@ -210,12 +210,12 @@ class RunDirectory:
                     if any(later > step for later in _steps_of_files([file])):
                         file.unlink()
 
-    def _has_only_unused_entries(self, names: Iterable[str]) -> bool:
-        """Return True if ``names``, the entries of the directory, belong to a run that wrote no row."""
+    def _is_run_without_rows(self, entries: Iterable[str]) -> bool:
+        """Return True if ``entries``, the names in the directory, belong to a run that wrote no row."""
         folders = (self.trajectories, self.checkpoints, self.plots)
         begun = (self.config, self.metrics_file, self.logs, self.trackers, self.trace, self.path / "tokenizer.json")
         expected = {path.name for path in (*begun, *folders)}
-        if not self.config.is_file() or not expected.issuperset(names):
+        if not self.config.is_file() or not expected.issuperset(entries):
             return False
         empty = not self.metrics_file.exists() or self.metrics_file.stat().st_size == 0
         return empty and not any(any(folder.iterdir()) for folder in folders if folder.is_dir())
@@ -238,7 +238,7 @@ class RunDirectory:
         self._unlock = weakref.finalize(self, os.close, lock)
 
 
-def _is_left_by_killed_evaluation(name: str) -> bool:
+def _is_left_by_killed_run(name: str) -> bool:
     """Return True for a file that a run may leave if it is killed before it starts."""
     return name == "lock" or (name.startswith(".") and name.endswith(".partial"))
 

@@ -48,7 +48,7 @@ class TelemetrySettings(BaseModel):
 
     @field_validator("stop_on")
     @classmethod
-    def _known(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_alert_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             if name not in ALERT_NAMES:
                 raise ValueError(f"unknown alert {name!r}; valid: {', '.join(ALERT_NAMES)}")
@@ -56,7 +56,7 @@ class TelemetrySettings(BaseModel):
 
     @field_validator("trackers")
     @classmethod
-    def _trackers(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+    def _check_tracker_names(cls, names: tuple[str, ...]) -> tuple[str, ...]:
         for name in names:
             TRACKERS.check(name)
         return names

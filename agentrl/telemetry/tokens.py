@@ -94,7 +94,7 @@ class TrajectoryTokens:
         return {name: values for name, values in arrays.items() if values is not None} | numbers
 
     @property
-    def update_ratios(self) -> np.ndarray:
+    def update_probability_ratios(self) -> np.ndarray:
         """Probability ratios [K] float64: the updated policy divided by the policy before the step."""
         if self.update_log_probs is None:
             return np.ones(len(self))
@@ -152,7 +152,7 @@ def realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.nd
 
 
 @dataclass(frozen=True, kw_only=True)
-class TokenFacts:
+class TokenMetadata:
     """Properties common to all rows of a file: the step, and the rules that computed advantages and losses."""
 
     step: int
@@ -167,7 +167,7 @@ class TokenFacts:
     format: int = FORMAT
 
 
-def write_tokens(path: Path, facts: TokenFacts, rows: Sequence[TrajectoryTokens]) -> None:
+def write_tokens(path: Path, facts: TokenMetadata, rows: Sequence[TrajectoryTokens]) -> None:
     """Write the rows of one rank atomically. Raises WorldError if the file cannot be written."""
     import pyarrow.parquet as pq
 
@@ -211,7 +211,7 @@ class TokenFile:
                 "use the version that wrote the run"
             )
         with malformed_as_world_error(str(path)):
-            self.facts = TokenFacts(**content)
+            self.facts = TokenMetadata(**content)
 
     def rows(self, groups: Collection[int] | None = None) -> Iterator[TrajectoryTokens]:
         """Yield the rows in the order of the file. With ``groups``, only their rows and their blocks are read."""
@@ -303,7 +303,7 @@ class StoredTrajectory:
         return row_key_of_record(self.record)
 
     @cached_property
-    def positions(self) -> np.ndarray:
+    def model_token_positions(self) -> np.ndarray:
         """Positions [K] of the model tokens in the response."""
         return np.flatnonzero(self.model_mask)
 
@@ -324,8 +324,8 @@ class StoredTrajectory:
         lengths = [len(item["token_ids"]) for item in segments]
         spans = [span for item in segments for span in item["version_spans"]]
         columns: TokenColumns = {
-            "position": self.positions,
-            "index": np.arange(len(self.positions)),
+            "position": self.model_token_positions,
+            "index": np.arange(len(self.model_token_positions)),
             "turn": np.repeat(np.arange(len(segments)), lengths),
             "token_id": np.array([token for item in segments for token in item["token_ids"]], dtype=np.int64),
             "engine_log_probs": np.array([value for item in segments for value in item["log_probs"]], dtype=np.float64),
@@ -347,7 +347,7 @@ class StoredStep:
 
     step: int
     trajectories: tuple[StoredTrajectory, ...]
-    facts: TokenFacts | None
+    facts: TokenMetadata | None
     rows: dict[RowKey, TrajectoryTokens]
     warnings: tuple[str, ...] = ()
 
@@ -397,12 +397,12 @@ def row_key_of_record(record: JsonRecord) -> RowKey:
 
 def _read_token_files(
     run: RunDirectory, step: int, groups: Collection[int] | None
-) -> tuple[TokenFacts | None, dict[RowKey, TrajectoryTokens], list[str]]:
+) -> tuple[TokenMetadata | None, dict[RowKey, TrajectoryTokens], list[str]]:
     """Read facts, rows and warnings from the files of all ranks.
 
     Ranks of a sequence-parallel group store the same rows.
     """
-    facts: TokenFacts | None = None
+    facts: TokenMetadata | None = None
     rows: dict[RowKey, TrajectoryTokens] = {}
     warnings = []
     for path in run.token_statistics_files(step):

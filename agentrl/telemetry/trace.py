@@ -34,9 +34,9 @@ _TASK_LANE: ContextVar[Lane | None] = ContextVar("lane", default=None)
 
 
 class Trace:
-    """Trace writer of one process. ``main`` is the group of the default lane, ``main_lane``."""
+    """Trace writer of one process. ``main_group`` is the group of the default lane, ``main_lane``."""
 
-    def __init__(self, path: Path, main: str) -> None:
+    def __init__(self, path: Path, main_group: str) -> None:
         with os_errors_as_world_errors(path, "write"):
             _create_trace_file(path)
             self._file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
@@ -48,7 +48,7 @@ class Trace:
         self._wall_offset = time.time_ns() - time.monotonic_ns()
         self._free: dict[str, list[int]] = {}
         self._used: dict[str, int] = {}
-        self.main_lane = self.reserve_lane(main)
+        self.main_lane = self.reserve_lane(main_group)
 
     def reserve_lane(self, group: str) -> Lane:
         """Reserve the lowest free lane of a group."""
@@ -111,11 +111,11 @@ class Trace:
 _current: Trace | None = None
 
 
-def start_trace(path: Path, main: str) -> None:
+def start_trace(path: Path, main_group: str) -> None:
     """Start tracing this process into ``path``, unless it is already traced."""
     global _current
     if _current is None:
-        _current = Trace(path, main)
+        _current = Trace(path, main_group)
 
 
 def stop_trace() -> None:
@@ -127,7 +127,7 @@ def stop_trace() -> None:
 
 
 @contextlib.contextmanager
-def span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
+def trace_span(name: str, **facts: Fact) -> Iterator[dict[str, Fact]]:
     """Trace the block as a slice on the lane of this task or process. The yielded mapping accepts further facts."""
     trace = _current
     if trace is None:
@@ -157,10 +157,10 @@ def reserve_lane(group: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def traced_service_call(group: str, name: str, **facts: Fact) -> Iterator[None]:
+def trace_service_call(group: str, name: str, **facts: Fact) -> Iterator[None]:
     """Trace the block on the task's lane, if any, and on a lane of the service ``group`` that executes the block."""
-    task_span = contextlib.nullcontext() if _TASK_LANE.get() is None else span(name, **facts)
-    with task_span, reserve_lane(group), span(name, **facts):
+    task_span = contextlib.nullcontext() if _TASK_LANE.get() is None else trace_span(name, **facts)
+    with task_span, reserve_lane(group), trace_span(name, **facts):
         yield
 
 

@@ -37,7 +37,7 @@ from agentrl.viewer.evaluations import (
 from agentrl.viewer.export import STATIC
 from agentrl.viewer.metrics_file import cached_metrics_columns
 from agentrl.viewer.run_files import to_json
-from agentrl.viewer.runs import Library, run_facts, run_summary
+from agentrl.viewer.runs import Library, run_page, run_summary
 from agentrl.viewer.trajectories import SearchConditions, find_rows, trajectory_page
 from agentrl_envs.registry import describe_error
 
@@ -163,7 +163,7 @@ class _Handlers:
         return {
             "/library": self.library,
             "/metrics": lambda _request: describe_built_in_metrics(),
-            "/runs/{id}": lambda request: run_facts(self._run(request)),
+            "/runs/{id}": lambda request: run_page(self._run(request)),
             "/runs/{id}/series": self.series,
             "/runs/{id}/trajectories": self.trajectories,
             "/runs/{id}/estimators": lambda request: self._calculate_for_run(request, {"ask": "estimators"}),

@@ -53,7 +53,7 @@ class RequestHandlers:
         self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
     ) -> object:
         """Compute the group of a trajectory under another estimator. ``fields`` contains the trajectory's columns."""
-        stored, chosen = self._read_group(step, trajectory)
+        stored, chosen = self._read_group_of_trajectory(step, trajectory)
         if estimator_needs(estimator, **options_with_defaults(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
         result = what_if(stored, chosen, estimator=estimator, options=options, size=size)
@@ -71,7 +71,7 @@ class RequestHandlers:
         """Return the lines of ``agentrl explain``."""
         return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
 
-    def _read_group(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
+    def _read_group_of_trajectory(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
         self._run.require_trajectories(step)
         records = self._run.select_trajectories(step, lambda index, _line: index == number)
         groups = {record["group"] for _, record in records}
@@ -83,7 +83,7 @@ class RequestHandlers:
 
 def _sibling_curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
     columns = result.columns[item.key]
-    indices = plotted_indices(len(item.positions))
+    indices = plotted_indices(len(item.model_token_positions))
     return {
         "number": item.number,
         "index": indices.tolist(),

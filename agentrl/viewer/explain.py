@@ -12,9 +12,9 @@ import torch
 from agentrl.algorithms import ESTIMATORS, LOSSES, compute_advantages, policy_loss
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFacts, TrajectoryTokens, read_step
+from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenMetadata, TrajectoryTokens, read_step
 from agentrl.viewer.run_files import load_run_plugins, run_tokenizer
-from agentrl.viewer.what_if import build_stored_advantage_inputs, recompute_advantages, require_token_facts
+from agentrl.viewer.what_if import build_stored_advantage_inputs, recompute_advantages, require_token_metadata
 from agentrl_envs.registry import UnknownNameError
 
 _CONTEXT_LENGTH = 40  # characters of the conversation to show before and after the token
@@ -41,7 +41,7 @@ class TokenExplanation:
 
     def lines(self) -> Iterator[str]:
         """Yield the lines of the explanation, from the reward to the gradient."""
-        facts = require_token_facts(self.step)
+        facts = require_token_metadata(self.step)
         yield from self._header_lines()
         yield from self._sampling_lines()
         yield from self._advantage_lines(facts)
@@ -82,7 +82,7 @@ class TokenExplanation:
             f"entropy {self.value_at_token(tokens.entropy):.5g}"
         )
 
-    def _advantage_lines(self, facts: TokenFacts) -> Iterator[str]:
+    def _advantage_lines(self, facts: TokenMetadata) -> Iterator[str]:
         tokens, key = self.tokens, self.trajectory.key
         returned, baseline, advantage = (
             self.value_at_token(item) for item in (tokens.returns, tokens.baselines, tokens.advantages)
@@ -93,7 +93,7 @@ class TokenExplanation:
             f"realized energy W = {self.value_at_token(self.step.realized_energies[key]):.9g}, the sum up to this token"
         )
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_format_options(facts.estimator_options)}"
-        yield from self._lines_past_other_responses(facts)
+        yield from self._tail_baseline_lines(facts)
         weights = baseline_weights(self.step, self.trajectory, self.index)
         if not ESTIMATORS[facts.estimator].group_based:
             yield "  no weights: b is not computed from the returns of the group"
@@ -116,7 +116,7 @@ class TokenExplanation:
         same = "the same value" if made == advantage else f"{made:.9g}, a difference of {abs(made - advantage):.3g}"
         yield f"  compute_advantages on the stored statistics returns {same}"
 
-    def _lines_past_other_responses(self, facts: TokenFacts) -> Iterator[str]:
+    def _tail_baseline_lines(self, facts: TokenMetadata) -> Iterator[str]:
         """Explain the baseline of a token whose index no other trajectory of the group reaches."""
         entry = ESTIMATORS[facts.estimator]
         tail = getattr(entry.make_options(facts.estimator, facts.estimator_options), "tail", None)
@@ -124,7 +124,7 @@ class TokenExplanation:
         if entry.by_column:
             alone = not any(item.model_mask[self.position : self.position + 1].any() for item in others)
         else:
-            alone = not any(len(item.positions) > self.index for item in others)
+            alone = not any(len(item.model_token_positions) > self.index for item in others)
         if tail is not None and alone:
             rule = {"zero": "b = 0", "self": "b = G", "carry": "b of the last index that another rollout reaches"}
             yield (
@@ -132,14 +132,14 @@ class TokenExplanation:
                 f"{rule[str(tail)]}"
             )
 
-    def _loss_lines(self, facts: TokenFacts) -> Iterator[str]:
+    def _loss_lines(self, facts: TokenMetadata) -> Iterator[str]:
         tokens = self.tokens
         kept = bool(tokens.loss_mask[self.index])
         weight = "none" if tokens.weights is None else f"weight {self.value_at_token(tokens.weights):.9g}"
         yield f"rollout correction: {weight}; " + ("in the loss" if kept else "rejected and not in the loss")
-        ratio = self.value_at_token(tokens.update_ratios)
+        ratio = self.value_at_token(tokens.update_probability_ratios)
         yield f"update {tokens.update}: ratio to the policy before the step {ratio:.9g}"
-        factors = loss_factors(facts, tokens)
+        factors = loss_log_prob_gradients(facts, tokens)
         if factors is None:
             yield f"loss: {facts.loss} selects tokens over the whole step, and this selection is not stored"
         else:
@@ -154,10 +154,10 @@ class TokenExplanation:
         yield f"share of the step's gradient power: {share} (w (factor A)^2, without cross terms between tokens)"
 
 
-def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> TokenExplanation:
+def explain_token(run: RunDirectory, *, step: int, trajectory: int, token: int) -> TokenExplanation:
     """Explain the token at position ``token`` of the response. Raises SettingsError if its gradient is not stored."""
     stored = read_step(run, step)
-    require_token_facts(stored)
+    require_token_metadata(stored)
     if not 0 <= trajectory < len(stored.trajectories):
         raise SettingsError(f"step {step} has no trajectory {trajectory}; valid: 0 to {len(stored.trajectories) - 1}")
     chosen = stored.trajectories[trajectory]
@@ -165,7 +165,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Tok
     if not 0 <= token < len(mask):
         raise SettingsError(f"trajectory {trajectory} has no token {token}; valid: 0 to {len(mask) - 1}")
     if not mask[token]:
-        nearest = chosen.positions[np.abs(chosen.positions - token).argmin()]
+        nearest = chosen.model_token_positions[np.abs(chosen.model_token_positions - token).argmin()]
         raise SettingsError(
             f"token {token} of trajectory {trajectory} belongs to an observation and has no gradient; the nearest "
             f"model token is {nearest}"
@@ -178,7 +178,7 @@ def explain(run: RunDirectory, *, step: int, trajectory: int, token: int) -> Tok
         step=stored,
         trajectory=chosen,
         position=token,
-        index=int(np.searchsorted(chosen.positions, token)),
+        index=int(np.searchsorted(chosen.model_token_positions, token)),
         pieces=[piece for segment in chosen.record["segments"] for piece in text.token_pieces(segment["token_ids"])],
     )
 
@@ -190,7 +190,7 @@ def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> li
     run = RunDirectory(path)
     warnings = load_run_plugins(run)
     try:
-        return list(explain(run, step=step, trajectory=trajectory, token=token).lines())
+        return list(explain_token(run, step=step, trajectory=trajectory, token=token).lines())
     except UnknownNameError as error:
         raise SettingsError("; ".join([str(error), *warnings])) from error
 
@@ -201,7 +201,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
     A rollout's weight is the baseline for a return of 1 of this rollout and 0 of all others. Returns an empty mapping
     if the estimator uses no group baseline, or if the baseline is not a weighted sum of the returns.
     """
-    facts, siblings = require_token_facts(step), step.trained_group(trajectory)
+    facts, siblings = require_token_metadata(step), step.trained_group(trajectory)
     if not ESTIMATORS[facts.estimator].group_based:
         return {}
     names = ESTIMATORS.option_names(facts.estimator)
@@ -217,10 +217,10 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
         """Compute the token's baseline for ``returns`` by index in ``siblings``. Other returns are 0."""
         rewards = torch.zeros_like(inputs.rewards)
         for sibling, value in returns.items():
-            rewards[sibling, int(siblings[sibling].positions[-1])] = value
+            rewards[sibling, int(siblings[sibling].model_token_positions[-1])] = value
         probe = replace(inputs, rewards=rewards)
         made = compute_advantages(facts.estimator, probe, communicator=None, **(facts.estimator_options | neutral))
-        return float(made.baselines[row, int(trajectory.positions[index])])
+        return float(made.baselines[row, int(trajectory.model_token_positions[index])])
 
     weights = {sibling: baseline({sibling: 1.0}) for sibling in last.values()}
     # With irregular returns, a baseline that is not linear in the returns differs from the weighted sum.
@@ -231,7 +231,7 @@ def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int)
     return {siblings[sibling].key: weight for sibling, weight in weights.items()}
 
 
-def loss_factors(facts: TokenFacts, row: TrajectoryTokens) -> np.ndarray | None:
+def loss_log_prob_gradients(facts: TokenMetadata, row: TrajectoryTokens) -> np.ndarray | None:
     """Compute d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
 
     Entropy and KL terms are not included. Returns None if the loss selects tokens over the whole step.

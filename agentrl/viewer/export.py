@@ -33,7 +33,7 @@ from agentrl.viewer.evaluations import (
 )
 from agentrl.viewer.metrics_file import cached_metrics_columns
 from agentrl.viewer.run_files import run_tokenizer, to_json
-from agentrl.viewer.runs import run_facts
+from agentrl.viewer.runs import run_page
 from agentrl.viewer.trajectories import build_trajectory_page, step_rows
 
 STATIC = Path(__file__).parent / "static"
@@ -49,7 +49,7 @@ _IMPORT = re.compile(r'^import \{ ([\w, ]+) \} from "\./([\w.]+)";$', re.MULTILI
 _EXPORT = re.compile(r"^export (?=(?:async function|function|const|class) (\w+))", re.MULTILINE)
 
 
-def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None) -> None:
+def export_run_page(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), groups: int | None = None) -> None:
     """Write the page of a run with its curves and the trajectories of ``steps`` (default: the newest stored step).
 
     ``groups`` limits the number of groups per step. Raises SettingsError if a step is not stored or the page is too
@@ -58,7 +58,7 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
     chosen = list(steps) or run.steps_with_trajectories()[-1:]
     for step in chosen:
         run.require_trajectories(step)
-    parts = _page_parts(f"/run/{RUN_ID}", map(_pack_answer, _server_responses_for_run(run, chosen, groups)))
+    parts = _generate_page_html(f"/run/{RUN_ID}", map(_response_to_script_tag, _server_responses(run, chosen, groups)))
 
     def write(file: IO[bytes]) -> None:
         written = 0
@@ -73,7 +73,7 @@ def export_run(run: RunDirectory, out: Path, *, steps: Sequence[int] = (), group
     atomic_write(out, write)
 
 
-def export_evaluation(path: Path, out: Path) -> None:
+def export_evaluation_page(path: Path, out: Path) -> None:
     """Write the page of an evaluation with all conversations, or as many per problem as fit into 10 MB.
 
     Conversations alternate between right and wrong ones. Raises WorldError if the page cannot be written.
@@ -82,14 +82,14 @@ def export_evaluation(path: Path, out: Path) -> None:
         "/library": {"runs": [], "evaluations": [{"id": EVALUATION_ID, "name": path.name, **evaluation_summary(path)}]},
         f"/evaluations/{EVALUATION_ID}": evaluation_page(path),
     }
-    packed = [*map(_pack_answer, answers.items()), *_pack_rollouts(path)]
-    parts = _page_parts(f"/evaluation/{EVALUATION_ID}", packed)
+    packed = [*map(_response_to_script_tag, answers.items()), *_compress_rollout_pages(path)]
+    parts = _generate_page_html(f"/evaluation/{EVALUATION_ID}", packed)
     atomic_write(out, lambda file: file.writelines(part.encode() for part in parts))
 
 
-def _pack_rollouts(path: Path) -> list[str]:
-    """Pack the pages of rollouts in the order of :func:`rank_rollouts`, as many per problem as fit into the page."""
-    rank_of = rank_rollouts(rollout_rows(path))
+def _compress_rollout_pages(path: Path) -> list[str]:
+    """Compress the pages of rollouts by :func:`rank_by_alternating_correctness`, as many per problem as fit."""
+    rank_of = rank_by_alternating_correctness(rollout_rows(path))
     if not rank_of:
         return []
     # Estimate the number per problem from the size of the compressed file, to avoid packing more than fits.
@@ -101,17 +101,17 @@ def _pack_rollouts(path: Path) -> list[str]:
         rank = rank_of.get(index)
         if rank is not None and rank < count:
             answer = build_rollout_page(path, record, problems)
-            packed[rank].append(_pack_answer((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
+            packed[rank].append(_response_to_script_tag((f"/evaluations/{EVALUATION_ID}/{index}", answer)))
     sizes = accumulate(sum(map(len, packed[rank])) for rank in range(count))
     count = max(1, sum(size <= _LARGEST_REPORT for size in sizes))
     return [part for rank in range(count) for part in packed[rank]]
 
 
-def rank_rollouts(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
+def rank_by_alternating_correctness(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
     """Rank the rollouts of each problem, alternating between correct and other rollouts, in order within each kind.
 
-    >>> kinds = ["correct", "correct", "correct", "void", "incorrect"]
-    >>> rank_rollouts({"index": i, "benchmark": "b", "problem": "p", "kind": kind} for i, kind in enumerate(kinds))
+    >>> kinds, row = ["correct", "correct", "correct", "void", "incorrect"], {"benchmark": "b", "problem": "p"}
+    >>> rank_by_alternating_correctness({**row, "index": index, "kind": kind} for index, kind in enumerate(kinds))
     {0: 0, 3: 1, 1: 2, 4: 3, 2: 4}
     """
     by_problem: dict[object, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
@@ -123,14 +123,14 @@ def rank_rollouts(rows: Iterable[Mapping[str, object]]) -> dict[int, int]:
     return {index: rank for indices in ordered for rank, index in enumerate(indices)}
 
 
-def _page_parts(start: str, answers: Iterable[str]) -> Iterator[str]:
-    """Yield the parts of a page that opens at the address ``start``."""
+def _generate_page_html(start_address: str, answers: Iterable[str]) -> Iterator[str]:
+    """Yield the HTML of a page that opens at ``start_address``, in parts."""
     script = bundle_scripts(STATIC, "main.js").replace("</script", "<\\/script")
     policy = _POLICY.format(hash=base64.b64encode(hashlib.sha256(script.encode()).digest()).decode())
     page = (STATIC / "index.html").read_text(encoding="utf-8")
     style = (STATIC / "style.css").read_text(encoding="utf-8")
     page = page.replace("<head>", f'<head>\n<meta http-equiv="content-security-policy" content="{policy}">')
-    page = page.replace("<body>", f'<body data-start="{start}">')
+    page = page.replace("<body>", f'<body data-start="{start_address}">')
     page = page.replace('<link rel="stylesheet" href="/static/style.css">', f"<style>{style}</style>")
     page = page.replace('<link rel="stylesheet" href="/palette.css">', f"<style>{palette_css()}</style>")
     page = page.replace('<script type="module" src="/static/main.js"></script>\n', "")
@@ -141,18 +141,16 @@ def _page_parts(start: str, answers: Iterable[str]) -> Iterator[str]:
     yield f"</body>{after}"
 
 
-def _pack_answer(item: tuple[str, object]) -> str:
+def _response_to_script_tag(item: tuple[str, object]) -> str:
     address, answer = item
     # mtime=0: without a time stamp, equal answers have equal bytes.
     packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()
     return f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
 
 
-def _server_responses_for_run(
-    run: RunDirectory, steps: Sequence[int], groups: int | None
-) -> Iterator[tuple[str, object]]:
+def _server_responses(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
     """Yield the server's answers by address. ``/trajectories`` has the rows of all steps, which the page searches."""
-    facts = {**run_facts(run), "id": RUN_ID, "name": run.path.resolve().name}
+    facts = {**run_page(run), "id": RUN_ID, "name": run.path.resolve().name}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
     yield "/library", {"runs": [facts], "evaluations": []}
     yield "/metrics", describe_built_in_metrics()

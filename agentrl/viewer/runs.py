@@ -167,7 +167,7 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
     }
 
 
-def run_facts(run: RunDirectory) -> dict[str, object]:
+def run_page(run: RunDirectory) -> dict[str, object]:
     """Return the content of a run's page without curves: :func:`run_summary` with all alerts and stored steps."""
     return {
         **run_summary(run),

@@ -28,7 +28,7 @@ import uvicorn
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
-from agentrl.viewer.export import export_run
+from agentrl.viewer.export import export_run_page
 from agentrl.viewer.runs import Library
 
 _DEADLINE = 120.0  # seconds until a response; the first one includes the import of torch
@@ -136,7 +136,7 @@ def export_command(
         raise SettingsError("--steps and --groups apply only to --export FILE: add --export")
     if len(paths) != 1 or not (paths[0] / "config.yaml").is_file():
         raise SettingsError("--export requires exactly one run: pass its directory, for example runs/NAME")
-    export_run(RunDirectory(paths[0]), out, steps=steps, groups=groups)
+    export_run_page(RunDirectory(paths[0]), out, steps=steps, groups=groups)
     echo(f"{out}: {out.stat().st_size / 1e6:.1f} MB, can be opened in any browser without network access")
 
 

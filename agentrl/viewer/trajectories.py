@@ -294,7 +294,7 @@ def _token_fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSO
     if item.tokens is not None:
         row = item.tokens
         columns["difference"] = row.log_probs.astype(np.float64) - columns["engine_log_probs"]
-        columns["ratio"] = row.update_ratios
+        columns["ratio"] = row.update_probability_ratios
         columns["realized_energy"] = stored.realized_energies[item.key]
         power = sum(other["power"] or 0.0 for other in rows)  # of the step
         columns["gradient_share"] = row.gradient_power / power if power > 0 else np.zeros(len(row))

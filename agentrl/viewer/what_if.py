@@ -11,7 +11,7 @@ from torch import Tensor
 
 from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, compute_advantages, estimator_needs
 from agentrl.errors import SettingsError
-from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenColumns, TokenFacts, TrajectoryTokens
+from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenColumns, TokenMetadata, TrajectoryTokens
 
 
 def recompute_advantages(
@@ -27,7 +27,7 @@ def recompute_advantages(
     If the estimator spans the step, ``step`` must contain all trajectories. Raises SettingsError if the step lacks an
     input of the estimator, and the errors of ``compute_advantages``.
     """
-    facts = require_token_facts(step)
+    facts = require_token_metadata(step)
     name = estimator or facts.estimator
     chosen_options = facts.estimator_options if estimator is None and options is None else options or {}
     wide = estimator_needs(name, **chosen_options).step_wide
@@ -39,7 +39,7 @@ def recompute_advantages(
     return {item.key: _columns_of_row(made, row, item) for row, item in enumerate(chosen)}
 
 
-def require_token_facts(step: StoredStep) -> TokenFacts:
+def require_token_metadata(step: StoredStep) -> TokenMetadata:
     """Return the facts of a step's token statistics. Raises SettingsError if they are not stored."""
     if step.facts is None:
         reasons = "; ".join(step.warnings) or "telemetry.tokens_every skips it, or it trained on no trajectory"
@@ -88,7 +88,7 @@ def build_stored_advantage_inputs(trajectories: Sequence[StoredTrajectory]) -> A
 
 
 def _columns_of_row(made: Advantages, row: int, item: StoredTrajectory) -> dict[str, np.ndarray]:
-    return {name: values[row].numpy()[item.positions] for name, values in vars(made).items()}
+    return {name: values[row].numpy()[item.model_token_positions] for name, values in vars(made).items()}
 
 
 def _integers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor:
@@ -129,7 +129,7 @@ def what_if(
     the step lacks a required value, and the errors of ``compute_advantages``.
     """
     resolved = options_with_defaults(step, estimator, options or {})
-    kept = _first_rollouts(step.trained_group(trajectory), trajectory, size)
+    kept = _limit_group_size(step.trained_group(trajectory), trajectory, size)
     left_out = {item.key for item in step.trained_group(trajectory)} - {item.key for item in kept}
     smaller = replace(step, trajectories=tuple(item for item in step.trajectories if item.key not in left_out))
     made = recompute_advantages(smaller, kept, estimator=estimator, options=resolved)
@@ -148,12 +148,12 @@ def what_if(
 def options_with_defaults(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
     """Merge ``options`` with the run's options that ``estimator`` accepts, and with the defaults."""
     names = ESTIMATORS.option_names(estimator)
-    from_run = {name: value for name, value in require_token_facts(step).estimator_options.items() if name in names}
+    from_run = {name: value for name, value in require_token_metadata(step).estimator_options.items() if name in names}
     defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
     return {**defaults, **from_run, **options}
 
 
-def _first_rollouts(
+def _limit_group_size(
     trained_group: list[StoredTrajectory], trajectory: StoredTrajectory, size: int | None
 ) -> list[StoredTrajectory]:
     """Return the trajectories of ``size`` rollouts (default: all): ``trajectory``'s rollout, then the first others."""

@@ -11,10 +11,10 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode
 from agentrl.config import Settings, load_settings
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.run import run_rollouts, write_results
-from agentrl.evaluation.settings import EvaluationRequest, with_evaluation_limits
+from agentrl.evaluation.settings import EvaluationOptions, with_evaluation_limits
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.telemetry.console import Console
-from agentrl.viewer.export import export_evaluation
+from agentrl.viewer.export import export_evaluation_page
 from agentrl_envs.types import Ended, Problem, ToolCall, Verdict
 
 HOSTILE = '</script><img src="http://evil/x" onerror=alert(1)>&{{INDEX}}'
@@ -119,5 +119,5 @@ def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request
     chosen = settings(*overrides)
     directory = EvaluationDirectory.open_existing(output)
     return write_results(
-        directory, chosen, sets, EvaluationRequest(**request), Console(chosen.telemetry), export_evaluation
+        directory, chosen, sets, EvaluationOptions(**request), Console(chosen.telemetry), export_evaluation_page
     )

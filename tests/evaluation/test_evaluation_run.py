@@ -20,10 +20,10 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.run import default_output_directory, evaluate_command
-from agentrl.evaluation.settings import EvaluationRequest
+from agentrl.evaluation.settings import EvaluationOptions
 from agentrl.evaluation.transcripts import Sample, Turn, read_rollouts
 from agentrl.telemetry.trackers import SampleTable, TrackedRun, register_tracker
-from agentrl.viewer.export import export_evaluation
+from agentrl.viewer.export import export_evaluation_page
 from agentrl_envs.types import Ended, Verdict
 
 
@@ -351,11 +351,13 @@ def test_the_same_command_has_the_same_directory() -> None:
 
 def test_bad_requests(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="--k=8 exceeds --n=4, but pass@k needs k samples per problem"):
-        evaluate_command(settings(), EvaluationRequest(ks=(2, 8)), write_report=export_evaluation)
+        evaluate_command(settings(), EvaluationOptions(ks=(2, 8)), write_report=export_evaluation_page)
     with pytest.raises(SettingsError, match="no problems to evaluate on: use --benchmarks"):
-        evaluate_command(settings(), EvaluationRequest(), write_report=export_evaluation)
+        evaluate_command(settings(), EvaluationOptions(), write_report=export_evaluation_page)
     with pytest.raises(SettingsError, match="lists aime24 more than once"):
-        evaluate_command(settings(), EvaluationRequest(benchmarks=("aime24", "aime24")), write_report=export_evaluation)
+        evaluate_command(
+            settings(), EvaluationOptions(benchmarks=("aime24", "aime24")), write_report=export_evaluation_page
+        )
     with pytest.raises(SettingsError, match="is not an evaluation"):
         EvaluationDirectory.open_existing(tmp_path)
 

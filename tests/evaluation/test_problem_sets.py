@@ -11,7 +11,7 @@ from evaluation.runs import settings
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.evaluation.benchmarks import check_benchmarks_command, load_held_out_problems, load_problem_sets
-from agentrl.evaluation.settings import EvaluationRequest
+from agentrl.evaluation.settings import EvaluationOptions
 from agentrl.problems.rows import ProblemFieldError
 
 
@@ -80,11 +80,11 @@ def test_ids_are_unique_in_what_is_held_out(tmp_path: Path) -> None:
 def test_golds_that_cannot_be_graded_are_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     good = write(tmp_path / "good.jsonl", row(1), row(2, answer="\\frac{1}{2}"))
     chosen = settings("grader.deadline=60")
-    check_benchmarks_command(chosen, EvaluationRequest(benchmarks=(good,)))
+    check_benchmarks_command(chosen, EvaluationOptions(benchmarks=(good,)))
     assert "good.jsonl: 2 problems, no data errors" in capsys.readouterr().out
     bad = write(tmp_path / "bad.jsonl", row(1), row(2, answer="(" * 200 + "1" + ")" * 200))
     with pytest.raises(SettingsError, match=r"the data contains errors, as listed above: .*bad\.jsonl \(1\)"):
-        check_benchmarks_command(chosen, EvaluationRequest(benchmarks=(good, bad)))
+        check_benchmarks_command(chosen, EvaluationOptions(benchmarks=(good, bad)))
     assert "bad.jsonl:2: the answer '(((" in capsys.readouterr().out
     with pytest.raises(SettingsError, match="--check-data requires --benchmarks"):
-        check_benchmarks_command(chosen, EvaluationRequest())
+        check_benchmarks_command(chosen, EvaluationOptions())

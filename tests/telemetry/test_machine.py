@@ -13,8 +13,8 @@ from agentrl.telemetry.machine import (
     _parse_core_quota,
     describe_machine,
     find_compiler,
-    free_memory,
-    free_resources,
+    free_memory_bytes,
+    measure_free_resources,
     usable_cores,
 )
 
@@ -29,10 +29,10 @@ def test_machine_system_libraries_and_compiler_are_described(monkeypatch: pytest
 
 
 def test_what_is_free_is_a_part_of_what_there_is(tmp_path: Path) -> None:
-    free = free_resources(tmp_path)
+    free = measure_free_resources(tmp_path)
     assert 0 < free[MEMORY_FREE] <= 1
     assert 0 <= free[DISK_FREE] <= shutil.disk_usage(tmp_path).total
-    assert list(free_resources(tmp_path / "gone")) == [MEMORY_FREE]
+    assert list(measure_free_resources(tmp_path / "gone")) == [MEMORY_FREE]
 
 
 def test_a_control_group_has_what_its_limit_leaves_with_its_cache(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -43,10 +43,10 @@ def test_a_control_group_has_what_its_limit_leaves_with_its_cache(monkeypatch: p
         f"{group}current": "900000\n",
         f"{group}stat": "anon 1\ninactive_file 250000\n",
     }
-    monkeypatch.setattr("agentrl.telemetry.machine._read_kernel_file", lambda path: files.get(path, ""))
-    assert free_memory() == 350_000
+    monkeypatch.setattr("agentrl.telemetry.machine._read_text_or_empty", lambda path: files.get(path, ""))
+    assert free_memory_bytes() == 350_000
     files[f"{group}max"] = "max\n"
-    assert free_memory() == 4_096_000
+    assert free_memory_bytes() == 4_096_000
 
 
 @pytest.mark.parametrize(

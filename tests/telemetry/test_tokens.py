@@ -10,8 +10,8 @@ import pytest
 from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import (
-    TokenFacts,
     TokenFile,
+    TokenMetadata,
     TrajectoryTokens,
     read_step,
     realized_energies,
@@ -28,8 +28,8 @@ FACTS: dict[str, Any] = {
 }
 
 
-def facts(rank: int = 0, ranks: int = 1) -> TokenFacts:
-    return TokenFacts(rank=rank, ranks=ranks, **FACTS)
+def facts(rank: int = 0, ranks: int = 1) -> TokenMetadata:
+    return TokenMetadata(rank=rank, ranks=ranks, **FACTS)
 
 
 def row(group: int, sample: int = 0, *, energies: tuple[float, ...] = (0.5, 0.25), **changed: Any) -> TrajectoryTokens:
@@ -91,7 +91,7 @@ def test_rows_come_back_to_the_last_digit(tmp_path: Path) -> None:
     for one, other in zip(rows, file.rows(), strict=True):
         for name, value in vars(one).items():
             np.testing.assert_array_equal(getattr(other, name), value)
-    assert rows[1].update_ratios == pytest.approx(np.exp(-0.7 + np.arange(5) / 3))
+    assert rows[1].update_probability_ratios == pytest.approx(np.exp(-0.7 + np.arange(5) / 3))
 
 
 def test_a_rank_without_rows_writes_a_file_without_rows(tmp_path: Path) -> None:
@@ -114,7 +114,7 @@ def test_a_step_joins_trajectories_with_the_statistics_of_all_ranks(run: RunDire
     untrained, first, second = step.trajectories
     assert untrained.tokens is None
     assert not step.warnings
-    assert first.positions.tolist() == [0, 2]
+    assert first.model_token_positions.tolist() == [0, 2]
     assert first.columns()["engine_log_probs"].tolist() == [-0.1, -0.2]
     assert first.columns()["turn"].tolist() == [0, 1]
     assert second.columns()["advantages"].tolist() == [1.0, 1.5]

@@ -20,10 +20,10 @@ from agentrl.telemetry.trace import (
     add_slice_since,
     reserve_lane,
     slice_start_time,
-    span,
     start_trace,
     stop_trace,
-    traced_service_call,
+    trace_service_call,
+    trace_span,
 )
 from agentrl_envs import execution
 from agentrl_envs.settings import ExecutionSettings
@@ -46,10 +46,10 @@ def test_spans_lie_in_each_other_on_the_lane_of_their_task(path: Path) -> None:
     async def play(number: int) -> None:
         with reserve_lane("trajectories"):
             began = slice_start_time()
-            with span("turn", number=number) as facts:
+            with trace_span("turn", number=number) as facts:
                 await asyncio.sleep(0)
                 facts["tokens"] = 7
-            with traced_service_call("server 1", "request"):
+            with trace_service_call("server 1", "request"):
                 await asyncio.sleep(0)
             add_slice_since(began, f"problem {number}")
 
@@ -57,7 +57,7 @@ def test_spans_lie_in_each_other_on_the_lane_of_their_task(path: Path) -> None:
         for _ in range(2):
             await asyncio.gather(*map(play, range(3)))
 
-    with span("step", step=1):
+    with trace_span("step", step=1):
         asyncio.run(several())
     stop_trace()
     lanes = read_trace(path)
@@ -70,7 +70,7 @@ def test_spans_lie_in_each_other_on_the_lane_of_their_task(path: Path) -> None:
 
 
 def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -> None:
-    execution.trace_program = partial(traced_service_call, "sandbox", "program")
+    execution.trace_program = partial(trace_service_call, "sandbox", "program")
 
     class Sandbox:
         async def execute(self, program: str, **options: object) -> SimpleNamespace:
@@ -79,7 +79,7 @@ def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -
 
     async def play() -> None:
         own = execution.EpisodeSandbox(Sandbox(), ExecutionSettings())  # type: ignore[arg-type]
-        with reserve_lane("trajectories"), span("environment"):
+        with reserve_lane("trajectories"), trace_span("environment"):
             await own.execute("print(1)")
         await own.execute("print(2)")  # of no trajectory
 
@@ -92,7 +92,7 @@ def test_a_program_stands_beside_its_trajectory_and_in_the_sandbox(path: Path) -
 
 
 def test_nothing_is_traced_unless_it_was_started(tmp_path: Path) -> None:
-    with span("step") as facts, reserve_lane("trajectories"), traced_service_call("server", "request"):
+    with trace_span("step") as facts, reserve_lane("trajectories"), trace_service_call("server", "request"):
         facts["x"] = 1
         add_slice_since(slice_start_time(), "turn")
     assert list(tmp_path.iterdir()) == []
@@ -106,7 +106,7 @@ def test_processes_append_to_one_file_and_a_killed_one_leaves_it_valid(tmp_path:
         "from agentrl.telemetry import trace\n"
         "trace.start_trace(Path(sys.argv[1]), 'worker')\n"
         "for number in range(5000):\n"
-        "    with trace.span('turn', number=number, text='x' * 20): pass\n"
+        "    with trace.trace_span('turn', number=number, text='x' * 20): pass\n"
         "os.kill(os.getpid(), 9)\n"
     )
     script = tmp_path / "killed.py"

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.telemetry.alerts import Alert
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
+from agentrl.telemetry.tokens import TokenMetadata, TrajectoryTokens, write_tokens
 
 HOSTILE = "</script><script>alert(1)</script><img src=x onerror=alert(1)> javascript:alert(1) \u202eright to left"
 PROGRAM = "Let me compute.\n```py\nprint(2 + 3)\n```\n"
@@ -58,7 +58,7 @@ def make_run(
         if forked:
             records = [record | _branch(record, size) for record in records]
         run.write_trajectories(step, records)
-        facts = TokenFacts(
+        facts = TokenMetadata(
             step=step, version=step - 1, rank=0, ranks=1, estimator=estimator, loss="reinforce", aggregation="token_sum"
         )
         write_tokens(run.token_statistics_file(step, 0), facts, _statistics(records, draw, estimator))

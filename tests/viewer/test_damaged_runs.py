@@ -17,7 +17,7 @@ from viewer.test_api import get, run_id
 
 from agentrl.errors import WorldError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.export import export_run
+from agentrl.viewer.export import export_run_page
 
 DEEP = b"[" * 100_000 + b"]" * 100_000
 BOMB = "a: &a0 [x, x]\n" + "".join(f"b{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 12))
@@ -125,12 +125,12 @@ def test_a_damaged_step_is_its_own_notice(tmp_path: Path, damage: Callable[[Path
 def test_an_export_holds_no_file_from_outside_the_run(tmp_path: Path) -> None:
     run = make_run(tmp_path / "runs" / "bad", steps=1)
     link("notes.md")(run.path)
-    export_run(run, tmp_path / "page.html")
+    export_run_page(run, tmp_path / "page.html")
     facts = client_of(run.path).get("/api/library").json()["runs"][0]
     assert (facts["notes"], len(facts["warnings"])) == ("", 1)
     link("trajectories/00000001.parquet")(run.path)
     with pytest.raises(WorldError, match="links to a file outside"):
-        export_run(run, tmp_path / "page.html")
+        export_run_page(run, tmp_path / "page.html")
 
 
 def test_a_run_is_running_while_its_lock_is_held(tmp_path: Path) -> None:

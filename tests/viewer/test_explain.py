@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from agentrl.viewer.explain_token import baseline_weights, explain_command, explain_token, loss_log_prob_gradients
 from viewer.made_run import make_tokenizer
 
 from agentrl.algorithms import (
@@ -20,8 +21,7 @@ from agentrl.algorithms import (
 from agentrl.api.run import Run
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
-from agentrl.viewer.explain import baseline_weights, explain, explain_command, loss_factors
+from agentrl.telemetry.tokens import TokenMetadata, TrajectoryTokens, write_tokens
 from agentrl_envs.registry import UnknownNameError
 
 # Two turns of the model around an observation of two tokens, and one turn.
@@ -91,7 +91,7 @@ def make_run(folder: Path, estimator: str, *, said: str = "", config: str = "nam
                 **columns,
             )
         )
-    facts = TokenFacts(
+    facts = TokenMetadata(
         step=3,
         version=2,
         rank=0,
@@ -108,7 +108,7 @@ def make_run(folder: Path, estimator: str, *, said: str = "", config: str = "nam
 def test_the_chain_agrees_with_compute_advantages(run: RunDirectory) -> None:
     made = compute_advantages("tir_otb", inputs())
     for position, index in ((0, 0), (1, 1), (4, 2)):
-        found = explain(run, step=3, trajectory=0, token=position)
+        found = explain_token(run, step=3, trajectory=0, token=position)
         assert found.index == index
         said = "\n".join(found.lines())
         assert f"A = {float(made.advantages[0, position]):.9g}" in said
@@ -122,7 +122,7 @@ def test_every_number_is_that_of_compute_advantages_to_the_last_digit(tmp_path: 
     run, made = make_run(tmp_path / "x", name), compute_advantages(name, inputs())
     for sample, mask in enumerate(MASKS):
         for position in np.flatnonzero(mask):
-            said = "\n".join(explain(run, step=3, trajectory=sample, token=int(position)).lines())
+            said = "\n".join(explain_token(run, step=3, trajectory=sample, token=int(position)).lines())
             for label, values in (
                 ("advantage: A", made.advantages),
                 ("baseline: b", made.baselines),
@@ -139,7 +139,7 @@ def test_the_text_of_the_token_stands_beside_its_id(run: RunDirectory) -> None:
     three = {**record(1), "segments": [{**record(1)["segments"][0], "token_ids": ids[:3]}]}
     run.write_trajectories(3, [record(0), {**three, "prompt_ids": []}, record(2)])
     texts = [tokenizer.decode([token]) for token in ids[:3]]
-    said = "\n".join(explain(run, step=3, trajectory=1, token=1).lines())
+    said = "\n".join(explain_token(run, step=3, trajectory=1, token=1).lines())
     assert f"id {ids[1]}, {texts[1]!r}\n  after {texts[0]!r}, before {texts[2]!r}" in said
 
 
@@ -149,7 +149,7 @@ def test_an_estimator_of_a_plug_in_is_explained(tmp_path: Path) -> None:
     plugin.write_text(PLUGIN)
     run = make_run(tmp_path / "x", "rloo", said="explained_half", config=f"plugins: [{plugin}]\n")
     with pytest.raises(UnknownNameError, match="explained_half"):
-        list(explain(run, step=3, trajectory=0, token=0).lines())
+        list(explain_token(run, step=3, trajectory=0, token=0).lines())
     lines = "\n".join(explain_command(run.path, step=3, trajectory=0, token=0))
     assert "b = " in lines
     assert "by explained_half" in lines
@@ -168,10 +168,10 @@ def test_a_run_brings_no_code_of_its_own(tmp_path: Path) -> None:
 
 
 def test_the_weights_of_the_siblings_make_the_baseline(run: RunDirectory) -> None:
-    found = explain(run, step=3, trajectory=0, token=4)
+    found = explain_token(run, step=3, trajectory=0, token=4)
     weights = list(baseline_weights(found.step, found.trajectory, 2).values())
     assert weights == pytest.approx([1.5 / 3.0, 1.5 / 3.0], rel=1e-6)  # W_2 is 1.5 in both
-    first = explain(run, step=3, trajectory=0, token=0)
+    first = explain_token(run, step=3, trajectory=0, token=0)
     weights = list(baseline_weights(first.step, first.trajectory, 0).values())
     assert weights == pytest.approx([0.5 / 0.7, 0.2 / 0.7], rel=1e-6)
     assert sum(np.array(weights) * [1.0, 0.25]) == pytest.approx(first.value_at_token(first.tokens.baselines), rel=1e-6)
@@ -185,13 +185,13 @@ def test_a_baseline_that_is_not_a_weighted_mean_is_said_to_be_none(tmp_path: Pat
         return Advantages(advantages=totals - most, returns=totals, baselines=most)
 
     made = make_run(tmp_path / "best", "best")
-    lines = list(explain(made, step=3, trajectory=0, token=0).lines())
+    lines = list(explain_token(made, step=3, trajectory=0, token=0).lines())
     assert "  no weights: b is not a weighted mean of the group's returns" in lines
     assert not any(line.startswith("  weight ") for line in lines)
 
 
 def test_an_estimator_without_a_group_says_why_it_lists_no_weights(tmp_path: Path) -> None:
-    lines = list(explain(make_run(tmp_path / "x", "reinforce_pp"), step=3, trajectory=0, token=0).lines())
+    lines = list(explain_token(make_run(tmp_path / "x", "reinforce_pp"), step=3, trajectory=0, token=0).lines())
     assert "  no weights: b is not computed from the returns of the group" in lines
     assert not any(line.startswith("  weight ") for line in lines)
 
@@ -205,7 +205,7 @@ def test_weights_on_returns_make_the_stored_baseline(tmp_path: Path, own_registr
         mean = inputs.groups.broadcast_group_mean(inputs.totals.square()).unsqueeze(-1)
         return Advantages(advantages=totals - mean, returns=totals, baselines=mean)
 
-    lines = list(explain(make_run(tmp_path / "x", "squares"), step=3, trajectory=0, token=0).lines())
+    lines = list(explain_token(make_run(tmp_path / "x", "squares"), step=3, trajectory=0, token=0).lines())
     assert "  no weights: b is not a weighted mean of the group's returns" in lines
 
 
@@ -218,16 +218,16 @@ def test_a_frame_of_tokens_is_printed_without_warnings(run: RunDirectory) -> Non
 
 
 def test_shares_of_the_power_sum_to_one(run: RunDirectory) -> None:
-    step = explain(run, step=3, trajectory=0, token=0).step
+    step = explain_token(run, step=3, trajectory=0, token=0).step
     assert sum(row.gradient_power.sum() for row in step.rows.values()) == pytest.approx(step.total_gradient_power)
 
 
 def test_a_clipped_token_has_no_gradient(run: RunDirectory) -> None:
-    found = explain(run, step=3, trajectory=0, token=4)
-    facts = TokenFacts(step=3, version=2, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean")
+    found = explain_token(run, step=3, trajectory=0, token=4)
+    facts = TokenMetadata(step=3, version=2, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean")
     moved = np.array([-0.5, -0.45, 0.0], dtype=np.float32)
     row = TrajectoryTokens(**(vars(found.tokens) | {"update_log_probs": moved, "update": 1}))
-    factors = loss_factors(facts, row)
+    factors = loss_log_prob_gradients(facts, row)
     assert factors is not None
     assert factors[1] == pytest.approx(-row.advantages[1] * np.exp(0.05), rel=1e-5)
     assert factors[2] == 0.0  # the ratio e^0.5 is above 1.2 and the advantage positive
@@ -247,13 +247,13 @@ def test_what_cannot_be_explained_says_why(
     run: RunDirectory, step: int, trajectory: int, token: int, message: str
 ) -> None:
     with pytest.raises(SettingsError, match=message):
-        explain(run, step=step, trajectory=trajectory, token=token)
+        explain_token(run, step=step, trajectory=trajectory, token=token)
 
 
 def test_steps_without_statistics_and_folders_without_a_run(run: RunDirectory, tmp_path: Path) -> None:
     run.token_statistics_file(3, 0).unlink()
     with pytest.raises(SettingsError, match=r"step 3 has no token statistics: telemetry\.tokens_every skips it"):
-        explain(run, step=3, trajectory=0, token=0)
+        explain_token(run, step=3, trajectory=0, token=0)
     with pytest.raises(SettingsError, match="is not a run directory"):
         explain_command(tmp_path / "none", step=1, trajectory=0, token=0)
 
@@ -261,9 +261,9 @@ def test_steps_without_statistics_and_folders_without_a_run(run: RunDirectory, t
 def test_a_token_that_no_sibling_reaches_names_the_rule_of_tails(tmp_path: Path) -> None:
     run = make_run(tmp_path / "x", "tir_otb")
     for sample in (0, 1):  # both have three model tokens
-        assert "tail=" not in "\n".join(explain(run, step=3, trajectory=sample, token=0).lines())
+        assert "tail=" not in "\n".join(explain_token(run, step=3, trajectory=sample, token=0).lines())
     run = make_run(tmp_path / "y", "otb")  # by position: the second response ends before the first one's last token
-    said = "\n".join(explain(run, step=3, trajectory=0, token=4).lines())
+    said = "\n".join(explain_token(run, step=3, trajectory=0, token=4).lines())
     assert "b = 0 by otb" in said
     assert "no other trajectory of the group has a model token 2" in said
     assert "tail=zero sets the baseline: b = 0" in said

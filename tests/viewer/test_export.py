@@ -14,7 +14,7 @@ from viewer.test_api import get, run_id
 
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.viewer.export import bundle_scripts, export_run
+from agentrl.viewer.export import bundle_scripts, export_run_page
 from agentrl.viewer.serve import export_command
 
 
@@ -25,7 +25,7 @@ def answers(page: str) -> dict[str, object]:
 
 def test_the_page_holds_what_the_server_answers(client: TestClient, run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    export_run(run, out, steps=[2], groups=1)
+    export_run_page(run, out, steps=[2], groups=1)
     page = out.read_text(encoding="utf-8")
     held = answers(page)
     own = f"/runs/{run_id(client)}"
@@ -42,14 +42,14 @@ def test_what_cannot_be_exported_is_said_in_one_message(
 ) -> None:
     out = tmp_path / "page.html"
     with pytest.raises(SettingsError, match=r"no trajectories of step 9; stored steps: 1 to 3"):
-        export_run(run, out, steps=[9])
+        export_run_page(run, out, steps=[9])
     with pytest.raises(SettingsError, match="--export requires exactly one run"):
         export_command([run.path.parent], out, steps=[], groups=None, echo=print)
     with pytest.raises(SettingsError, match="add --export"):
         export_command([run.path], None, steps=[1], groups=None, echo=print)
     monkeypatch.setattr("agentrl.viewer.export._LARGEST_RUN", 50_000)
     with pytest.raises(SettingsError, match="the page exceeds 0 MB; choose fewer steps"):
-        export_run(run, out)
+        export_run_page(run, out)
     assert not list(tmp_path.iterdir())
 
 

@@ -27,7 +27,7 @@ from agentrl.telemetry.metrics import METRICS
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import STATIC, make_app
-from agentrl.viewer.export import export_run
+from agentrl.viewer.export import export_run_page
 from agentrl.viewer.runs import Library
 from agentrl.viewer.serve import CalculationClient, open_local_listener
 from agentrl.viewer.what_if import recompute_advantages, what_if
@@ -251,7 +251,7 @@ def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run
 
 def test_an_exported_page_works_from_a_file_without_a_network(page: Page, run: RunDirectory, tmp_path: Path) -> None:
     out = tmp_path / "page.html"
-    export_run(run, out, steps=[2, 3])
+    export_run_page(run, out, steps=[2, 3])
     asked: list[str] = []
     page.on("request", lambda request: asked.append(request.url))
     page.context.set_offline(True)

@@ -24,7 +24,7 @@ from agentrl.rollout.engines.replica import (
     TurnRequest,
 )
 from agentrl.rollout.engines.served_weights import Check, ServedWeights
-from agentrl.telemetry.trace import traced_service_call
+from agentrl.telemetry.trace import trace_service_call
 
 logger = logging.getLogger(__name__)
 
@@ -132,7 +132,7 @@ class ServerEngine:
             async with self._weights.adapter_in_use(server.replica, version) as adapter, server.stalls.watch_request():
                 with (
                     server.load.count_request(trajectory_id, context=context, reserved=sampling.max_tokens),
-                    traced_service_call(f"server {server.index}", "request", context=context),
+                    trace_service_call(f"server {server.index}", "request", context=context),
                 ):
                     completion = await server.replica.generate(
                         TurnRequest(

@@ -24,7 +24,7 @@ from agentrl.telemetry.plots import draw_plots
 from agentrl.telemetry.records import BestRecord, EvaluationRecord
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
-from agentrl.telemetry.tokens import TokenFacts, TrajectoryTokens, write_tokens
+from agentrl.telemetry.tokens import TokenMetadata, TrajectoryTokens, write_tokens
 from agentrl.training.engine.checkpoint import newest_checkpoint_step
 from agentrl.training.engine.groups import RankGroups
 from agentrl.training.step.batching import RankPlan, is_due
@@ -298,17 +298,17 @@ class TokenStatisticsWriter:
         """Stop the thread after it has completed the current file."""
         self._writer.close()
 
-    def _write(self, facts: TokenFacts, rows: list[TrajectoryTokens]) -> None:
+    def _write(self, facts: TokenMetadata, rows: list[TrajectoryTokens]) -> None:
         path = self._run.token_statistics_file(facts.step, facts.rank)
         with os_errors_as_world_errors(path.parent, "create"):
             path.parent.mkdir(exist_ok=True)
         write_tokens(path, facts, rows)
 
 
-def token_file_metadata(objective: ObjectiveSettings, plan: RankPlan, groups: RankGroups) -> TokenFacts:
+def token_file_metadata(objective: ObjectiveSettings, plan: RankPlan, groups: RankGroups) -> TokenMetadata:
     """Return the metadata shared by all rows of one rank's file."""
     algorithm = objective.algorithm
-    return TokenFacts(
+    return TokenMetadata(
         step=plan.step,
         version=plan.version,
         rank=groups.replica,

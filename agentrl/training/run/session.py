@@ -19,10 +19,10 @@ from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines.base import engine_facts, runs_servers_on_nodes
 from agentrl.telemetry.alerts import find_alerts, training_rows
 from agentrl.telemetry.console import Console, RunProgress
-from agentrl.telemetry.machine import free_resources
+from agentrl.telemetry.machine import measure_free_resources
 from agentrl.telemetry.records import EvaluationRecord, Metrics
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.trace import span, start_trace, stop_trace
+from agentrl.telemetry.trace import start_trace, stop_trace, trace_span
 from agentrl.telemetry.tracker_threads import Trackers
 from agentrl.training.coldstart.policy import prepare_starting_policy
 from agentrl.training.engine.checkpoint import (
@@ -277,13 +277,13 @@ class TrainingSession:
         self._evaluate_if_due()  # at the start, or if a stop skipped it
         with self._console.progress(steps, self._progress.step) as progress:
             for step in range(self._progress.step + 1, steps):
-                with span("step", step=step):
+                with trace_span("step", step=step):
                     self._run_step(step, progress)
                 self._evaluate_if_due()
                 if is_due(step, every):
                     self._save_checkpoint()
             if self._progress.step < steps:
-                with span("step", step=steps):
+                with trace_span("step", step=steps):
                     self._run_step(steps, progress)
         self._evaluate()
         if self._settings.evaluation.falsified:
@@ -292,19 +292,19 @@ class TrainingSession:
     def _run_step(self, step: int, progress: RunProgress) -> None:
         """Roll out, train and send the weights. Raises InterruptedRunError only before the step changes anything."""
         began = time.monotonic()
-        with span("wait for rollouts"):
+        with trace_span("wait for rollouts"):
             plan = self._service.roll_out_and_plan_rank(step, self._budget.tokens)
         planned = time.monotonic()
         self._heartbeat.mark_step_start(step)
         recorder = self._tokens.create_recorder(step)
-        with self._budget.shrink_on_out_of_memory(step), span("train"):
+        with self._budget.shrink_on_out_of_memory(step), trace_span("train"):
             for engine in self._engines.values() if self._moves_state else ():
                 engine.reload_to_gpu()  # the servers sleep
             metrics = self._trainer.train(plan, recorder=recorder)
         updates = self._progress.updates + int(metrics["policy/updates"])
         self._offload_state()
         trained = time.monotonic()
-        with span("send weights"):
+        with trace_span("send weights"):
             self._service.wait_until_weights_may_change()
             self._sender.send(updates)
         ended = time.monotonic()
@@ -346,7 +346,7 @@ class TrainingSession:
         else:
             self._trained.append(self._held_out | metrics)
         self._held_out = {}
-        self._trained[-1] |= free_resources(self._run.path)
+        self._trained[-1] |= measure_free_resources(self._run.path)
         now = find_alerts(self._trained)
         for alert in now:
             if alert.alert not in self._alerting:
@@ -383,7 +383,7 @@ class TrainingSession:
         evaluated = {(item["step"], item["falsified"]) for item in self._progress.evaluations}
         if (self._progress.step, falsified) in evaluated:
             return
-        with span("evaluate", step=self._progress.step):
+        with trace_span("evaluate", step=self._progress.step):
             report = self._service.evaluate(self._progress.step, falsified=falsified)
         if report is None:
             how, kind = "evaluated", ""
@@ -438,7 +438,7 @@ class TrainingSession:
             reference=self._reference_path,
             adapter=self._adapter,
         )
-        with span("save", step=self._progress.step):
+        with trace_span("save", step=self._progress.step):
             self._writer.save(self._engines, state)
         self._saved = (self._progress.step, len(self._progress.evaluations))
 

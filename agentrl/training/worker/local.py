@@ -46,7 +46,7 @@ from agentrl.rollout.work_queue import QueueState
 from agentrl.rollout.worker import RolloutWorker
 from agentrl.telemetry.files import BackgroundWriter
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.telemetry.trace import start_trace, stop_trace, traced_service_call
+from agentrl.telemetry.trace import start_trace, stop_trace, trace_service_call
 from agentrl.training.step.batching import RankPlan, is_due, plan_step
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
 from agentrl.training.worker.service import InterruptedRunError
@@ -151,7 +151,7 @@ class LocalRolloutService:
         if settings.telemetry.trace:
             start_trace(RunDirectory(self._folder).trace, "rollout worker")
             opened.callback(stop_trace)
-            execution.trace_program = partial(traced_service_call, "sandbox", "program")
+            execution.trace_program = partial(trace_service_call, "sandbox", "program")
             opened.callback(setattr, execution, "trace_program", contextlib.nullcontext)
         environment, codec = build_environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
