@@ -453,8 +453,8 @@ def test_a_sandbox_that_cannot_isolate_is_refused_and_its_name_can_be_used_again
         "kernel.drop_capabilities()\nkernel.no_new_privileges()\n"
         "machine = {'x86_64': 0xC000003E, 'aarch64': 0xC00000B7}[os.uname().machine]\n"
         "denied = {444: seccomp.fail_with(errno.ENOSYS)}\n"
-        "no_landlock = seccomp.assemble_filter(machine, denied, 444, seccomp.allow_call())\n"
-        "seccomp.Filter(no_landlock).install()\n"
+        "no_landlock = seccomp.assemble_seccomp_filter(machine, denied, 444, seccomp.allow_call())\n"
+        "seccomp.SeccompFilter(no_landlock).install()\n"
         "from agentrl.cli import main\nsys.argv = ['agentrl', *sys.argv[1:]]\nmain()"
     )
     command = [sys.executable, "-c", stripped, "train", *SHORT, "name=one"]

@@ -114,7 +114,7 @@ def check_file_names(names: Iterable[str]) -> None:
     count = 0
     for name in names:
         count += 1
-        why = _name_problem(name)
+        why = _why_name_is_invalid(name)
         if why:
             raise ValueError(f"invalid file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
     if count > MAX_FILES:
@@ -134,7 +134,7 @@ def check_files(files: Mapping[str, bytes], max_bytes: int) -> None:
         raise ValueError(f"the files take {needed} bytes, but the scratch directory has {max_bytes}: raise scratch_mb")
 
 
-def _name_problem(name: str) -> str:
+def _why_name_is_invalid(name: str) -> str:
     if not name:
         return "it is empty"
     if "\0" in name:

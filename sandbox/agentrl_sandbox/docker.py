@@ -21,7 +21,7 @@ from docker.errors import DockerException, ImageNotFound, NotFound
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.service.pool import RunnerPool
 from agentrl_sandbox.settings import LIMITS, SandboxSettings
-from agentrl_sandbox.types import BusyError, ClosedError, Execution, StartError, UnisolatedError, failed_execution
+from agentrl_sandbox.types import BusyError, ClosedError, Execution, StartError, UnisolatedError, infrastructure_failure
 
 _SOCKETS = "/run/agentrl"
 _START_SECONDS = 120.0
@@ -80,7 +80,7 @@ class DockerSandbox(RunnerPool):
         try:
             return await super().run(call, request_id)
         except (BusyError, ClosedError) as error:  # closed while the call waited
-            return failed_execution(str(error), started)
+            return infrastructure_failure(str(error), started)
 
     async def close(self) -> None:
         if self._closed:

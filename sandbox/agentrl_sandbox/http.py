@@ -35,7 +35,7 @@ from agentrl_sandbox.types import (
     UnisolatedError,
     UnknownSessionError,
     UnreachableServiceError,
-    failed_execution,
+    infrastructure_failure,
 )
 
 _T = TypeVar("_T")
@@ -114,7 +114,7 @@ class ServiceSandbox(CallSandbox, ABC):
         try:
             return await self._request_with_retries(request, call.session)
         except (BusyError, ClosedError) as error:  # closed while the program ran
-            return failed_execution(str(error), started)
+            return infrastructure_failure(str(error), started)
 
     async def open_session(self) -> str:
         """Open a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""

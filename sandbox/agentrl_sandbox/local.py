@@ -46,7 +46,7 @@ from agentrl_sandbox.types import (
     SessionLimitError,
     StartError,
     UnisolatedError,
-    failed_execution,
+    infrastructure_failure,
 )
 
 _GRACE_SECONDS = 30.0  # after a program's deadline; then the server counts as hung
@@ -374,11 +374,11 @@ class LocalSandbox(CallSandbox):
             server = server or await self._running_server()
             return await server.run(call, session)
         except (ServerExitedError, StartError) as error:
-            return failed_execution(str(error), started)
+            return infrastructure_failure(str(error), started)
         except TimeoutError:
             assert server is not None
             await server.close()
-            return failed_execution("the sandbox's server did not respond after the program's deadline", started)
+            return infrastructure_failure("the sandbox's server did not respond after the program's deadline", started)
 
     async def _request_session(
         self, server: ForkServerProcess, new_session: int, op: str, session: int, **more: int

@@ -385,7 +385,7 @@ async def _probe_read_isolation(execute: ExecuteProbe, victim: _Victim, neighbou
         reader = READS.format(places=places, start=victim.secret_start, seconds=seconds)
         neighbour_run, ran = await asyncio.gather(execute(neighbour, timeout=timeout), execute(reader, timeout=timeout))
         blocked = _is_blocked(ran, Outcome.OK, attack_succeeded=victim.secret_end in ran.stdout)
-        if blocked and neighbours and not _searched_while_present(neighbour_run, ran):
+        if blocked and neighbours and not _searched_while_file_existed(neighbour_run, ran):
             raise InconclusiveProbeError(neighbour_run)
         if blocked and os.access("/etc/shadow", os.R_OK):
             ran = await execute(SHADOW, timeout=timeout)
@@ -393,7 +393,7 @@ async def _probe_read_isolation(execute: ExecuteProbe, victim: _Victim, neighbou
         return blocked
 
 
-def _searched_while_present(neighbour: Execution, reader: Execution) -> bool:
+def _searched_while_file_existed(neighbour: Execution, reader: Execution) -> bool:
     """Return True if the reader completed a search while the neighbour's file existed. Output lines are time spans."""
     spans = [[float(word) for word in line.split()] for line in neighbour.stdout.splitlines()]
     looks = [[float(word) for word in line.split()] for line in reader.stdout.splitlines()]

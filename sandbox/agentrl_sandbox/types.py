@@ -61,7 +61,7 @@ class Execution:
     session_ended: bool = False
 
 
-def failed_execution(why: str, started: float) -> Execution:
+def infrastructure_failure(why: str, started: float) -> Execution:
     """Return an infrastructure failure with the reason ``why``. ``started`` is a time of ``time.monotonic``."""
     return Execution(
         outcome=Outcome.INFRASTRUCTURE_FAILURE,

@@ -14,7 +14,7 @@ from agentrl_sandbox.runner.seccomp import (
     LAST_KNOWN,
     MACHINES,
     NOT_IMPLEMENTED,
-    build_filter,
+    build_seccomp_filter,
     system_call_number,
 )
 
@@ -28,7 +28,7 @@ class Filter:
 
     def __init__(self, machine: str, *, separate_user: bool = True) -> None:
         self.architecture = ARCHITECTURES[machine]
-        self.code = list(struct.iter_unpack("=HBBI", build_filter(machine, separate_user=separate_user)))
+        self.code = list(struct.iter_unpack("=HBBI", build_seccomp_filter(machine, separate_user=separate_user)))
 
     def __call__(self, call: int, *arguments: int, architecture: int | None = None) -> int:
         padded = (*arguments, *(0,) * (6 - len(arguments)))

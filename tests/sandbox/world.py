@@ -97,7 +97,7 @@ def fake_landlock_version(version: int) -> None:
     threading.Thread(target=answer_for_landlock, args=(version, told, filtered), daemon=True).start()
     kernel.no_new_privileges()
     code = seccomp.branch_if_one_of(2, (ASKS_FOR_VERSION,), [(0x06, 0, 0, TELL_THE_LISTENER)], seccomp.allow_call())
-    program = seccomp.assemble_filter(
+    program = seccomp.assemble_seccomp_filter(
         ARCHITECTURES[platform.machine()], {LANDLOCK_CREATE_RULESET: code}, 444, seccomp.allow_call()
     )
     told.append(install_with_listener(program))

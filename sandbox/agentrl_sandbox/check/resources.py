@@ -216,7 +216,7 @@ rule = ctypes.create_string_buffer(struct.pack("HBBI", 6, 0, 0, 0x7FFF0000))
 )
 
 
-def _is_bounded(run: Execution) -> bool:
+def _printed_bounded_or_hit_limit(run: Execution) -> bool:
     return run.stdout == "bounded\n" or run.outcome in (Outcome.MEMORY_LIMIT, Outcome.OUTPUT_LIMIT, Outcome.TIMEOUT)
 
 
@@ -261,9 +261,9 @@ def _expect_exit_code(code: int) -> Expectation:
 
 
 RESOURCES = (
-    Case("fork bomb", _FORKS, _is_bounded, "bounded_processes"),
+    Case("fork bomb", _FORKS, _printed_bounded_or_hit_limit, "bounded_processes"),
     Case("fork bomb, exponential", _TREE, expect_outcome(Outcome.TIMEOUT), "bounded_processes", 1.0),
-    Case("thread bomb", _THREADS, _is_bounded, "bounded_processes"),
+    Case("thread bomb", _THREADS, _printed_bounded_or_hit_limit, "bounded_processes"),
     Case("memory bomb", _MEMORY, _was_stopped_for_memory, "bounded_memory"),
     Case("memory bomb in NumPy", _NUMPY, _was_stopped_for_memory, "bounded_memory"),
     Case("memory bomb by mmap", _MMAP, _did_not_succeed, "bounded_memory"),
@@ -297,8 +297,8 @@ RESOURCES = (
         expect_outcome(Outcome.OK, Outcome.ERROR),
         "bounded_output",
     ),
-    Case("full disk", _DISK, _is_bounded, "bounded_disk", 30.0),
-    Case("too many files", _FILES, _is_bounded, "bounded_disk", 30.0),
+    Case("full disk", _DISK, _printed_bounded_or_hit_limit, "bounded_disk", 30.0),
+    Case("too many files", _FILES, _printed_bounded_or_hit_limit, "bounded_disk", 30.0),
     Case("endless recursion", "def f():\n    f()\nf()", expect_exception("RecursionError"), "robust"),
     Case("recursion through C", _C_RECURSION, expect_any_end, "robust"),
     Case("segmentation fault", "import ctypes\nctypes.string_at(0)", expect_outcome(Outcome.KILLED), "robust"),

@@ -122,7 +122,7 @@ def enter_namespaces(readable_paths: Iterable[str]) -> None:
     for path, (descriptor, is_directory) in sources.items():
         _bind_mount(descriptor, path, is_directory=is_directory)
         os.close(descriptor)
-    _add_symlinks()
+    _add_symlinks_to_new_root()
     for path in ("/proc", SCRATCH):
         os.mkdir(_NEW_ROOT + path)
     kernel.mount("proc", _NEW_ROOT + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
@@ -182,7 +182,7 @@ def _bind_mount(descriptor: int, path: str, *, is_directory: bool) -> None:
         kernel.add_mount_attributes(target, attributes, recursive=True)
 
 
-def _add_symlinks() -> None:
+def _add_symlinks_to_new_root() -> None:
     for path in _SYSTEM:
         if os.path.islink(path):
             os.symlink(os.readlink(path), _NEW_ROOT + path)
@@ -212,10 +212,10 @@ class Lockdown:
         namespaces = config.isolate != "none"
         separate_user = has_separate_users(config)
         version = landlock_version()
-        self._filter: seccomp.Filter | None = None
+        self._filter: seccomp.SeccompFilter | None = None
         if seccomp.seccomp_available():
-            self._filter = seccomp.Filter(
-                seccomp.build_filter(platform.machine(), separate_user=separate_user or namespaces)
+            self._filter = seccomp.SeccompFilter(
+                seccomp.build_seccomp_filter(platform.machine(), separate_user=separate_user or namespaces)
             )
         self._processes = "/proc" if namespaces else "/proc/self"
         self._rules: LandlockRules | None = None
@@ -309,7 +309,7 @@ class ChildLimits:
             seed()
 
 
-def limit_children(limits: ChildLimits) -> None:
+def set_limits_of_children(limits: ChildLimits) -> None:
     """Set the limits that all children inherit. Call it once, in the zygote."""
     os.umask(0o022)
     kernel.no_new_privileges()
@@ -335,7 +335,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         close_other_descriptors(_STATUS_DESCRIPTOR, *([_FETCHED_DESCRIPTOR] if len(descriptors) > 4 else []))
         limits.reseed_generators()
         os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are failures of the program
-        exit_code, memory_mark, names = _run_program(scratch)
+        exit_code, memory_mark, names = _receive_and_run_program(scratch)
         if names and os.getpid() == pid:  # false in a forked child of the program, which also returns here
             _fetch_files(scratch, names)
         if os.getpid() == pid:
@@ -401,7 +401,7 @@ def isolate_child(limits: ChildLimits, slot: int) -> str:
     return directory
 
 
-def _run_program(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
+def _receive_and_run_program(scratch: str) -> tuple[int, bytes, tuple[str, ...]]:
     """Run the program as ``__main__``. Returns its exit status, a mark for the status pipe, and the files to fetch.
 
     Only this mark counts. Marks of other processes, such as a fork that ran out of memory, are ignored.

@@ -73,7 +73,7 @@ class ChildFetchWriter:
         self._end += _RECORD.size + size
         self._bytes_left -= size
 
-    def finish(self) -> None:
+    def write_length(self) -> None:
         """Write the length. Until then, the file counts as empty."""
         os.pwrite(self._file, _LENGTH.pack(self._end - _LENGTH.size), 0)
 
@@ -100,7 +100,7 @@ def fetch_files(scratch: str, names: Sequence[str], fetched: ChildFetchWriter) -
             status = os.fstat(file)
             if stat.S_ISREG(status.st_mode):
                 fetched.add(index, file, status.st_size)
-    fetched.finish()
+    fetched.write_length()
 
 
 @contextlib.contextmanager

@@ -136,7 +136,7 @@ def _numpy_seeder(generator: Any) -> Callable[[], None]:
     if type(generator).__name__ != "MT19937" or not _has_known_numpy_layout(address, generator.state["state"]):
         return replace_state
     generator._legacy_seeding(None)  # afterwards it cannot spawn generators
-    return lambda: _write_random_generator_key(address)
+    return lambda: _overwrite_mersenne_twister_key(address)
 
 
 def _has_known_numpy_layout(address: int, state: dict[str, Any]) -> bool:
@@ -145,7 +145,7 @@ def _has_known_numpy_layout(address: int, state: dict[str, Any]) -> bool:
     return (key, position) == (state["key"].tobytes(), state["pos"])
 
 
-def _write_random_generator_key(address: int) -> None:
+def _overwrite_mersenne_twister_key(address: int) -> None:
     """Write a random key and mark its numbers as used, so that the next draw generates new ones."""
     ctypes.memmove(address, os.urandom(_KEY_BYTES), _KEY_BYTES)
     ctypes.c_int.from_address(address + _KEY_BYTES).value = _KEY_BYTES // 4

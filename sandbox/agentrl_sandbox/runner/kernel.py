@@ -96,7 +96,7 @@ def add_mount_attributes(target: str, attributes: int, *, recursive: bool) -> No
 
 def make_current_directory_root() -> None:
     """Make the current directory the root and detach the old root. The directory must be a mount point."""
-    system_call_or_raise("pivot_root", _number_on_this_machine(_SYS_PIVOT_ROOT), b".", b".")
+    system_call_or_raise("pivot_root", _system_call_number_here(_SYS_PIVOT_ROOT), b".", b".")
     unmount_lazily(".")
     os.chdir("/")
 
@@ -148,7 +148,7 @@ def drop_capabilities() -> None:
         capability += 1
     header = (ctypes.c_uint32 * 2)(_CAP_VERSION_3, 0)
     data = (ctypes.c_uint32 * 6)()
-    system_call_or_raise("capset", _number_on_this_machine(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
+    system_call_or_raise("capset", _system_call_number_here(_SYS_CAPSET), ctypes.byref(header), ctypes.byref(data))
 
 
 def can_change_user() -> bool:
@@ -208,7 +208,7 @@ def _call(function: str, what: str, *arguments: object) -> int:
     return result
 
 
-def _number_on_this_machine(table: dict[str, int]) -> int:
+def _system_call_number_here(table: dict[str, int]) -> int:
     if _machine not in table:
         raise OSError(0, f"no system call numbers for {_machine}; known: {', '.join(table)}")
     return table[_machine]

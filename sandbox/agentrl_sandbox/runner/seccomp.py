@@ -118,7 +118,7 @@ def allow_if_null(argument: int, denial: Code) -> Code:
     return [_load(argument), *_jump_over_if_equal((0,), denial), *upper]
 
 
-def assemble_filter(architecture: int, actions: Mapping[int, Code], highest: int, newer_calls: Code) -> bytes:
+def assemble_seccomp_filter(architecture: int, actions: Mapping[int, Code], highest: int, newer_calls: Code) -> bytes:
     """Build a filter that kills the process on calls of other architectures and allows unlisted calls.
 
     ``actions`` lists calls up to number ``highest``. ``newer_calls`` is the code for numbers above ``highest``.
@@ -186,7 +186,7 @@ process groups: setpgid setsid
 """
 
 
-def _parse_groups(text: str) -> dict[str, tuple[str, ...]]:
+def _parse_system_call_groups(text: str) -> dict[str, tuple[str, ...]]:
     groups: dict[str, tuple[str, ...]] = {}
     for line in text.strip().splitlines():
         group, names = line.split(":")
@@ -194,14 +194,14 @@ def _parse_groups(text: str) -> dict[str, tuple[str, ...]]:
     return groups
 
 
-DENIED = _parse_groups(_DENIED_CALLS)
+DENIED = _parse_system_call_groups(_DENIED_CALLS)
 """Calls that fail with EPERM in all modes, by purpose."""
 
 NOT_IMPLEMENTED = ("clone3", "io_uring_setup", "io_uring_enter", "io_uring_register", "flock")
 """Calls that fail with ENOSYS, so that libraries fall back to older calls. ``flock`` on a file of the interpreter would
 lock it for all programs; ``lockf`` works."""
 
-DENIED_WITHOUT_SEPARATE_USER = _parse_groups(_DENIED_CALLS_WITHOUT_SEPARATE_USER)
+DENIED_WITHOUT_SEPARATE_USER = _parse_system_call_groups(_DENIED_CALLS_WITHOUT_SEPARATE_USER)
 """Calls that are also denied if programs share the server's user: changes of files that Landlock does not prevent, and
 leaving the process group, through which a fork bomb is killed."""
 
@@ -242,7 +242,7 @@ class _Program(ctypes.Structure):
     _fields_ = [("length", ctypes.c_ushort), ("filter", ctypes.c_char_p)]
 
 
-class Filter:
+class SeccompFilter:
     def __init__(self, code: bytes) -> None:
         self._program = _Program(len(code) // 8, code)
         self._call = _SECCOMP_CALL[platform.machine()]
@@ -262,7 +262,7 @@ def seccomp_available() -> bool:
     return kernel.system_call(_SECCOMP_CALL[platform.machine()], *query) == 0
 
 
-def build_filter(machine: str, *, separate_user: bool) -> bytes:
+def build_seccomp_filter(machine: str, *, separate_user: bool) -> bytes:
     """Build the filter. ``separate_user``: only the program uses its user id."""
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     refused = [name for group in groups.values() for name in group]
@@ -276,7 +276,7 @@ def build_filter(machine: str, *, separate_user: bool) -> bytes:
     newer_calls = fail_with(errno.ENOSYS)
     if machine == "x86_64":
         newer_calls = [(0x35, 0, 1, 0x4000_0000), *kill_process(), *newer_calls]  # this bit marks calls of x32
-    return assemble_filter(_ARCHITECTURES[machine], actions, LAST_KNOWN, newer_calls)
+    return assemble_seccomp_filter(_ARCHITECTURES[machine], actions, LAST_KNOWN, newer_calls)
 
 
 def _argument_rules() -> dict[str, Code]:

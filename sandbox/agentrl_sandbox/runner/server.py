@@ -66,10 +66,10 @@ def main() -> None:
     why = ""
     try:
         if config.isolate == "none":
-            cleanup.fork_server(config, int(sys.argv[2]))
+            cleanup.continue_as_forked_server(config, int(sys.argv[2]))
         else:
             if config.isolate == "user":
-                _become_first_process(config, int(sys.argv[2]))
+                _continue_as_namespace_init(config, int(sys.argv[2]))
             enter_namespaces(config.readable)
     except OSError as error:
         why = str(error) or type(error).__name__
@@ -84,7 +84,7 @@ def main() -> None:
         server.close()
 
 
-def _become_first_process(config: RunnerConfig, descriptor: int) -> None:
+def _continue_as_namespace_init(config: RunnerConfig, descriptor: int) -> None:
     """Continue as the first process of a new user and PID namespace. Only that process returns.
 
     Without root, a zygote can return from a program's PID namespace only to one that it owns.

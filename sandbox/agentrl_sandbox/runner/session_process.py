@@ -152,11 +152,11 @@ class SessionInterpreter:
             os._exit(interpreter.finish_program(exit_code, self._on_out_of_memory, run_exit_functions=True))
         resource.setrlimit(resource.RLIMIT_AS, self._address_space)
         if fetched:
-            self._fetch(task.fetch if task is not None else (), fetched[0])
+            self._write_fetch_file(task.fetch if task is not None else (), fetched[0])
         self._detach_streams()
         return exit_code
 
-    def _fetch(self, names: tuple[str, ...], file: int) -> None:
+    def _write_fetch_file(self, names: tuple[str, ...], file: int) -> None:
         try:
             fetch_files(self._scratch, names, ChildFetchWriter(file, names))
         except Exception:  # noqa: BLE001 - programs may have broken what this needs; the outcome is unchanged
@@ -194,7 +194,7 @@ class SessionInterpreter:
         except OSError as error:
             return error.errno or 1
         if intermediate == 0:
-            _let_init_adopt_fork()
+            _fork_again_for_adoption()
             self._become_fork(directory, control, announcement)
             return 0
         os.close(control)
@@ -227,7 +227,7 @@ class SessionInterpreter:
             tempfile.__dict__["tempdir"] = None  # so that TMPDIR is read again
 
 
-def _let_init_adopt_fork() -> None:
+def _fork_again_for_adoption() -> None:
     """Fork again and end this process. Returns in the fork after it has been adopted."""
     intermediate = os.getpid()
     try:
@@ -312,7 +312,7 @@ class SessionInit:
             ready = [descriptor for descriptor, _ in self._poll.poll()]
             for descriptor in ready:
                 if descriptor in self._expected_forks:
-                    self._on_fork_announced(descriptor)
+                    self._accept_announced_fork(descriptor)
                 elif descriptor == self._server.fileno() and not self._receive_and_execute_command():
                     return
             # Run after all commands: a search for leftovers takes longer with more sessions. If all sessions are closed
@@ -341,7 +341,7 @@ class SessionInit:
         message: ProcessMessage = json.loads(data)
         session = message["id"]
         if message["op"] == "expect":
-            self._expect_fork(session, socket.socket(fileno=descriptors[0]))
+            self._watch_for_fork_announcement(session, socket.socket(fileno=descriptors[0]))
         elif message["op"] == "forget":
             self._forget_fork(session)
         elif session in self._pids:
@@ -369,11 +369,11 @@ class SessionInit:
 
     # -- forks ----------------------------------------------------------------------------------------------------
 
-    def _expect_fork(self, session: int, announcement: socket.socket) -> None:
+    def _watch_for_fork_announcement(self, session: int, announcement: socket.socket) -> None:
         self._expected_forks[announcement.fileno()] = (session, announcement)
         self._poll.register(announcement, select.POLLIN)
 
-    def _on_fork_announced(self, descriptor: int) -> None:
+    def _accept_announced_fork(self, descriptor: int) -> None:
         """Check that the announced process, which the kernel identifies, is a child of this process."""
         session, announcement = self._expected_forks.pop(descriptor)
         self._poll.unregister(descriptor)

@@ -241,7 +241,7 @@ class SessionManager:
                 message: ProcessMessage = {"op": "init", "id": family.identifier, "slot": family.slot}
                 zygote.request_child({**message, "session": number}, [childs_init.fileno(), childs_control.fileno()])
             except OSError as error:
-                self._end_family(family, str(error))
+                self._handle_family_end(family, str(error))
                 return
         zygote.send_command("locate", family.identifier)
 
@@ -331,7 +331,7 @@ class SessionManager:
             self._end_session(session, "its interpreter sent an unexpected message")
         elif session.fork is not None:
             session.fork.origin_error = error
-            self._finish_fork(session, session.fork)
+            self._answer_fork_when_complete(session, session.fork)
         elif session.program is not None and session.program.reason is None:
             self._server.drain_output(session.program)
             ending = ending_of_exit_code(session.program, exit_code, out_of_memory=out_of_memory)
@@ -343,7 +343,7 @@ class SessionManager:
         session.enter_state_until_init_acts(SessionState.STOPPING)
         session.family.send_command("stop", session.identifier)
 
-    def _finish_fork(self, origin: ServerSession, fork: PendingFork) -> None:
+    def _answer_fork_when_complete(self, origin: ServerSession, fork: PendingFork) -> None:
         if not fork.is_complete:
             return
         origin.fork = None
@@ -402,7 +402,7 @@ class SessionManager:
         for origin in session.family.sessions.values():
             if origin.fork is not None and origin.fork.child is session:
                 origin.fork.error = error
-                self._finish_fork(origin, origin.fork)
+                self._answer_fork_when_complete(origin, origin.fork)
                 return
 
     def _on_process_exit(self, session: ServerSession, exit_code: int) -> None:
@@ -432,7 +432,7 @@ class SessionManager:
                 self._programs_can_signal_init and not family.timed_out and os.WIFSIGNALED(message.get("status", 0))
             )
             why = message.get("why", "its session init exited")
-            self._end_family(family, why, killed_by_program=killed_by_program)
+            self._handle_family_end(family, why, killed_by_program=killed_by_program)
 
     def _has_message(self, family: SessionFamily) -> bool:
         try:
@@ -493,7 +493,7 @@ class SessionManager:
             session.held_answer = None
             self._server.reply(header, *blobs)
 
-    def _end_family(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
+    def _handle_family_end(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
         """Handle the end of a session init and its processes. ``killed_by_program``: one of its programs killed it."""
         self._end_processes(family, why, killed_by_program=killed_by_program)
         if self._families.pop(family.identifier, None) is not None:
@@ -514,7 +514,7 @@ class SessionManager:
 
     def end_all_sessions(self, why: str) -> None:
         for family in list(self._families.values()):
-            self._end_family(family, why)
+            self._handle_family_end(family, why)
 
     def next_deadline(self) -> float:
         return min((session.deadline for session in self._sessions.values()), default=math.inf)

@@ -32,7 +32,7 @@ from types import CodeType, ModuleType
 from typing import Any, Self
 
 from agentrl_sandbox.runner import cleanup, kernel
-from agentrl_sandbox.runner.child import ChildLimits, has_separate_users, limit_children, run_child
+from agentrl_sandbox.runner.child import ChildLimits, has_separate_users, run_child, set_limits_of_children
 from agentrl_sandbox.runner.config import BARE_MODULES, SCRATCH_VARIABLE, ProcessMessage, RunnerConfig
 from agentrl_sandbox.runner.interpreter import make_random_seeders
 from agentrl_sandbox.runner.session_process import run_session_init
@@ -97,7 +97,7 @@ def main() -> None:
     seeders = make_random_seeders()
     make_objects_immortal()
     gc.freeze()
-    merge_heap_pages()
+    move_heap_to_huge_pages()
     with socket.socket(fileno=int(descriptor)) as server:
         Zygote(config, server, ChildLimits.derive_in_zygote(config, seeders)).serve()
 
@@ -105,7 +105,7 @@ def main() -> None:
 def warm_up(*, science: bool) -> None:
     """Import modules that programs use. Programs cannot use modules that are not importable here."""
     _add_site_builtins()
-    _map_shared_memory_to_files()
+    _redirect_anonymous_mmap_to_files()
     for name in (*BARE_MODULES, "linecache", "traceback"):
         importlib.import_module(name)
     if not science:
@@ -147,7 +147,7 @@ def _add_site_builtins() -> None:
     setattr(builtins, "help", site_builtins._Helper())  # noqa: B010 - an attribute that the type lacks
 
 
-def _map_shared_memory_to_files() -> None:
+def _redirect_anonymous_mmap_to_files() -> None:
     """Make ``mmap.mmap(-1, length)`` map a file in the scratch directory, so that it counts toward the scratch limit.
 
     The system call filter denies shared memory without a file, because it would persist after no process maps it.
@@ -177,7 +177,7 @@ def _map_shared_memory_to_files() -> None:
     mmap_module.mmap = Mapping  # type: ignore[attr-defined]
 
 
-def merge_heap_pages() -> None:
+def move_heap_to_huge_pages() -> None:
     """Move the heap to huge pages, so that forks copy and exits release far fewer page table entries."""
     with open("/proc/self/maps", encoding="ascii") as file:
         lines = file.read().splitlines()
@@ -193,7 +193,7 @@ class Zygote:
         self._config = config
         self._server = server
         self._limits = limits
-        limit_children(limits)
+        set_limits_of_children(limits)
         self._ids: dict[int, int] = {}  # process -> program
         self._pids: dict[int, int] = {}  # program -> process
         self._slots: dict[int, int] = {}  # process of a program or of a cleanup helper -> slot

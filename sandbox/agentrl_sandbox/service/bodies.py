@@ -13,7 +13,7 @@ from agentrl_sandbox.call import MAX_NAME_LENGTH, Call, to_base64
 from agentrl_sandbox.types import Execution, Outcome
 
 
-def _accept_any_text(value: object) -> str:
+def _require_string_allowing_surrogates(value: object) -> str:
     """Return a JSON string unchanged. Lone surrogates are allowed, because the program's interpreter handles them."""
     if not isinstance(value, str):
         raise ValueError("expected a string")
@@ -34,7 +34,7 @@ def from_base64(value: object) -> bytes:
         raise Base64Error(f"not base64: {error}") from error
 
 
-Text = Annotated[str, PlainValidator(_accept_any_text), WithJsonSchema({"type": "string"})]
+Text = Annotated[str, PlainValidator(_require_string_allowing_surrogates), WithJsonSchema({"type": "string"})]
 Content = Annotated[
     bytes, BeforeValidator(from_base64), WithJsonSchema({"type": "string", "contentEncoding": "base64"})
 ]

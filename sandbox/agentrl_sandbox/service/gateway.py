@@ -33,7 +33,7 @@ from agentrl_sandbox.service.bodies import (
     encode_json,
     execution_json,
 )
-from agentrl_sandbox.service.guard import Guard, bounded_protocol
+from agentrl_sandbox.service.guard import RequestGuard, bounded_protocol
 from agentrl_sandbox.service.pool import RunnerPool
 from agentrl_sandbox.settings import NO_TOKEN, GatewaySettings
 from agentrl_sandbox.types import (
@@ -323,7 +323,7 @@ async def serve_gateway(
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
     gateway = Gateway(pool)
     max_body = settings.max_body_mb << 20
-    app = Guard(
+    app = RequestGuard(
         build_app(gateway),
         token=None if token == NO_TOKEN else token,
         hosts=settings.hosts,

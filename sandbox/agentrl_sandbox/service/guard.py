@@ -33,7 +33,7 @@ class RejectedRequestError(Exception):
     headers: Mapping[str, str] | None = None
 
 
-class Guard:
+class RequestGuard:
     """ASGI middleware that rejects invalid requests, limits bodies, and cancels requests of disconnected clients."""
 
     def __init__(self, app: ASGIApp, *, token: str | None, hosts: frozenset[str], max_body: int) -> None:

@@ -31,7 +31,7 @@ from agentrl_sandbox.types import (
     SandboxError,
     SessionLimitError,
     UnknownSessionError,
-    failed_execution,
+    infrastructure_failure,
 )
 
 Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the required runner, if any
@@ -278,7 +278,7 @@ async def _run_at_runner(link: RunnerLink, call: Call) -> Execution:
     except NotSentError:
         raise
     except RunnerLostError as error:
-        return failed_execution(str(error), started)
+        return infrastructure_failure(str(error), started)
     except FrameError as error:
         raise InvalidCallError(str(error)) from error
     if isinstance(answer, Execution):
@@ -287,6 +287,6 @@ async def _run_at_runner(link: RunnerLink, call: Call) -> Execution:
         raise InvalidCallError(answer.why)
     if isinstance(answer, RefusedMessage) and answer.kind == "unknown_session":
         raise UnknownSessionError(answer.why)
-    return failed_execution(
+    return infrastructure_failure(
         answer.why if isinstance(answer, RefusedMessage) else "the runner's answer does not match the request", started
     )

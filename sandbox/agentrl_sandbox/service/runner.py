@@ -70,9 +70,9 @@ def listening_socket(directory: Path, name: str) -> Iterator[socket.socket]:
     path, temporary = directory / f"{name}.sock", directory / f".{name}.early"
     try:
         directory.mkdir(mode=0o700, parents=True, exist_ok=True)
-        _check_name_unused(path)
+        _check_socket_unused(path)
         listener = socket.socket(socket.AF_UNIX)
-        with _owned_directory(directory) as (user, group):
+        with _temporarily_own_directory(directory) as (user, group):
             temporary.unlink(missing_ok=True)
             listener.bind(str(temporary))
             os.chmod(temporary, 0o600)
@@ -91,7 +91,7 @@ def listening_socket(directory: Path, name: str) -> Iterator[socket.socket]:
 
 
 @contextmanager
-def _owned_directory(directory: Path) -> Iterator[tuple[int, int]]:
+def _temporarily_own_directory(directory: Path) -> Iterator[tuple[int, int]]:
     before = directory.stat()
     foreign = before.st_uid != os.geteuid()
     if foreign:
@@ -104,7 +104,7 @@ def _owned_directory(directory: Path) -> Iterator[tuple[int, int]]:
             os.chown(directory, before.st_uid, before.st_gid)
 
 
-def _check_name_unused(path: Path) -> None:
+def _check_socket_unused(path: Path) -> None:
     with socket.socket(socket.AF_UNIX) as probe:
         try:
             probe.connect(str(path))

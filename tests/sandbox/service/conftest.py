@@ -18,7 +18,7 @@ from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
 from agentrl_sandbox.service import links
 from agentrl_sandbox.service.gateway import DrainingServer, Gateway, build_app, server_config
-from agentrl_sandbox.service.guard import Guard
+from agentrl_sandbox.service.guard import RequestGuard
 from agentrl_sandbox.service.pool import RunnerPool
 from agentrl_sandbox.service.runner import RunnerService, listening_socket
 from agentrl_sandbox.types import PROPERTIES
@@ -160,7 +160,7 @@ async def running_gateway(
     pool = RunnerPool(sockets, queue_limit=queue_limit, queue_seconds=60.0)
     gateway = Gateway(pool)
     hosts = frozenset({"127.0.0.1", "localhost"})
-    app = Guard(build_app(gateway), token=TOKEN, hosts=hosts, max_body=100_000)
+    app = RequestGuard(build_app(gateway), token=TOKEN, hosts=hosts, max_body=100_000)
     config = server_config(app, receive_seconds=receive_seconds, max_body=100_000)
     server = DrainingServer(config, gateway, drain_seconds=30.0)
     listener = socket.create_server(("127.0.0.1", 0))
