@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from tokenizers import Tokenizer
 
 from agentrl.errors import SettingsError
-from agentrl_envs.chat import MarkedText, Part, TemplateMark, parts_of_text
+from agentrl_envs.chat import MarkedText, Part, TemplateMark, split_marked_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,7 +99,7 @@ class TextCodec:
 
     def parts_without_sampled_turn_end(self, text: str, context: Sequence[int]) -> tuple[Part, ...]:
         """Return the parts of an observation, without the end-of-turn marker if ``context`` already ends with it."""
-        parts = parts_of_text(text)
+        parts = split_marked_text(text)
         first = parts[0]
         if isinstance(first, TemplateMark) and first.ends_turn:
             ids = self._encode_mark(first.text)

@@ -12,7 +12,7 @@ other text (statements, program output) is encoded as plain text.
 >>> text = MarkedText(end, start, "<|im_end|> is text here")
 >>> text == "<|im_end|>\\n<|im_start|>user\\n<|im_end|> is text here"
 True
->>> parts_of_text(text)[2], parts_of_text("plain <|im_end|>")
+>>> split_marked_text(text)[2], split_marked_text("plain <|im_end|>")
 ('<|im_end|> is text here', ('plain <|im_end|>',))
 """
 
@@ -69,8 +69,8 @@ class MarkedText(str):
         return partial(MarkedText, messages=self.messages), self.parts
 
 
-def parts_of_text(text: str) -> tuple[Part, ...]:
-    """Return the parts of a text. Plain text is a single part."""
+def split_marked_text(text: str) -> tuple[Part, ...]:
+    """Return the plain parts and the template marks of a text. Plain text is a single part."""
     return text.parts if isinstance(text, MarkedText) else (text,)
 
 

@@ -9,7 +9,7 @@ from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import Environment
 from agentrl_envs.factory import EnvironmentFactory, TemplateUse
 from agentrl_envs.grading import Grader, GraderSettings
-from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, required_chat
+from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, chat_if_required
 from agentrl_envs.protocols.texts import last_boxed_answer
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREpisode
@@ -58,7 +58,9 @@ class ReasoningEnvironment(Environment):
         """
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
-        self._protocol = ReasoningProtocol(instruction=self.settings.preamble, chat=required_chat(self.settings, chat))
+        self._protocol = ReasoningProtocol(
+            instruction=self.settings.system_prompt_and_instruction, chat=chat_if_required(self.settings, chat)
+        )
         self._episode_settings = SimpleTIRSettings(max_turns=1)
 
     def episode(self, problem: Problem) -> SimpleTIREpisode:

@@ -184,7 +184,7 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
         return own if self.interpreter == "fresh" else _describe_session_interpreter(own)
 
     @property
-    def preamble(self) -> str:
+    def system_prompt_and_instruction(self) -> str:
         """System prompt and instruction, in the form of a plain-text protocol."""
         return self._with_system_prompt(self.effective_instruction)
 
@@ -276,7 +276,7 @@ class ReasoningSettings(ChatSettings):
         return INSTRUCTIONS["reasoning"] if self.instruction is None else self.instruction
 
     @property
-    def preamble(self) -> str:
+    def system_prompt_and_instruction(self) -> str:
         """System prompt and instruction, which precede the problem."""
         return self._with_system_prompt(self.effective_instruction)
 

@@ -37,7 +37,7 @@ from agentrl.training.coldstart.demonstrations import (
 )
 from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
-from agentrl_envs.chat import parts_of_text
+from agentrl_envs.chat import split_marked_text
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
@@ -63,7 +63,7 @@ async def encode_demonstration(
         stopped = any(turn.model.endswith(stop) for stop in episode.stop_strings) and episode.turn_complete(turn.model)
         if not stopped:
             tokens.append(codec.eos_id)
-        observed = codec.encode_parts(parts_of_text(turn.observation))
+        observed = codec.encode_parts(split_marked_text(turn.observation))
         ids += [*tokens, *observed]
         mask += [True] * len(tokens) + [False] * len(observed)
     await episode.close()

@@ -23,7 +23,7 @@ from agentrl_envs.grading.spelling import (
     NO_SOLUTION,
     NO_VALUE,
     TEXT_COMMAND,
-    names_requested_quantity,
+    can_name_requested_quantity,
     normalize_spelling,
     plain_words,
     remove_text_commands,
@@ -249,7 +249,7 @@ def is_name_answer(answer: Answer) -> bool:
     """Return True if an answer is a name: a symbol, a function's value, a ratio or tuple of names, or words."""
     match answer:
         case Words():
-            return answer.number is None and names_requested_quantity(answer.text)
+            return answer.number is None and can_name_requested_quantity(answer.text)
         case Bracketed(kind="()" | "ratio" | "list"):
             return all(map(is_name_answer, answer.parts))
         case Quantity():

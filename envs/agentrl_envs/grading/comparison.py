@@ -174,7 +174,7 @@ def answers_match(reference: Answer, answer: Answer) -> bool:
         case Bracketed(), _:
             return _same_parts(reference, answer)
         case _, Bracketed():
-            return _same_as_bracketed(reference, answer)
+            return _unbracketed_reference_matches(reference, answer)
         case Quantity(), Quantity():
             return _same_quantity(reference, answer)
     return False
@@ -290,7 +290,7 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
             return _ratio_equals_number(reference, answer)
         parts: Sequence[Answer] = reference.parts
         if reference.kind == "set":
-            parts = _without_repeats(parts, allowed=len(parts))
+            parts = _remove_repeats(parts, repeats_allowed=len(parts))
         return reference.kind in ("set", "[]") and len(parts) == 1 and answers_match(parts[0], answer)
     if ordered:
         return len(reference.parts) == len(answer.parts) and all(map(answers_match, reference.parts, answer.parts))
@@ -298,7 +298,7 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
         return all(any(answers_match(part, other) for other in answer.parts) for part in reference.parts) and all(
             any(answers_match(part, other) for part in reference.parts) for other in answer.parts
         )
-    remaining = _without_repeats(answer.parts, allowed=len(answer.parts) - len(reference.parts))
+    remaining = _remove_repeats(answer.parts, repeats_allowed=len(answer.parts) - len(reference.parts))
     for part in reference.parts:
         match_index = next((index for index, other in enumerate(remaining) if answers_match(part, other)), None)
         if match_index is None:
@@ -307,9 +307,9 @@ def _same_parts(reference: Bracketed, answer: Answer, *, ordered: bool = False) 
     return not remaining
 
 
-def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
-    """Return the parts, without repeated parts if ``allowed`` is positive."""
-    if allowed <= 0:
+def _remove_repeats(parts: Sequence[Answer], *, repeats_allowed: int) -> list[Answer]:
+    """Return the parts, without repeated parts if ``repeats_allowed`` is positive."""
+    if repeats_allowed <= 0:
         return list(parts)
     kept: list[Answer] = []
     for part in parts:
@@ -318,8 +318,8 @@ def _without_repeats(parts: Sequence[Answer], *, allowed: int) -> list[Answer]:
     return kept
 
 
-def _same_as_bracketed(reference: Answer, answer: Bracketed) -> bool:
-    """Compare a reference answer with a bracketed answer: a single value in brackets, or a matrix as lists."""
+def _unbracketed_reference_matches(reference: Answer, answer: Bracketed) -> bool:
+    """Return True if the reference equals a bracketed answer: a single value in brackets, or a matrix as lists."""
     matrix = _matrix_as_lists(reference)
     if matrix is not None:
         vector = _matrix_as_vector(reference)

@@ -68,7 +68,7 @@ def expressions_equal(left: Expression, right: Expression) -> bool | None:
         if bare != [left, right] and expressions_equal(*bare):
             return True
     agreed = False
-    for point, positive in _comparison_points(symbol_names(left) | symbol_names(right)):
+    for point, positive in _comparison_points_and_positivity(symbol_names(left) | symbol_names(right)):
         equal_here = _equal_at_point(left, right, point, positive=positive)
         if equal_here is False:
             return False
@@ -79,7 +79,7 @@ def expressions_equal(left: Expression, right: Expression) -> bool | None:
 def proportionality_factor(left: Expression, right: Expression) -> Fraction | None:
     """Return the rational number q with left = q right at all points, or None if there is none."""
     ratio: Scalar = None
-    for point, _ in _comparison_points(symbol_names(left) | symbol_names(right)):
+    for point, _ in _comparison_points_and_positivity(symbol_names(left) | symbol_names(right)):
         try:
             over, under = (
                 evaluate_expression(left, point, _PRECISIONS[0]),
@@ -108,7 +108,7 @@ def _without_percent(tree: Expression) -> Expression:
     return tree.arguments[0] if isinstance(tree, FunctionCall) and tree.function == "percent" else tree
 
 
-def _comparison_points(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
+def _comparison_points_and_positivity(names: frozenset[str]) -> Iterator[tuple[dict[str, Fraction], bool]]:
     """Yield each point of the comparison with a flag that is True if all coordinates are positive.
 
     Without symbols there is one point.

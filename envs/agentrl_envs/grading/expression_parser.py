@@ -63,28 +63,28 @@ class _Token:
 _END = _Token("end", "")
 
 
-def _commands(names: str) -> frozenset[str]:
+def _latex_commands(names: str) -> frozenset[str]:
     return frozenset(f"\\{name}" for name in names.split())
 
 
-_FUNCTIONS = _commands(
+_FUNCTIONS = _latex_commands(
     "sin cos tan sec csc cot arcsin arccos arctan arcsec arccsc arccot sinh cosh tanh exp ln lg log det"
 )
 _ARGUMENT_COUNTS = {  # functions and their number of arguments; 0 for any number
     r"\abs": 1, r"\Integer": 1, r"\Float": 1, r"\factorial": 1, r"\floor": 1, r"\ceil": 1, r"\cbrt": 1,
     r"\Rational": 2, r"\root": 2, r"\binomial": 2, r"\gcd": 0, r"\lcm": 0, r"\max": 0, r"\min": 0,
 }  # fmt: skip
-_GREEK = _commands(
+_GREEK = _latex_commands(
     "alpha beta gamma delta epsilon varepsilon zeta eta theta vartheta iota kappa lambda mu nu xi rho sigma tau "
     "upsilon phi varphi chi psi omega Gamma Delta Theta Lambda Xi Sigma Phi Psi Omega ell hbar"
 )
-_GEOMETRY_COMMANDS = _commands("angle triangle odot widehat parallel")
-_ACCENTS = _commands("vec bar hat tilde overline overrightarrow mathbf mathbb mathcal boldsymbol widetilde")
-_MULTIPLICATION_SIGNS = _commands("cdot times ast") | {"*"}
+_GEOMETRY_COMMANDS = _latex_commands("angle triangle odot widehat parallel")
+_ACCENTS = _latex_commands("vec bar hat tilde overline overrightarrow mathbf mathbb mathcal boldsymbol widetilde")
+_MULTIPLICATION_SIGNS = _latex_commands("cdot times ast") | {"*"}
 _DIVISION_SIGNS = frozenset({"/", r"\div", ":"})
-_MODULO_SIGNS = _commands("bmod mod")
+_MODULO_SIGNS = _latex_commands("bmod mod")
 _NOT_A_FACTOR = (
-    _MULTIPLICATION_SIGNS | _DIVISION_SIGNS | _MODULO_SIGNS | _commands(r"over choose rfloor rceil rvert end \ }")
+    _MULTIPLICATION_SIGNS | _DIVISION_SIGNS | _MODULO_SIGNS | _latex_commands(r"over choose rfloor rceil rvert end \ }")
 )
 _MATRICES = frozenset({"pmatrix", "bmatrix", "matrix", "Bmatrix", "array"})
 _FUNCTION_NAMES = frozenset("fghFGHP")
@@ -286,7 +286,7 @@ class _Parser:
         name = token.text
         if name in ("e", "i") and name not in self._indices and self._peeked.text not in ("_", "'"):
             return FunctionCall(name, ())
-        if name == "I" and "*" in (self._peeked.text, self._text_before_last):
+        if name == "I" and "*" in (self._peeked.text, self._text_before_last_token):
             return FunctionCall("i", ())
         return self._symbol_with_marks(name)
 
@@ -459,7 +459,7 @@ class _Parser:
         return self._tokens[self._position] if self._position < len(self._tokens) else _END
 
     @property
-    def _text_before_last(self) -> str:
+    def _text_before_last_token(self) -> str:
         """Text of the token before the last consumed token, or "" if there is no such token."""
         return self._tokens[self._position - 2].text if self._position >= 2 else ""
 

@@ -227,7 +227,7 @@ def _unicode_to_latex(text: str) -> str:
 def _extract_stated_answer(text: str) -> str:
     r"""Extract the answer from a sentence: ``42`` from ``\text{Thus the answer is } 42``. Return other text unchanged.
 
-    The subject must name a quantity (`names_requested_quantity`), so ``half the answer is 42`` does not state 42.
+    The subject must name a quantity (`can_name_requested_quantity`), so ``half the answer is 42`` does not state 42.
     """
     behind = _IS_THE_ANSWER.fullmatch(text) if "is " in text else None
     if behind is not None:
@@ -235,13 +235,13 @@ def _extract_stated_answer(text: str) -> str:
     for pattern in (_CONCLUSION_WORD, _SUBJECT_OF_SENTENCE):
         start = pattern.match(text)
         rest = "" if start is None else text[start.end() :]
-        if start is not None and rest and names_requested_quantity(start["subject"]):
+        if start is not None and rest and can_name_requested_quantity(start["subject"]):
             # If the text command is still open, the answer is wrapped in a new one, so that its braces match.
             text = _strip_delimiters(f"\\text{{{rest}" if start["open"] and not start["closed"] else rest)
     return text
 
 
-def names_requested_quantity(words: str) -> bool:
+def can_name_requested_quantity(words: str) -> bool:
     """Return True if words can name the requested quantity. ``twice the area`` names a different quantity."""
     return _WORDS_OF_OTHER_QUANTITIES.isdisjoint(re.findall(r"[a-z']+", words.casefold()))
 

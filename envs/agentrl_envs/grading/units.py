@@ -225,7 +225,7 @@ def unit_from_words(words: str) -> Unit | None:
     """Return the unit or counted thing that the words name, or None if the words contain anything else."""
     plain = " ".join(words.replace("~", " ").replace(".", " ").replace(r"\cdot", " ").split())
     plain = re.sub(r" ?\^ ?", "^", plain)
-    return _unit_product(plain) or _counted_thing(plain.lower())
+    return _unit_product(plain) or _parse_counted_thing(plain.lower())
 
 
 def _unit_product(words: str) -> Unit | None:
@@ -263,7 +263,7 @@ def _known_unit(name: str) -> Unit | None:
     return _KNOWN_UNITS.get(name) or _KNOWN_UNITS.get(lower) or _KNOWN_UNITS.get(lower.removesuffix("s") or name)
 
 
-def _counted_thing(plain: str) -> Unit | None:
+def _parse_counted_thing(plain: str) -> Unit | None:
     if re.fullmatch(r"[\u4e00-\u9fff]{1,6}", plain):
         return None if _NUMBER_CHANGING_CHINESE & set(plain) else Unit(plain)
     if not re.fullmatch(r"[a-z]+(?:[ /-][a-z]+){0,3}(?:\^[23])?", plain) or plain in _NOT_COUNTABLE:

@@ -68,9 +68,9 @@ class TextProtocol(ABC):
     def from_settings(cls, settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> Self:
         """Create the protocol. Raises EpisodeUsageError if it requires ``chat`` and ``chat`` is None."""
         return cls(
-            instruction=settings.preamble,
+            instruction=settings.system_prompt_and_instruction,
             observation_limit=settings.observation_limit,
-            chat=required_chat(settings, chat),
+            chat=chat_if_required(settings, chat),
         )
 
     @property
@@ -127,7 +127,7 @@ class TextProtocol(ABC):
         return self.chat.format_user_reply(formatted.strip())
 
 
-def required_chat(settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None) -> ChatFormat | None:
+def chat_if_required(settings: SimpleTIRSettings | ReasoningSettings, chat: ChatFormat | None) -> ChatFormat | None:
     """Return ``chat`` if ``settings.chat`` is ``always``, otherwise None.
 
     Raises EpisodeUsageError if the settings require ``chat`` and it is None.

@@ -53,7 +53,7 @@ class ToRLProtocol(TextProtocol):
         start = text.find(_OUTPUT_FENCE)
         if start >= 0:
             # Keep the backticks of the output fence, because they may close the program.
-            return _turn_of_blocks(list(python_blocks(text[: start + 3], bare=False)))
+            return _turn_with_last_program(list(python_blocks(text[: start + 3], bare=False)))
         blocks = list(python_blocks(text, bare=False))
         answer = last_boxed_answer(_remove_blocks(text, blocks))
         if blocks and blocks[-1].program is None:
@@ -69,7 +69,7 @@ class ToRLProtocol(TextProtocol):
         return f"{opened}{newline}{' '.join(results)}\n```\n"
 
 
-def _turn_of_blocks(blocks: list[PythonBlock]) -> ParsedTurn:
+def _turn_with_last_program(blocks: list[PythonBlock]) -> ParsedTurn:
     """Return the turn that runs the last of the blocks before an ``output`` fence."""
     if not blocks:
         return malformed_turn(_NO_PROGRAM)

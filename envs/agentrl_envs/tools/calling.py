@@ -106,11 +106,11 @@ async def _run_tool(
     name: str, function: Callable[..., object], arguments: Mapping[str, object], threads: BlockingRunner
 ) -> object:
     if inspect.isasyncgenfunction(function):
-        return await WatchedCoroutine(name, _join_async_generator(name, function(**arguments)))
+        return await CoroutineWithBlockingWarning(name, _join_async_generator(name, function(**arguments)))
     if inspect.iscoroutinefunction(function):
-        return await WatchedCoroutine(name, function(**arguments))
+        return await CoroutineWithBlockingWarning(name, function(**arguments))
     value = await threads.run(lambda: _join_generator(name, function(**arguments)), call_name=f"the tool {name!r}")
-    return await WatchedCoroutine(name, value) if inspect.iscoroutine(value) else value
+    return await CoroutineWithBlockingWarning(name, value) if inspect.iscoroutine(value) else value
 
 
 def _join_generator(name: str, value: object) -> object:
@@ -133,7 +133,7 @@ def _result_text(name: str, value: object) -> str:
     return value.encode(errors="replace").decode()  # a lone surrogate has no encoding
 
 
-class WatchedCoroutine(Generator[object, object, object]):
+class CoroutineWithBlockingWarning(Generator[object, object, object]):
     """Awaits a coroutine, and logs a warning, once per tool, if the coroutine blocks the event loop.
 
     All rollouts wait while the event loop is blocked.
@@ -143,7 +143,7 @@ class WatchedCoroutine(Generator[object, object, object]):
         self._name = name
         self._work = work
 
-    def __await__(self) -> WatchedCoroutine:
+    def __await__(self) -> CoroutineWithBlockingWarning:
         return self
 
     def send(self, value: object) -> object:
