@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Iterable
 from pathlib import Path
 
-from agentrl.telemetry.alerts import Alert, find_alerts, training_rows
+from agentrl.telemetry.alerts import Alert, find_alerts, select_training_rows
 from agentrl.telemetry.run_directory import RunDirectory
 
 BROKEN_MASK = '''
@@ -94,12 +94,12 @@ def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDi
 def line(name: str, run: RunDirectory) -> str:
     """A row of the table, from the metrics of a run."""
     fired = "; ".join(f"`{alert.alert}` {alert.step}: {alert.message}" for alert in first_alerts(run))
-    return f"| {name} | {len(training_rows(run.metrics()))} | {fired or 'none'} |"
+    return f"| {name} | {len(select_training_rows(run.metrics()))} | {fired or 'none'} |"
 
 
 def first_alerts(run: RunDirectory) -> list[Alert]:
     """Return the first alert of each name on the metrics of a run."""
-    rows = training_rows(run.metrics())
+    rows = select_training_rows(run.metrics())
     first: dict[str, Alert] = {}
     for count in range(1, len(rows) + 1):
         for alert in find_alerts(rows[:count]):

@@ -33,7 +33,7 @@ from agentrl.config import load_settings
 from agentrl.evaluation.benchmarks import ProblemSet, load_problem_sets
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.results import default_pass_ks
-from agentrl.evaluation.run import run_rollouts, write_results
+from agentrl.evaluation.run import sample_rollouts_of_sets, write_results
 from agentrl.evaluation.samplers import ModelSampler
 from agentrl.evaluation.settings import EvaluationOptions, with_evaluation_limits
 from agentrl.models.loading import train_tokenizer
@@ -199,7 +199,11 @@ def main() -> int:
         sampler = scripted_sampler(settings, sets)
         began, cpu = time.monotonic(), cpu_seconds()
         directory = asyncio.run(
-            play(run_rollouts(settings, sets, output, console, sampler=sampler), memory, output / "rollouts.jsonl.zst")
+            play(
+                sample_rollouts_of_sets(settings, sets, output, console, sampler=sampler),
+                memory,
+                output / "rollouts.jsonl.zst",
+            )
         )
         played, cpu_then = time.monotonic(), cpu_seconds()
         results = write_results(directory, settings, sets, request, console, export_evaluation_page)

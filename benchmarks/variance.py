@@ -17,7 +17,7 @@ from agentrl.lab.report import use_logarithmic_scale
 from agentrl.lab.results import PROBLEMS, SETTINGS, MeasuredProblem, MeasurementFiles, ProblemLine, measured_problems
 from agentrl.lab.summary import EstimatorResult, IntervalEstimate, summarize_estimators
 from agentrl.telemetry.files import atomic_write, encode_json_line
-from agentrl.telemetry.plots import add_caption, add_legend_below, line_options, new_figure, style_axes
+from agentrl.telemetry.plots import add_caption, add_legend_below, line_plot_options, new_figure, style_axes
 
 STUDIES = Path(__file__).parent / "studies" / "variance"
 DRAWN = ("grpo", "ogb", "ogb_pooled", "otb_isolated", "tir_otb")
@@ -141,8 +141,8 @@ def draw(found: dict[str, list[EstimatorResult]], problems: dict[str, int], path
             values = np.array([item.value for item in ratios])
             spread = np.abs([[item.value - item.low for item in ratios], [item.high - item.value for item in ratios]])
             spread = np.where(np.isfinite(spread), spread, 0.0)
-            axes.errorbar(sizes, values, yerr=spread, **line_options(place), label=estimator, marker="os^Dv"[place],
-                          markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
+            axes.errorbar(sizes, values, yerr=spread, **line_plot_options(place), label=estimator,
+                          marker="os^Dv"[place], markersize=4, linewidth=1.2, elinewidth=0.8, capsize=2)  # fmt: skip
         use_logarithmic_scale(axes)
         axes.axhline(1.0, color="#444444", linewidth=0.9)
         axes.set_xscale("log", base=2)

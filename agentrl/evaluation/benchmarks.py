@@ -99,7 +99,7 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
     nearest known name), a missing file, missing fields (with the fields that exist), a wrong number of problems, and a
     problem that is repeated, shares its id with another problem or has no answer.
     """
-    loaded = read_benchmark(name, data_dir=data_dir)
+    loaded = load_benchmark_with_errors(name, data_dir=data_dir)
     if loaded.errors:
         more = len(loaded.errors) - 1
         rest = f" (and {more} more: list them with agentrl eval --check-data)" if more else ""
@@ -107,7 +107,7 @@ def load_benchmark(name: str, *, data_dir: str | Path | None = None) -> list[Pro
     return list(loaded.problems)
 
 
-def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
+def load_benchmark_with_errors(name: str, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
     """Load a benchmark and collect the errors of individual rows. Omits rows without an answer.
 
     Raises ProblemLoadError if the data cannot be read (unknown name, missing or broken file, missing fields).
@@ -143,7 +143,7 @@ def read_benchmark(name: str, *, data_dir: str | Path | None = None) -> LoadedBe
 
 async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
     """Load a benchmark. Its errors include the reference answers that are not graded as equal to themselves."""
-    loaded = read_benchmark(name, data_dir=data_dir)
+    loaded = load_benchmark_with_errors(name, data_dir=data_dir)
     references = [str(problem.answer) for problem in loaded.problems]
     verdicts = await asyncio.gather(*(grader.check_reference(reference) for reference in references))
     errors = list(loaded.errors)
@@ -268,7 +268,7 @@ def _load_held_out_sets(settings: EvaluationSections) -> list[ProblemSet]:
     return list(sets.values())
 
 
-def problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
+def build_problem_records(sets: Sequence[ProblemSet], prompts: dict[tuple[str, str], str]) -> list[ProblemRow]:
     """Build one record per problem, so that rollouts can be read and regraded without the data files."""
     return [
         cast(

@@ -93,7 +93,7 @@ def _counts_per_problem(
     return one, two
 
 
-def comparison_notes(first: Results, second: Results) -> list[str]:
+def list_comparison_notes(first: Results, second: Results) -> list[str]:
     """List differences that do not affect the comparison, and benchmarks that only one run contains."""
     notes = []
     n1, n2 = (results["provenance"]["sampling"]["n"] for results in (first, second))
@@ -214,7 +214,7 @@ def compare_command(first: Path, second: Path) -> dict[str, ScoreDifference]:
     by_benchmark = compare_results(before, after)
     names = [results["provenance"]["model"]["name"] for results in (before, after)]
     console.note(f"A: {names[0]} ({first})\nB: {names[1]} ({second})")
-    for line in comparison_notes(before, after):
+    for line in list_comparison_notes(before, after):
         console.note(line)
     for table in difference_tables(before, after, by_benchmark):
         console.table(table.title, table.columns, table.rows)

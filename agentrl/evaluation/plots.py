@@ -14,7 +14,7 @@ from agentrl.telemetry.plots import (
     ORANGE,
     add_caption,
     add_legend_below,
-    line_options,
+    line_plot_options,
     new_figure,
     save_figure,
     style_axes,
@@ -74,7 +74,7 @@ def _draw_pass_at_k(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> N
     ticks: set[int] = set()
     for index, (name, one) in enumerate(benchmarks.items()):
         values = {int(k): value["value"] for k, value in one["pass"].items() if value is not None}
-        axes.plot(list(values), list(values.values()), marker="o", **line_options(index), label=name)
+        axes.plot(list(values), list(values.values()), marker="o", **line_plot_options(index), label=name)
         ticks |= set(values)
     axes.set_xscale("log", base=2)
     axes.set_xticks(sorted(ticks), [str(tick) for tick in sorted(ticks)])
@@ -89,7 +89,7 @@ def _draw_problems(axes: Axes, benchmarks: Mapping[str, BenchmarkResults]) -> No
         played = [part for part in one["per_problem"].values() if part["samples"]]
         shares = sorted((part["correct"] / part["samples"] for part in played), reverse=True)
         steps = [(rank + 0.5) / len(shares) for rank in range(len(shares))]
-        axes.step(steps, shares, where="mid", **line_options(index), label=name)
+        axes.step(steps, shares, where="mid", **line_plot_options(index), label=name)
     axes.set_xlim(0, 1)
     axes.set_ylim(-0.03, 1.03)
     axes.set_xlabel("share of the problems, easiest first")

@@ -93,14 +93,14 @@ def build_provenance(
             "program_seconds": settings.rollout.program_seconds,
         },
         "sandbox": {name: getattr(settings.sandbox, name) for name in ("url", "timeout", *PROGRAM_LIMITS)},
-        "grader": grader_record(settings),
+        "grader": build_grader_record(settings),
         "environment": {line.partition(":")[0]: line.partition(":")[2].strip() for line in environment},
         "packages": {"agentrl": agentrl.__version__} | {name: _version(name) for name in _PACKAGES},
         "seed": settings.seed,
     }
 
 
-def grader_record(settings: EvaluationSections) -> JSONObject:
+def build_grader_record(settings: EvaluationSections) -> JSONObject:
     """Return the grader's version and the settings that can change a verdict."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
@@ -134,7 +134,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
     return "plain text"
 
 
-def configured_engine_record(settings: EvaluationSections) -> JSONObject:
+def build_configured_engine_record(settings: EvaluationSections) -> JSONObject:
     """Return the record of the engine as far as ``settings`` determine it."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:

@@ -16,8 +16,8 @@ from pathlib import Path
 from agentrl.errors import SettingsError
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import Provenance, RegradedResults, RegradedRollout, Results
-from agentrl.evaluation.provenance import grader_record
-from agentrl.evaluation.results import RolloutIndex, make_results, result_tables
+from agentrl.evaluation.provenance import build_grader_record
+from agentrl.evaluation.results import RolloutIndex, build_result_tables, make_results
 from agentrl.evaluation.scores import AnswerGrader
 from agentrl.evaluation.settings import EvaluationSections
 from agentrl.evaluation.transcripts import Transcript
@@ -154,14 +154,14 @@ def regrade_command(
         console.note("no verdict changed")
     for name, one in after["benchmarks"].items():
         console.note(f"{name}: {before['benchmarks'][name]['avg']['mean']:.4f} -> {one['avg']['mean']:.4f}")
-    scores = result_tables(after)[0]
+    scores = build_result_tables(after)[0]
     console.table("Scores after regrading", scores.columns, scores.rows)
     record: RegradedResults = {
         **after,
         "changed": verdicts,
         "changed_answers": answers,
         "extracted": extract,
-        "grader": grader or grader_record(settings),
+        "grader": grader or build_grader_record(settings),
     }
     directory.write_json("regraded.json", record)
     also = f"{len(answers)} changed answers, " if extract else ""

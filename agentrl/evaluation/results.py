@@ -55,7 +55,7 @@ class RolloutIndex:
         """Return the rollouts of all benchmarks that are not excluded."""
         return [rollout for rollout in self._rollouts.values() if not rollout.is_excluded]
 
-    def by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
+    def rollouts_by_problem(self, benchmark: str) -> dict[str, list[RolloutSummary]]:
         """Return the rollouts of a benchmark by problem, sorted by sample number."""
         rollouts: dict[str, list[tuple[int, RolloutSummary]]] = defaultdict(list)
         for (name, problem, number), rollout in self._rollouts.items():
@@ -90,11 +90,11 @@ class RolloutIndex:
         return missing
 
 
-async def benchmark_results(
+async def compute_benchmark_results(
     problem_set: ProblemSet, index: RolloutIndex, *, ks: Sequence[int], grader: AnswerGrader
 ) -> BenchmarkResults:
     """Compute the results of one benchmark. Raises ValueError if all rollouts are excluded."""
-    by_problem = index.by_problem(problem_set.name)
+    by_problem = index.rollouts_by_problem(problem_set.name)
     rollouts = [by_problem.get(problem.id, []) for problem in problem_set.problems]
     counted = [[rollout for rollout in part if not rollout.is_excluded] for part in rollouts]
     samples = [len(part) for part in counted]
@@ -210,7 +210,7 @@ async def make_results(
     benchmarks: dict[str, BenchmarkResults] = {}
     for one in sets:
         try:
-            benchmarks[one.name] = await benchmark_results(one, index, ks=ks, grader=grader)
+            benchmarks[one.name] = await compute_benchmark_results(one, index, ks=ks, grader=grader)
         except ValueError as error:
             raise WorldError(
                 f"{one.name}: every rollout failed for reasons outside the policy, so there is no score: run the same "
@@ -241,7 +241,7 @@ class Table:
         return f"**{self.title}**\n\n" + "".join(f"| {' | '.join(line)} |\n" for line in lines)
 
 
-def result_tables(results: Results) -> list[Table]:
+def build_result_tables(results: Results) -> list[Table]:
     """Build the tables of a finished evaluation: scores, pass@k, outcomes, averages, and excluded rollouts."""
     benchmarks = results["benchmarks"]
     n = results["provenance"]["sampling"]["n"]

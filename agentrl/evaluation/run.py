@@ -16,15 +16,15 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import (
     FalsifiedObservationsEnvironment,
     ProblemSet,
+    build_problem_records,
     load_problem_sets,
-    problem_records,
 )
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.endpoint import TextEngine
 from agentrl.evaluation.formats import BenchmarkResults, Results
 from agentrl.evaluation.plots import draw_results
-from agentrl.evaluation.provenance import build_provenance, configured_engine_record
-from agentrl.evaluation.results import RolloutIndex, default_pass_ks, make_results, result_tables
+from agentrl.evaluation.provenance import build_configured_engine_record, build_provenance
+from agentrl.evaluation.results import RolloutIndex, build_result_tables, default_pass_ks, make_results
 from agentrl.evaluation.settings import EvaluationOptions, EvaluationSections, with_evaluation_limits
 from agentrl.evaluation.transcripts import RolloutLog, Transcript
 from agentrl.telemetry.console import Console
@@ -66,7 +66,7 @@ def evaluate_command(settings: EvaluationSections, request: EvaluationOptions, *
         sets = load_problem_sets(settings, request.benchmarks, request.data_dir)
         output = request.output or default_output_directory(settings, sets)
         try:
-            directory = runner.run(run_rollouts(settings, sets, output, console, endpoint=endpoint))
+            directory = runner.run(sample_rollouts_of_sets(settings, sets, output, console, endpoint=endpoint))
         except KeyboardInterrupt:
             console.note(f"stopped: {output} contains the finished rollouts; run the same command to continue")
             raise
@@ -87,7 +87,7 @@ def _open_configured_endpoint(settings: EvaluationSections, runner: asyncio.Runn
         runner.run(engine.close())
 
 
-async def run_rollouts(
+async def sample_rollouts_of_sets(
     settings: EvaluationSections,
     sets: Sequence[ProblemSet],
     output: Path,
@@ -124,7 +124,7 @@ async def run_rollouts(
             engine=sampler.engine_record(),
             environment=environment.describe(),
         )
-        directory = EvaluationDirectory.create_or_resume(output, record, problem_records(sets, prompts))
+        directory = EvaluationDirectory.create_or_resume(output, record, build_problem_records(sets, prompts))
         stack.callback(directory.close)
         for line in (*environment.describe(), f"rollouts are written to {directory.path}"):
             console.note(line)
@@ -265,7 +265,7 @@ def write_results(
     ks = request.ks or default_pass_ks(settings.evaluation.samples)
     results = asyncio.run(_compute_results(directory, settings, sets, index, ks))
     directory.write_json("results.json", results)
-    tables = result_tables(results)
+    tables = build_result_tables(results)
     directory.write_text("table.md", "\n".join(table.markdown() for table in tables))
     if settings.telemetry.plots:
         draw_results(results, directory.plots)
@@ -313,7 +313,7 @@ def default_output_directory(settings: EvaluationSections, sets: Sequence[Proble
     stem = re.sub(r"[^A-Za-z0-9._-]+", "-", "-".join(Path(named).parts[-2:])).strip("-.")
     content = repr(
         build_provenance(
-            settings, sets, model={"name": named}, engine=configured_engine_record(settings), environment=()
+            settings, sets, model={"name": named}, engine=build_configured_engine_record(settings), environment=()
         )
     )
     return Path("evaluations") / f"{stem}-{hashlib.sha256(content.encode()).hexdigest()[:8]}"
@@ -342,7 +342,7 @@ def log_results_to_trackers(
         return
     trackers = Trackers(telemetry, RunDirectory(directory.path), notify=console.note, warn=console.warning)
     trackers.start(dict(results["provenance"]), step=_EVALUATION_STEP, resumed=True)
-    trackers.log_metrics({"step": _EVALUATION_STEP, **tracked_metrics(results)})
+    trackers.log_metrics({"step": _EVALUATION_STEP, **results_as_tracked_metrics(results)})
     sample = itertools.islice(directory.transcripts(), telemetry.tracker_rows)
     trackers.log_samples(
         SampleTable(step=_EVALUATION_STEP, columns=_TRACKED_COLUMNS, rows=[_table_row(one) for one in sample])
@@ -351,7 +351,7 @@ def log_results_to_trackers(
     trackers.close()
 
 
-def tracked_metrics(results: Results) -> dict[str, float]:
+def results_as_tracked_metrics(results: Results) -> dict[str, float]:
     """Return the figures of every benchmark as metrics named ``eval/BENCHMARK/FIGURE``."""
     metrics: dict[str, float] = {}
     for benchmark, one in results["benchmarks"].items():

@@ -15,7 +15,7 @@ import torch
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.endpoint import ContextFullError, TextEngine, TextSampling
-from agentrl.evaluation.provenance import configured_engine_record
+from agentrl.evaluation.provenance import build_configured_engine_record
 from agentrl.evaluation.settings import EvaluationSections
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.models.loading import model_fingerprint, read_model, read_model_config_if_available
@@ -274,7 +274,7 @@ class EndpointSampler:
         return {"name": self.engine.model, "fingerprint": self.engine.fingerprint()}
 
     def engine_record(self) -> Mapping[str, object]:
-        return configured_engine_record(self.settings)
+        return build_configured_engine_record(self.settings)
 
     async def sample_rollouts(
         self, environment: Environment, samples: Sequence[Sample]

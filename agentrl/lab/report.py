@@ -22,7 +22,7 @@ from agentrl.lab.summary import (
 )
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import atomic_write
-from agentrl.telemetry.plots import GREY, add_caption, line_options, new_figure, save_figure, style_axes
+from agentrl.telemetry.plots import GREY, add_caption, line_plot_options, new_figure, save_figure, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -54,7 +54,7 @@ def _draw_noise(lines: Sequence[EstimatorResult]) -> Figure:
                 [[item.value - item.low for item in estimates], [item.high - item.value for item in estimates]]
             )
             axes.errorbar(
-                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), **line_options(index),
+                sizes, values, yerr=np.where(np.isfinite(spread), spread, 0.0), **line_plot_options(index),
                 marker=_MARKERS[index % len(_MARKERS)], markersize=4.5, linewidth=1.1, elinewidth=0.8, capsize=2,
                 label=name,
             )  # fmt: skip

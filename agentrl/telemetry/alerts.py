@@ -79,7 +79,7 @@ def _register_rule(
     return add
 
 
-def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
+def select_training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
     """Return the rows of training steps. Evaluations before a step are merged into its row."""
     trained: list[Metrics] = []
     evaluated: Metrics = {}
@@ -93,7 +93,7 @@ def training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
 
 
 def find_alerts(rows: Sequence[Metrics]) -> list[Alert]:
-    """Return the alerts that fire after the last of ``rows`` (:func:`training_rows`), causes before symptoms."""
+    """Return the alerts that fire after the last of ``rows`` (:func:`select_training_rows`), causes before symptoms."""
     fired = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
     return remove_repeated_alerts(
         Alert(step=int(rows[-1]["step"]), alert=rule.name, message=message, advice=rule.advice)

@@ -29,20 +29,20 @@ def describe_machine() -> list[str]:
         with contextlib.suppress(PackageNotFoundError):  # optional, or not installed under this name
             versions.append(f"{name} {version(name)}")
     return [
-        f"machine: {usable_cores()} cores, {usable_memory() / _GIB:.1f} GiB memory, GPU: {gpus}",
+        f"machine: {count_usable_cores()} cores, {usable_memory_bytes() / _GIB:.1f} GiB memory, GPU: {gpus}",
         f"system: {platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
         f"libraries: {', '.join(versions)}",
         f"compiler: {find_compiler() or 'not found (not required for training on a CPU)'}",
     ]
 
 
-def usable_cores() -> int:
+def count_usable_cores() -> int:
     """Return the number of cores that this process may use: its affinity, limited by its control group's quota."""
     cores = len(os.sched_getaffinity(0))
     return min(cores, _parse_core_quota(_read_text_or_empty("/sys/fs/cgroup/cpu.max")) or cores)
 
 
-def usable_memory() -> int:
+def usable_memory_bytes() -> int:
     """Return the memory of the machine in bytes, limited by this process's control group."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = _read_text_or_empty("/sys/fs/cgroup/memory.max").strip()
@@ -51,7 +51,7 @@ def usable_memory() -> int:
 
 def measure_free_resources(folder: Path) -> dict[str, float]:
     """Return the free bytes on the disk of ``folder`` and the free fraction of usable memory, for alerts."""
-    metrics = {MEMORY_FREE: free_memory_bytes() / usable_memory()}
+    metrics = {MEMORY_FREE: free_memory_bytes() / usable_memory_bytes()}
     with contextlib.suppress(OSError):  # an unavailable disk has no value
         metrics[DISK_FREE] = float(shutil.disk_usage(folder).free)
     return metrics
@@ -60,7 +60,7 @@ def measure_free_resources(folder: Path) -> dict[str, float]:
 def free_memory_bytes() -> int:
     """Return the available memory in bytes, limited by the free memory of the control group without its cache."""
     machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text_or_empty("/proc/meminfo"), re.MULTILINE)
-    free = int(machine[1]) * 1024 if machine else usable_memory()
+    free = int(machine[1]) * 1024 if machine else usable_memory_bytes()
     limit, used = (
         _read_text_or_empty("/sys/fs/cgroup/memory.max").strip(),
         _read_text_or_empty("/sys/fs/cgroup/memory.current").strip(),

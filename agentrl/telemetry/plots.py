@@ -94,7 +94,7 @@ def draw_plots(rows: Iterable[Row], folder: Path, title: str) -> list[Path]:
     return files
 
 
-def metric_series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
+def extract_metric_series(rows: Iterable[Row], key: str) -> tuple[list[float], list[float]]:
     """Return steps and values of ``key`` from the rows that have it."""
     points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
     return [step for step, _ in points], [value for _, value in points]
@@ -164,7 +164,7 @@ def add_legend_below(axes: Axes, columns: int = 2) -> None:
                 bbox_to_anchor=(0, 0), bbox_transform=axes.transAxes + shift)  # fmt: skip
 
 
-def line_options(index: int) -> dict[str, Any]:
+def line_plot_options(index: int) -> dict[str, Any]:
     """Return the color and dashes of the n-th line of a plot as matplotlib arguments."""
     color, dashes = line_style(index)
     return {"color": LIGHT[color], "linestyle": (0, dashes) if dashes else "-"}
@@ -179,19 +179,19 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 def _draw_metric(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
     """Draw the n-th line: the values in a pale color with a bold running mean, or only the values if there are few."""
-    steps, values = metric_series(rows, key)
+    steps, values = extract_metric_series(rows, key)
     if not steps:
         return False
     smooth = len(steps) > 2 * _WINDOW
     if smooth:
-        axes.plot(steps, values, color=line_options(index)["color"], linewidth=0.9, alpha=0.35)
-    axes.plot(steps, running_mean(values) if smooth else values, **line_options(index), linewidth=1.8, label=label,
+        axes.plot(steps, values, color=line_plot_options(index)["color"], linewidth=0.9, alpha=0.35)
+    axes.plot(steps, running_mean(values) if smooth else values, **line_plot_options(index), linewidth=1.8, label=label,
               marker="o" if len(steps) == 1 else None)  # fmt: skip
     return True
 
 
 def _draw_reward(axes: Axes, rows: Sequence[Row]) -> bool:
-    steps, means = metric_series(rows, "reward/mean")
+    steps, means = extract_metric_series(rows, "reward/mean")
     if not _draw_metric(axes, rows, "reward/mean", f"mean over {_WINDOW} steps" if len(steps) > 2 * _WINDOW else None):
         return False
     errors = {row["step"]: row["reward/stderr"] for row in rows if row.get("reward/stderr") is not None}
@@ -210,18 +210,18 @@ def _draw_evaluations(axes: Axes, rows: Sequence[Row]) -> bool:
         return False
     families = sorted({key for row in evaluations for key in row if key.startswith("eval/family/")})
     for index, key in enumerate(families, start=1):
-        steps, values = metric_series(evaluations, key)
+        steps, values = extract_metric_series(evaluations, key)
         name = key.removeprefix("eval/family/")
-        axes.plot(steps, values, **line_options(index), linewidth=1.0, marker=".",
+        axes.plot(steps, values, **line_plot_options(index), linewidth=1.0, marker=".",
                   label=name if len(families) <= 7 else None)  # fmt: skip
-    steps, means = metric_series(evaluations, "eval/avg_at_k")
+    steps, means = extract_metric_series(evaluations, "eval/avg_at_k")
     # In rows of older versions, rounding may have moved a bound past its mean.
     below = [max(mean - row.get("eval/low", mean), 0.0) for mean, row in zip(means, evaluations, strict=True)]
     above = [max(row.get("eval/high", mean) - mean, 0.0) for mean, row in zip(means, evaluations, strict=True)]
     last = evaluations[-1]
     k, problems = last.get("eval/k", "k"), last.get("eval/problems")
     every = "all" if problems is None else f"all {problems:g} problems"
-    axes.errorbar(steps, means, yerr=[below, above], **line_options(0), linewidth=2.0, marker="o", capsize=4,
+    axes.errorbar(steps, means, yerr=[below, above], **line_plot_options(0), linewidth=2.0, marker="o", capsize=4,
                   label=f"{every}, 95 % interval")  # fmt: skip
     axes.set_ylabel(f"avg@{k}: share of answers correct")
     axes.set_ylim(-0.03, 1.03)
@@ -233,7 +233,7 @@ def _drawer_of_metrics(label: str, *names: str, logarithmic: bool = False) -> Dr
 
     def draw(axes: Axes, rows: Sequence[Row]) -> bool:
         drawn = [key for index, key in enumerate(names) if _draw_metric(axes, rows, key, METRICS[key].label, index)]
-        if logarithmic and any(value > 0 for key in drawn for value in metric_series(rows, key)[1]):
+        if logarithmic and any(value > 0 for key in drawn for value in extract_metric_series(rows, key)[1]):
             axes.set_yscale("log", nonpositive="mask")
         axes.set_ylabel(label)
         return bool(drawn)

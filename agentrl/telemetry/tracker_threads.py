@@ -170,7 +170,7 @@ class Trackers:
         if run.trajectory_file(step).exists():
             first = itertools.islice(run.read_trajectories(step), self._telemetry.tracker_rows)
             tracker.trajectories(
-                SampleTable(step=step, columns=SAMPLE_COLUMNS, rows=[sample_table_row(row) for row in first])
+                SampleTable(step=step, columns=SAMPLE_COLUMNS, rows=[format_sample_table_row(row) for row in first])
             )
 
     def _open_tracker_of_run(
@@ -194,7 +194,7 @@ class Trackers:
         return tracker
 
 
-def sample_table_row(record: JsonRecord) -> tuple[Cell, ...]:
+def format_sample_table_row(record: JsonRecord) -> tuple[Cell, ...]:
     """Return the cells of a trajectory's record in the order of :data:`SAMPLE_COLUMNS`."""
     segments = record["segments"]
     model = [segment for segment in segments if segment["origin"] == "model"]

@@ -29,16 +29,16 @@ from agentrl.telemetry.plots import palette_css
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.evaluations import (
     comparison_page,
-    evaluation_page,
-    evaluation_summary,
-    find_rollouts,
-    rollout_page,
+    read_evaluation_page,
+    read_evaluation_summary,
+    read_rollout_page,
+    search_rollouts,
 )
 from agentrl.viewer.export import STATIC
 from agentrl.viewer.metrics_file import cached_metrics_columns
 from agentrl.viewer.run_files import to_json
-from agentrl.viewer.runs import Library, run_page, run_summary
-from agentrl.viewer.trajectories import SearchConditions, find_rows, trajectory_page
+from agentrl.viewer.runs import Library, read_run_page, read_run_summary
+from agentrl.viewer.trajectories import SearchConditions, read_trajectory_page, search_rows
 from agentrl_envs.registry import describe_error
 
 Query = Mapping[str, str]
@@ -57,7 +57,7 @@ def parse_search(query: Query) -> SearchConditions:
     return SearchConditions(**conditions)  # type: ignore[arg-type]
 
 
-def requested_steps(stored: list[int], query: Query) -> list[int]:
+def select_requested_steps(stored: list[int], query: Query) -> list[int]:
     """Return the stored steps from ``first`` to ``last``, or a single requested step even if it is not stored."""
     first, last = optional_int(query, "first"), optional_int(query, "last")
     if first is not None and first == last:
@@ -132,7 +132,7 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
 
     api = [
         Route(f"/api{path}", _wrap_handler(handler, token))
-        for path, handler in _Handlers(library, calculate).by_path().items()
+        for path, handler in _Handlers(library, calculate).handlers_by_path().items()
     ]
     return Starlette(
         routes=[
@@ -157,24 +157,24 @@ class _Handlers:
         self._library = library
         self._calculate = calculate
 
-    def by_path(self) -> Mapping[str, Handler]:
+    def handlers_by_path(self) -> Mapping[str, Handler]:
         """Return the handler of each path."""
         trajectory = "/runs/{id}/steps/{step:int}/{number:int}"
         return {
             "/library": self.library,
             "/metrics": lambda _request: describe_built_in_metrics(),
-            "/runs/{id}": lambda request: run_page(self._run(request)),
+            "/runs/{id}": lambda request: read_run_page(self._run(request)),
             "/runs/{id}/series": self.series,
             "/runs/{id}/trajectories": self.trajectories,
             "/runs/{id}/estimators": lambda request: self._calculate_for_run(request, {"ask": "estimators"}),
             trajectory: self.trajectory,
             f"{trajectory}/what_if": self.what_if,
             f"{trajectory}/tokens/{{token:int}}": self.explanation,
-            "/evaluations/{id}": lambda request: evaluation_page(self._evaluation(request)),
-            "/evaluations/{id}/{index:int}": lambda request: rollout_page(
+            "/evaluations/{id}": lambda request: read_evaluation_page(self._evaluation(request)),
+            "/evaluations/{id}/{index:int}": lambda request: read_rollout_page(
                 self._evaluation(request), request.path_params["index"]
             ),
-            "/evaluations/{id}/search": lambda request: find_rollouts(
+            "/evaluations/{id}/search": lambda request: search_rollouts(
                 self._evaluation(request), request.query_params.get("text", "")
             ),
             "/comparisons/{first}/{second}": lambda request: comparison_page(
@@ -183,12 +183,12 @@ class _Handlers:
         }
 
     def library(self, _request: Request) -> object:
-        """Return all runs (:func:`run_summary`) and evaluations. Unreadable entries have a field ``error``."""
+        """Return all runs (:func:`read_run_summary`) and evaluations. Unreadable entries have a field ``error``."""
         by_kind = {"run": list[object](), "evaluation": list[object]()}
         for folder in self._library.folders():
             try:
                 is_run = folder.kind == "run"
-                about = run_summary(RunDirectory(folder.path)) if is_run else evaluation_summary(folder.path)
+                about = read_run_summary(RunDirectory(folder.path)) if is_run else read_evaluation_summary(folder.path)
                 to_json(about)  # raises for this entry, not for the whole list
             except Exception as error:  # noqa: BLE001  (a run that cannot be read must not hide the others)
                 about = {"error": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
@@ -206,16 +206,16 @@ class _Handlers:
 
     def trajectories(self, request: Request) -> object:
         run, query = self._run(request), request.query_params
-        steps = requested_steps(run.steps_with_trajectories(), query)
+        steps = select_requested_steps(run.steps_with_trajectories(), query)
         if len(steps) == 1:
             run.require_trajectories(steps[0])
         start = parse_position(query.get("after", "0:0"))
         limit = min(optional_int(query, "limit") or 1_000, 5_000)
-        result = find_rows(run, steps, parse_search(query), start=start, limit=limit, seconds=SEARCH_SECONDS)
+        result = search_rows(run, steps, parse_search(query), start=start, limit=limit, seconds=SEARCH_SECONDS)
         return {**vars(result), "next": None if result.next is None else "{}:{}".format(*result.next)}
 
     def trajectory(self, request: Request) -> object:
-        return trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
+        return read_trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
 
     def what_if(self, request: Request) -> object:
         return self._calculate_for_trajectory(request, parse_what_if(request.query_params))

@@ -13,9 +13,9 @@ from agentrl.algorithms.options import AlgorithmError
 from agentrl.errors import AgentRLError, SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
-from agentrl.viewer.explain import explain
-from agentrl.viewer.run_files import json_numbers, load_run_plugins, plotted_indices, to_json
-from agentrl.viewer.what_if import WhatIf, estimator_forms, options_with_defaults, what_if
+from agentrl.viewer.explain import explain_token
+from agentrl.viewer.run_files import choose_plotted_indices, json_numbers, load_run_plugins, to_json
+from agentrl.viewer.what_if import WhatIf, list_estimator_forms, merge_options_with_defaults, what_if
 from agentrl_envs.registry import PluginError, describe_error
 
 
@@ -46,7 +46,7 @@ class RequestHandlers:
 
     def estimators(self) -> object:
         """Return every estimator with its options."""
-        forms = {name: [asdict(form) for form in options] for name, options in estimator_forms().items()}
+        forms = {name: [asdict(form) for form in options] for name, options in list_estimator_forms().items()}
         return {"estimators": forms, "warnings": self._warnings}
 
     def what_if(
@@ -54,7 +54,7 @@ class RequestHandlers:
     ) -> object:
         """Compute the group of a trajectory under another estimator. ``fields`` contains the trajectory's columns."""
         stored, chosen = self._read_group_of_trajectory(step, trajectory)
-        if estimator_needs(estimator, **options_with_defaults(stored, estimator, options)).step_wide:
+        if estimator_needs(estimator, **merge_options_with_defaults(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
         result = what_if(stored, chosen, estimator=estimator, options=options, size=size)
         names = {f"what_if_{name}": name for name in ("advantages", "baselines", "returns")}
@@ -69,7 +69,7 @@ class RequestHandlers:
 
     def explain(self, step: int, trajectory: int, token: int) -> object:
         """Return the lines of ``agentrl explain``."""
-        return list(explain(self._run, step=step, trajectory=trajectory, token=token).lines())
+        return list(explain_token(self._run, step=step, trajectory=trajectory, token=token).lines())
 
     def _read_group_of_trajectory(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:
         self._run.require_trajectories(step)
@@ -83,7 +83,7 @@ class RequestHandlers:
 
 def _sibling_curves(item: StoredTrajectory, result: WhatIf) -> dict[str, object]:
     columns = result.columns[item.key]
-    indices = plotted_indices(len(item.model_token_positions))
+    indices = choose_plotted_indices(len(item.model_token_positions))
     return {
         "number": item.number,
         "index": indices.tolist(),

@@ -14,7 +14,7 @@ from xml.etree.ElementTree import Element
 import zstandard
 
 from agentrl.errors import SettingsError, WorldError
-from agentrl.evaluation.compare import compare_results, comparison_notes
+from agentrl.evaluation.compare import compare_results, list_comparison_notes
 from agentrl.evaluation.directory import EvaluationDirectory
 from agentrl.evaluation.formats import BenchmarkResults, JSONObject, ProblemRow, Results
 from agentrl.evaluation.transcripts import RESULT_KINDS, Transcript
@@ -30,7 +30,7 @@ FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$(
 _FENCE = re.compile(r"```[^\n`]*\n[\s\S]*?(?:\n {0,3}```|$)")
 
 
-def evaluation_summary(path: Path) -> dict[str, object]:
+def read_evaluation_summary(path: Path) -> dict[str, object]:
     """Return an evaluation's row in the table of evaluations. Unfinished evaluations have no ``benchmarks``."""
     directory = EvaluationDirectory(path)
     return {
@@ -40,8 +40,8 @@ def evaluation_summary(path: Path) -> dict[str, object]:
     }
 
 
-def evaluation_page(path: Path) -> dict[str, object]:
-    """Return results, provenance, problems, and the rollouts without conversations (:func:`rollout_rows`)."""
+def read_evaluation_page(path: Path) -> dict[str, object]:
+    """Return results, provenance, problems, and the rollouts without conversations (:func:`read_rollout_rows`)."""
     directory = EvaluationDirectory(path)
     problems = [
         {"benchmark": row["benchmark"], "id": row["id"], "answer": row["answer"], "statement": _excerpt(row)}
@@ -53,7 +53,7 @@ def evaluation_page(path: Path) -> dict[str, object]:
         "provenance": directory.provenance(),
         "kinds": RESULT_KINDS,
         "problems": problems,
-        "rollouts": rollout_rows(path),
+        "rollouts": read_rollout_rows(path),
     }
 
 
@@ -61,7 +61,7 @@ def _benchmark_results(directory: EvaluationDirectory) -> Mapping[str, Benchmark
     return directory.results()["benchmarks"] if directory.is_finished else {}
 
 
-def rollout_rows(path: Path) -> list[JSONObject]:
+def read_rollout_rows(path: Path) -> list[JSONObject]:
     """Return one row per sample, from its last attempt. ``index`` is the position in the file of rollouts."""
     file = path / "rollouts.jsonl.zst"
     if not file.is_file():
@@ -73,7 +73,7 @@ def rollout_rows(path: Path) -> list[JSONObject]:
 @lru_cache(maxsize=4)  # every page of a rollout needs the rows of its problem
 def _cached_rows(path: Path, _changed: int, _size: int) -> list[JSONObject]:
     rows: dict[tuple[str, str, int], JSONObject] = {}
-    for index, record in enumerate(rollout_records(path)):
+    for index, record in enumerate(read_rollout_records(path)):
         with malformed_as_world_error(f"{path / 'rollouts.jsonl.zst'}, rollout {index}"):
             one = Transcript.from_record(record)
         rows[one.key] = {
@@ -91,15 +91,15 @@ def _cached_rows(path: Path, _changed: int, _size: int) -> list[JSONObject]:
     return list(rows.values())
 
 
-def rollout_page(path: Path, index: int) -> dict[str, object]:
+def read_rollout_page(path: Path, index: int) -> dict[str, object]:
     """Return a rollout, its problem, and the formulas in both. Raises SettingsError if ``index`` does not exist."""
-    for position, record in enumerate(rollout_records(path)):
+    for position, record in enumerate(read_rollout_records(path)):
         if position == index:
-            return build_rollout_page(path, record, problems_by_key(path))
+            return build_rollout_page(path, record, read_problems_by_key(path))
     raise SettingsError(f"{path} has no rollout {index}")
 
 
-def problems_by_key(path: Path) -> dict[tuple[str, str], ProblemRow]:
+def read_problems_by_key(path: Path) -> dict[tuple[str, str], ProblemRow]:
     """Return the rows of ``problems.jsonl`` by benchmark and id."""
     with malformed_as_world_error(f"{path / 'problems.jsonl'}"):
         return {(row["benchmark"], row["id"]): row for row in EvaluationDirectory(path).problem_rows()}
@@ -112,18 +112,18 @@ def build_rollout_page(
     with malformed_as_world_error(f"{path}: a rollout or its problem"):
         problem = problems[record["benchmark"], record["problem"]]
         texts = [problem["prompt"], *(turn["text"] for turn in record["turns"] if turn["origin"] == "model")]
-        return {"rollout": record, "problem": problem, "formulas": formula_trees(texts)}
+        return {"rollout": record, "problem": problem, "formulas": parse_formulas_to_mathml(texts)}
 
 
-def find_rollouts(path: Path, text: str) -> list[int]:
+def search_rollouts(path: Path, text: str) -> list[int]:
     """Return the indices of the rollouts whose problem, answer or conversation contains ``text``, ignoring case."""
     wanted = text.casefold()
-    problems = problems_by_key(path)
+    problems = read_problems_by_key(path)
     matching = {key for key, row in problems.items() if wanted in _searchable(row).casefold()}
     with malformed_as_world_error(f"{path}: a rollout"):
         return [
             index
-            for index, record in enumerate(rollout_records(path))
+            for index, record in enumerate(read_rollout_records(path))
             if (record["benchmark"], record["problem"]) in matching
             or wanted in "\n".join([record["answer"] or "", *(turn["text"] for turn in record["turns"])]).casefold()
         ]
@@ -136,7 +136,7 @@ def comparison_page(first: Path, second: Path) -> dict[str, object]:
     return {
         "paths": [str(first), str(second)],
         "models": [results["provenance"]["model"]["name"] for results in (before, after)],
-        "notes": comparison_notes(before, after),
+        "notes": list_comparison_notes(before, after),
         "differences": {name: asdict(one) for name, one in by_benchmark.items()},
         "scores": {
             name: [results["benchmarks"][name]["avg"]["mean"] for results in (before, after)] for name in by_benchmark
@@ -145,10 +145,10 @@ def comparison_page(first: Path, second: Path) -> dict[str, object]:
     }
 
 
-def formula_trees(texts: Iterable[str]) -> dict[str, list[object]]:
+def parse_formulas_to_mathml(texts: Iterable[str]) -> dict[str, list[object]]:
     """Convert formulas outside code fences to MathML trees, keyed by TeX. Formulas that cannot be parsed are left out.
 
-    >>> formula_trees(["Add $x$ to $x$."])
+    >>> parse_formulas_to_mathml(["Add $x$ to $x$."])
     {'x': ['math', {}, ['mrow', {}, ['mi', {}, 'x']]]}
     """
     trees = {}
@@ -197,7 +197,7 @@ def _paired_problems(name: str, before: Results, after: Results) -> Iterator[dic
         yield {"benchmark": name, "problem": problem, "first": first, "second": others[problem]}
 
 
-def rollout_records(path: Path) -> Iterator[JSONObject]:
+def read_rollout_records(path: Path) -> Iterator[JSONObject]:
     """Yield the record of every complete rollout in the order written."""
     file = resolve_path_inside(path / "rollouts.jsonl.zst", path)
     if not file.is_file():

@@ -13,7 +13,7 @@ from agentrl.algorithms import ESTIMATORS, LOSSES, compute_advantages, policy_lo
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenMetadata, TrajectoryTokens, read_step
-from agentrl.viewer.run_files import load_run_plugins, run_tokenizer
+from agentrl.viewer.run_files import load_run_plugins, read_run_tokenizer
 from agentrl.viewer.what_if import build_stored_advantage_inputs, recompute_advantages, require_token_metadata
 from agentrl_envs.registry import UnknownNameError
 
@@ -94,7 +94,7 @@ class TokenExplanation:
         )
         yield f"baseline: b = {baseline:.9g} by {facts.estimator}{_format_options(facts.estimator_options)}"
         yield from self._tail_baseline_lines(facts)
-        weights = baseline_weights(self.step, self.trajectory, self.index)
+        weights = compute_baseline_weights(self.step, self.trajectory, self.index)
         if not ESTIMATORS[facts.estimator].group_based:
             yield "  no weights: b is not computed from the returns of the group"
         elif not weights:
@@ -173,7 +173,7 @@ def explain_token(run: RunDirectory, *, step: int, trajectory: int, token: int) 
     if chosen.tokens is None:
         reasons = "; ".join(stored.warnings) or "a filter removed it (see groups/... in metrics.jsonl)"
         raise SettingsError(f"step {step} did not train on trajectory {trajectory}: {reasons}")
-    text = run_tokenizer(run)
+    text = read_run_tokenizer(run)
     return TokenExplanation(
         step=stored,
         trajectory=chosen,
@@ -195,7 +195,7 @@ def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> li
         raise SettingsError("; ".join([str(error), *warnings])) from error
 
 
-def baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
+def compute_baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
     """Compute the weight of each rollout's return in the baseline of one model token, by the key of its last branch.
 
     A rollout's weight is the baseline for a return of 1 of this rollout and 0 of all others. Returns an empty mapping

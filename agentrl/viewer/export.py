@@ -25,16 +25,16 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.evaluations import (
     build_rollout_page,
-    evaluation_page,
-    evaluation_summary,
-    problems_by_key,
-    rollout_records,
-    rollout_rows,
+    read_evaluation_page,
+    read_evaluation_summary,
+    read_problems_by_key,
+    read_rollout_records,
+    read_rollout_rows,
 )
 from agentrl.viewer.metrics_file import cached_metrics_columns
-from agentrl.viewer.run_files import run_tokenizer, to_json
-from agentrl.viewer.runs import run_page
-from agentrl.viewer.trajectories import build_trajectory_page, step_rows
+from agentrl.viewer.run_files import read_run_tokenizer, to_json
+from agentrl.viewer.runs import read_run_page
+from agentrl.viewer.trajectories import build_trajectory_page, read_step_rows
 
 STATIC = Path(__file__).parent / "static"
 RUN_ID, EVALUATION_ID = "run", "evaluation"
@@ -78,9 +78,10 @@ def export_evaluation_page(path: Path, out: Path) -> None:
 
     Conversations alternate between right and wrong ones. Raises WorldError if the page cannot be written.
     """
+    summary = {"id": EVALUATION_ID, "name": path.name, **read_evaluation_summary(path)}
     answers: dict[str, object] = {
-        "/library": {"runs": [], "evaluations": [{"id": EVALUATION_ID, "name": path.name, **evaluation_summary(path)}]},
-        f"/evaluations/{EVALUATION_ID}": evaluation_page(path),
+        "/library": {"runs": [], "evaluations": [summary]},
+        f"/evaluations/{EVALUATION_ID}": read_evaluation_page(path),
     }
     packed = [*map(_response_to_script_tag, answers.items()), *_compress_rollout_pages(path)]
     parts = _generate_page_html(f"/evaluation/{EVALUATION_ID}", packed)
@@ -89,15 +90,15 @@ def export_evaluation_page(path: Path, out: Path) -> None:
 
 def _compress_rollout_pages(path: Path) -> list[str]:
     """Compress the pages of rollouts by :func:`rank_by_alternating_correctness`, as many per problem as fit."""
-    rank_of = rank_by_alternating_correctness(rollout_rows(path))
+    rank_of = rank_by_alternating_correctness(read_rollout_rows(path))
     if not rank_of:
         return []
     # Estimate the number per problem from the size of the compressed file, to avoid packing more than fits.
     count = max(rank_of.values()) + 1
     count = min(count, max(1, count * 4 * _LARGEST_REPORT // (path / "rollouts.jsonl.zst").stat().st_size))
-    problems = problems_by_key(path)
+    problems = read_problems_by_key(path)
     packed: dict[int, list[str]] = defaultdict(list)
-    for index, record in enumerate(rollout_records(path)):
+    for index, record in enumerate(read_rollout_records(path)):
         rank = rank_of.get(index)
         if rank is not None and rank < count:
             answer = build_rollout_page(path, record, problems)
@@ -150,16 +151,16 @@ def _response_to_script_tag(item: tuple[str, object]) -> str:
 
 def _server_responses(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
     """Yield the server's answers by address. ``/trajectories`` has the rows of all steps, which the page searches."""
-    facts = {**run_page(run), "id": RUN_ID, "name": run.path.resolve().name}
+    facts = {**read_run_page(run), "id": RUN_ID, "name": run.path.resolve().name}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
     yield "/library", {"runs": [facts], "evaluations": []}
     yield "/metrics", describe_built_in_metrics()
     yield f"/runs/{RUN_ID}", facts
     yield f"/runs/{RUN_ID}/series", cached_metrics_columns(run.metrics_file, run.path).series()
-    text = run_tokenizer(run)
+    text = read_run_tokenizer(run)
     included = []
     for step in steps:
-        rows, stored = step_rows(run, step), read_step(run, step)
+        rows, stored = read_step_rows(run, step), read_step(run, step)
         kept = list(dict.fromkeys(row["group"] for row in rows))[:groups]
         chosen = [row for row in rows if row["group"] in kept]
         included += chosen

@@ -49,7 +49,7 @@ def json_numbers(values: np.ndarray) -> list[object]:
     return listed
 
 
-def plotted_indices(length: int) -> np.ndarray:
+def choose_plotted_indices(length: int) -> np.ndarray:
     """Return the indices of the drawn points of a curve with ``length`` values."""
     return np.arange(0, length, max(1, -(-length // _MOST_POINTS)))
 
@@ -58,7 +58,7 @@ _LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times faster, ava
 _LARGEST_CONFIG, _DEEPEST_CONFIG = 1 << 20, 32  # a resolved config.yaml has about 10 kB and a depth of 5
 
 
-def run_settings(run: RunDirectory) -> Mapping[str, object]:
+def read_run_settings(run: RunDirectory) -> Mapping[str, object]:
     """Read ``config.yaml``. Raises WorldError if training cannot have written the file.
 
     Size and depth are limited and aliases are rejected, because a few hundred bytes of aliases can expand to gigabytes.
@@ -88,7 +88,7 @@ def load_run_plugins(run: RunDirectory) -> list[str]:
     inside the run directory are not loaded, because viewing a run must not execute code from it.
     """
     try:
-        named = run_settings(run).get("plugins")
+        named = read_run_settings(run).get("plugins")
     except WorldError as error:
         return [str(error)]
     folder = run.path.resolve()
@@ -135,7 +135,7 @@ class RunTokenizer:
         return [index for index, token in enumerate(token_ids) if token in self._special]
 
 
-def run_tokenizer(run: RunDirectory) -> RunTokenizer:
+def read_run_tokenizer(run: RunDirectory) -> RunTokenizer:
     """Return the tokenizer of a run, from its ``tokenizer.json`` or from a saved policy."""
     for folder in (run.path, run.path / "policy", run.path / "best"):
         if (folder / _TOKENIZER).is_file():

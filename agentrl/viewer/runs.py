@@ -16,7 +16,7 @@ from agentrl.telemetry.files import resolve_path_inside
 from agentrl.telemetry.records import dotted_keys
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.metrics_file import Progress, cached_metrics_columns, read_json_lines
-from agentrl.viewer.run_files import run_settings
+from agentrl.viewer.run_files import read_run_settings
 
 Kind = Literal["run", "evaluation"]
 
@@ -118,7 +118,7 @@ _NO_PROGRESS = Progress(step=0, seconds=0.0, step_seconds=None, result=None, war
 Part = TypeVar("Part")
 
 
-def run_summary(run: RunDirectory) -> dict[str, object]:
+def read_run_summary(run: RunDirectory) -> dict[str, object]:
     """Return the entry of a run in the table of runs.
 
     - ``state``: ``"running"``, ``"finished"`` (summary.json exists) or ``"stopped"``.
@@ -167,10 +167,10 @@ def run_summary(run: RunDirectory) -> dict[str, object]:
     }
 
 
-def run_page(run: RunDirectory) -> dict[str, object]:
-    """Return the content of a run's page without curves: :func:`run_summary` with all alerts and stored steps."""
+def read_run_page(run: RunDirectory) -> dict[str, object]:
+    """Return the content of a run's page without curves: :func:`read_run_summary` with all alerts and stored steps."""
     return {
-        **run_summary(run),
+        **read_run_summary(run),
         "path": str(run.path),
         "trajectory_steps": list(_stored_steps(run.path, _modification_time(run.trajectories))),
         "token_steps": run.steps_with_token_statistics(),
@@ -233,4 +233,4 @@ def _read_notes(run: RunDirectory) -> str:
 
 @lru_cache(maxsize=_MOST_CACHED_RUNS)
 def _flat_settings(path: Path, *_changed: int) -> dict[str, object]:
-    return dotted_keys(run_settings(RunDirectory(path)))
+    return dotted_keys(read_run_settings(RunDirectory(path)))

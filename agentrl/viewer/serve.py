@@ -103,7 +103,7 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
     """Serve until Ctrl-C. Raises SettingsError if there is no run or evaluation, or if the port is in use."""
     library = Library(paths)
     listener = open_local_listener(port)
-    token = stored_token()
+    token = read_or_create_viewer_token()
     calculator = CalculationClient()
     config = uvicorn.Config(
         make_app(library, token=token, calculate=calculator.request),
@@ -156,7 +156,7 @@ def open_local_listener(port: int | None) -> socket.socket:
         ) from error
 
 
-def stored_token() -> str:
+def read_or_create_viewer_token() -> str:
     """Return the user's viewer token, which does not change between starts, so that bookmarks remain valid.
 
     The token is stored in ``~/.cache/agentrl/view-token``, readable by the user only. Returns a new token if the file

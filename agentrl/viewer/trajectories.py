@@ -18,7 +18,7 @@ from agentrl.evaluation.formats import JSONObject
 from agentrl.telemetry.files import malformed_as_world_error, resolve_path_inside
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenFile, read_step, row_key_of_record
-from agentrl.viewer.run_files import RunTokenizer, json_numbers, plotted_indices, run_tokenizer
+from agentrl.viewer.run_files import RunTokenizer, choose_plotted_indices, json_numbers, read_run_tokenizer
 from agentrl_envs.types import Ended, Verdict
 
 _MOST_CACHED_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
@@ -69,7 +69,7 @@ class FoundRows:
     warnings: list[str]
 
 
-def find_rows(
+def search_rows(
     run: RunDirectory,
     steps: list[int],
     search: SearchConditions,
@@ -104,7 +104,7 @@ def find_rows(
     return FoundRows(rows=matches, next=None, warnings=warnings)
 
 
-def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
+def read_step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
     """Return the rows of all trajectories of a step.
 
     Raises SettingsError if the step is not stored, and WorldError if its file is damaged.
@@ -117,7 +117,7 @@ def step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
 @lru_cache(maxsize=_MOST_CACHED_STEPS)
 def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSONObject, ...]:
     run = RunDirectory(path)
-    version, powers = _version_and_gradient_powers(run, step)
+    version, powers = _read_version_and_gradient_powers(run, step)
     rows, keys = [], []
     for number, record in enumerate(run.read_trajectories(step)):
         with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
@@ -133,7 +133,7 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
     return tuple(rows)
 
 
-def _version_and_gradient_powers(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
+def _read_version_and_gradient_powers(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
     """Return the policy version (None without token statistics) and the gradient power of trained trajectories."""
     version, powers = None, dict[RowKey, float]()
     for path in run.token_statistics_files(step):
@@ -197,7 +197,7 @@ def _add_untrained_reasons(rows: list[JSONObject]) -> None:
 
 
 def _matching_rows(run: RunDirectory, step: int, search: SearchConditions) -> Iterator[JSONObject]:
-    rows = [row for row in step_rows(run, step) if search.accepts(row)]
+    rows = [row for row in read_step_rows(run, step) if search.accepts(row)]
     if not search.text:
         yield from rows
         return
@@ -207,7 +207,7 @@ def _matching_rows(run: RunDirectory, step: int, search: SearchConditions) -> It
     for number, record in run.select_trajectories(
         step, lambda number, line: number in wanted and _may_contain(line, search.text)
     ):
-        if search.text.casefold() in conversation_text(record).casefold():
+        if search.text.casefold() in searchable_conversation_text(record).casefold():
             yield wanted[number]
 
 
@@ -221,7 +221,7 @@ def _may_contain(line: bytes, text: str) -> bool:
     return not plain or text.lower().encode() in line.lower()
 
 
-def conversation_text(record: JSONObject) -> str:
+def searchable_conversation_text(record: JSONObject) -> str:
     """Return the searchable text of a conversation, including the reference answer and the problem's id."""
     problem = record["problem"]
     texts = (segment["text"] for segment in record["segments"])
@@ -237,15 +237,15 @@ def _is_between(low: float | None, value: float | None, high: float | None) -> b
 _OMITTED_COLUMNS = ("position", "index", "token_id")  # displayed in other ways
 
 
-def trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, object]:
+def read_trajectory_page(run: RunDirectory, step: int, number: int) -> dict[str, object]:
     """Return the content of a trajectory's page. Raises SettingsError if the trajectory is not stored."""
-    rows = step_rows(run, step)
+    rows = read_step_rows(run, step)
     if not 0 <= number < len(rows):
         raise SettingsError(f"{run.path} has no trajectory {number} at step {step}; valid: 0 to {len(rows) - 1}")
     files = (run.trajectory_file(step), *run.token_statistics_files(step))
     stored = _cached_group(run.path, step, rows[number]["group"], tuple(path.stat().st_mtime_ns for path in files))
     with malformed_as_world_error(f"{run.trajectory_file(step)}, line {number + 1}"):
-        return build_trajectory_page(run, stored, rows, number, run_tokenizer(run))
+        return build_trajectory_page(run, stored, rows, number, read_run_tokenizer(run))
 
 
 def build_trajectory_page(
@@ -308,7 +308,7 @@ def _sibling_record(stored: StoredStep, item: StoredTrajectory, row: dict[str, o
     about["parent"] = item.record.get("parent", -1)
     about["text"] = "".join(segment["text"] for segment in item.record["segments"])
     if item.tokens is not None:
-        indices = plotted_indices(len(item.tokens))
+        indices = choose_plotted_indices(len(item.tokens))
         curves = (stored.realized_energies[item.key], item.tokens.baselines, item.tokens.advantages)
         names = ("realized_energy", "baselines", "advantages")
         about["edge"] = {

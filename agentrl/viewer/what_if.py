@@ -128,7 +128,7 @@ def what_if(
     ``size`` reduces the group to the rollout of ``trajectory`` and the first other rollouts. Raises SettingsError if
     the step lacks a required value, and the errors of ``compute_advantages``.
     """
-    resolved = options_with_defaults(step, estimator, options or {})
+    resolved = merge_options_with_defaults(step, estimator, options or {})
     kept = _limit_group_size(step.trained_group(trajectory), trajectory, size)
     left_out = {item.key for item in step.trained_group(trajectory)} - {item.key for item in kept}
     smaller = replace(step, trajectories=tuple(item for item in step.trajectories if item.key not in left_out))
@@ -145,11 +145,11 @@ def what_if(
     )
 
 
-def options_with_defaults(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
+def merge_options_with_defaults(step: StoredStep, estimator: str, options: Mapping[str, object]) -> dict[str, object]:
     """Merge ``options`` with the run's options that ``estimator`` accepts, and with the defaults."""
     names = ESTIMATORS.option_names(estimator)
     from_run = {name: value for name, value in require_token_metadata(step).estimator_options.items() if name in names}
-    defaults = {form.name: form.default for form in option_forms(estimator) if form.default is not None}
+    defaults = {form.name: form.default for form in list_option_forms(estimator) if form.default is not None}
     return {**defaults, **from_run, **options}
 
 
@@ -178,12 +178,12 @@ class OptionForm:
     choices: list[object]
 
 
-def estimator_forms() -> dict[str, list[OptionForm]]:
+def list_estimator_forms() -> dict[str, list[OptionForm]]:
     """Return the options of every estimator, including estimators of loaded plug-ins."""
-    return {name: option_forms(name) for name in ESTIMATORS.names()}
+    return {name: list_option_forms(name) for name in ESTIMATORS.names()}
 
 
-def option_forms(estimator: str) -> list[OptionForm]:
+def list_option_forms(estimator: str) -> list[OptionForm]:
     """Return the options of an estimator. ``default`` is None for a required option."""
     return [
         OptionForm(

@@ -10,7 +10,7 @@ from rollout.fakes import ScriptedEnvironment, ScriptedEpisode
 
 from agentrl.config import Settings, load_settings
 from agentrl.evaluation.benchmarks import ProblemSet
-from agentrl.evaluation.run import run_rollouts, write_results
+from agentrl.evaluation.run import sample_rollouts_of_sets, write_results
 from agentrl.evaluation.settings import EvaluationOptions, with_evaluation_limits
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.telemetry.console import Console
@@ -109,7 +109,7 @@ async def play(sampler: WrittenSampler, output: Path, sets: Sequence[ProblemSet]
     environment = ScriptedEnvironment(lambda problem, n: ScriptedEpisode([], prompt=f"Solve: {problem.statement}"))
     chosen = settings(*overrides)
     console = Console(chosen.telemetry)
-    await run_rollouts(chosen, sets, output, console, sampler=sampler, environment=environment)
+    await sample_rollouts_of_sets(chosen, sets, output, console, sampler=sampler, environment=environment)
 
 
 def results(output: Path, sets: Sequence[ProblemSet], *overrides: str, **request: Any) -> dict[str, Any]:

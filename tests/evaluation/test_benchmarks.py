@@ -17,8 +17,8 @@ from agentrl.evaluation.benchmarks import (
     LoadedBenchmark,
     check_benchmark,
     load_benchmark,
+    load_benchmark_with_errors,
     load_problem_sets,
-    read_benchmark,
 )
 from agentrl.problems.rows import ProblemLoadError, problem_from_row
 from agentrl_envs.grading import Grader, GraderSettings
@@ -153,7 +153,7 @@ async def test_the_benchmarks_have_no_data_errors(data_dir: Path, name: str) -> 
 
 
 def test_the_training_problems_have_two_without_an_answer_and_repeat_nine(data_dir: Path) -> None:
-    loaded = read_benchmark(str(data_dir / "math35_train.jsonl"))
+    loaded = load_benchmark_with_errors(str(data_dir / "math35_train.jsonl"))
     unanswered = [error for error in loaded.errors if error.endswith(": the problem has no answer")]
     assert (len(loaded.problems), len(unanswered)) == (8521, 2)
     repeated = [error for error in loaded.errors if ": the problem '" in error]

@@ -16,7 +16,7 @@ from agentrl.config import Settings
 from agentrl.errors import SettingsError
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.directory import EvaluationDirectory
-from agentrl.evaluation.run import run_rollouts
+from agentrl.evaluation.run import sample_rollouts_of_sets
 from agentrl.evaluation.samplers import PROBE, ModelSampler, open_sampler
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.telemetry.console import Console
@@ -68,7 +68,7 @@ async def play(chosen: Settings, output: Path, sets: list[ProblemSet]) -> Evalua
         )
     )
     console = Console(chosen.telemetry)
-    return await run_rollouts(chosen, sets, output, console, environment=environment)
+    return await sample_rollouts_of_sets(chosen, sets, output, console, environment=environment)
 
 
 async def test_servers_sample_and_the_results_say_so(model: Path, servers: list[FakeVLLM], tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from agentrl.telemetry.alerts import (
     policy_is_worse,
     remove_repeated_alerts,
     reward_change,
-    training_rows,
+    select_training_rows,
 )
 from agentrl.telemetry.machine import DISK_FREE, MEMORY_FREE
 from agentrl.telemetry.records import Metrics
@@ -187,13 +187,13 @@ def evaluated(step: int, score: float, margin: float) -> Metrics:
 def test_the_held_out_score_is_compared_with_the_one_before_training() -> None:
     played = scored(*[(0.5, 0.05)] * 4)
     rows = [evaluated(0, 0.5, 0.0196), *played[:3], evaluated(3, 0.4, 0.0196), played[3]]
-    trained = training_rows(rows)
+    trained = select_training_rows(rows)
     assert [(row["step"], row.get("eval/avg_at_k")) for row in trained] == [(1, 0.5), (2, None), (3, None), (4, 0.4)]
     assert messages(trained) == {  # errors of 0.01: 0.1 / (0.01 * sqrt(2))
         "reward_collapse": "the held-out score fell from 0.5 before training to 0.4, by 7.1 standard errors"
     }
     rows[4] = evaluated(3, 0.45, 0.0196)  # 3.5 standard errors: worse, but no collapse
-    assert messages(training_rows(rows)) == {}
+    assert messages(select_training_rows(rows)) == {}
     change = held_out_change(rows)
     assert change == {"start": 0.5, "end": 0.45, "standard_errors": pytest.approx(-3.5355, abs=1e-4)}
     assert policy_is_worse(reward_change(rows), change)

@@ -11,18 +11,18 @@ from agentrl.telemetry.machine import (
     DISK_FREE,
     MEMORY_FREE,
     _parse_core_quota,
+    count_usable_cores,
     describe_machine,
     find_compiler,
     free_memory_bytes,
     measure_free_resources,
-    usable_cores,
 )
 
 
 def test_machine_system_libraries_and_compiler_are_described(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
     machine, system, libraries, compiler = describe_machine()
-    assert re.fullmatch(rf"machine: {usable_cores()} cores, [\d.]+ GiB memory, GPU: .+", machine)
+    assert re.fullmatch(rf"machine: {count_usable_cores()} cores, [\d.]+ GiB memory, GPU: .+", machine)
     assert system.endswith(f"Python {sys.version.split()[0]}")
     assert re.search(r"libraries: agentrl \S+, .*\btorch 2\.", libraries)
     assert compiler == "compiler: not found (not required for training on a CPU)"

@@ -11,7 +11,7 @@ from agentrl.telemetry.plots import (
     PANELS,
     add_legend_below,
     draw_plots,
-    metric_series,
+    extract_metric_series,
     new_figure,
     running_mean,
 )
@@ -119,7 +119,7 @@ def test_figures_without_anything_above_zero_are_drawn_too(tmp_path: Path) -> No
 
 def test_series_and_running_mean() -> None:
     rows = [{"step": 1, "a": 2.0}, {"step": 2}, {"step": 3, "a": None}, {"step": 4, "a": 0.0}]
-    assert metric_series(rows, "a") == ([1, 4], [2.0, 0.0])
+    assert extract_metric_series(rows, "a") == ([1, 4], [2.0, 0.0])
     assert running_mean([1.0, 3.0, 8.0, 1.0], window=3) == [2.0, 4.0, 4.0, 4.5]
     assert running_mean([], window=3) == []
 

@@ -22,7 +22,7 @@ from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import make_app
 from agentrl.viewer.explain import explain_command
 from agentrl.viewer.runs import Library
-from agentrl.viewer.serve import CalculationClient, open_local_listener, stored_token
+from agentrl.viewer.serve import CalculationClient, open_local_listener, read_or_create_viewer_token
 from agentrl.viewer.what_if import recompute_advantages
 
 
@@ -198,11 +198,11 @@ def test_a_port_in_use_is_said_in_one_message() -> None:
 
 def test_the_token_stays_the_same_and_is_private(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    token = stored_token()
+    token = read_or_create_viewer_token()
     file = tmp_path / "agentrl" / "view-token"
-    assert (stored_token(), file.stat().st_mode & 0o777) == (token, 0o600)
+    assert (read_or_create_viewer_token(), file.stat().st_mode & 0o777) == (token, 0o600)
     file.chmod(0o644)  # others may have read it
-    assert stored_token() != token
+    assert read_or_create_viewer_token() != token
 
 
 def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:

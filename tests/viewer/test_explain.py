@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from agentrl.viewer.explain_token import baseline_weights, explain_command, explain_token, loss_log_prob_gradients
 from viewer.made_run import make_tokenizer
 
 from agentrl.algorithms import (
@@ -22,6 +21,12 @@ from agentrl.api.run import Run
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import TokenMetadata, TrajectoryTokens, write_tokens
+from agentrl.viewer.explain import (
+    compute_baseline_weights,
+    explain_command,
+    explain_token,
+    loss_log_prob_gradients,
+)
 from agentrl_envs.registry import UnknownNameError
 
 # Two turns of the model around an observation of two tokens, and one turn.
@@ -169,10 +174,10 @@ def test_a_run_brings_no_code_of_its_own(tmp_path: Path) -> None:
 
 def test_the_weights_of_the_siblings_make_the_baseline(run: RunDirectory) -> None:
     found = explain_token(run, step=3, trajectory=0, token=4)
-    weights = list(baseline_weights(found.step, found.trajectory, 2).values())
+    weights = list(compute_baseline_weights(found.step, found.trajectory, 2).values())
     assert weights == pytest.approx([1.5 / 3.0, 1.5 / 3.0], rel=1e-6)  # W_2 is 1.5 in both
     first = explain_token(run, step=3, trajectory=0, token=0)
-    weights = list(baseline_weights(first.step, first.trajectory, 0).values())
+    weights = list(compute_baseline_weights(first.step, first.trajectory, 0).values())
     assert weights == pytest.approx([0.5 / 0.7, 0.2 / 0.7], rel=1e-6)
     assert sum(np.array(weights) * [1.0, 0.25]) == pytest.approx(first.value_at_token(first.tokens.baselines), rel=1e-6)
 

@@ -18,7 +18,7 @@ from viewer.test_export import answers
 
 from agentrl.evaluation.transcripts import RESULT_KINDS, Sample, Turn
 from agentrl.telemetry.plots import palette_css
-from agentrl.viewer.evaluations import formula_trees
+from agentrl.viewer.evaluations import parse_formulas_to_mathml
 
 COLUMNS = {"db": HOSTILE, "rows": [1, {"a": None}]}
 
@@ -118,14 +118,14 @@ async def test_a_report_holds_all_conversations_or_as_many_as_fit(
 
 
 def test_formulas_are_trees_of_text_and_known_elements() -> None:
-    found = formula_trees(
+    found = parse_formulas_to_mathml(
         [r"So $\frac12$ and \(x_1\), \[a \le b\] $$c$$", "```py\nprint('$not$')\n```", r"$\href{javascript:x}{y}$"]
     )
     assert set(found) == {r"\frac12", "x_1", r"a \le b", "c", r"\href{javascript:x}{y}"}
-    assert formula_trees([r"$\pi$"]) == {r"\pi": ["math", {}, ["mrow", {}, ["mi", {}, "π"]]]}
+    assert parse_formulas_to_mathml([r"$\pi$"]) == {r"\pi": ["math", {}, ["mrow", {}, ["mi", {}, "π"]]]}
     assert found[r"\frac12"] == ["math", {}, ["mrow", {}, ["mfrac", {}, ["mn", {}, "1"], ["mn", {}, "2"]]]]
 
 
 @pytest.mark.parametrize("tex", [r"\frac", "{" * 900, r"\begin{matrix}", "x" * 2000, r"\left(", "^", "&&&"])
 def test_a_formula_that_cannot_be_parsed_stays_text(tex: str) -> None:
-    json.dumps(formula_trees([f"${tex}$"]))  # nothing is raised
+    json.dumps(parse_formulas_to_mathml([f"${tex}$"]))  # nothing is raised

@@ -16,7 +16,7 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
 from agentrl.viewer.calculations import RequestHandlers
-from agentrl.viewer.what_if import estimator_forms, what_if
+from agentrl.viewer.what_if import list_estimator_forms, what_if
 
 CHOICES = [
     ("rloo", {}),
@@ -94,7 +94,7 @@ def test_what_cannot_be_computed_says_why(step: StoredStep) -> None:
 
 
 def test_the_forms_name_every_estimator_and_option() -> None:
-    forms = estimator_forms()
+    forms = list_estimator_forms()
     assert list(forms) == list(ESTIMATORS.names())
     (tail,) = (form for form in forms["tir_otb"] if form.name == "tail")
     assert (tail.default, tail.choices) == ("zero", ["zero", "carry", "self"])

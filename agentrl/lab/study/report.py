@@ -23,7 +23,7 @@ from agentrl.telemetry.plots import (
     LIGHT,
     add_caption,
     add_legend_below,
-    line_options,
+    line_plot_options,
     new_figure,
     save_figure,
     style_axes,
@@ -280,12 +280,12 @@ def _plot_band(axes: Axes, points: Mapping[int, Sequence[float]], label: str, in
         return
     steps = sorted(points)
     estimates = [mean_over_seeds(points[step]) for step in steps]
-    axes.plot(steps, [item.value for item in estimates], **line_options(index), label=label, linewidth=1.6)
+    axes.plot(steps, [item.value for item in estimates], **line_plot_options(index), label=label, linewidth=1.6)
     axes.fill_between(
         steps,
         [item.low for item in estimates],
         [item.high for item in estimates],
-        color=line_options(index)["color"],
+        color=line_plot_options(index)["color"],
         alpha=0.15,
         linewidth=0,
     )

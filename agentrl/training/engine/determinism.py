@@ -10,7 +10,7 @@ from torch import Tensor
 
 from agentrl.errors import SettingsError
 from agentrl.rollout.engines.base import engine_facts
-from agentrl.telemetry.machine import usable_cores
+from agentrl.telemetry.machine import count_usable_cores
 from agentrl.training.settings import TrainingSettings
 
 if TYPE_CHECKING:
@@ -58,4 +58,4 @@ def count_computing_processes(settings: Settings, *, ranks: int) -> int:
 
 def set_threads(settings: Settings, *, processes: int) -> None:
     """Set this process's CPU threads: ``training.threads``, or the cores divided by ``processes``."""
-    torch.set_num_threads(settings.training.threads or max(1, usable_cores() // processes))
+    torch.set_num_threads(settings.training.threads or max(1, count_usable_cores() // processes))

@@ -17,7 +17,7 @@ from agentrl.models.exactness import check_packed_forward
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines.base import engine_facts, runs_servers_on_nodes
-from agentrl.telemetry.alerts import find_alerts, training_rows
+from agentrl.telemetry.alerts import find_alerts, select_training_rows
 from agentrl.telemetry.console import Console, RunProgress
 from agentrl.telemetry.machine import measure_free_resources
 from agentrl.telemetry.records import EvaluationRecord, Metrics
@@ -342,7 +342,7 @@ class TrainingSession:
         if self._run is None:
             return
         if self._trained is None:
-            self._trained = training_rows(self._run.metrics())
+            self._trained = select_training_rows(self._run.metrics())
         else:
             self._trained.append(self._held_out | metrics)
         self._held_out = {}

@@ -89,7 +89,7 @@ function accepts(row, query) {
   );
 }
 
-// Searches the conversations in the page like the server (find_rollouts in agentrl/viewer/evaluations.py).
+// Searches the conversations in the page like the server (search_rollouts in agentrl/viewer/evaluations.py).
 async function searchRollouts(evaluation, text) {
   const matching = [];
   for (const { index } of (await unpackAnswer(evaluation)).rollouts) {
