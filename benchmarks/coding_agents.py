@@ -270,11 +270,11 @@ async def drive(name: str, image: str, directory: Path) -> bool:
         reward, failure = None, str(error)
     seconds = time.monotonic() - began
     rows = rollout.trajectories(Ended.ANSWERED)
-    await rollout.finish()
+    await rollout.reject_further_requests()
     await program.close()
     await gateway.close()
     replies = rollout.tree.generations
-    expected = Counter((one.prompt.context, one.completion.token_ids) for one in replies if one.trainable)
+    expected = Counter((one.prompt.context_tokens, one.completion.token_ids) for one in replies if one.trainable)
     once = trained(rows) == expected and expected <= Counter(engine.sampled)
     difference = largest_difference(model, rows)
     print(

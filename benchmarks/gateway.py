@@ -176,7 +176,7 @@ async def play_wave(gateway: AgentGateway, renderer: ChatRenderer, api: str, age
     sampled = sum(len(one.tree.generations) for one in rollouts)
     for one, access in zip(rollouts, admitted, strict=True):
         one.trajectories(Ended.ANSWERED)
-        await one.finish()
+        await one.reject_further_requests()
         gateway.unregister_rollout(access)
     if process.returncode or sampled != agents * turns:
         raise SystemExit("the agents failed")

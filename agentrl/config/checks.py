@@ -308,7 +308,7 @@ def _session_problems(settings: Settings) -> Iterator[str]:
     if not isinstance(environment, SimpleTIRSettings) or environment.interpreter != "session":
         return
     branching = rollout.branching
-    forked = max(1, rollout.concurrency // branching.max_live_branches) * branching.max_sessions
+    forked = max(1, rollout.concurrency // branching.max_live_branches) * branching.max_open_episodes
     needed = max(rollout.concurrency, forked)  # evaluations do not fork
     if needed > most:
         forks = "" if branching.width == 1 else f", lower rollout.branching.live={branching.live}"
@@ -318,10 +318,10 @@ def _session_problems(settings: Settings) -> Iterator[str]:
             f"{forks} or raise sandbox.max_sessions"
         )
     processes = settings.sandbox.max_processes
-    if branching.width > 1 and branching.max_sessions >= processes:
+    if branching.width > 1 and branching.max_open_episodes >= processes:
         yield (
             f"environment.interpreter=session with rollout.branching.leaves={branching.leaves} and "
-            f"sandbox.max_processes={processes}: the {branching.max_sessions} sessions of a tree share "
+            f"sandbox.max_processes={processes}: the {branching.max_open_episodes} sessions of a tree share "
             "max_processes; lower rollout.branching.live or raise sandbox.max_processes"
         )
 

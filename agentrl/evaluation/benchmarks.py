@@ -23,7 +23,7 @@ from agentrl.problems.sampler import digest_of_columns
 from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
 from agentrl.problems.sources import fixed_evaluation_problems, load_source, read_problems_with_locations
 from agentrl.rollout.gateway.settings import is_agent_program
-from agentrl.rollout.settings import compares_answers
+from agentrl.rollout.settings import environment_compares_answers
 from agentrl.telemetry.console import Console
 from agentrl_envs.adapters.falsified import FalsifiedEpisode
 from agentrl_envs.episode import Environment, Episode
@@ -238,7 +238,7 @@ def load_problem_sets(settings: EvaluationSections, names: Sequence[str], data_d
     repeated = {name for name in names if names.count(name) > 1}
     if repeated:
         raise SettingsError(f"--benchmarks lists {', '.join(sorted(repeated))} more than once: list each name once")
-    answered = compares_answers(settings)
+    answered = environment_compares_answers(settings)
     sets = (
         [_load_benchmark_set(name, data_dir, answered=answered) for name in names]
         if names
@@ -260,7 +260,7 @@ def _load_held_out_sets(settings: EvaluationSections) -> list[ProblemSet]:
     """Load a set for each source in ``data.eval``, named after the source. Repeated names are numbered."""
     sets: dict[str, ProblemSet] = {}
     for entry in settings.data.eval:
-        source = load_source(entry, seed=settings.seed, answered=compares_answers(settings)).source
+        source = load_source(entry, seed=settings.seed, answered=environment_compares_answers(settings)).source
         problems = tuple(fixed_evaluation_problems(source, settings.evaluation.problems))
         same = sum(name == source.name or name.startswith(f"{source.name} #") for name in sets)
         name = f"{source.name} #{same + 1}" if same else source.name

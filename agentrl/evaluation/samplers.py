@@ -25,7 +25,7 @@ from agentrl.rollout.driver import Driver, yield_from_tasks
 from agentrl.rollout.engines.base import Engine, EngineSpecification, ManagedEngine, engine_facts, engine_plugin
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.environment import build_chat_setup, build_codec, build_environment, uses_chat_template
-from agentrl.rollout.policy import LoopThrottle, TurnPolicy
+from agentrl.rollout.policy import EventLoopThrottle, TurnPolicy
 from agentrl.rollout.settings import longest_request_tokens
 from agentrl.trajectory import Group, concatenate_branches
 from agentrl.weights.verify import Probe, add_tied_head, checksums
@@ -280,7 +280,7 @@ class EndpointSampler:
         self, environment: Environment, samples: Sequence[Sample]
     ) -> AsyncGenerator[Transcript, None]:
         remaining = iter(samples)
-        throttle = LoopThrottle()
+        throttle = EventLoopThrottle()
 
         async def run_conversations(finished: Callable[[Transcript], None]) -> None:
             for sample in remaining:

@@ -19,7 +19,7 @@ from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.problems.sources import load_source
 from agentrl.rollout.driver import Driver
 from agentrl.rollout.engines.transformers import TransformersEngine
-from agentrl.rollout.environment import build_rewards, compares_with_references
+from agentrl.rollout.environment import build_rewards, rewards_compare_answers
 from agentrl.rollout.filters import FilterRules, filter_groups
 from agentrl.trajectory import Group
 from agentrl_envs.types import Problem
@@ -48,7 +48,7 @@ def load_lab_problems(
     ``selection`` is a number of problems from data.train (default: the setting) or a file, whose problems are all used.
     """
     if selection is not None and not selection.isdigit():
-        source = load_source(ProblemSourceSettings(path=selection), answered=compares_with_references(settings)).source
+        source = load_source(ProblemSourceSettings(path=selection), answered=rewards_compare_answers(settings)).source
         problems = [source.problem(index) for index in range(source.size or 0)]
         text = "".join(map(repr, problems))
         digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -63,7 +63,7 @@ def load_lab_problems(
             "data.train.0.path=FILE"
         )
     most = lab.problems * _PROBLEM_MARGIN
-    answered = compares_with_references(settings)
+    answered = rewards_compare_answers(settings)
     loaded = [load_source(entry, seed=settings.seed, answered=answered).source for entry in settings.data.train]
     turns = itertools.zip_longest(*(_problems_in_order(source, most, settings.seed) for source in loaded))
     every = (problem for turn in turns for problem in turn if problem is not None)

@@ -79,16 +79,16 @@ class ForkStatistics:
         return most if best > most else max(1, round(best))
 
 
-def unbiased_variance(moments: Sequence[tuple[float, ...]]) -> float:
+def unbiased_variance(means_and_squares: Sequence[tuple[float, ...]]) -> float:
     """Return the unbiased variance of one sample, from the mean and the mean square of independent sets of samples.
 
     >>> unbiased_variance([(1.0, 1.0), (0.0, 0.0)]), unbiased_variance([(0.5, 0.5), (0.5, 0.5)])
     (0.5, 0.25)
     """
-    count = len(moments)
-    total = math.fsum(mean for mean, _ in moments)
-    products = total**2 - math.fsum(mean**2 for mean, _ in moments)
-    return math.fsum(square for _, square in moments) / count - products / (count * (count - 1))
+    count = len(means_and_squares)
+    total = math.fsum(mean for mean, _ in means_and_squares)
+    products = total**2 - math.fsum(mean**2 for mean, _ in means_and_squares)
+    return math.fsum(square for _, square in means_and_squares) / count - products / (count * (count - 1))
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -47,7 +47,7 @@ def _variance_decrease(score: float, size: int) -> float:
     return score**2 / (size * (size + 1))
 
 
-def _gradient_deviation(posteriors: Posteriors, key: str) -> float:
+def _expected_gradient_std(posteriors: Posteriors, key: str) -> float:
     return math.sqrt(expected_gradient_variance(posteriors, key))
 
 
@@ -57,7 +57,7 @@ def _success_variance(posteriors: Posteriors, key: str) -> float:
 
 
 SCORES: Final[dict[Budget, Callable[[Posteriors, str], float]]] = {
-    "neyman": _gradient_deviation,
+    "neyman": _expected_gradient_std,
     "variance": _success_variance,
 }
 """Functions that compute a problem's score from the posteriors and its key, for each budget except uniform."""

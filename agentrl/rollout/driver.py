@@ -27,9 +27,9 @@ from typing import Final, Literal, TypeVar
 from agentrl.errors import SettingsError
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import CacheUse, Engine
-from agentrl.rollout.policy import LoopThrottle, TokenPolicy, TurnBarrier
+from agentrl.rollout.policy import EventLoopThrottle, TokenPolicy, TurnBarrier
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
-from agentrl.rollout.work_queue import SkippedProblemError
+from agentrl.rollout.work_queue import PromptTooLongError
 from agentrl.telemetry.trace import add_slice_since, reserve_lane, slice_start_time
 from agentrl.trajectory import Group, Trajectory, concatenate_branches
 from agentrl_envs.episode import Environment, UnavailableError
@@ -210,7 +210,7 @@ Number ``group.size`` is the greedy rollout."""
 RecordPromptLength = Callable[[Group, int | None], None]
 """Receives each prompt's length in tokens, or None for a rollout that failed before it had a prompt.
 
-Raises SkippedProblemError to replace the problem."""
+Raises PromptTooLongError to replace the problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -219,7 +219,7 @@ class _RolloutContext:
 
     temperature: float
     turn_barrier: TurnBarrier | None
-    throttle: LoopThrottle
+    throttle: EventLoopThrottle
     record_prompt_length: RecordPromptLength
 
 
@@ -295,7 +295,7 @@ class Driver:
 
         def skip_if_too_long(group: Group, tokens: int | None) -> None:
             if skip_long and tokens is not None and tokens > self.settings.max_prompt_tokens:
-                raise SkippedProblemError(None)
+                raise PromptTooLongError(None)
 
         return self.play_jobs(
             next_job,
@@ -323,7 +323,7 @@ class Driver:
         state = _RolloutContext(
             temperature=self.settings.temperature if temperature is None else temperature,
             turn_barrier=TurnBarrier(players) if self.deterministic and rollouts is not None else None,
-            throttle=LoopThrottle(),
+            throttle=EventLoopThrottle(),
             record_prompt_length=record_prompt_length,
         )
         played: dict[int, list[Trajectory]] = {}  # by the index of the group
@@ -373,7 +373,7 @@ class Driver:
         while True:
             try:
                 branches = await self._play_with_retries(group, sample, state)
-            except SkippedProblemError as skipped:
+            except PromptTooLongError as skipped:
                 if skipped.replacement is None:
                     return group, ()
                 group = replace(skipped.replacement, step=group.step)

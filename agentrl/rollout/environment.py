@@ -18,7 +18,7 @@ from agentrl.rollout.gateway.environment import (
 )
 from agentrl.rollout.gateway.render import ChatRenderer
 from agentrl.rollout.gateway.settings import is_agent_program
-from agentrl.rollout.settings import RolloutSettings, compares_answers
+from agentrl.rollout.settings import RolloutSettings, environment_compares_answers
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import AgentRLEnvError, Environment
@@ -75,14 +75,14 @@ def build_environment(settings: EnvironmentRelatedSettings, chat: ChatSetup | No
     return RerenderedEnvironment(environment, chat.renderer, chat.tools)
 
 
-def _template_use(settings: EnvironmentRelatedSettings) -> TemplateUse | None:
+def _choose_template_use(settings: EnvironmentRelatedSettings) -> TemplateUse | None:
     factory = resolve_environment(settings.env)
     return factory.template_use(factory.validate_section(settings.environment))
 
 
 def uses_chat_template(settings: EnvironmentRelatedSettings) -> bool:
     """Return True if conversations use the model's chat template, if the model has one."""
-    return is_agent_program(settings.env) or _template_use(settings) is not None
+    return is_agent_program(settings.env) or _choose_template_use(settings) is not None
 
 
 def build_chat_setup(
@@ -94,7 +94,7 @@ def build_chat_setup(
     """
     if is_agent_program(settings.env):
         return ChatSetup(renderer=build_agent_renderer(tokenizer, name, settings.gateway))
-    template_use = _template_use(settings)
+    template_use = _choose_template_use(settings)
     if template_use is None:
         return None
     if template_use.optional and not tokenizer.chat_template:
@@ -155,9 +155,9 @@ def build_rewards(settings: RewardRelatedSettings) -> WeightedRewards | None:
     return WeightedRewards(reward.functions, deadline=reward.deadline, sandbox=settings.sandbox)
 
 
-def compares_with_references(settings: RewardRelatedSettings) -> bool:
+def rewards_compare_answers(settings: RewardRelatedSettings) -> bool:
     """Return True if rewards compare answers with reference answers, so that each problem needs one."""
-    return compares_answers(settings) and not settings.reward.functions
+    return environment_compares_answers(settings) and not settings.reward.functions
 
 
 def build_environment_and_codec(

@@ -4,8 +4,8 @@
 engine sampled. An observation is encoded once, separately, as plain text except for marks set by the protocol. Text is
 never decoded and then encoded again.
 
-Rollouts wait at two gates: :class:`LoopThrottle` keeps the event loop responsive, and :class:`TurnBarrier` plays turns
-in rounds, for bitwise reproducible runs.
+Rollouts wait at two gates: :class:`EventLoopThrottle` keeps the event loop responsive, and :class:`TurnBarrier` plays
+turns in rounds, for bitwise reproducible runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ logger = logging.getLogger(__name__)
 _TASKS_PER_ITERATION = 16
 
 
-class LoopThrottle:
+class EventLoopThrottle:
     """Admits at most 16 tasks per iteration of the event loop, first come, first served.
 
     Without it, all work that a batch of completions triggers (decoding, parsing, starting programs) would run in one
@@ -51,19 +51,19 @@ class LoopThrottle:
         """Wait for this task's turn."""
         if self._admitted < _TASKS_PER_ITERATION and not self._waiting_tasks:
             self._admitted += 1
-            self._schedule_next()
+            self._schedule_admission()
             return
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting_tasks.append(future)
-        self._schedule_next()
+        self._schedule_admission()
         await future
 
-    def _schedule_next(self) -> None:
+    def _schedule_admission(self) -> None:
         if not self._is_scheduled:
             self._is_scheduled = True
-            asyncio.get_running_loop().call_soon(self._admit_next)
+            asyncio.get_running_loop().call_soon(self._admit_waiting_tasks)
 
-    def _admit_next(self) -> None:
+    def _admit_waiting_tasks(self) -> None:
         self._is_scheduled = False
         self._admitted = 0
         while self._waiting_tasks and self._admitted < _TASKS_PER_ITERATION:
@@ -72,7 +72,7 @@ class LoopThrottle:
                 future.set_result(None)
                 self._admitted += 1
         if self._admitted:
-            self._schedule_next()
+            self._schedule_admission()
 
 
 class TurnBarrier:
@@ -90,7 +90,7 @@ class TurnBarrier:
         """Wait until every participant waits for its next turn."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
-        self._open_soon()
+        self._schedule_opening()
         try:
             await future
         finally:
@@ -105,9 +105,9 @@ class TurnBarrier:
     def remove_participant(self) -> None:
         """Remove a participant that samples no further turns."""
         self._participants -= 1
-        self._open_soon()
+        self._schedule_opening()
 
-    def _open_soon(self) -> None:
+    def _schedule_opening(self) -> None:
         # Open in a later callback. Otherwise the last participant would continue at once, out of order.
         asyncio.get_running_loop().call_soon(self._open_if_complete)
 
@@ -131,7 +131,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
 
     problem: Problem
     settings: RolloutSettings
-    throttle: LoopThrottle = field(default_factory=LoopThrottle)
+    throttle: EventLoopThrottle = field(default_factory=EventLoopThrottle)
     calls: list[ToolCall] = field(default_factory=list)
     verdict: Verdict | None = None
     answer: str | None = None
@@ -157,7 +157,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         return self.end(Ended.INFRASTRUCTURE_FAILURE)
 
     @asynccontextmanager
-    async def waiting(self, episode: Episode, name: str) -> AsyncGenerator[dict[str, Any], None]:
+    async def limit_and_trace_wait(self, episode: Episode, name: str) -> AsyncGenerator[dict[str, Any], None]:
         """Limit a block that waits for ``episode`` to ``rollout.environment_deadline``, and trace it as ``name``.
 
         Raises UnavailableError after the deadline.
@@ -207,7 +207,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         """Return the branches in which the rollout continues after this turn, or () if it does not fork."""
         return ()
 
-    async def join(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
+    async def play_branches(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
         """Play the branches of :meth:`fork`."""
         raise NotImplementedError("this policy does not fork")
 
@@ -416,7 +416,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             ]
         return self.children
 
-    async def join(
+    async def play_branches(
         self, play: Callable[[Policy[tuple[Trajectory, ...]]], Awaitable[tuple[Trajectory, ...]]]
     ) -> tuple[Trajectory, ...]:
         """Play the branches. Returns the edges of the tree, parents first.

@@ -47,7 +47,7 @@ from agentrl.trajectory import Group
 
 
 @dataclass(slots=True)
-class _BatchCohort:
+class _GroupsOfSameAge:
     """Groups that were issued after the same number of trained batches and are not yet taken."""
 
     untaken: int = 0
@@ -74,7 +74,7 @@ class GroupSchedule:
         self._starts_early = starts_early
         self._batches = batches
         self._issued: dict[int, tuple[int, int]] = {}  # groups not taken: (batches trained when issued, order of issue)
-        self._cohorts: dict[int, _BatchCohort] = {}  # by batches trained when issued, oldest first
+        self._cohorts: dict[int, _GroupsOfSameAge] = {}  # by batches trained when issued, oldest first
         self._finished: set[int] = set()
         self._issue_count = 0
         self._in_training = False
@@ -104,7 +104,7 @@ class GroupSchedule:
         """Record the start of a group."""
         self._issued[index] = self.trained_batches, self._issue_count
         self._issue_count += 1
-        self._cohorts.setdefault(self.trained_batches, _BatchCohort()).untaken += 1
+        self._cohorts.setdefault(self.trained_batches, _GroupsOfSameAge()).untaken += 1
 
     def record_finish(self, index: int) -> None:
         """Record that all trajectories of a group have ended."""
@@ -163,7 +163,7 @@ class RolloutSource(ABC):
         self._samples_left: deque[int] = deque()  # samples of the newest group that have not started
         self._step = 0  # of the newest group
         self._job_lock = asyncio.Lock()  # held by the player that waits for its next rollout
-        self._idle_timer = _IdleTimer()
+        self._idle_stopwatch = _IdleStopwatch()
 
     @abstractmethod
     async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
@@ -182,7 +182,7 @@ class RolloutSource(ABC):
 
     def metrics(self) -> dict[str, float]:
         """Return metrics since the last call."""
-        return {"time/rollout_idle_s": self._idle_timer.take_seconds()}
+        return {"time/rollout_idle_s": self._idle_stopwatch.take_idle_seconds()}
 
     async def close(self) -> None:
         """Stop background rollouts."""
@@ -193,19 +193,19 @@ class RolloutSource(ABC):
         """Wait until another group may start. Returns False if no more groups start."""
 
     @abstractmethod
-    def _record_start(self, group: Group) -> int:
+    def _assign_step(self, group: Group) -> int:
         """Record the start of a group, and return its training step."""
 
     async def _next_job(self) -> tuple[Group, int] | None:
         """Return the next rollout. All rollouts of a problem except the first wait until its prompt is measured."""
         async with self._job_lock:
             if self._samples_left:
-                group = await self._queue.wait_until_newest_measured()
+                group = await self._queue.wait_for_newest_prompt_length()
             else:
                 if not await self._wait_for_admission():
                     return None
                 group = await self._queue.issue_next_group()
-                self._step = self._record_start(group)
+                self._step = self._assign_step(group)
                 self._samples_left.extend(range(group.size + self._greedy))
             return replace(group, step=self._step), self._samples_left.popleft()
 
@@ -220,7 +220,7 @@ class OnDemandSource(RolloutSource):
         self._samples_left.clear()
         self._groups_to_start, self._requested_step = count, step
         rollouts = sum(group.size + self._greedy for group in self._queue.upcoming_groups(count))
-        self._idle_timer.stop()
+        self._idle_stopwatch.stop()
         try:
             async with (
                 asyncio.timeout_at(deadline),
@@ -237,13 +237,13 @@ class OnDemandSource(RolloutSource):
                     played.append(group)
         except TimeoutError as error:
             raise _deadline_error(step, len(played), count, self._settings) from error
-        self._idle_timer.start()
+        self._idle_stopwatch.start()
         return sorted(played, key=lambda group: group.index)
 
     async def _wait_for_admission(self) -> bool:
         return self._groups_to_start > 0
 
-    def _record_start(self, group: Group) -> int:
+    def _assign_step(self, group: Group) -> int:
         self._groups_to_start -= 1
         return self._requested_step
 
@@ -281,9 +281,9 @@ class BackgroundSource(RolloutSource):
             await self._changed.wait()
         return True
 
-    def _record_start(self, group: Group) -> int:
+    def _assign_step(self, group: Group) -> int:
         self._schedule.record_start(group.index)
-        self._idle_timer.stop()
+        self._idle_stopwatch.stop()
         return self._first_step + self._schedule.trained_batches
 
     async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
@@ -337,7 +337,7 @@ class BackgroundSource(RolloutSource):
                 self._played[group.index] = group
                 self._schedule.record_finish(group.index)
                 if not self._schedule.running_groups:
-                    self._idle_timer.start()
+                    self._idle_stopwatch.start()
                 self._wake_waiters()
 
     def _wake_waiters(self) -> None:
@@ -353,7 +353,7 @@ class BackgroundSource(RolloutSource):
         await self._changed.wait()
 
 
-class _IdleTimer:
+class _IdleStopwatch:
     """Measures the seconds during which no group is played."""
 
     def __init__(self) -> None:
@@ -369,7 +369,7 @@ class _IdleTimer:
             self._seconds += asyncio.get_running_loop().time() - self._since
             self._since = None
 
-    def take_seconds(self) -> float:
+    def take_idle_seconds(self) -> float:
         """Return the idle seconds since the last call."""
         if self._since is not None:
             self.stop()

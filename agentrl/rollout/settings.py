@@ -93,7 +93,7 @@ class BranchingSettings(BaseModel):
         return min(self.live, self.max_leaves)
 
     @property
-    def max_sessions(self) -> int:
+    def max_open_episodes(self) -> int:
         """The maximum number of open episodes of a rollout: live branches, and the forks above them."""
         # Branches divide the leaves equally, so a path has at most log2(leaves) forks.
         depth = math.ceil(math.log2(self.max_leaves))
@@ -327,6 +327,6 @@ def longest_request_tokens(rollout: RolloutSettings, evaluated: int | None) -> i
     return rollout.max_prompt_tokens + max(rollout.max_response_tokens, evaluated or 0)
 
 
-def compares_answers(settings: EnvironmentRelatedSettings) -> bool:
+def environment_compares_answers(settings: EnvironmentRelatedSettings) -> bool:
     """Return True if the environment compares answers with reference answers, so that each problem needs one."""
     return grades_answers(settings.env) and settings.grader.function is None

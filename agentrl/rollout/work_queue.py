@@ -50,7 +50,7 @@ class QueueState(TypedDict):
     forks: list[list[float]]
 
 
-class SkippedProblemError(Exception):
+class PromptTooLongError(Exception):
     """Raised if the prompt of a problem is too long.
 
     ``replacement``: the group to play instead; None to omit the problem.
@@ -102,7 +102,7 @@ class WorkQueue:
             return self._newest
         return self._issue_group()
 
-    async def wait_until_newest_measured(self) -> Group:
+    async def wait_for_newest_prompt_length(self) -> Group:
         """Wait until the newest group's prompt is measured, and return the group.
 
         If the group's problem was skipped, the group contains its replacement.
@@ -114,7 +114,7 @@ class WorkQueue:
     def record_prompt_length(self, group: Group, tokens: int | None) -> None:
         """Record the length in tokens of a group's prompt; None if the first rollout failed before it had a prompt.
 
-        Only the first call for a group has an effect. Raises SkippedProblemError if the prompt is too long, and
+        Only the first call for a group has an effect. Raises PromptTooLongError if the prompt is too long, and
         SettingsError if too many consecutive prompts are too long.
         """
         newest = self._newest
@@ -125,7 +125,7 @@ class WorkQueue:
             return
         if tokens is not None and tokens > self._settings.max_prompt_tokens:
             self._replace_problem(group, tokens)
-            raise SkippedProblemError(self._issue_group())
+            raise PromptTooLongError(self._issue_group())
         self._skipped_in_a_row = 0
         self._drawn.popleft()
         self._next_index += 1

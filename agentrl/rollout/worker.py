@@ -65,10 +65,10 @@ class RolloutWorker:
         deadline = began + self.settings.step_deadline
         self.step = step
         if self._source is None:
-            self._source = self._open_source(step)
+            self._source = self._start_source(step)
         needed, in_first_round = self.settings.problems_per_step, self.settings.groups_per_round
         played = await self._source.take_groups(in_first_round, step=step, deadline=deadline)
-        self._check_failures(played, step)
+        self._raise_if_all_failed(played, step)
         kept, counts = filter_groups(played, self.rules)
         extra_rounds = 0
         while len(kept) < needed and extra_rounds < self.settings.max_extra_rounds:
@@ -92,7 +92,7 @@ class RolloutWorker:
         add_slice_since(collecting, "collect groups", step=step)
         data = [item for group in played for item in group.trajectories if not item.is_excluded]
         metrics |= compute_user_metrics(data, metrics)
-        self._check_staleness(step, metrics.get("staleness/max", 0))
+        self._raise_if_too_stale(step, metrics.get("staleness/max", 0))
         self._clock.record_training_start()
         self.version, self.sampled_groups, self.metrics = self._clock.version, tuple(played), metrics
         return groups
@@ -125,7 +125,7 @@ class RolloutWorker:
     def load_state_dict(self, state: QueueState) -> None:
         self._queue.load_state_dict(state)
 
-    def _open_source(self, step: int) -> RolloutSource:
+    def _start_source(self, step: int) -> RolloutSource:
         settings, queue = self.settings, self._queue
         if settings.schedule == "synchronous":
             return OnDemandSource(self.driver, queue, settings, greedy=self.greedy)
@@ -137,7 +137,7 @@ class RolloutWorker:
         )
         return BackgroundSource(self.driver, queue, settings, schedule, step=step, greedy=self.greedy)
 
-    def _check_failures(self, played: Sequence[Group], step: int) -> None:
+    def _raise_if_all_failed(self, played: Sequence[Group], step: int) -> None:
         """Raise SettingsError if an agent crashed in every rollout.
 
         Raises WorldError after ``_FAILED_STEPS`` steps with only excluded rollouts.
@@ -152,7 +152,7 @@ class RolloutWorker:
                 "then continue the run with --resume"
             )
 
-    def _check_staleness(self, step: int, stalest: float) -> None:
+    def _raise_if_too_stale(self, step: int, stalest: float) -> None:
         bound = self.settings.staleness_bound
         if stalest > bound:
             raise RuntimeError(

@@ -103,7 +103,7 @@ class Policy(Protocol[RolloutResult]):
         """Encode the prompt. Called once, before all other methods."""
         ...
 
-    def waiting(self, episode: Episode, name: str) -> AbstractAsyncContextManager[dict[str, Any]]:
+    def limit_and_trace_wait(self, episode: Episode, name: str) -> AbstractAsyncContextManager[dict[str, Any]]:
         """Trace the time spent in the episode as ``name``. Raises UnavailableError after the environment's deadline."""
         ...
 
@@ -125,7 +125,7 @@ class Policy(Protocol[RolloutResult]):
         """
         ...
 
-    async def join(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
+    async def play_branches(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
         """Play each branch of `fork` with `play`, and return the rollout with all branches."""
         ...
 
@@ -167,7 +167,7 @@ class Environment(ABC):
         """
         episode = self.episode(problem)
         try:
-            async with policy.waiting(episode, "start"):
+            async with policy.limit_and_trace_wait(episode, "start"):
                 prompt = await episode.start()
             policy.begin(prompt)
             return await self._take_turns(episode, policy)
@@ -180,7 +180,7 @@ class Environment(ABC):
         forking = asyncio.Lock()
 
         async def branch(child: Policy[RolloutResult]) -> RolloutResult:
-            async with forking, child.waiting(episode, "fork"):
+            async with forking, child.limit_and_trace_wait(episode, "fork"):
                 twin = await episode.fork()
             try:
                 return await self._take_turns(twin, child)
@@ -193,12 +193,12 @@ class Environment(ABC):
             text = await policy.sample(episode)
             if text is None:
                 return policy.end(Ended.TOKEN_LIMIT)
-            async with policy.waiting(episode, "environment") as facts:
+            async with policy.limit_and_trace_wait(episode, "environment") as facts:
                 step = await episode.step(text)
                 facts["tool calls"] = len(step.tool_calls)
             ended = await policy.observe(step)
             if ended is None and policy.fork():
-                return await policy.join(branch)
+                return await policy.play_branches(branch)
         return policy.end(ended)
 
     async def close(self) -> None:

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from agentrl.rollout.policy import LoopThrottle, TurnBarrier
+from agentrl.rollout.policy import EventLoopThrottle, TurnBarrier
 
 
 async def drain() -> None:
@@ -52,7 +52,7 @@ async def test_who_is_cancelled_at_the_gate_does_not_count_as_waiting() -> None:
 
 
 async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
-    throttle, passed, iterations = LoopThrottle(), [], []
+    throttle, passed, iterations = EventLoopThrottle(), [], []
     iteration = 0
 
     async def player(number: int) -> None:
@@ -69,13 +69,13 @@ async def test_few_pass_in_one_iteration_and_all_in_order() -> None:
 
 
 async def test_a_free_gate_does_not_suspend() -> None:
-    throttle = LoopThrottle()
+    throttle = EventLoopThrottle()
     with pytest.raises(StopIteration):
         throttle.wait_for_admission().send(None)
 
 
 async def test_who_is_cancelled_at_the_gate_holds_nobody_up() -> None:
-    throttle = LoopThrottle()
+    throttle = EventLoopThrottle()
     tasks = [asyncio.create_task(throttle.wait_for_admission()) for _ in range(60)]
     await asyncio.sleep(0)
     for task in tasks[16:40]:

@@ -125,9 +125,9 @@ def test_cancelled_requests_do_not_hold_up_new_weights() -> None:
         )
         for name in ("runs", "waits")
     ]
-    batcher.add(requests[0])
+    batcher.add_request(requests[0])
     batcher.run_forward_pass()
-    batcher.add(requests[1])
+    batcher.add_request(requests[1])
     with pytest.raises(EngineError, match="cannot be cleared"):
         batcher.drop_prefixes()
     for request in requests:
@@ -203,7 +203,7 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
                 stop=(),
             )
             under_way[name] = request
-            batcher.add(request)
+            batcher.add_request(request)
         elif name in under_way and chance.random() < 0.05:
             under_way.pop(name).cancelled = True
             contexts.pop(name)
@@ -215,9 +215,9 @@ def test_every_order_of_arrivals_releases_and_cancellations_gives_exact_log_prob
             if not done.cancelled:
                 assert under_way.pop(done.trajectory_id) is done
                 done.record_version_span(0)
-                assert_exact(model, done.token_ids, done.completion())
+                assert_exact(model, done.token_ids, done.build_completion())
                 ended += 1
-                longer = (*done.context, *range(chance.randrange(5)))
+                longer = (*done.context_tokens, *range(chance.randrange(5)))
                 contexts[done.trajectory_id] = longer if len(longer) < 120 else (1, 2, 3)
     assert not under_way
     assert ended > 50

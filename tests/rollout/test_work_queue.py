@@ -13,7 +13,7 @@ from rollout.fakes import played
 from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import FiniteSource, ProblemSampler
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.rollout.work_queue import SkippedProblemError, WorkQueue
+from agentrl.rollout.work_queue import PromptTooLongError, WorkQueue
 from agentrl.trajectory import Group, Trajectory, with_path_weights
 from agentrl_envs.types import Ended, Verdict
 
@@ -33,7 +33,7 @@ async def measured(one: WorkQueue) -> Group:
     while True:
         try:
             one.record_prompt_length(request, 100 if request.problem.id in LONG else 1)
-        except SkippedProblemError as skipped:
+        except PromptTooLongError as skipped:
             request = skipped.replacement
         else:
             return request
@@ -43,7 +43,7 @@ async def test_a_problem_is_not_lost_while_its_prompt_is_measured() -> None:
     first = queue()
     await measured(first)
     second = await first.issue_next_group()
-    with pytest.raises(SkippedProblemError) as skipped:
+    with pytest.raises(PromptTooLongError) as skipped:
         first.record_prompt_length(second, 100)
     third = skipped.value.replacement
     waiting = asyncio.ensure_future(first.issue_next_group())
@@ -84,7 +84,7 @@ async def test_what_is_issued_again_was_measured() -> None:
     one.requeue_untrained()
     again = await one.issue_next_group()
     one.record_prompt_length(again, 100)
-    assert (again, await one.wait_until_newest_measured()) == (first, first)
+    assert (again, await one.wait_for_newest_prompt_length()) == (first, first)
     assert (await one.issue_next_group()) == second
 
 

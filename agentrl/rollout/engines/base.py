@@ -176,10 +176,10 @@ class ManagedEngine(Protocol):
         Raises SettingsError or WorldError, after stopping everything that it started.
         """
 
-    def begin_rollouts(self) -> None:
+    def prepare_for_rollouts(self) -> None:
         """Prepare for sampling after a training step."""
 
-    async def end_rollouts(self) -> None:
+    async def prepare_for_training(self) -> None:
         """Prepare for a training step: release shared weights or GPUs."""
 
     def transfer_target(self) -> TransferTarget | None:

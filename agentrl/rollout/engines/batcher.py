@@ -48,7 +48,7 @@ class TurnInProgress:
     failure: str | None = None
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context_tokens(self) -> tuple[int, ...]:
         return (*self.token_ids, *self.sampled) if self.sampled else self.token_ids
 
     def record_version_span(self, version: int) -> None:
@@ -57,7 +57,7 @@ class TurnInProgress:
         if count:
             self.version_spans.append((version, count))
 
-    def completion(self) -> Completion:
+    def build_completion(self) -> Completion:
         assert self.finish_reason is not None
         return Completion(
             token_ids=tuple(self.sampled),
@@ -122,7 +122,7 @@ class Batcher:
 
     # -- requests -------------------------------------------------------------------------------------------------
 
-    def add(self, request: TurnInProgress) -> None:
+    def add_request(self, request: TurnInProgress) -> None:
         self._waiting.append(request)
 
     def release(self, trajectory_id: str) -> None:
@@ -183,7 +183,7 @@ class Batcher:
         return self._max_batch_tokens, self.kv_cache_tokens
 
     @property
-    def cache_fraction(self) -> float:
+    def cache_usage(self) -> float:
         return len(self._row_of) * self._row_length / self.kv_cache_tokens
 
     @property
@@ -312,7 +312,7 @@ class Batcher:
     def _count_uncached(self, index: int) -> int:
         """Return the number of tokens of a running row that are not cached: 1 while the row decodes."""
         row = self._rows[index]
-        return len(_request_of(row).token_ids) + len(_request_of(row).sampled) - len(row.cached)
+        return len(_require_request(row).token_ids) + len(_require_request(row).sampled) - len(row.cached)
 
     def _rows_that_fit(self, indices: list[int]) -> list[int]:
         """Return the first rows (at least one) whose uncached tokens fit into one forward pass."""
@@ -331,15 +331,15 @@ class Batcher:
         leader_of = {
             index: index
             if self._rows[index].cached
-            else first.setdefault(_request_of(self._rows[index]).context, index)
+            else first.setdefault(_require_request(self._rows[index]).context_tokens, index)
             for index in assigned
         }
         computed = [index for index in assigned if leader_of[index] == index]
         followers = [index for index in assigned if leader_of[index] != index]
-        hidden = self._forward_uncached(computed)
+        hidden = self._compute_last_hidden_states(computed)
         if followers:
             source = torch.tensor([leader_of[index] for index in followers], device=self._device)
-            contexts = [_request_of(self._rows[index]).context for index in followers]
+            contexts = [_require_request(self._rows[index]).context_tokens for index in followers]
             self._cache.copy_rows(source, torch.tensor(followers, device=self._device), max(map(len, contexts)))
             for index, context in zip(followers, contexts, strict=True):
                 row, leader = self._rows[index], self._rows[leader_of[index]]
@@ -350,9 +350,9 @@ class Batcher:
             assigned, self._parts.logits(hidden)[torch.tensor(leaders, device=self._device)]
         )
 
-    def _forward_uncached(self, indices: list[int]) -> Tensor:
+    def _compute_last_hidden_states(self, indices: list[int]) -> Tensor:
         """Return the hidden states [m, D] at the last uncached token of each row."""
-        uncached = [_request_of(self._rows[i]).context[len(self._rows[i].cached) :] for i in indices]
+        uncached = [_require_request(self._rows[i]).context_tokens[len(self._rows[i].cached) :] for i in indices]
         longest = max(len(tokens) for tokens in uncached)
         ids = torch.zeros(len(indices), longest, dtype=torch.int64)
         positions = torch.full((len(indices), longest), -1, dtype=torch.int64)
@@ -362,7 +362,7 @@ class Batcher:
             positions[line, : len(tokens)] = torch.arange(start, start + len(tokens))
         width = max(len(self._rows[i].cached) + len(tokens) for i, tokens in zip(indices, uncached, strict=True))
         rows = torch.tensor(indices, device=self._device)
-        hidden, routes = self._forward(ids.to(self._device), positions.to(self._device), rows, width)
+        hidden, routes = self._compute_hidden_states(ids.to(self._device), positions.to(self._device), rows, width)
         for line, (index, tokens) in enumerate(zip(indices, uncached, strict=True)):
             self._rows[index].append_computed(tokens, None if routes is None else routes[line, : len(tokens)])
         last = torch.tensor([len(tokens) - 1 for tokens in uncached], device=self._device)
@@ -374,11 +374,11 @@ class Batcher:
         ids, positions = [0] * count, [-1] * count
         for index in running:
             row = self._rows[index]
-            token = _request_of(row).sampled[-1]
+            token = _require_request(row).sampled[-1]
             ids[index], positions[index] = token, len(row.cached)
         width = max(positions) + 1
         with self._attention(self._model.config):
-            hidden, routes = self._forward(
+            hidden, routes = self._compute_hidden_states(
                 torch.tensor(ids, device=self._device)[:, None],
                 torch.tensor(positions, device=self._device)[:, None],
                 count,
@@ -391,7 +391,9 @@ class Batcher:
             hidden = hidden[torch.tensor(running, device=self._device)]
         return self._sample_one_token_each(running, self._parts.logits(hidden))
 
-    def _forward(self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int) -> tuple[Tensor, Tensor | None]:
+    def _compute_hidden_states(
+        self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int
+    ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [m, q, D] and, if a request needs them, the routes [m, q, R] on the host."""
         mask = self._cache.select_entries(rows, positions, width)
         wanted = any(row.request is not None and row.request.sampling.routes_from is not None for row in self._rows)
@@ -410,7 +412,7 @@ class Batcher:
 
     def _sample_one_token_each(self, indices: list[int], logits: Tensor) -> list[TurnInProgress]:
         """Sample one token for each row's request. Returns the requests that ended."""
-        requests = [_request_of(self._rows[index]) for index in indices]
+        requests = [_require_request(self._rows[index]) for index in indices]
         keys = np.array([request.seed for request in requests], dtype=np.uint64)
         counts = np.array([len(request.sampled) for request in requests], dtype=np.uint64)
         temperatures = torch.tensor([request.sampling.temperature for request in requests], device=self._device)
@@ -460,7 +462,7 @@ class Batcher:
         return any(stop in text for stop in request.stop)
 
 
-def _request_of(row: _CacheRow) -> TurnInProgress:
+def _require_request(row: _CacheRow) -> TurnInProgress:
     assert row.request is not None
     return row.request
 

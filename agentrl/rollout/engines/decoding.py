@@ -73,7 +73,7 @@ class SlotCache(Cache):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         """Store new keys and values [m, heads, q, head_dim]. Returns all keys and values of the selected rows."""
-        return self._store(layer_idx, key_states), self._store(self._layers + layer_idx, value_states)
+        return self._store_and_read(layer_idx, key_states), self._store_and_read(self._layers + layer_idx, value_states)
 
     def copy_rows(self, source: Tensor, target: Tensor, length: int) -> None:
         """Copy the first ``length`` entries of rows ``source`` onto rows ``target``, making room for them."""
@@ -89,7 +89,7 @@ class SlotCache(Cache):
             if tensor is not None:
                 tensor[both, :, :length] = tensor[other, :, :length]
 
-    def _store(self, index: int, new: Tensor) -> Tensor:
+    def _store_and_read(self, index: int, new: Tensor) -> Tensor:
         _, heads, _, dim = new.shape
         tensor = self._tensors[index]
         if tensor is None:
@@ -151,7 +151,7 @@ def decode_attention(
     their scores, and all other forward passes, because another thread may run one while the model decodes.
     """
     rows, heads, queries, dim = query.shape
-    if queries != 1 or attention_mask is None or torch.is_grad_enabled() or _needs_full_attention(kwargs):
+    if queries != 1 or attention_mask is None or torch.is_grad_enabled() or _needs_general_attention(kwargs):
         return attention(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
     groups, width = key.shape[1], key.shape[2]
     scale = dim**-0.5 if scaling is None else scaling
@@ -162,7 +162,7 @@ def decode_attention(
     return torch.bmm(weights, value.flatten(0, 1)).view(rows, 1, heads, value.shape[-1]), None
 
 
-def _needs_full_attention(options: dict[str, Any]) -> bool:
+def _needs_general_attention(options: dict[str, Any]) -> bool:
     names = ("softcap", "s_aux", "position_bias")
     return current_attention_pass() is not None or any(options.get(name) is not None for name in names)
 

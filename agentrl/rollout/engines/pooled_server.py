@@ -240,7 +240,7 @@ class PooledServer:
     def responds(self) -> bool:
         return self.load.is_up or self.lacks_weights
 
-    async def open(self, needs: ServerRequirements) -> ServerIdentity:
+    async def wait_until_usable(self, needs: ServerRequirements) -> ServerIdentity:
         """Wait until the server responds, and check that it can serve the run. Raises SettingsError or WorldError."""
         await self._wait_until_healthy()
         try:
@@ -302,7 +302,7 @@ class PooledServer:
                 if not await weights.ensure_installed(self.replica):
                     self.lacks_weights = True
                     return
-                await self._verify(weights)
+                await self._verify_weights(weights)
                 if may_recover.is_set() and version == weights.version:
                     break
             except ServerCallError as error:
@@ -318,11 +318,11 @@ class PooledServer:
             "%s ran out of memory: limiting it to %d concurrent requests", self.name, self.load.halve_limit()
         )  # fmt: skip
 
-    async def _verify(self, weights: ServedWeights) -> None:
+    async def _verify_weights(self, weights: ServedWeights) -> None:
         seconds = self._settings.stall_deadline
         try:
             async with asyncio.timeout(seconds):
-                await weights.verify(self.replica)
+                await weights.require_current_weights(self.replica)
         except TimeoutError:
             raise TooSlowError(f"its weights could not be verified within {seconds:g} s") from None
 

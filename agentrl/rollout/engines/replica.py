@@ -97,7 +97,7 @@ class JSONClient:
         try:
             return msgspec.json.decode(content, type=expected)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-            raise InvalidResponseError(f"{self.address}{path}: {error}; the response is {_quote(content)}") from None
+            raise InvalidResponseError(f"{self.address}{path}: {error}; the response is {_excerpt(content)}") from None
 
     async def _request(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
         # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
@@ -113,7 +113,7 @@ class JSONClient:
         except httpx.HTTPError as error:
             raise InvalidResponseError(f"{self.address}{path} returned invalid HTTP: {error}") from error
         if response.status_code >= 400:
-            raise StatusError(response.status_code, _error_message(response.content))
+            raise StatusError(response.status_code, _read_error_message(response.content))
         return response.content
 
 
@@ -157,15 +157,15 @@ class StreamClient:
             raise UnreachableError(str(error) or type(error).__name__) from error
 
 
-def _error_message(content: bytes) -> str:
+def _read_error_message(content: bytes) -> str:
     """Return the message of an error response, in vLLM's format or as plain text."""
     try:
         return str(json.loads(content)["error"]["message"])
     except (ValueError, KeyError, TypeError):
-        return _quote(content)
+        return _excerpt(content)
 
 
-def _quote(content: bytes) -> str:
+def _excerpt(content: bytes) -> str:
     text = content[: _MAX_QUOTED + 1].decode(errors="replace").strip()
     return repr(text[:_MAX_QUOTED] + "..." if len(text) > _MAX_QUOTED else text)
 

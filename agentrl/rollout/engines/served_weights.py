@@ -79,8 +79,8 @@ class ServedWeights:
             await self.install(replica)
         return True
 
-    async def verify(self, replica: ServerClient) -> None:
-        """Check a recovered server. Raises InvalidResponseError if it does not have the current version."""
+    async def require_current_weights(self, replica: ServerClient) -> None:
+        """Raise InvalidResponseError if a recovered server does not have the weights of the current version."""
         if self.check is None:
             await replica.score((0, 1), salt=f"{self._run_id}-probe-{secrets.token_hex(4)}")
             return
@@ -125,7 +125,7 @@ class ServedAdapters(ServedWeights):
     def set_version(self, directory: Path | None, version: int) -> None:
         super().set_version(directory, version)
         # A resent version gets a new name, because a server keeps the adapter that is loaded under a name.
-        self._names[version] = f"{self._prefix}{version}-{next(self._numbers)}"
+        self._names[version] = f"{self._adapter_name_prefix}{version}-{next(self._numbers)}"
 
     async def install(self, replica: ServerClient) -> None:
         """Load the current version and unload the versions that no request uses."""
@@ -137,7 +137,7 @@ class ServedAdapters(ServedWeights):
             await replica.load_adapter(name, str(self.directory))
         replica.adapter = name
         for old in loaded - {name}:
-            if old.startswith(self._prefix) and not self._running[replica.address, old]:
+            if old.startswith(self._adapter_name_prefix) and not self._running[replica.address, old]:
                 await replica.unload_adapter(old)
 
     async def ensure_installed(self, replica: ServerClient) -> bool:
@@ -147,5 +147,5 @@ class ServedAdapters(ServedWeights):
         return True
 
     @property
-    def _prefix(self) -> str:
+    def _adapter_name_prefix(self) -> str:
         return f"policy-{self._run_id}-"

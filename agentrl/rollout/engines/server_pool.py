@@ -74,14 +74,14 @@ class ServerEngine:
     async def open(self) -> None:
         """Start the run's servers, and check all servers. Raises SettingsError or WorldError."""
         await asyncio.gather(*(server.start() for server in self._servers))
-        await asyncio.gather(*(self._open(server) for server in self._servers))
+        await asyncio.gather(*(self._wait_until_usable_and_label(server) for server in self._servers))
         self._open_gate()
 
     async def close(self) -> None:
         await asyncio.gather(*(server.close() for server in self._servers))
 
-    async def _open(self, server: PooledServer) -> None:
-        identity = await server.open(self._needs)
+    async def _wait_until_usable_and_label(self, server: PooledServer) -> None:
+        identity = await server.wait_until_usable(self._needs)
         if identity.version is not None:
             self._weights.has_initial_weights = False
         elif self._label:
@@ -169,9 +169,9 @@ class ServerEngine:
             if self._servers_up:
                 await self._changed.wait()
             else:
-                await self._wait_in_outage()
+                await self._wait_for_change_in_outage()
 
-    async def _wait_in_outage(self) -> None:
+    async def _wait_for_change_in_outage(self) -> None:
         """Wait for a change while no server is up.
 
         Raises WorldError ``outage_deadline`` seconds after the outage began, or at once if no server can recover.
@@ -183,7 +183,7 @@ class ServerEngine:
         none_recovers = all(server.reviving is None or server.reviving.done() for server in self._servers)
         if seconds_left <= 0 or none_recovers:
             raise WorldError(
-                f"no {self._title} server is available (waited {loop.time() - self._outage_since:.0f} s of "
+                f"no {self._server_software} server is available (waited {loop.time() - self._outage_since:.0f} s of "
                 f"{self._settings.prefix}.outage_deadline={self._settings.outage_deadline:g}): {self._failure_messages}"
             )
         with contextlib.suppress(TimeoutError):
@@ -271,9 +271,9 @@ class ServerEngine:
         """
         self._close_gate()
         if self._is_asleep:
-            await self._call_all(lambda replica: replica.wake("weights"))
+            await self._call_servers(lambda replica: replica.wake("weights"))
         elif self._weights.updates_in_place:
-            await self._call_all(lambda replica: replica.pause())
+            await self._call_servers(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
         """Install the weights of ``version`` from ``directory``; None: they have been transferred to the servers.
@@ -290,12 +290,12 @@ class ServerEngine:
             if self._weights.updates_in_place:
                 await replica.resume()
 
-        await self._call_all(install_on)
-        self._clear_prefixes()
+        await self._call_servers(install_on)
+        self._forget_cached_prefixes()
 
     async def find_problems(self, check: Check) -> list[str]:
         """Return the problems that ``check`` reports for the responding servers."""
-        return [problem for problem in await self._call_all(check) if problem is not None]
+        return [problem for problem in await self._call_servers(check) if problem is not None]
 
     def resume(self, check: Check | None = None) -> None:
         """Allow new requests. A recovered server must pass ``check``."""
@@ -308,17 +308,17 @@ class ServerEngine:
 
     async def label_weights_as_initial(self) -> None:
         """Label the servers' weights as the current version, regardless of their label, and treat them as initial."""
-        await self._call_all(lambda replica: replica.set_version_label(self.version))
+        await self._call_servers(lambda replica: replica.set_version_label(self.version))
         self._weights.has_initial_weights = True
 
     async def sleep(self) -> None:
         """Release the GPUs to the trainer until :meth:`install`, and drop the weights that the install replaces."""
         self._close_gate()
         self._is_asleep = True
-        self._clear_prefixes()
-        await self._call_all(lambda replica: replica.sleep(keep_weights=not self._weights.updates_in_place))
+        self._forget_cached_prefixes()
+        await self._call_servers(lambda replica: replica.sleep(keep_weights=not self._weights.updates_in_place))
 
-    def _clear_prefixes(self) -> None:
+    def _forget_cached_prefixes(self) -> None:
         for server in self._servers:
             server.load.cached.clear()
 
@@ -330,12 +330,12 @@ class ServerEngine:
         self._gate.clear()
         self._may_recover.clear()
 
-    async def _call_all(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
+    async def _call_servers(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
         """Call every responding server. Servers that fail are marked as down.
 
         If no server responds, wait until one recovers, and call it. Raises WorldError if none recovers in time.
         """
-        while not (results := await self._call_responding(call)):
+        while not (results := await self._call_responding_servers(call)):
             await self._wait_for_recovery()
         return results
 
@@ -346,18 +346,18 @@ class ServerEngine:
         """
         logger.warning(
             "no %s server is available to receive the weights: waiting for one, at most %g s (%s.outage_deadline)",
-            self._title, self._settings.outage_deadline, self._settings.prefix,
+            self._server_software, self._settings.outage_deadline, self._settings.prefix,
         )  # fmt: skip
         self._may_recover.set()
         try:
             while not any(server.responds for server in self._servers):
-                await self._wait_in_outage()
+                await self._wait_for_change_in_outage()
         finally:
             if not self._gate.is_set():
                 self._may_recover.clear()
         self._outage_since = None
 
-    async def _call_responding(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
+    async def _call_responding_servers(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
         responding = [server for server in self._servers if server.responds]
         outcomes = await asyncio.gather(*(call(server.replica) for server in responding), return_exceptions=True)
         results: list[_Result] = []
@@ -379,22 +379,22 @@ class ServerEngine:
         return [server for server in self._servers if server.load.is_up]
 
     @property
-    def _title(self) -> str:
+    def _server_software(self) -> str:
         return self._servers[0].replica.title
 
     @property
     def _failure_messages(self) -> str:
         return "; ".join(f"{server.address} ({server.failure or 'no error yet'})" for server in self._servers)
 
-    def server_releases(self) -> list[str]:
+    def software_releases(self) -> list[str]:
         return sorted({server.identity.release for server in self._servers if server.identity is not None})
 
     async def health(self) -> str:
         up = self._servers_up
         if not up:
-            raise EngineError(f"no {self._title} server is available: {self._failure_messages}")
+            raise EngineError(f"no {self._server_software} server is available: {self._failure_messages}")
         identities = [server.identity for server in up if server.identity is not None]
-        about = " ".join([self._title, *sorted({one.release for one in identities})])
+        about = " ".join([self._server_software, *sorted({one.release for one in identities})])
         notes = "".join(f"; {note}" for note in sorted({one.note for one in identities if one.note}))
         down = f", {len(self._servers) - len(up)} down" if len(up) < len(self._servers) else ""
         addresses = ", ".join(server.address for server in up)

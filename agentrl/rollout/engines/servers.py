@@ -78,10 +78,10 @@ class ManagedServers(ABC):
             await self.close()
             raise
 
-    def begin_rollouts(self) -> None:
+    def prepare_for_rollouts(self) -> None:
         """Do nothing, because sleeping servers were woken to receive their weights."""
 
-    async def end_rollouts(self) -> None:
+    async def prepare_for_training(self) -> None:
         if self.facts.shares_gpus:
             await self.engine.sleep()
 
@@ -119,7 +119,7 @@ class ManagedServers(ABC):
         return await self._resume_if_verified(probe)
 
     def identity_fields(self) -> Mapping[str, str]:
-        releases = ", ".join(self.engine.server_releases())
+        releases = ", ".join(self.engine.software_releases())
         return {"name": self.request.rollout.engine, "version": releases, "dtype": self.request.policy.dtype}
 
     async def close(self) -> None:

@@ -154,7 +154,7 @@ class TransformersEngine:
 
     def _drop_cancelled(self) -> None:
         with self._lock:
-            self._take_arrivals()
+            self._apply_arrivals_and_releases()
             self._batcher.drop_cancelled()
             if self._batcher.is_busy:
                 raise EngineError("the engine cannot become idle while a request is running")
@@ -165,9 +165,9 @@ class TransformersEngine:
         Running requests continue from their current tokens; ``rollout.kv_on_update`` decides whether their keys and
         values are kept. Raises EngineError if a tensor does not fit the model.
         """
-        await asyncio.get_running_loop().run_in_executor(self._thread, self._update, tensors, version)
+        await asyncio.get_running_loop().run_in_executor(self._thread, self._install_tensors, tensors, version)
 
-    def _update(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
+    def _install_tensors(self, tensors: Iterable[tuple[str, Tensor]], version: int) -> None:
         with self._lock, torch.no_grad():
             parameters = dict(self._model.state_dict(keep_vars=True))
             for name, tensor in tensors:
@@ -184,7 +184,7 @@ class TransformersEngine:
     async def cache_use(self) -> CacheUse:
         """Return the usage of the cache. Each trajectory occupies a row from its first turn to its end."""
         return CacheUse(
-            tokens=self._batcher.kv_cache_tokens, used=self._batcher.cache_fraction, preemptions=self._batcher.evictions
+            tokens=self._batcher.kv_cache_tokens, used=self._batcher.cache_usage, preemptions=self._batcher.evictions
         )
 
     async def health(self) -> str:
@@ -207,11 +207,11 @@ class TransformersEngine:
     def _start_serving(self) -> asyncio.Event:
         if self._serving is None or self._serving.done() or self._wake is None:
             self._wake = asyncio.Event()
-            self._serving = asyncio.create_task(self._serve(self._wake), name="transformers-engine")
+            self._serving = asyncio.create_task(self._serve_requests(self._wake), name="transformers-engine")
             self._serving.add_done_callback(self._on_serving_end)
         return self._wake
 
-    async def _serve(self, wake: asyncio.Event) -> None:
+    async def _serve_requests(self, wake: asyncio.Event) -> None:
         loop = asyncio.get_running_loop()
         while True:
             await wake.wait()
@@ -219,18 +219,18 @@ class TransformersEngine:
             while self._arrived or self._batcher.is_busy:
                 await self._gate.wait()
                 for request in await loop.run_in_executor(self._thread, self._run_until_request_ends):
-                    self._deliver(request)
+                    self._deliver_result(request)
                 # Let trajectories with a finished turn run their programs before the next forward pass.
                 await asyncio.sleep(0)
 
-    def _deliver(self, request: TurnInProgress) -> None:
+    def _deliver_result(self, request: TurnInProgress) -> None:
         future = self._futures.get(request)
         if future is None or future.done() or request.cancelled:
             return
         if request.failure is not None:
             future.set_exception(EngineError(request.failure))
         else:
-            future.set_result(request.completion())
+            future.set_result(request.build_completion())
 
     def _on_serving_end(self, server: asyncio.Task[None]) -> None:
         """Handle a failed forward pass. Running out of memory becomes an EngineError; other errors are bugs.
@@ -258,7 +258,7 @@ class TransformersEngine:
         """Run forward passes on the engine's thread until a request ends, up to ``_MAX_FORWARD_PASSES``."""
         with self._lock:
             for _ in range(_MAX_FORWARD_PASSES):
-                self._take_arrivals()
+                self._apply_arrivals_and_releases()
                 ended = self._batcher.run_forward_pass()
                 for request in ended:
                     request.record_version_span(self._version)
@@ -266,7 +266,7 @@ class TransformersEngine:
                     return ended
         return []
 
-    def _take_arrivals(self) -> None:
+    def _apply_arrivals_and_releases(self) -> None:
         while self._released:
             self._batcher.release(self._released.popleft())
         if self._deterministic:
@@ -275,10 +275,10 @@ class TransformersEngine:
             arrived = [self._arrived.popleft() for _ in range(len(self._arrived))]
             self._batcher.drop_prefixes()
             for request in sorted(arrived, key=lambda item: item.request_id):
-                self._batcher.add(request)
+                self._batcher.add_request(request)
             return
         while self._arrived:
-            self._batcher.add(self._arrived.popleft())
+            self._batcher.add_request(self._arrived.popleft())
 
     @torch.inference_mode()
     def _score(self, token_ids: tuple[int, ...]) -> tuple[float, ...]:
@@ -304,10 +304,10 @@ class ManagedTransformers:
     async def open(self) -> None:
         """Do nothing, because the model is already loaded."""
 
-    def begin_rollouts(self) -> None:
+    def prepare_for_rollouts(self) -> None:
         self._model.eval()
 
-    async def end_rollouts(self) -> None:
+    async def prepare_for_training(self) -> None:
         if self._shared:
             await self.engine.wait_until_idle()
 

@@ -58,7 +58,7 @@ class _ResponseFormat(WireModel):
     type: Literal["text", "json_object", "json_schema"]
 
 
-def _check_tool(tool: object) -> object:
+def _require_valid_tool(tool: object) -> object:
     _Tool.model_validate(tool)
     return tool
 
@@ -73,7 +73,7 @@ class ChatCompletionsRequest(ApiRequestBody):
     unused: ClassVar = frozenset((*SAMPLING_FIELDS, *SERVICE_FIELDS, "reasoning_effort", "verbosity"))
 
     messages: tuple[AgentMessage, ...] = Field(min_length=1)
-    tools: tuple[Annotated[dict[str, object], BeforeValidator(_check_tool)], ...] = ()
+    tools: tuple[Annotated[dict[str, object], BeforeValidator(_require_valid_tool)], ...] = ()
     tool_choice: ToolChoice = "auto"
     parallel_tool_calls: StrictBool = True
     n: Literal[1] = 1
@@ -114,7 +114,7 @@ class ChatCompletionsRequest(ApiRequestBody):
             "finish_reason": _finish_reason(reply),
             "logprobs": self._logprobs(reply),
         }
-        return {**self._common_fields(reply, "chat.completion"), "choices": [choice], "usage": _usage(reply)}
+        return {**self._common_fields(reply, "chat.completion"), "choices": [choice], "usage": _usage_fields(reply)}
 
     def stream_events(self, reply: Reply) -> Iterator[bytes]:
         deltas: list[Json] = [{"role": "assistant", "content": ""}]
@@ -126,12 +126,12 @@ class ChatCompletionsRequest(ApiRequestBody):
         for choice in choices:
             yield server_sent_event("", {**head, "choices": [{"index": 0, **choice}]})
         if self.stream_options.get("include_usage") is True:
-            yield server_sent_event("", {**head, "choices": [], "usage": _usage(reply)})
+            yield server_sent_event("", {**head, "choices": [], "usage": _usage_fields(reply)})
         yield b"data: [DONE]\n\n"
 
     @classmethod
     def error_event(cls, error: GatewayRequestError) -> bytes:
-        return server_sent_event("", cls.error(error))
+        return server_sent_event("", cls.error_body(error))
 
     def _logprobs(self, reply: Reply) -> Json | None:
         return {"content": reply.logprobs(self.top_logprobs)} if self.logprobs else None
@@ -144,7 +144,7 @@ def _finish_reason(reply: Reply) -> str:
     return "tool_calls" if reply.message.calls else "length" if reply.truncated else "stop"
 
 
-def _usage(reply: Reply) -> dict[str, int]:
+def _usage_fields(reply: Reply) -> dict[str, int]:
     return {
         "prompt_tokens": reply.prompt_tokens,
         "completion_tokens": reply.completion_tokens,

@@ -24,7 +24,7 @@ from agentrl.rollout.engines.base import EngineError
 from agentrl.rollout.gateway.programs import (
     AgentFailureError,
     AgentProgram,
-    UnscoredRolloutError,
+    ContainerOrVerifierError,
     load_agent_program,
     load_verifiers_worker,
     load_worker_program,
@@ -144,9 +144,9 @@ class AgentEnvironment(Environment):
 
     def episode(self, problem: Problem) -> _AgentDrivenEpisode:
         """Return an episode that contains only the prompt, for demonstrations."""
-        return _AgentDrivenEpisode(self._prompt(problem))
+        return _AgentDrivenEpisode(self._build_prompt_text(problem))
 
-    def _prompt(self, problem: Problem) -> MarkedText:
+    def _build_prompt_text(self, problem: Problem) -> MarkedText:
         if self._renderer is None:
             return MarkedText(problem.statement, TemplateMark("\n"))
         roles = [(str(one["role"]), str(one["content"])) for one in problem.messages] or [("user", problem.statement)]
@@ -172,10 +172,10 @@ class AgentEnvironment(Environment):
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
         """Run the program once, with the policy answering its requests.
 
-        Raises UnavailableError if the rollout is excluded and SkippedProblemError if the prompt is too long.
+        Raises UnavailableError if the rollout is excluded and PromptTooLongError if the prompt is too long.
         """
         assert self._renderer is not None, "an environment without a renderer only returns prompts"
-        policy.record_prompt_length(len(policy.codec.encode_prompt(self._prompt(problem))))
+        policy.record_prompt_length(len(policy.codec.encode_prompt(self._build_prompt_text(problem))))
         rollout = AgentRollout(policy=policy, settings=policy.settings, gateway=self._settings, renderer=self._renderer)
         failure = await self._run_program(rollout)
         trajectories = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
@@ -193,7 +193,7 @@ class AgentEnvironment(Environment):
         crash: Exception | None = None
         try:
             await self._program.wait_until_ready(rollout.policy.problem, access)
-            rollout.start_clock()
+            rollout.restart_deadline_clock()
             async with asyncio.timeout(self._settings.deadline):
                 reward = await self._program.run(rollout.policy.problem, access)
             rollout.reward = rollout.reward if reward is None else reward
@@ -205,12 +205,12 @@ class AgentEnvironment(Environment):
             failure, crash = f"the agent raised {describe_error(error)}", error
         finally:
             self._gateway.unregister_rollout(access)
-            await rollout.finish()
+            await rollout.reject_further_requests()
         self._record_crash(rollout, crash)
         failure = failure or rollout.abandon_reason
         if failure is None and rollout.reward is None and not rollout.policy.rewarded_later:
             failure = f"the agent returned no reward ({_REWARD_SOURCES})"
-        reached_limit = rollout.stopped in _LIMIT_ENDS and not isinstance(crash, UnscoredRolloutError)
+        reached_limit = rollout.stopped in _LIMIT_ENDS and not isinstance(crash, ContainerOrVerifierError)
         if failure is not None and rollout.reward is None and reached_limit:
             return None  # the policy used up its turns or tokens: a truncation without reward
         return None if failure is None else rollout.failure or failure
@@ -275,7 +275,7 @@ class RerenderedEnvironment(Environment):
         try:
             return await self._environment.rollout(problem, chat)
         finally:
-            await chat.requests.finish()
+            await chat.requests.reject_further_requests()
 
     async def close(self) -> None:
         await self._environment.close()
@@ -334,7 +334,7 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             raise EnvironmentContractError(f"environment.history=template: {error}") from error
         tokens = len(generation.completion.token_ids)
         self._response_token_count += tokens
-        self._context = generation.context
+        self._context = generation.context_tokens
         self._messages = (*self._messages, generation.reply)
         self.turn_truncated = generation.completion.finish_reason == "length"
         self.context_full = self.turn_truncated and tokens >= limit

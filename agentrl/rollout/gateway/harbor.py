@@ -12,7 +12,7 @@ from dataclasses import replace
 from agentrl.rollout.gateway.programs import (
     AgentFailureError,
     AgentProgram,
-    UnscoredRolloutError,
+    ContainerOrVerifierError,
     agent_environment_variables,
 )
 from agentrl.rollout.gateway.server import AgentGateway
@@ -57,7 +57,7 @@ class ContainerCommand(AgentProgram):
                 stack.push_async_callback(container.close)
                 listener = await container.open_listener(PORT, self._options.helper_image)
             except UnavailableError as error:
-                raise UnscoredRolloutError(str(error)) from error
+                raise ContainerOrVerifierError(str(error)) from error
             stack.callback((await self._gateway.serve_also_on(listener)).close)
             self._prepared[access.name] = container, stack.pop_all()
 
@@ -88,10 +88,10 @@ class ContainerCommand(AgentProgram):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
                     reason = result.stopped or f"exit code {result.exit_code}"
                     raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
-                await self._gateway.finish(access)  # processes of the agent may still run
+                await self._gateway.reject_further_requests(access)  # processes of the agent may still run
                 return await container.run_verifier()
             except UnavailableError as error:
-                raise UnscoredRolloutError(str(error)) from error
+                raise ContainerOrVerifierError(str(error)) from error
 
     def describe(self) -> str:
         return f"agent: {self._command}, in a container for each rollout; {self._containers.describe()}"

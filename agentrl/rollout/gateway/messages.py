@@ -37,7 +37,7 @@ _REQUIRED = {"text": "text", "tool_use": "name", "tool_result": "tool_use_id"}
 _Text = Annotated[str, BeforeValidator(partial(join_text_parts, separator="\n"))]
 
 
-class _Block(WireModel):
+class _ContentBlock(WireModel):
     type: Literal["text", "thinking", "redacted_thinking", "tool_use", "tool_result"]
     text: str = ""
     thinking: str = ""
@@ -48,7 +48,7 @@ class _Block(WireModel):
     content: _Text = ""
 
     @model_validator(mode="after")
-    def _complete(self) -> _Block:
+    def _require_field_of_type(self) -> _ContentBlock:
         field = _REQUIRED.get(self.type, "type")
         if field not in self.model_fields_set:
             raise PydanticCustomError("block", "a {kind} block needs {field}", {"kind": self.type, "field": field})
@@ -58,7 +58,7 @@ class _Block(WireModel):
 class _Message(WireModel):
     role: Literal["user", "assistant", "system"]
     content: Annotated[
-        tuple[_Block, ...],
+        tuple[_ContentBlock, ...],
         BeforeValidator(lambda value: [{"type": "text", "text": value}] if isinstance(value, str) else value),
     ]
 
@@ -159,19 +159,19 @@ class MessagesRequest(ApiRequestBody):
         whole = self.complete_response(reply)
         usage = {"input_tokens": reply.prompt_tokens, "output_tokens": 0}
         start = {**whole, "content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
-        yield _event("message_start", message=start)
+        yield _encode_event("message_start", message=start)
         for index, block in enumerate(self._content_blocks(reply.message)):
             empty, deltas = _split_block_into_deltas(block)
-            yield _event("content_block_start", index=index, content_block=empty)
+            yield _encode_event("content_block_start", index=index, content_block=empty)
             for delta in deltas:
-                yield _event("content_block_delta", index=index, delta=delta)
-            yield _event("content_block_stop", index=index)
+                yield _encode_event("content_block_delta", index=index, delta=delta)
+            yield _encode_event("content_block_stop", index=index)
         end = {name: whole[name] for name in ("stop_reason", "stop_sequence")}
-        yield _event("message_delta", delta=end, usage=whole["usage"])
-        yield _event("message_stop")
+        yield _encode_event("message_delta", delta=end, usage=whole["usage"])
+        yield _encode_event("message_stop")
 
     @classmethod
-    def error(cls, error: GatewayRequestError) -> Json:
+    def error_body(cls, error: GatewayRequestError) -> Json:
         kind = _ERROR_TYPES.get(error.status, "invalid_request_error")
         return {"type": "error", "error": {"type": kind, "message": str(error), "code": error.code}}
 
@@ -200,5 +200,5 @@ def _split_block_into_deltas(block: Json) -> tuple[Json, list[Json]]:
     return {**block, "input": {}}, [{"type": "input_json_delta", "partial_json": json.dumps(block["input"])}]
 
 
-def _event(kind: str, **fields: object) -> bytes:
+def _encode_event(kind: str, **fields: object) -> bytes:
     return server_sent_event(kind, {"type": kind, **fields})

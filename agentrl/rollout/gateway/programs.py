@@ -60,7 +60,7 @@ class AgentFailureError(Exception):
     """
 
 
-class UnscoredRolloutError(AgentFailureError):
+class ContainerOrVerifierError(AgentFailureError):
     """Raised if the container or the verifier fails. The rollout is excluded, even if the policy reached a limit."""
 
 
@@ -147,7 +147,7 @@ async def start_process(
 
 
 @contextlib.asynccontextmanager
-async def agent_directory() -> AsyncIterator[str]:
+async def temporary_agent_directory() -> AsyncIterator[str]:
     """Create an empty working directory for an agent's process, and remove it on exit."""
     directory = await asyncio.to_thread(tempfile.mkdtemp, prefix="agentrl-agent-")
     try:
@@ -275,7 +275,7 @@ class _CommandProgram(AgentProgram):
         if self._settings.agent_rewards:
             variables["AGENTRL_REWARD_URL"] = access.base_url.removesuffix("/v1") + "/reward"
         pipe = asyncio.subprocess.PIPE
-        async with agent_directory() as directory:
+        async with temporary_agent_directory() as directory:
             process = await start_process(
                 self._command,
                 variables,
@@ -293,13 +293,13 @@ class _CommandProgram(AgentProgram):
             raise AgentFailureError(f"{self._command[0]} ended with exit code {process.returncode}: {output}")
         if not self._settings.agent_rewards:
             return None
-        return _to_reward_or_none(_last_number(out.decode(errors="replace")), self._command[0])
+        return _to_reward_or_none(_parse_last_number(out.decode(errors="replace")), self._command[0])
 
     def describe(self) -> str:
         return f"agent: {shlex.join(self._command)}, a process for each rollout"
 
 
-def _last_number(text: str) -> float | None:
+def _parse_last_number(text: str) -> float | None:
     lines = text.strip().splitlines()
     try:
         return float(lines[-1]) if lines else None
@@ -340,7 +340,7 @@ class WorkerProgram(AgentProgram):
     async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
         """Wait until a worker takes the rollout."""
         process = await self._ensure_worker_process() if self._command else None
-        await self._wait_unless_exited(process, self._open_gateway().wait_until_taken(access))
+        await self._wait_unless_exited(process, self._open_gateway().offer_to_workers(access))
         self._process_by_rollout[access.name] = process
 
     async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
@@ -391,7 +391,7 @@ class WorkerProgram(AgentProgram):
                 self._process = await start_process(
                     self._command,
                     variables,
-                    directory=await self._directory.enter_async_context(agent_directory()),
+                    directory=await self._directory.enter_async_context(temporary_agent_directory()),
                     inherited=self._settings.agent_environment,
                     stdout=_STDERR,
                 )

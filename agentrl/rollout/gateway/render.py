@@ -107,7 +107,7 @@ class ChatRenderer:
         if closed or open_again:
             thoughts, answer = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), answer.strip()
         content, calls = parse_tool_calls(answer, request, self.call_format) if request.calls_allowed else (answer, ())
-        return _message(content, thoughts if closed or open_again else None, calls, call_id_prefix)
+        return _build_message(content, thoughts if closed or open_again else None, calls, call_id_prefix)
 
     def _parse_with_tokenizer(
         self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str
@@ -126,7 +126,7 @@ class ChatRenderer:
         thoughts = parsed.get("reasoning_content") or parsed.get("thinking")
         if parsed.get("tool_calls") and not calls:
             return AgentMessage(role="assistant", content=text)
-        return _message(str(parsed.get("content") or ""), thoughts, calls, call_id_prefix)
+        return _build_message(str(parsed.get("content") or ""), thoughts, calls, call_id_prefix)
 
     def _message_with_placeholder(self, message: AgentMessage, index: int, *, sampled: bool) -> dict[str, object]:
         """Return a message with a placeholder as content. A sampled reply keeps its calls in the sampled text."""
@@ -200,7 +200,7 @@ def _arguments_as_json(value: object) -> str:
     return text
 
 
-def _message(
+def _build_message(
     content: str, reasoning: str | None, calls: Sequence[tuple[str, str]], call_id_prefix: str
 ) -> AgentMessage:
     made = tuple(

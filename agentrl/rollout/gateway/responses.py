@@ -63,7 +63,7 @@ class _Item(WireModel):
     output: _Text = ""
 
     @model_validator(mode="after")
-    def _complete(self) -> _Item:
+    def _require_field_of_type(self) -> _Item:
         field = _REQUIRED.get(self.type, "")
         if field and field not in self.model_fields_set:
             raise PydanticCustomError("item", "a {kind} item needs {field}", {"kind": self.type, "field": field})
@@ -78,7 +78,7 @@ class _Item(WireModel):
         """Return the item as a tool call."""
         custom = self.type == "custom_tool_call"
         arguments = json.dumps({"input": self.input}) if custom else self.arguments
-        return AgentCall(name=_model_tool_name(self.namespace, self.name), arguments=arguments, id=self.call_id)
+        return AgentCall(name=_qualified_tool_name(self.namespace, self.name), arguments=arguments, id=self.call_id)
 
 
 class _Tool(WireModel):
@@ -89,7 +89,7 @@ class _Tool(WireModel):
     tools: tuple[_Tool, ...] = ()
 
 
-def _model_tool_name(namespace: str, name: str) -> str:
+def _qualified_tool_name(namespace: str, name: str) -> str:
     """Return the name under which the model sees a tool."""
     return f"{namespace}__{name}" if namespace else name
 
@@ -122,7 +122,7 @@ class ResponsesRequest(ApiRequestBody):
 
     @model_validator(mode="before")
     @classmethod
-    def _items(cls, value: object) -> object:
+    def _wrap_text_input(cls, value: object) -> object:
         if isinstance(value, dict) and isinstance(value.get("input"), str):
             return {**value, "input": [{"role": "user", "content": value["input"]}]}
         return value
@@ -144,7 +144,7 @@ class ResponsesRequest(ApiRequestBody):
                         "parameters": _FREE_TEXT_PARAMETERS if tool.type == "custom" else tool.parameters,
                     },
                 }
-                for name, (_, tool) in self._tools_by_model_name.items()
+                for name, (_, tool) in self._tools_by_qualified_name.items()
             ),
             parses_calls=self.tool_choice != "none",
             max_tokens=self.max_output_tokens,
@@ -152,12 +152,12 @@ class ResponsesRequest(ApiRequestBody):
         )
 
     @cached_property
-    def _tools_by_model_name(self) -> dict[str, tuple[str, _Tool]]:
+    def _tools_by_qualified_name(self) -> dict[str, tuple[str, _Tool]]:
         """The tools and their namespaces, by the names that the model sees."""
         found: dict[str, tuple[str, _Tool]] = {}
         for tool in self.tools:
             namespace, members = (tool.name, tool.tools) if tool.type == "namespace" else ("", (tool,))
-            found |= {_model_tool_name(namespace, one.name): (namespace, one) for one in members}
+            found |= {_qualified_tool_name(namespace, one.name): (namespace, one) for one in members}
         return found
 
     def _messages(self, find_conversation: FindConversation) -> Iterator[AgentMessage]:
@@ -205,7 +205,7 @@ class ResponsesRequest(ApiRequestBody):
             text = {"type": "output_text", "text": message.content, "annotations": [], "logprobs": []}
             items.append({"type": "message", "id": f"msg_{reply_id}", "role": "assistant", "content": [text], **done})
         for number, call in enumerate(message.calls):
-            namespace, tool = self._tools_by_model_name.get(call.name, ("", None))
+            namespace, tool = self._tools_by_qualified_name.get(call.name, ("", None))
             item = {
                 "id": f"fc_{reply_id}/{number}",
                 "call_id": call.id,

@@ -68,7 +68,7 @@ class AgentRollout:
         if self.finished:
             raise _finished_error()
 
-    def start_clock(self) -> None:
+    def restart_deadline_clock(self) -> None:
         """Restart the clock of the rollout's deadline."""
         self._began = time.monotonic()
 
@@ -104,7 +104,7 @@ class AgentRollout:
             message=generation.reply,
             truncated=completion.finish_reason == "length",
             stop_string=min(found)[1] if found else None,
-            prompt_tokens=len(generation.context) - len(completion.token_ids),
+            prompt_tokens=len(generation.context_tokens) - len(completion.token_ids),
             completion_tokens=len(completion.token_ids),
             tokens=partial(self._token_details, completion),
         )
@@ -130,7 +130,7 @@ class AgentRollout:
             raise GatewayRequestError(
                 reason, code=Ended.TOKEN_LIMIT.value
             )  # unlike a generation, does not stop the rollout
-        return len(self._build_prompt(request)[0].context)
+        return len(self._build_prompt(request)[0].context_tokens)
 
     def describe_state(self) -> dict[str, object]:
         """Return the state of the rollout for clients."""
@@ -146,7 +146,7 @@ class AgentRollout:
         """Record whether the client received a reply. Any successful delivery counts, because clients may retry."""
         generation.delivered = bool(generation.delivered) or received
 
-    async def finish(self) -> None:
+    async def reject_further_requests(self) -> None:
         """Reject further requests, cancel running ones and release the engine's caches."""
         self.finished_event.set()
         for task in tuple(self._running):
@@ -188,8 +188,8 @@ class AgentRollout:
         prompt, mismatch = self._build_prompt(request)
         if mismatch is not None:
             self.counts[f"miss_{mismatch}"] += 1
-        context = prompt.context
-        limit = self._max_reply_tokens(request, prompt.root_tokens, len(context))
+        context = prompt.context_tokens
+        limit = self._max_reply_tokens(request, prompt.tokens_before_first_reply, len(context))
         number, self._generation_count = self._generation_count, self._generation_count + 1
         cache_sequence_id = self._choose_cache_sequence_id(prompt.parent, number)
         try:
@@ -199,7 +199,7 @@ class AgentRollout:
                 limit=limit,
                 stop=request.stop,
                 turn=number,
-                routes_from=0 if prompt.parent is None else len(prompt.parent.context) - 1,
+                routes_from=0 if prompt.parent is None else len(prompt.parent.context_tokens) - 1,
             )
         except EngineError as error:
             self.failure = f"the engine failed: {error}"
@@ -291,11 +291,11 @@ class AgentRollout:
             return None
         if self.gateway.history == "template" and not self._renders_as_sampled(request, layout, messages, replies):
             return None
-        behind = self.renderer.mark_leading_token_as_turn_end(
+        rest = self.renderer.mark_leading_token_as_turn_end(
             layout.interleave_contents([one.content for one in messages], len(before))
         )
         parts = (
-            self.renderer.codec.parts_without_sampled_turn_end(MarkedText(*behind), parent.context) if behind else ()
+            self.renderer.codec.parts_without_sampled_turn_end(MarkedText(*rest), parent.context_tokens) if rest else ()
         )
         return Prompt(
             parent=parent,

@@ -62,20 +62,20 @@ _EPOCH = "1970-01-01T00:00:00Z"
 _MAX_WAIT_SECONDS = 60.0  # seconds for which a worker may wait for a rollout
 
 
-class _Wait(WireModel):
+class _NextRolloutBody(WireModel):
     wait: float = 0.0
 
 
-class _Reward(WireModel):
+class _RewardBody(WireModel):
     reward: float = Field(ge=-MAX_REWARD, le=MAX_REWARD)
 
 
-class _Finish(WireModel):
+class _FinishBody(WireModel):
     error: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Entry:
+class _RegisteredRollout:
     rollout: AgentRollout
     access: GatewayAccess
     taken: asyncio.Event = field(default_factory=asyncio.Event)
@@ -147,7 +147,7 @@ class AgentGateway:
 
     def __init__(self, settings: AgentGatewaySettings) -> None:
         self._settings = settings
-        self._entries: dict[str, _Entry] = {}
+        self._entries: dict[str, _RegisteredRollout] = {}
         self._waiting_names: asyncio.Queue[str] = asyncio.Queue()  # names of rollouts; "" once the server ends
         self.url = ""
         self.key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
@@ -196,7 +196,7 @@ class AgentGateway:
         name = f"{rollout.policy.name}-{secrets.token_hex(4)}"
         url, key = f"{self.url}/rollouts/{name}/v1", secrets.token_urlsafe(24)
         access = GatewayAccess(name=name, base_url=url, api_key=key, model=self._settings.model)
-        self._entries[name] = _Entry(rollout=rollout, access=access)
+        self._entries[name] = _RegisteredRollout(rollout=rollout, access=access)
         return access
 
     def unregister_rollout(self, access: GatewayAccess) -> None:
@@ -211,11 +211,11 @@ class AgentGateway:
         """Return True if the engine failed to answer a request of a rollout."""
         return self._entries[access.name].rollout.failure is not None
 
-    async def finish(self, access: GatewayAccess) -> None:
+    async def reject_further_requests(self, access: GatewayAccess) -> None:
         """Reject further requests of a rollout, and cancel running ones."""
-        await self._entries[access.name].rollout.finish()
+        await self._entries[access.name].rollout.reject_further_requests()
 
-    async def wait_until_taken(self, access: GatewayAccess) -> None:
+    async def offer_to_workers(self, access: GatewayAccess) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
         self._waiting_names.put_nowait(access.name)
         await self._entries[access.name].taken.wait()
@@ -237,11 +237,11 @@ class AgentGateway:
                     Route(f"{prefix}/messages/count_tokens", self._count_tokens, methods=["POST"])
                     for prefix in _PREFIXES
                 ),
-                Route("/rollouts/{name}/v1/models", self._models, methods=["GET"]),
+                Route("/rollouts/{name}/v1/models", self._get_models, methods=["GET"]),
                 Route("/rollouts", self._assign_rollout, methods=["POST"]),
-                Route("/rollouts/{name}/reward", self._reward, methods=["POST"]),
-                Route("/rollouts/{name}/finish", self._finish, methods=["POST"]),
-                Route("/rollouts/{name}", self._state, methods=["GET"]),
+                Route("/rollouts/{name}/reward", self._post_reward, methods=["POST"]),
+                Route("/rollouts/{name}/finish", self._post_finish, methods=["POST"]),
+                Route("/rollouts/{name}", self._get_state, methods=["GET"]),
             ],
             exception_handlers={
                 GatewayRequestError: _error_response,
@@ -255,23 +255,23 @@ class AgentGateway:
     async def _handle_api_request(self, kind: type[ApiRequestBody], http: Request) -> Response:
         """Handle a request to one of the APIs. Errors are returned in the format of that API."""
         try:
-            return await self._reply(kind, http)
+            return await self._answer_api_call(kind, http)
         except GatewayRequestError as error:
-            return JSONResponse(kind.error(error), status_code=error.status)
+            return JSONResponse(kind.error_body(error), status_code=error.status)
 
-    async def _read(
+    async def _read_api_call(
         self, kind: type[ApiRequestBody], http: Request
     ) -> tuple[AgentRollout, bytes, ApiRequestBody, AgentRequest]:
-        rollout = self._entry(http).rollout
-        body = await self._body(http)
+        rollout = self._find_registered_rollout(http).rollout
+        body = await self._read_body(http)
         call = parse_api_request(kind, body, model=self._settings.model)
         request = call.to_agent_request(rollout.conversation_up_to)
         if http.headers.get("x-agentrl-train") == "0":
             request = replace(request, trainable=False)
         return rollout, body, call, request
 
-    async def _reply(self, kind: type[ApiRequestBody], http: Request) -> Response:
-        rollout, body, call, request = await self._read(kind, http)
+    async def _answer_api_call(self, kind: type[ApiRequestBody], http: Request) -> Response:
+        rollout, body, call, request = await self._read_api_call(kind, http)
         name, key = kind.__name__, http.headers.get("idempotency-key")
         waiting = asyncio.ensure_future(
             rollout.answer_request(
@@ -314,13 +314,13 @@ class AgentGateway:
 
     async def _count_tokens(self, http: Request) -> Response:
         try:
-            rollout, _, _, request = await self._read(MessagesRequest, http)
+            rollout, _, _, request = await self._read_api_call(MessagesRequest, http)
             return JSONResponse({"input_tokens": rollout.count_context_tokens(request)})
         except GatewayRequestError as error:
-            return JSONResponse(MessagesRequest.error(error), status_code=error.status)
+            return JSONResponse(MessagesRequest.error_body(error), status_code=error.status)
 
-    async def _models(self, http: Request) -> Response:
-        self._entry(http)
+    async def _get_models(self, http: Request) -> Response:
+        self._find_registered_rollout(http)
         names = (self._settings.model, self._settings.model + FROZEN)
         # The fields of both OpenAI's and Anthropic's API.
         fields = {"object": "model", "owned_by": "agentrl", "created": 0, "type": "model", "created_at": _EPOCH}
@@ -333,10 +333,10 @@ class AgentGateway:
         """Return the next waiting rollout with the data to play it, or 204 if none arrives for ``wait`` seconds."""
         if not _keys_equal(_read_api_key(http), self.key):
             raise GatewayRequestError("invalid key for this gateway", status=401, code="invalid_api_key")
-        wait = parse_body(_Wait, await self._body(http)).wait
+        wait = parse_body(_NextRolloutBody, await self._read_body(http)).wait
         try:
             async with asyncio.timeout(min(_MAX_WAIT_SECONDS, wait)):
-                entry = await self._next_waiting()
+                entry = await self._next_untaken_rollout()
         except TimeoutError:
             return Response(status_code=204)
         if await http.is_disconnected():
@@ -355,7 +355,7 @@ class AgentGateway:
             }
         )
 
-    async def _next_waiting(self) -> _Entry:
+    async def _next_untaken_rollout(self) -> _RegisteredRollout:
         while True:
             name = await self._waiting_names.get()
             if not name:
@@ -365,37 +365,37 @@ class AgentGateway:
             if entry is not None and not entry.rollout.finished:
                 return entry
 
-    async def _reward(self, http: Request) -> Response:
-        rollout = self._entry(http).rollout
+    async def _post_reward(self, http: Request) -> Response:
+        rollout = self._find_registered_rollout(http).rollout
         if not self._settings.agent_rewards:
             raise GatewayRequestError(
                 "this run does not accept rewards from agents; set gateway.agent_rewards=true to accept them",
                 status=403,
                 code="reward_not_accepted",
             )
-        value = parse_body(_Reward, await self._body(http)).reward
+        value = parse_body(_RewardBody, await self._read_body(http)).reward
         rollout.raise_if_finished()
         rollout.reward = value
         return JSONResponse({"reward": rollout.reward})
 
-    async def _finish(self, http: Request) -> Response:
-        rollout = self._entry(http).rollout
+    async def _post_finish(self, http: Request) -> Response:
+        rollout = self._find_registered_rollout(http).rollout
         # Require the gateway's key. Code written by the policy may have the rollout's key, with which it could exclude
         # its own rollout.
         if not _keys_equal(_read_api_key(http), self.key):
             raise GatewayRequestError(
                 "finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed"
             )
-        error = parse_body(_Finish, await self._body(http)).error
+        error = parse_body(_FinishBody, await self._read_body(http)).error
         if error is not None and not rollout.finished:
             rollout.abandon_reason = f"the agent failed: {error}"
-        await rollout.finish()
+        await rollout.reject_further_requests()
         return JSONResponse(rollout.describe_state())
 
-    async def _state(self, http: Request) -> Response:
-        return JSONResponse(self._entry(http).rollout.describe_state())
+    async def _get_state(self, http: Request) -> Response:
+        return JSONResponse(self._find_registered_rollout(http).rollout.describe_state())
 
-    def _entry(self, http: Request) -> _Entry:
+    def _find_registered_rollout(self, http: Request) -> _RegisteredRollout:
         name = http.path_params.get("name") or http.headers.get("x-session-id", "")
         entry = self._entries.get(name)
         if entry is None:
@@ -406,7 +406,7 @@ class AgentGateway:
             raise GatewayRequestError("invalid key for this rollout", status=401, code="invalid_api_key")
         return entry
 
-    async def _body(self, http: Request) -> bytes:
+    async def _read_body(self, http: Request) -> bytes:
         parts, size, most = [], 0, self._settings.max_request_bytes
         try:
             async with asyncio.timeout(_BODY_DEADLINE):
@@ -456,4 +456,4 @@ async def _unknown_path_response(http: Request, error: Exception) -> Response:
 async def _error_response(http: Request, error: Exception) -> Response:
     """Return a GatewayRequestError in OpenAI's format."""
     assert isinstance(error, GatewayRequestError), "this handler is registered only for GatewayRequestError"
-    return JSONResponse(error.body(), status_code=error.status)
+    return JSONResponse(error.openai_body(), status_code=error.status)

@@ -38,14 +38,14 @@ class Prompt:
     leading_texts: tuple[str, ...]
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context_tokens(self) -> tuple[int, ...]:
         """All tokens that are passed to the engine."""
-        return self.token_ids if self.parent is None else self.parent.context + self.token_ids
+        return self.token_ids if self.parent is None else self.parent.context_tokens + self.token_ids
 
     @property
-    def root_tokens(self) -> int:
+    def tokens_before_first_reply(self) -> int:
         """The number of tokens before the first reply."""
-        return len(self.token_ids) if self.parent is None else self.parent.prompt.root_tokens
+        return len(self.token_ids) if self.parent is None else self.parent.prompt.tokens_before_first_reply
 
 
 @dataclass(kw_only=True, slots=True, eq=False)
@@ -95,7 +95,7 @@ class Generation:
         return found
 
     @property
-    def context(self) -> tuple[int, ...]:
+    def context_tokens(self) -> tuple[int, ...]:
         """All tokens, including those of this generation."""
         return tuple(token for one in self.path_from_root for token in one.prompt.token_ids + one.completion.token_ids)
 
@@ -267,7 +267,7 @@ def _find_forks(branches: Sequence[Sequence[Generation]]) -> list[tuple[int, int
 
 def _prompt_tokens(branch: Sequence[Generation]) -> tuple[int, ...]:
     """Return all tokens before the first trained generation."""
-    return next(one for one in branch if one.is_trained).prompt.context
+    return next(one for one in branch if one.is_trained).prompt.context_tokens
 
 
 def _build_segments(branch: Sequence[Generation], reward: float) -> tuple[Segment, ...]:

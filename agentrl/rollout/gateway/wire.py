@@ -59,7 +59,7 @@ class GatewayRequestError(Exception):
         self.code = code
         self._fields = {"message": message, "type": kind or "invalid_request_error", "param": param, "code": code}
 
-    def body(self) -> dict[str, object]:
+    def openai_body(self) -> dict[str, object]:
         """Return the JSON of the response in OpenAI's form."""
         return {"error": self._fields}
 
@@ -81,7 +81,7 @@ class WireModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_nulls(cls, value: object) -> object:
+    def _drop_null_fields(cls, value: object) -> object:
         return {name: one for name, one in value.items() if one is not None} if isinstance(value, dict) else value
 
 
@@ -241,14 +241,14 @@ class ApiRequestBody(WireModel, ABC):
         """Yield the events of a streamed response."""
 
     @classmethod
-    def error(cls, error: GatewayRequestError) -> Json:
+    def error_body(cls, error: GatewayRequestError) -> Json:
         """Return the JSON of an error."""
-        return error.body()
+        return error.openai_body()
 
     @classmethod
     def error_event(cls, error: GatewayRequestError) -> bytes:
         """Return the event of an error in a stream."""
-        return server_sent_event("error", {"type": "error", **cls.error(error)})
+        return server_sent_event("error", {"type": "error", **cls.error_body(error)})
 
 
 def server_sent_event(name: str, values: Json) -> bytes:

@@ -13,7 +13,7 @@ from agentrl.errors import SettingsError
 from agentrl.problems.demonstrations import Demonstration, DemonstrationTurn
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import fixed_evaluation_problems, load_source
-from agentrl.rollout.environment import compares_with_references, environment_tools
+from agentrl.rollout.environment import environment_tools, rewards_compare_answers
 from agentrl.rollout.gateway.settings import is_agent_program
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.chat import plain_text_format
@@ -205,7 +205,7 @@ class EncodedDemonstration:
 
 def problems_for_length_check(settings: Settings) -> list[Problem]:
     """Return evenly spaced problems of each training source that needs no download."""
-    answered = compares_with_references(settings)
+    answered = rewards_compare_answers(settings)
     return [
         problem
         for entry in settings.data.train

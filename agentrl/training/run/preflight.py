@@ -35,11 +35,11 @@ from agentrl.rollout.environment import (
     build_chat_setup,
     build_rewards,
     check_environment,
-    compares_with_references,
+    rewards_compare_answers,
     uses_chat_template,
 )
 from agentrl.rollout.gateway.settings import is_agent_program
-from agentrl.rollout.settings import compares_answers, longest_request_tokens
+from agentrl.rollout.settings import environment_compares_answers, longest_request_tokens
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.trackers import check_trackers
@@ -75,8 +75,8 @@ def check_and_describe_inputs(settings: Settings) -> list[str]:
     first: list[Problem] = []
     if settings.model.path is None or settings.coldstart.demonstrations is not None:
         first += [item.problem for item in read_coldstart_demonstrations(settings).demonstrations[:1]]
-    sources = [(entry, compares_with_references(settings)) for entry in settings.data.train]
-    sources += [(entry, compares_answers(settings)) for entry in settings.data.eval]
+    sources = [(entry, rewards_compare_answers(settings)) for entry in settings.data.train]
+    sources += [(entry, environment_compares_answers(settings)) for entry in settings.data.eval]
     loaded = [
         load_source(entry, seed=settings.seed, answered=answered) for entry, answered in sources if entry.is_local
     ]

@@ -37,7 +37,7 @@ from agentrl.rollout.environment import (
     build_environment_and_codec,
     build_rewards,
     check_episode_can_fork,
-    compares_with_references,
+    rewards_compare_answers,
 )
 from agentrl.rollout.filters import FilterRules
 from agentrl.rollout.gateway.settings import is_agent_program
@@ -179,7 +179,7 @@ class LocalRolloutService:
             rewards=self._rewards,
         )
         self._mixture, self._reports = load_mixture(
-            settings.data.train, seed=settings.seed, answered=compares_with_references(settings)
+            settings.data.train, seed=settings.seed, answered=rewards_compare_answers(settings)
         )
         if settings.rollout.branching.width > 1:
             (problem,) = ProblemSampler(self._mixture, seed=settings.seed).next(1)
@@ -256,9 +256,9 @@ class LocalRolloutService:
     def roll_out_and_plan(self, step: int, budget: int) -> list[RankPlan]:
         """Roll out one step if necessary, and plan it for every rank. Sequence-parallel ranks share a plan."""
         if self._groups is None or self._worker.step != step:
-            self._managed.begin_rollouts()
+            self._managed.prepare_for_rollouts()
             self._groups = self._run_interruptible(self._worker.next_batch(step))
-            self._run_to_end(self._managed.end_rollouts())
+            self._run_to_end(self._managed.prepare_for_training())
         sharing = self._settings.training.sequence_parallel
         plans = plan_step(
             self._groups,
@@ -337,7 +337,7 @@ class LocalRolloutService:
             return None  # the observations of an agent's tools do not pass through the environment
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
-        self._managed.begin_rollouts()
+        self._managed.prepare_for_rollouts()
         report = self._run_interruptible(
             evaluate_policy(
                 self._held_out,

@@ -101,7 +101,7 @@ class Unverified(programs.AgentProgram):
     ("failure", "ended"),
     [
         (programs.AgentFailureError("exit code 1"), Ended.TURN_LIMIT),
-        (programs.UnscoredRolloutError("the verifier crashed"), Ended.INFRASTRUCTURE_FAILURE),
+        (programs.ContainerOrVerifierError("the verifier crashed"), Ended.INFRASTRUCTURE_FAILURE),
     ],
 )
 async def test_a_rollout_that_reached_a_limit_is_excluded_if_its_verifier_failed(
@@ -248,7 +248,7 @@ async def test_a_command_sees_neither_answer_nor_credentials_nor_the_runs_files(
 async def test_a_command_starts_for_a_statement_with_a_null_character() -> None:
     access = GatewayAccess(name="r", base_url="http://127.0.0.1/v1", api_key="key", model="policy")
     variables = programs.agent_environment_variables(problem(0, "\0{} + 3?".format), access, AgentGatewaySettings())
-    async with programs.agent_directory() as directory:
+    async with programs.temporary_agent_directory() as directory:
         shell = ["sh", "-c", 'echo "$AGENTRL_STATEMENT"']
         process = await programs.start_process(shell, variables, directory=directory, stdout=asyncio.subprocess.PIPE)
         assert await process.communicate() == (b"0 + 3?\n", None)

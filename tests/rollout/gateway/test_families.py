@@ -101,9 +101,9 @@ async def test_a_call_and_its_response_continue_the_sequence(family: str) -> Non
     told = {"role": "tool", "content": 'It is "5"', "tool_call_id": call.id}
     last = await say(one, [user("2 + 3?"), heard(first), told], tools=[TYPED])
     assert last.parent is first
-    assert engine.requests[1][1][: len(first.context)] == first.context
+    assert engine.requests[1][1][: len(first.context_tokens)] == first.context_tokens
     shown = 'It is \\"5\\"' if family == "llama" else 'It is "5"'  # as the template writes it
-    assert shown in one.renderer.codec.decode(engine.requests[1][1][len(first.context) :])
+    assert shown in one.renderer.codec.decode(engine.requests[1][1][len(first.context_tokens) :])
 
 
 async def test_a_template_that_wants_the_call_before_its_response_writes_it_anew() -> None:

@@ -35,7 +35,7 @@ async def served(one: AgentRollout, **settings: Any) -> AsyncIterator[tuple[Agen
     try:
         yield gateway, gateway.register_rollout(one)
     finally:
-        await one.finish()
+        await one.reject_further_requests()
         await gateway.close()
 
 
@@ -301,7 +301,7 @@ async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
         assert (await post(waiting, b"soon", gateway.key))[0] == 400
         assert (await post(waiting, b"", gateway.key))[0] == 204
         asking = asyncio.create_task(post(waiting, b'{"wait": 50}', gateway.key))
-        offered = asyncio.create_task(gateway.wait_until_taken(access))
+        offered = asyncio.create_task(gateway.offer_to_workers(access))
         status, told = await asking
         await offered
         assert (status, told["base_url"], told["api_key"], told["model"]) == (
@@ -343,7 +343,7 @@ async def test_the_end_cancels_calls_under_way() -> None:
     async with talking(one) as policy:
         asking = asyncio.create_task(policy.chat.completions.create(model="policy", messages=HELLO))
         await started.wait()
-        await one.finish()
+        await one.reject_further_requests()
         with pytest.raises(openai.ConflictError):
             await asking
     assert fake.running == 0

@@ -54,7 +54,7 @@ def build_vllm_engine(
         partial(VLLMClient, rollout=rollout, adapter_rank=adapter_rank),
         needs,
         rollout.vllm,
-        weights=_served_weights(rollout, adapter_rank),
+        weights=_build_served_weights(rollout, adapter_rank),
         label=label,
     )
 
@@ -87,7 +87,7 @@ class ManagedVLLM(ManagedServers):
         return VLLMClient(address, self.request.rollout, adapter_rank=self._adapter_rank)
 
     def weights(self) -> ServedWeights:
-        return _served_weights(self.request.rollout, self._adapter_rank)
+        return _build_served_weights(self.request.rollout, self._adapter_rank)
 
     def server_plans(self, gpus: Sequence[str] | None) -> list[VLLMPlan]:
         request = self.request
@@ -121,7 +121,7 @@ def choose_transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"
     return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
 
 
-def _served_weights(rollout: RolloutSettings, adapter_rank: int) -> ServedWeights:
+def _build_served_weights(rollout: RolloutSettings, adapter_rank: int) -> ServedWeights:
     return (ServedAdapters if adapter_rank else ServedWeights)(0, recompute=rollout.kv_on_update == "recomputed")
 
 
@@ -152,10 +152,10 @@ def serve_policy(
             port=port,
         )
         report(f"starting vLLM for {model}; this can take minutes")
-        asyncio.run(_serve(rollout, plan, Path(folder), report))
+        asyncio.run(_run_server(rollout, plan, Path(folder), report))
 
 
-async def _serve(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report: Callable[[str], None]) -> None:
+async def _run_server(rollout: RolloutSettings, plan: VLLMPlan, folder: Path, report: Callable[[str], None]) -> None:
     """Start the server, check it as a run would, print its address, and serve until a stop signal."""
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()

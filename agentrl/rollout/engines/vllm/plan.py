@@ -189,7 +189,7 @@ def plan_policy_servers(
     colocated = vllm.placement == "colocated" and bool(available)
     fraction = vllm.gpu_memory_utilization or _MEMORY_FRACTION
     if colocated and vllm.gpu_memory_utilization is None:
-        fraction = colocated_memory_fraction(*memory_of_fullest_gpu(), largest=_largest_parameter_bytes(policy))
+        fraction = colocated_memory_fraction(*free_and_total_gpu_bytes(), largest=_largest_parameter_bytes(policy))
     plan = VLLMPlan(
         rollout=rollout,
         model=served,
@@ -307,7 +307,7 @@ def prepare_policy_for_weight_transfer(policy_path: str, copy: Path) -> str:
     return str(write_untied_copy(folder, copy.absolute()))
 
 
-def memory_of_fullest_gpu() -> tuple[int, int]:
+def free_and_total_gpu_bytes() -> tuple[int, int]:
     """Return the free and total bytes of this process's GPU with the smallest free fraction."""
     found = [torch.cuda.mem_get_info(number) for number in range(torch.cuda.device_count())]
     return min(found, key=lambda memory: memory[0] / memory[1])

@@ -129,31 +129,31 @@ class _ScoreResponse(msgspec.Struct):
     prompt_logprobs: list[dict[str, _Token] | None]
 
 
-class _WeightInfo(msgspec.Struct):
+class _WeightVersionResponse(msgspec.Struct):
     weight_version: str
 
 
-class _WorldSize(msgspec.Struct):
+class _WorldSizeResponse(msgspec.Struct):
     world_size: int
 
 
-class _Release(msgspec.Struct):
+class _VersionResponse(msgspec.Struct):
     version: str
 
 
-class _Tokenized(msgspec.Struct):
+class _TokenizeResponse(msgspec.Struct):
     tokens: tuple[int, ...]
 
 
-class _Model(msgspec.Struct):
+class _ListedModel(msgspec.Struct):
     id: str
 
 
-class _Models(msgspec.Struct):
-    data: list[_Model]
+class _ModelsResponse(msgspec.Struct):
+    data: list[_ListedModel]
 
 
-class _Checksums(msgspec.Struct):
+class _ChecksumsResponse(msgspec.Struct):
     results: Annotated[list[dict[str, tuple[int, int]]], msgspec.Meta(min_length=1)]
 
 
@@ -178,7 +178,7 @@ def read_completion(response: GenerateResponse, request: TurnRequest) -> Complet
     token_ids = choice.token_ids
     log_probs = tuple([token.logprob for token in choice.logprobs.content])
     if not 1 <= len(token_ids) <= sampling.max_tokens:
-        raise InvalidResponseError(f"expected 1 to {sampling.max_tokens} token ids; got {_shorten(token_ids)}")
+        raise InvalidResponseError(f"expected 1 to {sampling.max_tokens} token ids; got {_shortened_repr(token_ids)}")
     if len(log_probs) != len(token_ids):
         raise InvalidResponseError(
             f"expected one log-probability per token; got {len(log_probs)} for {len(token_ids)} tokens"
@@ -306,11 +306,11 @@ def _version_spans(spans: list[_VersionSpan], count: int) -> tuple[tuple[int, in
             found.append((int(span.version), span.end - covered))
         covered = span.end
     if covered != count:
-        raise InvalidResponseError(f"weight_versions do not cover {count} tokens: {_shorten(spans)}")
+        raise InvalidResponseError(f"weight_versions do not cover {count} tokens: {_shortened_repr(spans)}")
     return tuple(found)
 
 
-def _shorten(value: object) -> str:
+def _shortened_repr(value: object) -> str:
     text = repr(value)
     return text if len(text) <= 200 else text[:200] + "..."
 
@@ -346,13 +346,13 @@ class VLLMClient(ServerClient):
             return tuple(entry[str(token)].logprob for token, entry in listed)
         except (KeyError, TypeError, ValueError):
             raise InvalidResponseError(
-                f"expected a log-probability of each of {len(token_ids)} tokens; got {_shorten(entries)}"
+                f"expected a log-probability of each of {len(token_ids)} tokens; got {_shortened_repr(entries)}"
             ) from None
 
     # -- control --------------------------------------------------------------------------------------------------
 
     async def version_label(self) -> str | None:
-        label = (await self.http.get("/weight_info", _WeightInfo, seconds=QUICK_TIMEOUT)).weight_version
+        label = (await self.http.get("/weight_info", _WeightVersionResponse, seconds=QUICK_TIMEOUT)).weight_version
         return None if label == "default" else label
 
     async def cache_use(self) -> CacheUse:
@@ -381,7 +381,7 @@ class VLLMClient(ServerClient):
         await self.http.post("/collective_rpc", body, seconds=LONG_TIMEOUT)
 
     async def adapters(self) -> frozenset[str]:
-        models = await self.http.get("/v1/models", _Models, seconds=QUICK_TIMEOUT)
+        models = await self.http.get("/v1/models", _ModelsResponse, seconds=QUICK_TIMEOUT)
         return frozenset(model.id for model in models.data)
 
     async def load_adapter(self, name: str, directory: str) -> None:
@@ -401,7 +401,7 @@ class VLLMClient(ServerClient):
 
     async def checksums(self) -> list[dict[str, tuple[int, int]]]:
         body = {"method": "agentrl_checksums"}
-        return (await self.http.post("/collective_rpc", body, _Checksums, seconds=LONG_TIMEOUT)).results
+        return (await self.http.post("/collective_rpc", body, _ChecksumsResponse, seconds=LONG_TIMEOUT)).results
 
     async def sleep(self, *, keep_weights: bool) -> None:
         """Release GPU memory. The weights are moved to host memory or, without ``keep_weights``, dropped."""
@@ -422,7 +422,7 @@ class VLLMClient(ServerClient):
         try:
             version = await self.version_label()
             info = await self.http.get("/server_info?config_format=json", _ServerInfo, seconds=4 * QUICK_TIMEOUT)
-            workers = (await self.http.get("/get_world_size", _WorldSize, seconds=QUICK_TIMEOUT)).world_size
+            workers = (await self.http.get("/get_world_size", _WorldSizeResponse, seconds=QUICK_TIMEOUT)).world_size
         except StatusError as error:
             raise self.unusable_server_error(
                 "its control endpoints are disabled: start it with the environment variable VLLM_SERVER_DEV_MODE=1"
@@ -431,15 +431,15 @@ class VLLMClient(ServerClient):
         self._check_config(config, needs)
         self._check_adapters(config, self._adapter_rank)
         self.has_checksums = config.parallel_config.get("worker_extension_cls") == WORKER_EXTENSION
-        await self._check_generate()
+        await self._check_generate_endpoint()
         await self._check_tokenizer(needs.codec)
         await self._check_vocabulary(needs.vocabulary)
-        release = (await self.http.get("/version", _Release, seconds=QUICK_TIMEOUT)).version
+        release = (await self.http.get("/version", _VersionResponse, seconds=QUICK_TIMEOUT)).version
         if not release.startswith(SUPPORTED_RELEASE):
             logger.warning(
                 "the server %s runs vLLM %s; agentrl supports vLLM %s", self.address, release, SUPPORTED_RELEASE
             )
-        note = f"logits in {_head_dtype(config.model_config, needs.head_dtype)}"
+        note = f"logits in {_read_logits_dtype(config.model_config, needs.head_dtype)}"
         return ServerIdentity(release=release, version=version, workers=workers, note=note)
 
     def _check_config(self, config: VLLMConfig, needs: ServerRequirements) -> None:
@@ -456,7 +456,7 @@ class VLLMClient(ServerClient):
                 "on a CPU, vLLM crashes if a request with a seed is prefilled in chunks: start it with "
                 "--no-enable-chunked-prefill, or set rollout.vllm.seeded=false"
             )
-        head = _head_dtype(model, needs.head_dtype)
+        head = _read_logits_dtype(model, needs.head_dtype)
         if head != "float32" and device == "cuda":
             raise self.unusable_server_error(
                 f"the server rounds logits to {head}, but training computes them in float32: start the server with "
@@ -491,7 +491,7 @@ class VLLMClient(ServerClient):
                 "or set rollout.vllm.lora=merged"
             )
 
-    async def _check_generate(self) -> None:
+    async def _check_generate_endpoint(self) -> None:
         try:
             await self.score((1, 2), salt="check")
         except StatusError as error:
@@ -504,7 +504,7 @@ class VLLMClient(ServerClient):
     async def _check_tokenizer(self, codec: TextCodec) -> None:
         try:
             body = {"prompt": _TOKENIZER_TEST, "add_special_tokens": False}
-            theirs = (await self.http.post("/tokenize", body, _Tokenized, seconds=QUICK_TIMEOUT)).tokens
+            theirs = (await self.http.post("/tokenize", body, _TokenizeResponse, seconds=QUICK_TIMEOUT)).tokens
         except StatusError as error:
             raise self.unusable_server_error(
                 f"it has no tokenizer (/tokenize: {error}): start it without --tokens-only"
@@ -534,23 +534,23 @@ class VLLMClient(ServerClient):
                 )
 
 
-def _head_dtype(model: Mapping[str, Any], declared: str = "model") -> str:
-    """Return the dtype of a server's logits, from ``hf_overrides`` or ``declared``; "model" is the weights' dtype.
+def _read_logits_dtype(model_config: Mapping[str, Any], policy_dtype: str = "model") -> str:
+    """Return the dtype of a server's logits, from ``hf_overrides`` or ``policy_dtype``; "model": the weights' dtype.
 
     vLLM uses ``head_dtype`` of the model's config.json, changed by ``--hf-overrides``. /server_info lists the overrides
-    but not the config, so ``declared`` comes from the policy's config.json. An edited config.json on the server is not
-    detected here, but by the difference of log-probabilities in the first step.
+    but not the config, so ``policy_dtype`` comes from the policy's config.json. An edited config.json on the server
+    causes no error here, but a difference of log-probabilities in the first step.
 
-    >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}})
+    >>> _read_logits_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}})
     'bfloat16'
-    >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}})
+    >>> _read_logits_dtype({"dtype": "torch.bfloat16", "hf_overrides": {"head_dtype": "float32"}})
     'float32'
-    >>> _head_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}}, "float32")
+    >>> _read_logits_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}}, "float32")
     'float32'
     """
-    overrides = model.get("hf_overrides")  # a string if it is a function
-    head = overrides.get("head_dtype") or declared if isinstance(overrides, Mapping) else declared
-    return str(model.get("dtype") if head == "model" else head).lower().removeprefix("torch.")
+    overrides = model_config.get("hf_overrides")  # a string if it is a function
+    head = overrides.get("head_dtype") or policy_dtype if isinstance(overrides, Mapping) else policy_dtype
+    return str(model_config.get("dtype") if head == "model" else head).lower().removeprefix("torch.")
 
 
 def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:

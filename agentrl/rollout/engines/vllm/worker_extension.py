@@ -46,12 +46,12 @@ def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
         for name, parameter in module.named_parameters(recurse=False):
             if not parameter.is_floating_point() or parameter.element_size() < 2:
                 continue  # quantized: its values differ from the checkpoint's
-            for piece in _unpacked_parameter(module, name, parameter):
+            for piece in _yield_unpacked_parts(module, name, parameter):
                 rows = piece.split(sizes) if len(parts) > 1 else (piece,)
                 yield from ((f"{part}.{name}", values) for part, values in zip(names, rows, strict=True))
 
 
-def _unpacked_parameter(module: nn.Module, name: str, parameter: Tensor) -> Iterator[Tensor]:
+def _yield_unpacked_parts(module: nn.Module, name: str, parameter: Tensor) -> Iterator[Tensor]:
     """Yield the parameter or, if vLLM packed it for a CPU, the contents of the packed copy, some columns at a time."""
     heads = any(kind.__name__ == "ParallelLMHead" for kind in type(module).__mro__)
     linear = getattr(module, "cpu_linear", None)
