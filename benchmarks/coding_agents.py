@@ -269,7 +269,7 @@ async def drive(name: str, image: str, directory: Path) -> bool:
     except AgentFailureError as error:
         reward, failure = None, str(error)
     seconds = time.monotonic() - began
-    rows = rollout.trajectories(Ended.ANSWERED)
+    rows = rollout.build_trajectories(Ended.ANSWERED)
     await rollout.reject_further_requests()
     await program.close()
     await gateway.close()

@@ -175,7 +175,7 @@ async def play_wave(gateway: AgentGateway, renderer: ChatRenderer, api: str, age
     spent = time.process_time() - began
     sampled = sum(len(one.tree.generations) for one in rollouts)
     for one, access in zip(rollouts, admitted, strict=True):
-        one.trajectories(Ended.ANSWERED)
+        one.build_trajectories(Ended.ANSWERED)
         await one.reject_further_requests()
         gateway.unregister_rollout(access)
     if process.returncode or sampled != agents * turns:

@@ -214,7 +214,7 @@ Raises PromptTooLongError to replace the problem."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class _RolloutContext:
+class _SharedState:
     """State shared by all rollouts of one call to :meth:`Driver.play_jobs`."""
 
     temperature: float
@@ -320,7 +320,7 @@ class Driver:
         number of jobs, if known. With ``deterministic``, turns are played in rounds only if the number is known.
         """
         players = self._concurrency if rollouts is None else min(self._concurrency, rollouts)
-        state = _RolloutContext(
+        state = _SharedState(
             temperature=self.settings.temperature if temperature is None else temperature,
             turn_barrier=TurnBarrier(players) if self.deterministic and rollouts is not None else None,
             throttle=EventLoopThrottle(),
@@ -343,7 +343,7 @@ class Driver:
     async def _play_jobs(
         self,
         next_job: NextJob,
-        state: _RolloutContext,
+        state: _SharedState,
         finished: Callable[[tuple[Group, tuple[Trajectory, ...]]], None],
     ) -> None:
         """Play one job after another, and pass each group and its new trajectories to ``finished``."""
@@ -367,7 +367,7 @@ class Driver:
                 state.turn_barrier.remove_participant()
 
     async def _play_or_replace_skipped(
-        self, group: Group, sample: int, state: _RolloutContext
+        self, group: Group, sample: int, state: _SharedState
     ) -> tuple[Group, tuple[Trajectory, ...]]:
         """Play one rollout, replacing skipped problems. Returns () if a skipped problem has no replacement."""
         while True:
@@ -381,7 +381,7 @@ class Driver:
                 state.record_prompt_length(group, None)  # no effect unless the episode never started
                 return group, branches
 
-    async def _play_with_retries(self, group: Group, sample: int, state: _RolloutContext) -> tuple[Trajectory, ...]:
+    async def _play_with_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
         """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
         for attempt in range(self.settings.retries):
             branches = await self._play_without_retries(group, sample, state)
@@ -391,7 +391,7 @@ class Driver:
         branches = await self._play_without_retries(group, sample, state)
         return (branches[-1].as_single_trajectory(),) if _all_ends_are_failures(branches) else branches
 
-    async def _play_without_retries(self, group: Group, sample: int, state: _RolloutContext) -> tuple[Trajectory, ...]:
+    async def _play_without_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
         """Play a rollout without retries. Returns its branches. Agents and re-rendered histories can have several."""
         greedy = sample == group.size
         policy = TokenPolicy(
@@ -428,7 +428,7 @@ class Driver:
         return (*(replace(item, reward_elsewhere=last.reward) for item in branches[:-1]), last)
 
     async def _add_rewards(
-        self, trajectory: Trajectory, earlier: Sequence[Trajectory], state: _RolloutContext
+        self, trajectory: Trajectory, earlier: Sequence[Trajectory], state: _SharedState
     ) -> Trajectory:
         """Return the trajectory with the rewards of ``reward.functions``, if set.
 

@@ -42,7 +42,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     branches = [item for item in played if not item.is_excluded]
     metrics |= {
         "reward/mean": _weighted_mean([item.reward for item in data], data),
-        "reward/stderr": clustered_stderr(groups),
+        "reward/stderr": clustered_reward_stderr(groups),
         "reward/problem_share": between_problem_variance_fraction(groups),
         "rollout/turns_mean": math.fsum(item.turns for item in branches) / len(data),
         "rollout/turns_max": max(item.turns for item in branches),
@@ -76,7 +76,7 @@ def _fork_metrics(branches: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def clustered_stderr(groups: Sequence[Group]) -> float:
+def clustered_reward_stderr(groups: Sequence[Group]) -> float:
     """Return the standard error of ``reward/mean``, with groups as clusters (ratio estimator).
 
     Returns nan for fewer than two groups.

@@ -144,13 +144,13 @@ class WorkQueue:
             self._draw_problem_block()
         return list(islice(chain(self._requeued, self._drawn), count))
 
-    def remove_trained(self, groups: Sequence[Group]) -> None:
+    def remove_trained_and_update_posteriors(self, groups: Sequence[Group]) -> None:
         """Remove trained groups, and update the posteriors of their problems and the statistics of forks."""
         for group in groups:
             del self._untrained[group.index]
         if self._updates_posteriors:
             self._sampler.posteriors.update(
-                (group.key, list(map(success_fraction, rollouts)), self._rollout_energies(rollouts))
+                (group.key, list(map(success_fraction, rollouts)), self._expected_energies_if_needed(rollouts))
                 for group, rollouts in zip(groups, map(_included_rollouts, groups), strict=True)
             )
         if self._measures_forks:
@@ -201,7 +201,7 @@ class WorkQueue:
         self._requeued = deque(map(_group_from_record, state["queue"]))
         self._forks.load_state_dict(state["forks"])
 
-    def _rollout_energies(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
+    def _expected_energies_if_needed(self, rollouts: Sequence[Sequence[Trajectory]]) -> list[float]:
         """Return the expected energies of rollouts, or [] if the budget does not need them."""
         return list(map(expected_energy, rollouts)) if self._settings.budget == "neyman" else []
 

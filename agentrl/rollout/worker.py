@@ -99,7 +99,7 @@ class RolloutWorker:
 
     def record_trained(self) -> None:
         """Remove the trained step's groups from the queue. Must run in the event loop if rollouts run ahead."""
-        self._queue.remove_trained(self.sampled_groups)
+        self._queue.remove_trained_and_update_posteriors(self.sampled_groups)
         self.sampled_groups = ()
         self._clock.record_training_end()
         if self._source is not None:

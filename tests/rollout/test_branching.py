@@ -104,7 +104,9 @@ async def test_requests_keep_the_widths_of_their_time_in_a_checkpoint() -> None:
     assert before.widths == ()
     decided = (*tree(1, 1), *tree(0, 0, sample=1))
     trained = [replace(item, sample=2 * copy + item.sample) for copy in range(5) for item in decided]
-    first.remove_trained([Group(problem=before.problem, index=before.index, trajectories=tuple(trained))])
+    first.remove_trained_and_update_posteriors(
+        [Group(problem=before.problem, index=before.index, trajectories=tuple(trained))]
+    )
     after = await issue(first)
     assert after.widths == (1,)
     resumed = queue()

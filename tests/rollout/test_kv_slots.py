@@ -27,7 +27,7 @@ class Table:
         for place, (start, count) in enumerate(zip(starts, counts, strict=True)):
             positions[place, :count] = torch.arange(start, start + count)
         width = int(positions.max()) + 1
-        mask = self.cache.select_entries(len(rows) if first else torch.tensor(rows), positions, width)
+        mask = self.cache.select_entries_and_build_mask(len(rows) if first else torch.tensor(rows), positions, width)
         for layer in range(LAYERS):
             keys = torch.randn(len(rows), HEADS, max(counts), DIM)
             found = self.cache.update(keys, -keys, layer)

@@ -7,7 +7,7 @@ import math
 import pytest
 from rollout.fakes import played, problem
 
-from agentrl.rollout.metrics import between_problem_variance_fraction, clustered_stderr, rollout_metrics
+from agentrl.rollout.metrics import between_problem_variance_fraction, clustered_reward_stderr, rollout_metrics
 from agentrl.trajectory import Group, Segment, Trajectory, TrajectoryError
 from agentrl_envs.types import MAX_REWARD, Ended, ToolCall, Verdict
 
@@ -85,17 +85,17 @@ def test_a_step_without_data_has_counts_and_no_averages() -> None:
 
 
 def test_one_group_gives_no_standard_error() -> None:
-    assert math.isnan(clustered_stderr([group(0, played(1.0), played(0.0, sample=1))]))
+    assert math.isnan(clustered_reward_stderr([group(0, played(1.0), played(0.0, sample=1))]))
 
 
 def test_with_groups_of_one_it_is_the_plain_standard_error() -> None:
     rewards = [1.0, 0.0, 0.0, 1.0, 1.0]
     groups = [group(index, played(reward, group=index)) for index, reward in enumerate(rewards)]
     variance = sum((reward - 0.6) ** 2 for reward in rewards) / 4
-    assert clustered_stderr(groups) == pytest.approx(math.sqrt(variance / 5))
+    assert clustered_reward_stderr(groups) == pytest.approx(math.sqrt(variance / 5))
 
 
 def test_copies_within_a_group_do_not_make_the_mean_more_certain() -> None:
     once = [group(index, played(float(index % 2), group=index)) for index in range(6)]
     eightfold = [group(item.index, *item.trajectories * 8) for item in once]
-    assert clustered_stderr(eightfold) == pytest.approx(clustered_stderr(once))
+    assert clustered_reward_stderr(eightfold) == pytest.approx(clustered_reward_stderr(once))

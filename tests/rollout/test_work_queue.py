@@ -109,7 +109,7 @@ async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:
     trajectories = (*tree(0, 1.0, 0.0), played(1.0, sample=1), *tree(2, 1.0, 1.0, verdict=Verdict.GRADER_TIMEOUT))
     group = replace(request, trajectories=trajectories)
     assert one.budget_metrics([group])["posterior/success_error"] == pytest.approx(0.75 - 0.5)
-    one.remove_trained([group])
+    one.remove_trained_and_update_posteriors([group])
     posteriors = sampler.posteriors
     assert posteriors.beta_parameters(request.key) == (1 + 1.5, 1 + 0.5)
     # Both paths of the tree have four tokens, the plain rollout has two.

@@ -197,7 +197,7 @@ class Batcher:
         """Run one forward pass: a prefill, or one token for each running request. Returns the requests that ended."""
         ended = self.drop_cancelled()
         running = [index for index, row in enumerate(self._rows) if row.request is not None]
-        outdated = [index for index in running if self._count_uncached(index) > 1]
+        outdated = [index for index in running if self._count_uncached_tokens(index) > 1]
         if outdated:  # the weights changed while these requests were running
             return ended + self._prefill(self._rows_that_fit(outdated))
         if self._waiting and self._should_prefill(len(running)):
@@ -309,7 +309,7 @@ class Batcher:
                     self._row_of[owner] = index
         return list(range(count))
 
-    def _count_uncached(self, index: int) -> int:
+    def _count_uncached_tokens(self, index: int) -> int:
         """Return the number of tokens of a running row that are not cached: 1 while the row decodes."""
         row = self._rows[index]
         return len(_require_request(row).token_ids) + len(_require_request(row).sampled) - len(row.cached)
@@ -318,7 +318,7 @@ class Batcher:
         """Return the first rows (at least one) whose uncached tokens fit into one forward pass."""
         longest = 0
         for count, index in enumerate(indices):
-            longest = max(longest, self._count_uncached(index))
+            longest = max(longest, self._count_uncached_tokens(index))
             if count and longest * (count + 1) > self._max_batch_tokens:
                 return indices[:count]
         return indices
@@ -395,7 +395,7 @@ class Batcher:
         self, ids: Tensor, positions: Tensor, rows: Tensor | int, width: int
     ) -> tuple[Tensor, Tensor | None]:
         """Return the hidden states [m, q, D] and, if a request needs them, the routes [m, q, R] on the host."""
-        mask = self._cache.select_entries(rows, positions, width)
+        mask = self._cache.select_entries_and_build_mask(rows, positions, width)
         wanted = any(row.request is not None and row.request.sampling.routes_from is not None for row in self._rows)
         routes = ExpertRoutes(num_layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
         with record_and_replay_routes(routes):

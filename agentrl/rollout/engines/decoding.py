@@ -21,10 +21,10 @@ _LENGTH_STEP = 16
 class SlotCache(Cache):
     """Keys and values ``[rows, heads, length + 1, head_dim]`` per layer, contiguous and no longer than needed.
 
-    Before a forward pass, the caller selects rows and the positions of their new tokens (:meth:`select_entries`). Each
-    layer's ``update`` writes there and returns the keys and values that the rows may attend to. The last column
-    collects padding and is always masked. Stale entries past a row's length need no clearing: the mask hides them until
-    they are overwritten.
+    Before a forward pass, the caller selects rows and the positions of their new tokens
+    (:meth:`select_entries_and_build_mask`). Each layer's ``update`` writes there and returns the keys and values that
+    the rows may attend to. The last column collects padding and is always masked. Stale entries past a row's length
+    need no clearing: the mask hides them until they are overwritten.
 
     A decoding step reads every column of every layer, so unused columns cost time. The length therefore grows with the
     longest row, by at least an eighth. To save memory, each layer that grows moves to the memory that the previous
@@ -52,7 +52,7 @@ class SlotCache(Cache):
         self.rows = self.length = self._reserved_rows = 0
         self._has_entries = False
 
-    def select_entries(self, rows: Tensor | int, positions: Tensor, width: int) -> Tensor:
+    def select_entries_and_build_mask(self, rows: Tensor | int, positions: Tensor, width: int) -> Tensor:
         """Select rows (an index tensor [m], or the first ``rows``) and token positions [m, q]; -1 is padding.
 
         ``width`` is the largest position plus one. Returns the attention mask [m, 1, q, columns], True where a query

@@ -252,7 +252,7 @@ class ServerEngine:
         """True if the servers hold their initial weights."""
         return self._weights.has_initial_weights
 
-    def transfer_addresses(self) -> list[tuple[str, int, int]]:
+    def addresses_workers_and_starts(self) -> list[tuple[str, int, int]]:
         """Return the address, the number of GPU workers and the number of starts of every responding server."""
         return [
             (

@@ -86,7 +86,7 @@ class ManagedServers(ABC):
             await self.engine.sleep()
 
     def transfer_target(self) -> TransferTarget | None:
-        targets = self.engine.transfer_addresses()
+        targets = self.engine.addresses_workers_and_starts()
         return replace(
             self.transfer_method(),
             addresses=tuple(address for address, _, _ in targets),

@@ -178,7 +178,7 @@ class AgentEnvironment(Environment):
         policy.record_prompt_length(len(policy.codec.encode_prompt(self._build_prompt_text(problem))))
         rollout = AgentRollout(policy=policy, settings=policy.settings, gateway=self._settings, renderer=self._renderer)
         failure = await self._run_program(rollout)
-        trajectories = rollout.trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
+        trajectories = rollout.build_trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
         self._add_counts(rollout, trajectories)
         if failure is None and trajectories[-1].is_excluded:
             failure = f"the rollout contains no tokens to train{rollout.stop_reason}"
@@ -355,7 +355,7 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         return fits
 
     def end(self, ended: Ended) -> tuple[Trajectory, ...]:
-        *earlier, last = self.requests.trajectories(ended)
+        *earlier, last = self.requests.build_trajectories(ended)
         return (*earlier, replace(last, verdict=self.verdict, answer=self.answer, tool_calls=tuple(self.calls)))
 
 

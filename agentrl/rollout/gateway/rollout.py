@@ -155,7 +155,7 @@ class AgentRollout:
         for cache_sequence_id in self._cache_lines:
             self.policy.engine.release(cache_sequence_id)
 
-    def trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
+    def build_trajectories(self, ended: Ended) -> tuple[Trajectory, ...]:
         """Return the sampled tokens as trajectories. ``ended`` applies unless a limit stopped the rollout."""
         ended = ended if self.stopped is None or ended.is_excluded else self.stopped
         return build_trajectories(

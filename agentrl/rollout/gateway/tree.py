@@ -130,7 +130,7 @@ class GenerationTree:
     ) -> tuple[Generation | None, tuple[AgentMessage, ...], MismatchReason | None]:
         """Return the generation that a request continues, its new messages, and the reason for an unmatched reply.
 
-        The generation is the deepest one whose path is a prefix of the request. :func:`_candidate_with_most_calls`
+        The generation is the deepest one whose path is a prefix of the request. :func:`_choose_candidate_by_call_ids`
         breaks ties.
         """
         messages = request.messages
@@ -140,7 +140,7 @@ class GenerationTree:
         for position, candidates in reversed(known):
             agreeing = [one for one in candidates if _reasoning_matches(one, messages)]
             if agreeing:
-                found, depth = _candidate_with_most_calls(agreeing, messages), position + 1
+                found, depth = _choose_candidate_by_call_ids(agreeing, messages), position + 1
                 break
         for one in found.path_from_root if found is not None else ():
             one.delivered = True  # the client has received it, because its request contains it
@@ -202,7 +202,7 @@ def _reasoning_matches(generation: Generation, messages: Sequence[AgentMessage])
     return all(sent is None or sent.strip() == (sampled or "").strip() for sent, sampled in pairs)
 
 
-def _candidate_with_most_calls(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
+def _choose_candidate_by_call_ids(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
     """Return the candidate whose call ids occur most often in the request, and the newest one on a tie."""
     if len(candidates) == 1:
         return candidates[0]
@@ -227,10 +227,10 @@ def build_trajectories(
         failed = ended if ended.is_excluded else Ended.INFRASTRUCTURE_FAILURE
         return (made(prompt_ids=(), segments=(), ended=failed),)
     counts = [_count_trained_tokens(branch) for branch in branches]
-    forks = _find_forks(branches)
+    forks = _find_parents_and_fork_positions(branches)
     return tuple(
         made(
-            prompt_ids=_prompt_tokens(branch),
+            prompt_ids=_tokens_before_first_trained(branch),
             segments=_build_segments(branch, reward if number == len(branches) - 1 else 0.0),
             ended=ended,
             branch=number,
@@ -248,7 +248,7 @@ def _count_trained_tokens(branch: Sequence[Generation]) -> int:
     return sum(len(one.completion.token_ids) for one in branch if one.is_trained)
 
 
-def _find_forks(branches: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
+def _find_parents_and_fork_positions(branches: Sequence[Sequence[Generation]]) -> list[tuple[int, int]]:
     """Return each branch's parent and the number of the parent's trained tokens before the fork.
 
     Returns (-1, 0) for a branch without a parent.
@@ -265,7 +265,7 @@ def _find_forks(branches: Sequence[Sequence[Generation]]) -> list[tuple[int, int
     return found
 
 
-def _prompt_tokens(branch: Sequence[Generation]) -> tuple[int, ...]:
+def _tokens_before_first_trained(branch: Sequence[Generation]) -> tuple[int, ...]:
     """Return all tokens before the first trained generation."""
     return next(one for one in branch if one.is_trained).prompt.context_tokens
 

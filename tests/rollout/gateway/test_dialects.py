@@ -125,7 +125,7 @@ async def test_counting_the_tokens_of_a_text_that_is_too_long_does_not_stop_the_
         await policy.messages.create(model="policy", messages=HELLO, max_tokens=9)
     one.reward = 1.0
     assert one.stopped is None
-    assert [row.ended for row in one.trajectories(Ended.ANSWERED)] == [Ended.ANSWERED]
+    assert [row.ended for row in one.build_trajectories(Ended.ANSWERED)] == [Ended.ANSWERED]
 
 
 async def test_the_reason_why_a_message_ended() -> None:
@@ -386,7 +386,9 @@ async def test_of_clients_and_engines_killed_at_random_nothing_is_trained_twice_
                 task.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
     once = [
-        segment.text.removesuffix("<|im_end|>") for row in one.trajectories(Ended.ANSWERED) for segment in row.segments
+        segment.text.removesuffix("<|im_end|>")
+        for row in one.build_trajectories(Ended.ANSWERED)
+        for segment in row.segments
     ]
     assert len(received) >= 20
     assert set(received) <= set(once)

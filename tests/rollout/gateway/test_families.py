@@ -116,7 +116,7 @@ async def test_a_template_that_wants_the_call_before_its_response_writes_it_anew
     assert shown.endswith(
         '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}] {"content": 5, "call_id": "call00000"}'
     )
-    rows = one.trajectories(Ended.ANSWERED)
+    rows = one.build_trajectories(Ended.ANSWERED)
     assert [row.turns for row in rows] == [1, 1]
 
 

@@ -393,10 +393,10 @@ async def test_a_reply_whose_client_is_gone_is_not_delivered() -> None:
         release.set()
         while not one.tree.generations or one.tree.generations[0].delivered is None:
             await asyncio.sleep(0.01)
-        assert one.trajectories(Ended.ANSWERED)[0].is_excluded
+        assert one.build_trajectories(Ended.ANSWERED)[0].is_excluded
         again = {"x-stainless-retry-count": "1"}
         await policy.chat.completions.create(model="policy", messages=HELLO, extra_headers=again)
-    assert not one.trajectories(Ended.ANSWERED)[0].is_excluded  # the repetition got it
+    assert not one.build_trajectories(Ended.ANSWERED)[0].is_excluded  # the repetition got it
     assert (one.counts["replayed"], len(one.tree.generations)) == (1, 1)
 
 

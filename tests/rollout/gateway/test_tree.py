@@ -20,7 +20,7 @@ from agentrl_envs.types import Ended
 
 def played(one: Any, ended: Ended = Ended.ANSWERED) -> tuple[Trajectory, ...]:
     one.reward = 1.0
-    return one.trajectories(ended)
+    return one.build_trajectories(ended)
 
 
 def engine_of(*texts: str) -> Any:
