@@ -187,7 +187,7 @@ async def test_dynamic_sampling_takes_more_of_what_is_there() -> None:
     policy = Policy()
     async with working(policy, max_staleness=1, max_extra_rounds=3, problems_per_step=2) as worker:
         # Two batches of four, as if the filters had refused the first two groups.
-        play = worker._open_source(1)
+        play = worker._start_source(1)
         deadline = asyncio.get_running_loop().time() + 60
         first = await play.take_groups(2, step=1, deadline=deadline)
         more = await play.take_groups(2, step=1, deadline=deadline, refill=True)
