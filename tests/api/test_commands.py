@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
 import threading
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from deepspeed import DeepSpeedEngine
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import agentrl
@@ -36,6 +38,11 @@ SMALL: dict[str, Any] = {
     "telemetry": {"plots": False},
 }
 RECORDS: list[Any] = []
+
+
+def count_engines() -> int:
+    gc.collect()
+    return sum(type(one) is DeepSpeedEngine for one in gc.get_objects())
 
 
 @pytest.fixture(scope="module")
@@ -64,11 +71,13 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
     variables, seed, threads = dict(os.environ), torch.initial_seed(), torch.get_num_threads()
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    engines = count_engines()
     trained = asyncio.run(in_an_event_loop())
     changed = {name for name in os.environ if os.environ[name] != variables.get(name)}
     assert not changed & {"RANK", "WORLD_SIZE", "MASTER_PORT", "PYTHONPATH", "DS_ACCELERATOR"}
     assert (torch.initial_seed(), torch.get_num_threads()) == (seed, threads)
     assert not torch.distributed.is_initialized()
+    assert count_engines() == engines  # the model and the optimizer's state are freed
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == handlers
     return trained
 

@@ -154,6 +154,7 @@ def fine_tune(
         engine.backward(-statistics.log_probs.sum() / len(statistics.log_probs))
         engine.step()
         report(step, -float(statistics.log_probs[:tokens].detach().mean()))
+    engine.close()
     model.eval()
 
 

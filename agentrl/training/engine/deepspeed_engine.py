@@ -404,6 +404,13 @@ class TrainingEngine(Generic[_Module_co]):
         """Move the state that :meth:`offload_to_cpu` moved back to the GPU."""
         self._engine.reload_states()
 
+    def close(self) -> None:
+        """Free the model and the optimizer's state once nothing else refers to them. The engine cannot train any more.
+
+        Otherwise, DeepSpeed's gradient hooks keep both alive, and each run in a program adds another copy.
+        """
+        self._engine.destroy()
+
     def copy_rank_state(self) -> RankState:
         """Copy this rank's part of parameters, optimizer, schedule and random state, for a checkpoint."""
         return copy_rank_state(self.module, self._engine.optimizer, updates=self._schedule.last_epoch, rank=self.rank)

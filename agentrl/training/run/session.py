@@ -146,6 +146,7 @@ class TrainingSession:
             bfloat16=settings.model.dtype == "bfloat16",
             updates=updates,
         )
+        opened.callback(self._engine.close)
         check_packed_forward(path, self._policy)
         self._adapter = adapter_record(settings.model.lora, base=path)
         has_critic = "values" in estimator_requirements(objective).inputs
@@ -160,6 +161,7 @@ class TrainingSession:
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
             self._engines["critic"] = self._critic.engine
+            opened.callback(self._critic.engine.close)
         self._writer = CheckpointWriter(self._checkpoints, settings.checkpoint, published=self._publish_best_policy)
         opened.callback(self._writer.close)
         self._moves_state = bool(engine_facts(settings.rollout).shares_gpus) and settings.training.offload == "none"
