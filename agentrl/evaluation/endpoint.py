@@ -124,7 +124,7 @@ class TextEngine:
         self._fingerprints: set[str] = set()
         self.retries = 0
 
-    async def open(self) -> None:
+    async def choose_and_test_model(self) -> None:
         """Choose the model and sample one token as a test.
 
         ``evaluation.endpoint.model`` is required if the endpoint does not list its models. Raises SettingsError for

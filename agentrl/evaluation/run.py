@@ -81,7 +81,7 @@ def _open_configured_endpoint(settings: EvaluationSections, runner: asyncio.Runn
         return
     engine = TextEngine(settings.evaluation.endpoint)
     try:
-        runner.run(engine.open())
+        runner.run(engine.choose_and_test_model())
         yield engine
     finally:
         runner.run(engine.close())

@@ -335,9 +335,9 @@ def _read_problems(
 
 def _read_rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
     if path.startswith(HARBOR):
-        from agentrl_envs.adapters.harbor_tasks import task_rows
+        from agentrl_envs.adapters.harbor_tasks import read_task_rows
 
-        return task_rows(path.removeprefix(HARBOR))
+        return read_task_rows(path.removeprefix(HARBOR))
     file = Path(path)
     if _is_file(path):
         if settings.split != DEFAULT_SPLIT:

@@ -15,7 +15,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
 from agentrl.viewer.explain import explain_token
 from agentrl.viewer.run_files import choose_plotted_indices, json_numbers, load_run_plugins, to_json
-from agentrl.viewer.what_if import WhatIf, list_estimator_forms, merge_options_with_defaults, what_if
+from agentrl.viewer.what_if import WhatIf, compute_what_if, list_estimator_forms, merge_options_with_defaults
 from agentrl_envs.registry import PluginError, describe_error
 
 
@@ -56,7 +56,7 @@ class RequestHandlers:
         stored, chosen = self._read_group_of_trajectory(step, trajectory)
         if estimator_needs(estimator, **merge_options_with_defaults(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
-        result = what_if(stored, chosen, estimator=estimator, options=options, size=size)
+        result = compute_what_if(stored, chosen, estimator=estimator, options=options, size=size)
         names = {f"what_if_{name}": name for name in ("advantages", "baselines", "returns")}
         return {
             "estimator": result.estimator,

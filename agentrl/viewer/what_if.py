@@ -115,7 +115,7 @@ class WhatIf:
     power_before: float
 
 
-def what_if(
+def compute_what_if(
     step: StoredStep,
     trajectory: StoredTrajectory,
     *,

@@ -263,7 +263,7 @@ def validate_timeout(seconds: float) -> float:
     return seconds
 
 
-def execution_frame(operation: str, identifier: int, execution: Execution) -> Frame[ExecutionHeader]:
+def build_execution_frame(operation: str, identifier: int, execution: Execution) -> Frame[ExecutionHeader]:
     """Build the frame that answers a request with an execution."""
     header: ExecutionHeader = {
         "op": operation,
@@ -280,7 +280,7 @@ def execution_frame(operation: str, identifier: int, execution: Execution) -> Fr
 
 
 def execution_from_frame(header: ExecutionHeader, blobs: Sequence[bytes]) -> Execution:
-    """Parse a frame that ``execution_frame`` built."""
+    """Parse a frame that ``build_execution_frame`` built."""
     stdout, stderr = (blob.decode("utf-8", "replace") for blob in blobs[:2])
     return Execution(
         outcome=Outcome(header["outcome"]),

@@ -74,7 +74,7 @@ class ForkServerProcess(asyncio.Protocol):
     def __init__(self, process: subprocess.Popen[bytes], messages: IO[bytes]) -> None:
         loop = asyncio.get_running_loop()
         self.exited = False
-        self.layers: dict[str, int] = {}  # see ``child.available_layers``
+        self.layers: dict[str, int] = {}  # see ``child.detect_available_layers``
         self.hello: asyncio.Future[str] = loop.create_future()
         self.ready: asyncio.Future[None] = loop.create_future()
         self.on_session_ended: Callable[[int, str], None] = lambda session, why: None

@@ -28,7 +28,7 @@ from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.adapters.harbor import TaskShell
 from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest_of_build
-from agentrl_envs.adapters.harbor_tasks import HarborTask, read_task, task_rows
+from agentrl_envs.adapters.harbor_tasks import HarborTask, read_task, read_task_rows
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import ContainerSettings, HarborSettings
@@ -116,7 +116,7 @@ def test_missing_files_are_named(tmp_path: Path, removed: str, message: str) -> 
         with pytest.raises(PluginError, match=r"instruction\.md is not encoded in UTF-8: .* byte 0xff in position 0"):
             read_task(task)
     with pytest.raises(PluginError, match=r"contains no tasks: neither task\.toml nor \*/task\.toml exists"):
-        list(task_rows(str(task / "environment")))
+        list(read_task_rows(str(task / "environment")))
 
 
 def test_commands_of_the_example_s_agent_end_with_their_shell() -> None:

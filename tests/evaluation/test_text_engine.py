@@ -332,7 +332,7 @@ async def test_the_other_refusals_are_typed() -> None:
 
 async def test_opening_finds_the_only_model_and_samples_a_token() -> None:
     endpoint = Endpoint(stream(said("x")), model=None, models=["served"])
-    await endpoint.engine.open()
+    await endpoint.engine.choose_and_test_model()
     assert endpoint.engine.model == "served"
     assert (endpoint.bodies[0]["max_tokens"], endpoint.bodies[0]["model"]) == (1, "served")
     assert endpoint.engine.fingerprint() == "not reported by the endpoint"
@@ -340,17 +340,17 @@ async def test_opening_finds_the_only_model_and_samples_a_token() -> None:
 
 async def test_what_the_user_must_mend_is_said_at_opening() -> None:
     with pytest.raises(SettingsError, match=r"serves 2 models \(a, b\): choose one with --model"):
-        await Endpoint(model=None, models=["a", "b"]).engine.open()
+        await Endpoint(model=None, models=["a", "b"]).engine.choose_and_test_model()
     with pytest.raises(SettingsError, match="does not serve 'm'; it serves: a, b"):
-        await Endpoint(models=["a", "b"]).engine.open()
+        await Endpoint(models=["a", "b"]).engine.choose_and_test_model()
     with pytest.raises(SettingsError, match="rejects the request: 400 Bad Request: temperature"):
-        await Endpoint(refused(400, "temperature")).engine.open()
+        await Endpoint(refused(400, "temperature")).engine.choose_and_test_model()
     with pytest.raises(WorldError, match="is not available: refused"):
-        await Endpoint(*[httpx.ConnectError("refused")] * 9, retry_deadline=0.01).engine.open()
+        await Endpoint(*[httpx.ConnectError("refused")] * 9, retry_deadline=0.01).engine.choose_and_test_model()
 
 
 async def test_the_fingerprint_is_what_the_endpoint_tells() -> None:
     event = {"system_fingerprint": "fp_1", "choices": [{"delta": {"content": "x"}, "finish_reason": "stop"}]}
     endpoint = Endpoint(stream(Pieces([event, "[DONE]"])))
-    await endpoint.engine.open()
+    await endpoint.engine.choose_and_test_model()
     assert endpoint.engine.fingerprint() == "system_fingerprint fp_1"

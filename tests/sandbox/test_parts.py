@@ -42,9 +42,9 @@ def test_a_capture_keeps_head_and_tail(pieces, half):
     capture = OutputCapture(read, 2 * half)
     for piece in pieces:
         os.write(write, piece)
-        assert capture.drain(1000)
+        assert capture.read_and_check_open(1000)
     os.close(write)
-    assert not capture.drain(1000)
+    assert not capture.read_and_check_open(1000)
     capture.close()
     whole = b"".join(pieces)
     assert capture.total == len(whole)

@@ -30,7 +30,7 @@ from agentrl.viewer.app import STATIC, make_app
 from agentrl.viewer.export import export_run_page
 from agentrl.viewer.runs import Library
 from agentrl.viewer.serve import CalculationClient, open_local_listener
-from agentrl.viewer.what_if import recompute_advantages, what_if
+from agentrl.viewer.what_if import compute_what_if, recompute_advantages
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 HERE = CHROMIUM is not None or os.environ.get("CI") == "true"  # in CI there must be one
@@ -236,7 +236,7 @@ def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run
     page.get_by_label("N: rollouts").select_option("2")
     page.get_by_role("button", name="Compute").click()
     step = read_step(run, 3)
-    found = what_if(
+    found = compute_what_if(
         step, step.trajectories[0], estimator="tir_otb", options={"tail": "self", "leave_one_out": True}, size=2
     )
     expect(page.locator("[data-power]")).to_have_attribute("data-power", str(found.power))

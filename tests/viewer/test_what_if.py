@@ -16,7 +16,7 @@ from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
 from agentrl.viewer.calculations import RequestHandlers
-from agentrl.viewer.what_if import list_estimator_forms, what_if
+from agentrl.viewer.what_if import compute_what_if, list_estimator_forms
 
 CHOICES = [
     ("rloo", {}),
@@ -62,7 +62,7 @@ def straight(step: StoredStep, kept: list[StoredTrajectory], name: str, options:
 @pytest.mark.parametrize(("name", "options"), CHOICES)
 def test_it_equals_compute_advantages(step: StoredStep, name: str, options: dict[str, Any]) -> None:
     chosen = step.trajectories[1]
-    found = what_if(step, chosen, estimator=name, options=options)
+    found = compute_what_if(step, chosen, estimator=name, options=options)
     trained = [item for item in step.trajectories if item.tokens is not None]
     wide = ESTIMATORS[name].requirements(ESTIMATORS[name].make_options(name, options)).step_wide
     group = trained if wide else step.trained_group(chosen)
@@ -74,7 +74,7 @@ def test_it_equals_compute_advantages(step: StoredStep, name: str, options: dict
 
 def test_of_n_rollouts_the_chosen_one_and_the_first_others_are_taken(step: StoredStep) -> None:
     chosen = step.trajectories[6]
-    found = what_if(step, chosen, estimator="rloo", size=3)
+    found = compute_what_if(step, chosen, estimator="rloo", size=3)
     kept = [item for item in step.trained_group(chosen) if item.key.sample in (0, 1, 6)]
     assert list(found.columns) == [item.key for item in kept]
     for item, expected in zip(kept, straight(step, kept, "rloo", {}), strict=True):
@@ -82,15 +82,15 @@ def test_of_n_rollouts_the_chosen_one_and_the_first_others_are_taken(step: Store
 
 
 def test_the_runs_own_estimator_changes_nothing(step: StoredStep) -> None:
-    found = what_if(step, step.trajectories[0], estimator="tir_otb")
+    found = compute_what_if(step, step.trajectories[0], estimator="tir_otb")
     assert found.power == pytest.approx(found.power_before, rel=1e-12)
 
 
 def test_what_cannot_be_computed_says_why(step: StoredStep) -> None:
     with pytest.raises(SettingsError, match="the step did not train on trajectory 2"):
-        what_if(step, step.trajectories[2], estimator="rloo")
+        compute_what_if(step, step.trajectories[2], estimator="rloo")
     with pytest.raises(SettingsError, match="N must be 1 to 6"):
-        what_if(step, step.trajectories[0], estimator="rloo", size=7)
+        compute_what_if(step, step.trajectories[0], estimator="rloo", size=7)
 
 
 def test_the_forms_name_every_estimator_and_option() -> None:
@@ -105,10 +105,12 @@ def test_requests_are_answered_in_json(run: RunDirectory, step: StoredStep) -> N
     answers = RequestHandlers(run)
     question = {"ask": "what_if", "step": 2, "trajectory": 1, "estimator": "rloo", "options": {}, "size": None}
     answer = json.loads(answers.answer(question))["answer"]
-    expected = what_if(step, step.trajectories[1], estimator="rloo").columns[step.trajectories[1].key]
+    expected = compute_what_if(step, step.trajectories[1], estimator="rloo").columns[step.trajectories[1].key]
     np.testing.assert_array_equal(np.float32(answer["fields"]["what_if_advantages"]), expected["advantages"])
     wide = json.loads(answers.answer(question | {"estimator": "reinforce_pp_baseline"}))["answer"]
-    expected = what_if(step, step.trajectories[1], estimator="reinforce_pp_baseline").columns[step.trajectories[1].key]
+    expected = compute_what_if(step, step.trajectories[1], estimator="reinforce_pp_baseline").columns[
+        step.trajectories[1].key
+    ]
     np.testing.assert_array_equal(np.float32(wide["fields"]["what_if_advantages"]), expected["advantages"])
     gone = json.loads(answers.answer(question | {"trajectory": 99}))
     assert "step 2 has no trajectory 99" in gone["error"]

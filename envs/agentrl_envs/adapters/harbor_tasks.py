@@ -144,7 +144,7 @@ def _read(file: Path) -> str:
         raise PluginError(f"{file} is not encoded in UTF-8: {error}") from error
 
 
-def task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
+def read_task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the file and the data row of each task in a directory. Raises PluginError if there are no tasks."""
     root = Path(directory).expanduser().absolute()
     files = [root / "task.toml"] if (root / "task.toml").is_file() else sorted(root.glob("*/task.toml"))

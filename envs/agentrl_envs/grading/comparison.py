@@ -47,7 +47,7 @@ from agentrl_envs.grading.expressions import (
     Number,
     Symbol,
     divide,
-    functions_in,
+    function_names_in,
     symbol_names,
 )
 from agentrl_envs.grading.spelling import remove_spaces_at_signs
@@ -248,7 +248,7 @@ def _same_angle(reference: Quantity, answer: Quantity) -> bool:
         return False
     other = answer if degrees[0] is reference else reference
     if other.unit is None:
-        is_radians = not functions_in(other.tree).isdisjoint(_RADIAN_FUNCTIONS)
+        is_radians = not function_names_in(other.tree).isdisjoint(_RADIAN_FUNCTIONS)
     else:
         is_radians = other.unit.dimension == (("rad", 1),)
     return (
@@ -454,7 +454,7 @@ def _equates_unequal_numbers(relation: Relation) -> bool:
     """Return True if a relation states that unequal numbers are equal."""
     rounded = "~" in relation.signs
     trees = [part.tree for part in relation.parts if isinstance(part, Quantity) and not symbol_names(part.tree)]
-    trees = [tree for tree in trees if not any(function.startswith("call ") for function in functions_in(tree))]
+    trees = [tree for tree in trees if not any(function.startswith("call ") for function in function_names_in(tree))]
     return any(
         not (expressions_equal(one, other) or (rounded and _approximately_equal(one, other)))
         for one, other in pairwise(trees)

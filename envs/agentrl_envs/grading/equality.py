@@ -43,7 +43,7 @@ from agentrl_envs.grading.expressions import (
     FunctionCall,
     Number,
     contains_rounded_decimal,
-    functions_in,
+    function_names_in,
     in_canonical_order,
     symbol_names,
 )
@@ -63,7 +63,7 @@ def expressions_equal(left: Expression, right: Expression) -> bool | None:
     """Return True if two expressions are equal, False if they differ, and None if their values are inconclusive."""
     if left == right:
         return True
-    if "percent" in functions_in(left) ^ functions_in(right):  # data sets write 9 % both as 9 and as 0.09
+    if "percent" in function_names_in(left) ^ function_names_in(right):  # data sets write 9 % both as 9 and as 0.09
         bare = [_without_percent(tree) for tree in (left, right)]
         if bare != [left, right] and expressions_equal(*bare):
             return True
@@ -139,7 +139,7 @@ def _equal_at_point(left: Expression, right: Expression, point: dict[str, Fracti
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
         # Rounding errors can make a sum that cancels to zero look tiny. Without such sums, a tiny value is exact.
-        exact = functions_in(left) | functions_in(right) <= _FUNCTIONS_WITHOUT_CANCELLATION
+        exact = function_names_in(left) | function_names_in(right) <= _FUNCTIONS_WITHOUT_CANCELLATION
         if not _nearly_equal(first, second, _PRECISIONS[0], relative=exact):
             return False
         digits = _digits_for_comparison(first)

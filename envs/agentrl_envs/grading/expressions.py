@@ -88,6 +88,6 @@ def contains_rounded_decimal(tree: Expression) -> bool:
     )
 
 
-def functions_in(tree: Expression) -> frozenset[str]:
+def function_names_in(tree: Expression) -> frozenset[str]:
     """Return the operators and functions in the tree."""
     return frozenset(part.function for part in subtrees(tree) if isinstance(part, FunctionCall))

@@ -9,7 +9,7 @@ from typing import Self
 
 from agentrl_envs.chat import ChatFormat
 from agentrl_envs.episode import EpisodeUsageError
-from agentrl_envs.protocols.texts import prepend_setup, result_text
+from agentrl_envs.protocols.texts import format_execution_result, prepend_setup
 from agentrl_envs.registry import PROTOCOLS
 from agentrl_envs.settings import ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.tools import NO_TOOLS, ToolSet
@@ -117,7 +117,7 @@ class TextProtocol(ABC):
 
     def result_for_model(self, execution: Execution) -> str:
         """Return the output or the error that the model reads, shortened to ``observation_limit`` characters."""
-        return result_text(execution, self.observation_limit)
+        return format_execution_result(execution, self.observation_limit)
 
     def observation(self, text: str, results: Sequence[str]) -> str:
         """Return the text that follows the turn ``text``: the results in plain text, or as a user message."""

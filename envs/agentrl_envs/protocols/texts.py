@@ -23,7 +23,7 @@ _OUTCOME_NOTES = {
 _CUT_NOTE = "\n[... output cut ...]\n"
 
 
-def result_text(execution: Execution, limit: int) -> str:
+def format_execution_result(execution: Execution, limit: int) -> str:
     """Return the output or the error: a note if a limit ended the program, otherwise the last line of stderr."""
     return truncate_output(
         _OUTCOME_NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit
@@ -93,7 +93,7 @@ class PythonBlock(NamedTuple):
     end: int
 
 
-def python_blocks(text: str, *, bare: bool = True) -> Iterator[PythonBlock]:
+def find_python_blocks(text: str, *, bare: bool = True) -> Iterator[PythonBlock]:
     """Yield the Python blocks in order. The last block may be open.
 
     With ``bare``, a fence without a language also opens a block.
@@ -118,7 +118,7 @@ def python_blocks(text: str, *, bare: bool = True) -> Iterator[PythonBlock]:
 
 def first_python_block(text: str) -> PythonBlock | None:
     """Return the first Python block, open or closed, or None."""
-    return next(python_blocks(text), None)
+    return next(find_python_blocks(text), None)
 
 
 def _unindent_program(body: str, indent: str) -> str:

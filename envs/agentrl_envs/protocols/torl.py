@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from agentrl_envs.protocols.base import ParsedTurn, TextProtocol, malformed_turn
-from agentrl_envs.protocols.texts import PythonBlock, last_boxed_answer, python_blocks
+from agentrl_envs.protocols.texts import PythonBlock, find_python_blocks, last_boxed_answer
 from agentrl_envs.types import Problem
 
 _OUTPUT_FENCE = "```output"
@@ -53,8 +53,8 @@ class ToRLProtocol(TextProtocol):
         start = text.find(_OUTPUT_FENCE)
         if start >= 0:
             # Keep the backticks of the output fence, because they may close the program.
-            return _turn_with_last_program(list(python_blocks(text[: start + 3], bare=False)))
-        blocks = list(python_blocks(text, bare=False))
+            return _turn_with_last_program(list(find_python_blocks(text[: start + 3], bare=False)))
+        blocks = list(find_python_blocks(text, bare=False))
         answer = last_boxed_answer(_remove_blocks(text, blocks))
         if blocks and blocks[-1].program is None:
             return malformed_turn(_NOT_CLOSED)

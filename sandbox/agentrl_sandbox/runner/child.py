@@ -245,7 +245,7 @@ def programs_can_signal_init(config: RunnerConfig) -> bool:
     return config.isolate == "none" and landlock_version() < SCOPES_SINCE
 
 
-def available_layers(config: RunnerConfig) -> dict[str, int]:
+def detect_available_layers(config: RunnerConfig) -> dict[str, int]:
     """Return the layers available here: the version of Landlock, and 1 or 0 for each other layer."""
     return {
         "landlock": landlock_version(),

@@ -113,7 +113,7 @@ SHARED_MEMORY = "/dev/shm"
 _DIRECTORY_FLAGS = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW
 
 
-def is_clean(scratch: str, user: int | None) -> bool:
+def has_no_leftover_files(scratch: str, user: int | None) -> bool:
     """Return True if a program left no files in its scratch directory or, with a separate user, in shared memory."""
     with os.scandir(scratch) as entries:
         if any(entries):
@@ -205,7 +205,7 @@ def clean_up_server(config: RunnerConfig, directory: str) -> None:
     with contextlib.suppress(FileNotFoundError):
         for name in os.listdir(directory):
             slot, user = f"{directory}/{name}", config.first_user + int(name) if separate_users else None
-            if not is_clean(slot, user):
+            if not has_no_leftover_files(slot, user):
                 run_as_and_wait(user, functools.partial(remove_program_files, slot, user))
             os.rmdir(slot)
         os.rmdir(directory)

@@ -49,7 +49,7 @@ class OutputCapture:
         self._tail: deque[bytes] = deque()
         self._tail_size = 0
 
-    def drain(self, max_bytes: int) -> bool:
+    def read_and_check_open(self, max_bytes: int) -> bool:
         """Read available data, about ``max_bytes`` bytes at most. Returns True while the stream is open."""
         bytes_read = 0
         while self.open and bytes_read < max_bytes:
@@ -347,7 +347,7 @@ class ZygoteHandle:
         message: ProcessMessage = json.loads(data)
         return message
 
-    def close(self) -> int:
+    def kill_and_reap(self) -> int:
         """Kill the zygote and its children. Returns its exit status."""
         self._socket.close()
         self._process.kill()

@@ -23,10 +23,10 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 
-from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, execution_frame, pack_frame
+from agentrl_sandbox.call import ExecutionHeader, Frame, FrameBuffer, build_execution_frame, pack_frame
 from agentrl_sandbox.runner import cleanup, kernel
 from agentrl_sandbox.runner.child import (
-    available_layers,
+    detect_available_layers,
     enter_namespaces,
     enter_user_namespace_as_root,
     has_separate_users,
@@ -74,7 +74,7 @@ def main() -> None:
     except OSError as error:
         why = str(error) or type(error).__name__
     client = socket.socket(fileno=int(sys.argv[2]))
-    client.sendall(pack_frame({"op": "hello", "why": why, "layers": available_layers(config)}))
+    client.sendall(pack_frame({"op": "hello", "why": why, "layers": detect_available_layers(config)}))
     if why:
         return
     server = ForkServer(config, client)
@@ -150,7 +150,7 @@ class ForkServer:
 
     def close(self) -> None:
         for zygote in self._zygotes.values():
-            zygote.close()
+            zygote.kill_and_reap()
         if self._without_namespaces:
             cleanup.clean_up_server(self._config, self._scratch)
 
@@ -238,7 +238,7 @@ class ForkServer:
 
     def drain_output(self, program: Program) -> None:
         for capture in (program.stdout, program.stderr):
-            if capture.open and not capture.drain(self._config.flood_limit):
+            if capture.open and not capture.read_and_check_open(self._config.flood_limit):
                 self._epoll.unregister(capture.descriptor)
 
     def finish_program(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]:
@@ -247,7 +247,7 @@ class ForkServer:
         for capture in (program.stdout, program.stderr):
             if self._captures.pop(capture.descriptor, None) is not None and capture.open:
                 self._epoll.unregister(capture.descriptor)
-        frame = execution_frame("done", program.identifier, program.to_execution(ending))
+        frame = build_execution_frame("done", program.identifier, program.to_execution(ending))
         program.close()
         return frame
 
@@ -263,12 +263,12 @@ class ForkServer:
             return
         program.reason = reason
         if program.session is not None:
-            self._sessions.kill(program.session)
+            self._sessions.kill_interpreter(program.session)
         else:
             self._zygotes[program.zygote].send_command("kill", program.identifier)
 
     def _on_output(self, program: Program, capture: OutputCapture) -> None:
-        if not capture.drain(_MAX_READ_BYTES):
+        if not capture.read_and_check_open(_MAX_READ_BYTES):
             self._epoll.unregister(capture.descriptor)
         if program.stdout.total + program.stderr.total > self._config.flood_limit:
             self.kill(program, Outcome.OUTPUT_LIMIT)
@@ -290,7 +290,7 @@ class ForkServer:
 
     def release_slot(self, slot: int, kind: str) -> None:
         """Free a slot. A slot with leftover files becomes free after the zygote has cleaned it."""
-        if not self._without_namespaces or cleanup.is_clean(f"{self._scratch}/{slot}", self._user(slot)):
+        if not self._without_namespaces or cleanup.has_no_leftover_files(f"{self._scratch}/{slot}", self._user(slot)):
             self._return_slot(slot)
             return
         self._unclean_slots[slot] = kind
@@ -343,7 +343,7 @@ class ForkServer:
         else:
             self.drain_output(program)
             assert program.status is not None
-            program.status.drain(_MAX_READ_BYTES)
+            program.status.read_and_check_open(_MAX_READ_BYTES)
             ending = determine_ending(program, message["status"], message["cpu"])
         self._finish_and_reply(program, ending)
 
@@ -351,7 +351,7 @@ class ForkServer:
         """Replace a dead zygote, whose programs died with it. Raises RuntimeError if the zygote never became ready."""
         self._epoll.unregister(zygote.fileno())
         del self._zygotes_by_descriptor[zygote.fileno()]
-        status = zygote.close()
+        status = zygote.kill_and_reap()
         why = f"the {zygote.kind} interpreter exited with status {status}"
         if not zygote.ready:
             raise RuntimeError(f"{why} before it was ready")

@@ -392,7 +392,7 @@ class SessionManager:
     def _on_process_started(self, session: ServerSession, pid: int, error: int) -> None:
         session.pid = pid
         if session.why and pid:  # the session was closed before its process had started
-            self.kill(session.identifier)
+            self.kill_interpreter(session.identifier)
         if session.request:
             self._server.reply({"op": "opened", "id": session.request})
             session.request = 0
@@ -442,7 +442,7 @@ class SessionManager:
 
     # -- exits and limits -----------------------------------------------------------------------------------------
 
-    def kill(self, number: int) -> None:
+    def kill_interpreter(self, number: int) -> None:
         """Kill an interpreter. Its exit triggers the cleanup."""
         session = self._sessions[number]
         if session.program is not None and session.program.reason is not None and not session.why:
@@ -460,7 +460,7 @@ class SessionManager:
         if session.program is not None:
             self._server.kill(session.program, Outcome.KILLED)
         else:
-            self.kill(session.identifier)
+            self.kill_interpreter(session.identifier)
 
     def _remove_ended(self, session: ServerSession, why: str) -> None:
         """Remove a session whose process has ended, and answer all waiting requests."""

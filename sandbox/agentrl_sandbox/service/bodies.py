@@ -92,7 +92,7 @@ class ErrorAnswer(BaseModel):
     error: str | None = Field(None, description="name of the client's exception class")
 
 
-def execution_json(execution: Execution) -> dict[str, object]:
+def execution_to_json(execution: Execution) -> dict[str, object]:
     """Convert an execution to the JSON of an ``ExecutionAnswer``."""
     fields = {name: getattr(execution, name) for name in ExecutionAnswer.model_fields}
     return {**fields, "files": to_base64(execution.files)}

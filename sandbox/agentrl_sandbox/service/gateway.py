@@ -31,7 +31,7 @@ from agentrl_sandbox.service.bodies import (
     ProgramRequest,
     SessionAnswer,
     encode_json,
-    execution_json,
+    execution_to_json,
 )
 from agentrl_sandbox.service.guard import RequestGuard, bounded_protocol
 from agentrl_sandbox.service.pool import RunnerPool
@@ -219,7 +219,7 @@ def _add_program_endpoints(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
         """Run a program. It is killed if the client disconnects."""
-        return _json_response(execution_json(await gateway.run(request.to_call(), request.request_id)))
+        return _json_response(execution_to_json(await gateway.run(request.to_call(), request.request_id)))
 
 
 def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
@@ -234,7 +234,7 @@ def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
     @app.post("/v1/sessions/{session}/execute", response_model=ExecutionAnswer, tags=["sessions"])
     async def execute_in_session(session: str, request: ProgramRequest) -> Response:
         """Run a program in a session. The programs of a session run one at a time."""
-        return _json_response(execution_json(await gateway.run(request.to_call(session), request.request_id)))
+        return _json_response(execution_to_json(await gateway.run(request.to_call(session), request.request_id)))
 
     @app.post(
         "/v1/sessions/{session}/fork", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"]

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import cast
 
-from agentrl_sandbox.call import Call, CallSandbox, Frame, FrameBuffer, FrameError, execution_frame, pack_frame
+from agentrl_sandbox.call import Call, CallSandbox, Frame, FrameBuffer, FrameError, build_execution_frame, pack_frame
 from agentrl_sandbox.local import open_local
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.service import links
@@ -48,7 +48,7 @@ async def serve_runner(
     sandbox = await open_local(settings)
     try:
         service = RunnerService(sandbox, links.hello_header(settings, sandbox.isolation))
-        with listening_socket(sockets, name) as listener:
+        with listen_on_unix_socket(sockets, name) as listener:
             server = await loop.create_unix_server(service.new_connection, sock=listener)
             _log.info("runner %s is ready: %s", name, sandbox.isolation.describe())
             unused = asyncio.create_task(service.wait_until_unused(linger))
@@ -60,7 +60,7 @@ async def serve_runner(
 
 
 @contextmanager
-def listening_socket(directory: Path, name: str) -> Iterator[socket.socket]:
+def listen_on_unix_socket(directory: Path, name: str) -> Iterator[socket.socket]:
     """Listen on a socket ``NAME.sock`` that only the directory's owner can reach. The file is removed afterwards.
 
     The file appears when connections are accepted. The directory of another user, such as a directory mounted into a
@@ -244,7 +244,7 @@ class ConnectionFromGateway(asyncio.Protocol):
     ) -> Frame[Mapping[str, object]]:
         sandbox, operation = self._service.sandbox, header["op"]
         if operation == "execute":
-            return execution_frame("execution", identifier, await sandbox.run(Call.from_frame(header, blobs)))
+            return build_execution_frame("execution", identifier, await sandbox.run(Call.from_frame(header, blobs)))
         if operation == "open_session":
             session = await sandbox.open_session()
             self._sessions.add(session)

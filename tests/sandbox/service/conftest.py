@@ -20,7 +20,7 @@ from agentrl_sandbox.service import links
 from agentrl_sandbox.service.gateway import DrainingServer, Gateway, build_app, server_config
 from agentrl_sandbox.service.guard import RequestGuard
 from agentrl_sandbox.service.pool import RunnerPool
-from agentrl_sandbox.service.runner import RunnerService, listening_socket
+from agentrl_sandbox.service.runner import RunnerService, listen_on_unix_socket
 from agentrl_sandbox.types import PROPERTIES
 
 TOKEN = "the-token"
@@ -103,7 +103,7 @@ class RunningRunner:
         self._stack = AsyncExitStack()
 
     async def start(self) -> None:
-        listener = self._stack.enter_context(listening_socket(self._directory, self._name))
+        listener = self._stack.enter_context(listen_on_unix_socket(self._directory, self._name))
         server = await asyncio.get_running_loop().create_unix_server(self.service.new_connection, sock=listener)
         self._stack.callback(server.close)
 

@@ -191,11 +191,11 @@ async def test_a_runner_that_cannot_start_ends_the_service_with_its_message(tmp_
 
 async def test_two_runners_of_one_name_do_not_share_a_socket(tmp_path):
     from agentrl_sandbox.client import StartError
-    from agentrl_sandbox.service.runner import listening_socket
+    from agentrl_sandbox.service.runner import listen_on_unix_socket
 
-    with listening_socket(tmp_path / "s", "one"):
+    with listen_on_unix_socket(tmp_path / "s", "one"):
         assert (tmp_path / "s").stat().st_mode & 0o777 == 0o700
         assert (tmp_path / "s" / "one.sock").stat().st_mode & 0o777 == 0o600
-        with pytest.raises(StartError, match="another runner"), listening_socket(tmp_path / "s", "one"):
+        with pytest.raises(StartError, match="another runner"), listen_on_unix_socket(tmp_path / "s", "one"):
             pass
     assert list((tmp_path / "s").iterdir()) == []
