@@ -299,6 +299,35 @@ async def test_the_directory_of_the_reward_belongs_to_the_user_of_the_verifier(
         await container.close()
 
 
+_ATTACKS = """(for ((n = 0; ; n++)); do
+    cat /tests/*.sh /proc/[0-9]*/environ 2>/dev/null | tr '\\0' '\\n' | grep -a SECRET >> /tmp/seen
+    echo 1 2>/dev/null > /logs/verifier/reward.json
+    echo $n > /tmp/new; mv /tmp/new /tmp/n; sleep 0.02
+done) >/dev/null 2>&1 &
+until [ -s /tmp/n ]; do sleep 0.02; done"""
+_ATTACKED = """first=$(cat /tmp/n); while [ $(cat /tmp/n) -lt $((first + 3)) ]; do sleep 0.02; done  # SECRET
+if [ -s /tmp/seen ] || [ -e /logs/verifier/reward.json ] || [ -e /tests/mine ]; then exit 1; fi
+echo 0.5 > /logs/verifier/reward.txt"""
+
+
+@pytest.mark.slow
+async def test_processes_of_an_unprivileged_agent_see_no_tests_and_write_no_reward(
+    containers: TaskContainers, tmp_path: Path
+) -> None:
+    toml = "[agent]\nuser = 1000\n[verifier]\nenv = { KEY = 'SECRET' }"
+    directory = a_task(tmp_path / "task", toml=toml, test=_ATTACKED)
+    (directory / "tests").rename(tmp_path / "shared")
+    (directory / "tests").symlink_to(tmp_path / "shared")
+    container = await containers.start(read_task(directory))
+    try:
+        planted = "mkdir -p /tests /logs/verifier && touch /tests/mine && echo 1 > /logs/verifier/reward.json"
+        assert not (await container.execute(planted, timeout=30)).exit_code  # as the root of an image would
+        assert not (await container.execute(_ATTACKS, timeout=30, user=1000)).exit_code
+        assert await container.run_verifier() == 0.5
+    finally:
+        await container.close()
+
+
 def built(containers: TaskContainers, dockerfile: str) -> str:
     image, _ = containers.client.images.build(fileobj=io.BytesIO(dockerfile.encode()), labels={LABEL: "test"}, rm=True)
     return str(image.id)

@@ -284,8 +284,11 @@ class TaskContainer:
         verifier = self.task.config.verifier
         owner = self._user if verifier.user is None else verifier.user
         prepare = (
-            f"rm -rf /tests /logs/verifier && mkdir -p /logs/verifier /logs/artifacts && chown {owner} /logs/verifier"
+            "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier /logs/artifacts && "
+            f"chown {owner} /tests /logs/verifier"
         )
+        if self.task.config.agent.user is not None:  # processes of the agent may still run, and copy expected results
+            prepare += " && chmod 700 /tests /logs/verifier"
         done = await self.execute(prepare, timeout=_GRACE, user="root")
         if done.exit_code:  # for example because the agent's processes use up the limit of processes
             await self._containers.call_docker(partial(self._run_without_limits, "kill -9 -1", "root"), timeout=_GRACE)
@@ -314,7 +317,8 @@ class TaskContainer:
         if network is not None:
             self._containers.client.networks.get("none").disconnect(self._container)
             self._containers.client.networks.get(network).connect(self._container)
-        self._container.put_archive("/", _build_archive({"tests": self.task.directory / "tests"}))
+        tests = self.task.directory / "tests"
+        self._container.put_archive("/tests", _build_archive({path.name: path for path in tests.iterdir()}))
 
     def _read_reward_files(self) -> float:
         """Return the reward from the verifier's files. Raises ValueError if they contain none."""
@@ -405,7 +409,7 @@ def _build_archive(paths: Mapping[str, Path]) -> bytes:
     def owned(entry: tarfile.TarInfo) -> tarfile.TarInfo:
         entry.uid = entry.gid = 0
         entry.uname = entry.gname = "root"
-        entry.mode |= 0o755 if entry.isdir() or entry.name == "tests/test.sh" else 0o444
+        entry.mode |= 0o755 if entry.isdir() or entry.name == "test.sh" else 0o444
         return entry
 
     data = io.BytesIO()
