@@ -20,6 +20,7 @@ import argparse
 import asyncio
 import json
 import os
+import re
 import sys
 import tempfile
 import time
@@ -66,6 +67,7 @@ import { generateText, stepCountIs, streamText, tool } from "ai";
 import { createOpenAI } from "@ai-sdk/openai";
 import { createAnthropic } from "@ai-sdk/anthropic";
 import { execSync } from "node:child_process";
+import { writeFileSync } from "node:fs";
 import { z } from "zod";
 
 const env = process.env;
@@ -77,21 +79,34 @@ const shell = tool({
   inputSchema: z.object({ command: z.string() }),
   execute: async ({ command }) => execSync(command, { encoding: "utf-8" }),
 });
-const prompt = env.AGENTRL_STATEMENT;
-const asked = { model, tools: { shell }, stopWhen: stepCountIs(9), prompt, maxOutputTokens: 999 };
+const edit = tool({
+  description: "Write a file.",
+  inputSchema: z.object({ path: z.string(), text: z.string() }),
+  execute: async ({ path, text }) => writeFileSync(path, text) ?? "written",
+});
+const agent = tool({
+  description: "Delegate a task.",
+  inputSchema: z.object({ task: z.string() }),
+  execute: async ({ task }) => (await generateText({ ...limits, tools: { shell, edit }, prompt: task })).text,
+});
+const limits = { model, stopWhen: stepCountIs(9), maxOutputTokens: 999 };
+const compact = ({ messages }) => messages.length < 5 ? {} : {
+  messages: [messages[0], { role: "assistant", content: "I wrote it." }, { role: "user", content: "Go on." }],
+};
+const asked = { ...limits, tools: { shell, edit, agent }, prompt: env.AGENTRL_STATEMENT };
+if (env.COMPACT) asked.prepareStep = compact;
 const { text } = await generateText(asked);
 const streamed = streamText(asked);
 console.log(text, await streamed.text);
 """
 
 
-# Ends the session, compacts its history, and goes on with what is left of it.
-COMPACTED = (
-    "mktemp() {{ echo /tmp/home; }}; export -f mktemp; mkdir -p /tmp/home; bash /agent/{0}.sh {2} && "
-    "AGENTRL_STATEMENT={1} bash /agent/{0}.sh {2} --continue && "
-    "AGENTRL_STATEMENT='Go on.' bash /agent/{0}.sh {2} --continue"
-)
 DONE = "I wrote it."
+GO_ON = "AGENTRL_STATEMENT='Go on.' bash /agent"
+# Less than the conversation with LONG_OUTPUT, and more than its summary.
+CONTEXT = {"provider": {"gateway": {"models": {"policy": {"limit": {"context": 14_000, "output": 500}}}}}}
+LONG_OUTPUT = "seq 3000"
+PATCH = "apply_patch <<'END'\n*** Begin Patch\n{}\n*** End Patch\nEND"
 
 
 def call(name: str, **arguments: object) -> str:
@@ -99,64 +114,131 @@ def call(name: str, **arguments: object) -> str:
     return f'I go on.<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
-def shell_calls(name: str, key: str = "command") -> list[str]:
-    """Return calls of a tool that runs commands."""
-    return [call(name, **{key: one}) for one in ("echo one > note.txt", ADD_LINE)]
+def session(*commands: str) -> str:
+    """Return a command that runs commands with the same home directory, in which a client stores its session."""
+    return "mktemp() { echo /tmp/home; }; export -f mktemp; mkdir -p /tmp/home; " + " && ".join(commands)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Client:
-    """A command in the container, and the calls that the policy makes."""
+    """A command in the container, and the calls that the policy makes: write a file, edit it, run a command.
+
+    With ``delegation``, the main agent makes these calls, and its sub-agent makes the ``calls``.
+    """
 
     calls: list[str]
     command: str = ""  # by default the script of the client's name
-    delegated: bool = False  # a sub-agent makes the calls
+    delegation: tuple[str, ...] = ()
 
 
 CLAUDE = Client(
     command="bash /agent/claude.sh",
     calls=[
-        call("Write", file_path=NOTE, content="one\n"),
+        call("Write", file_path=NOTE, content="zero\n"),
+        call("Edit", file_path=NOTE, old_string="zero", new_string="one"),
         call("Bash", command=ADD_LINE, description="Add a line"),
+    ],
+)
+CODEX = Client(
+    command="bash /agent/codex.sh",
+    calls=[
+        call("exec_command", cmd=PATCH.format("*** Add File: note.txt\n+zero")),
+        call("exec_command", cmd=PATCH.format("*** Update File: note.txt\n@@\n-zero\n+one")),
+        call("exec_command", cmd=ADD_LINE),
     ],
 )
 QWEN = Client(
     command="bash /agent/qwen.sh",
     calls=[
-        call("write_file", file_path=NOTE, content="one\n"),
+        call("write_file", file_path=NOTE, content="zero\n"),
+        call("edit", file_path=NOTE, old_string="zero", new_string="one"),
         call("run_shell_command", command=ADD_LINE, is_background=False),
     ],
 )
+OPENCODE = Client(
+    command="bash /agent/opencode.sh",
+    calls=[
+        call("write", filePath=NOTE, content="zero\n"),
+        call("edit", filePath=NOTE, oldString="zero", newString="one"),
+        call("bash", command=ADD_LINE, description="Add a line"),
+    ],
+)
+AI = Client(
+    command="mkdir /tmp/ai && ln -s /agent/node_modules /tmp/ai && cat > /tmp/ai/agent.mjs <<'END' && "
+    f"/agent/bin/node /tmp/ai/agent.mjs\n{SDK}\nEND",
+    calls=[call("edit", path=NOTE, text="one\n"), call("shell", command=ADD_LINE)],
+)
+TO_AGENT = {"description": "note", "prompt": "Write it."}
+CLAUDE_TOOLS = "claude.sh --tools Write,Edit,Bash"
 CLIENTS = {
-    "mini": Client(calls=[*shell_calls("bash"), call("bash", command="echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT")]),
-    "claude": CLAUDE,
-    "claude_subagent": replace(CLAUDE, delegated=True),
-    "claude_compact": replace(CLAUDE, command=COMPACTED.format("claude", "/compact", "--tools Write,Bash")),
-    "codex": Client(calls=shell_calls("exec_command", "cmd")),
-    "qwen": QWEN,
-    "qwen_compact": replace(QWEN, command=COMPACTED.format("qwen", "/compress", "")),
-    "opencode": Client(
+    "mini": Client(
         calls=[
-            call("write", filePath=NOTE, content="one\n"),
-            call("bash", command=ADD_LINE, description="Add a line"),
-        ],
+            call("bash", command=command)
+            for command in (
+                "echo zero > note.txt",
+                "sed -i s/zero/one/ note.txt",
+                ADD_LINE,
+                "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT",
+            )
+        ]
+    ),
+    "claude": CLAUDE,
+    "claude_subagent": replace(CLAUDE, delegation=(call("Agent", subagent_type="general-purpose", **TO_AGENT),)),
+    "claude_compact": replace(
+        CLAUDE,
+        command=session(
+            f"bash /agent/{CLAUDE_TOOLS}",
+            f"AGENTRL_STATEMENT=/compact bash /agent/{CLAUDE_TOOLS} --continue",
+            f"{GO_ON}/{CLAUDE_TOOLS} --continue",
+        ),
+    ),
+    "codex": CODEX,
+    "codex_subagent": replace(
+        CODEX,
+        delegation=(
+            call("multi_agent_v1__spawn_agent", message="Write it."),
+            call("multi_agent_v1__wait_agent", targets=["AGENT_ID"], timeout_ms=600_000),
+        ),
+    ),
+    "codex_compact": replace(
+        CODEX,
+        command=session(
+            "bash /agent/codex.sh", f"{GO_ON}/codex.sh -c model_auto_compact_token_limit=1000 resume --last"
+        ),
+    ),
+    "qwen": QWEN,
+    "qwen_subagent": replace(QWEN, delegation=(call("agent", subagent_type="general-purpose", **TO_AGENT),)),
+    "qwen_compact": replace(
+        QWEN,
+        command=session(
+            "bash /agent/qwen.sh",
+            "AGENTRL_STATEMENT=/compress bash /agent/qwen.sh --continue",
+            f"{GO_ON}/qwen.sh --continue",
+        ),
+    ),
+    "opencode": OPENCODE,
+    "opencode_subagent": replace(OPENCODE, delegation=(call("task", subagent_type="general", **TO_AGENT),)),
+    "opencode_compact": replace(
+        OPENCODE,
+        calls=[*OPENCODE.calls, call("bash", command=LONG_OUTPUT, description="Count")],
+        command=session(
+            "bash /agent/opencode.sh",
+            f"echo '{json.dumps(CONTEXT)}' > opencode.json",
+            f"{GO_ON}/opencode.sh --continue",
+        ),
     ),
     **{
-        f"ai_{api}": Client(
-            command="mkdir /tmp/ai && ln -s /agent/node_modules /tmp/ai && cat > /tmp/ai/agent.mjs <<'END' && "
-            f"API={api} /agent/bin/node /tmp/ai/agent.mjs\n{SDK}\nEND",
-            calls=shell_calls("shell"),
-        )
-        for api in ("chat", "responses", "messages")
+        f"ai_{api}": replace(AI, command=f"export API={api}; {AI.command}") for api in ("chat", "responses", "messages")
     },
+    "ai_subagent": replace(AI, command=f"export API=chat; {AI.command}", delegation=(call("agent", task="Write it."),)),
+    "ai_compact": replace(AI, command=f"export API=chat COMPACT=1; {AI.command}"),
 }
 
 
 class CallingEngine(ScriptedEngine[None]):
     """Makes the calls in order, by the number of results in the prompt.
 
-    Requests without tools ask for a title or a summary. With ``delegated``, the sub-agent makes the calls. Its prompt
-    does not contain the task.
+    Requests without tools ask for a title or a summary. The prompt of a sub-agent does not contain the task.
     """
 
     def __init__(self, codec: TextCodec, model: torch.nn.Module, client: Client) -> None:
@@ -164,10 +246,7 @@ class CallingEngine(ScriptedEngine[None]):
         self._codec = codec
         self._model = model
         self._calls = client.calls
-        self._delegated: list[str] | None = None
-        if client.delegated:
-            self._delegated = client.calls
-            self._calls = [call("Agent", description="note", prompt="Write it.", subagent_type="general-purpose")]
+        self._delegation = client.delegation
         self.sampled: list[tuple[tuple[int, ...], tuple[int, ...]]] = []
 
     async def generate(
@@ -175,9 +254,10 @@ class CallingEngine(ScriptedEngine[None]):
     ) -> Completion:
         prompt = self._codec.decode(token_ids)
         made = prompt.count("<tool_response>")
-        calls = self._calls if self._delegated is None or TASK in prompt else self._delegated
+        calls = self._delegation if self._delegation and TASK in prompt else self._calls
         done = made >= len(calls) or DONE in prompt  # in a summary
         text = DONE if done or "<tools>" not in prompt else calls[made]
+        text = text.replace("AGENT_ID", next(iter(re.findall(r"agent_id\W+([0-9a-f-]{36})", prompt)), ""))
         completion = written(self._codec, text, ended=True)
         self.sampled.append((tuple(token_ids), completion.token_ids))
         scores = await asyncio.to_thread(score, self._model, [*token_ids, *completion.token_ids])

@@ -17,4 +17,4 @@ OPENCODE_CONFIG_CONTENT=$(cat <<END
 }
 END
 )
-exec /agent/node_modules/.bin/opencode run -m "gateway/$OPENAI_MODEL" "$AGENTRL_STATEMENT"
+exec /agent/node_modules/.bin/opencode run -m "gateway/$OPENAI_MODEL" "$@" "$AGENTRL_STATEMENT"
