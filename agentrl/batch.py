@@ -122,7 +122,7 @@ class MicroBatch:
             teacher_row = pack_row([*zip(prompts, responses, strict=True)])
         return cls(
             **{field.name: getattr(row, field.name).numpy() for field in fields(row) if field.name != "routes"},
-            routes=_routes(items, row),
+            routes=_pack_routes(items, row),
             run_lengths=np.array([len(segment.token_ids) for segment in segments], dtype=np.int32),
             run_sampled=np.array([segment.origin == "model" for segment in segments]),
             run_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
@@ -138,7 +138,7 @@ class MicroBatch:
             forks=np.array([item.fork for item in items]),
             weights=np.array([item.weight for item in items], dtype=np.float32),
             problem_weights=np.array([item.problem_weight for item in items], dtype=np.float32),
-            path_weights=np.array([item.path_fraction for item in items], dtype=np.float32),
+            path_weights=np.array([item.rollout_fraction for item in items], dtype=np.float32),
             truncated=np.array([item.ended.is_truncation for item in items]),
             trained=np.array([(item.group, item.sample, item.branch) not in no_loss for item in items]),
             home_ranks=np.array([0 if home_ranks is None else home_ranks[item.group] for item in items]),
@@ -161,7 +161,7 @@ class MicroBatch:
         return len(self.response_starts)
 
 
-def _routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
+def _pack_routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
     """Return the routes [L, R] of the tokens of ``row``, -1 for tokens without a route; None if there are no routes.
 
     A token of several trajectories has the route of the first trajectory, which sampled the token.

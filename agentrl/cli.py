@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from agentrl.errors import AgentRLError, with_help
+from agentrl.errors import AgentRLError, append_help_link
 
 if TYPE_CHECKING:
     from agentrl.config import Command, Settings
@@ -362,9 +362,9 @@ def view(
 @app.command()
 def doctor() -> None:
     """Show this machine's cores, GPUs, libraries and compiler, and the sandbox with its isolation."""
-    from agentrl.doctor import report
+    from agentrl.doctor import describe_machine_and_sandbox
 
-    for line in report():
+    for line in describe_machine_and_sandbox():
         typer.echo(line)
 
 
@@ -406,7 +406,7 @@ _add_sandbox_command(
 
 def main() -> None:
     """Run a command. User errors and external failures end with one message and an exit code, without a traceback."""
-    prepare_process()
+    configure_openmp_and_logging()
     sys.path.append("")  # the module of --env module:Class may be in the working directory, as with python -m
     try:
         app()
@@ -414,11 +414,11 @@ def main() -> None:
         code = _exit_code(error)
         if code is None:
             raise
-        typer.echo(f"error: {with_help(str(error))}", err=True)
+        typer.echo(f"error: {append_help_link(str(error))}", err=True)
         sys.exit(code)
 
 
-def prepare_process() -> None:
+def configure_openmp_and_logging() -> None:
     """Configure OpenMP and logging, before a command imports its libraries."""
     shorten_spinning()
     logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports the failure

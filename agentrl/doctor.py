@@ -8,7 +8,7 @@ from agentrl.telemetry.machine import describe_machine
 from agentrl_sandbox.client import SandboxError, SandboxSettings, open_sandbox
 
 
-def report() -> list[str]:
+def describe_machine_and_sandbox() -> list[str]:
     """Return console lines about the machine and the sandbox: its isolation, or the reason why it does not start."""
     return [*describe_machine(), f"sandbox: {asyncio.run(_describe_sandbox())}"]
 

@@ -67,15 +67,15 @@ class OutOfMemoryError(WorldError):
     exit_code: ClassVar[int] = 5
 
 
-def with_help(message: str) -> str:
+def append_help_link(message: str) -> str:
     """Append a line with the address of the message's entry in docs/how-to/troubleshooting.md, if there is one.
 
     The heading of an entry is the message that it explains, with `...` for values. If several entries match, the one
     with the longest heading is used.
 
-    >>> with_help("the run directory runs/first is not empty")
+    >>> append_help_link("the run directory runs/first is not empty")
     'the run directory runs/first is not empty\\nhelp: docs/how-to/troubleshooting.md#the-run-directory-is-not-empty'
-    >>> with_help("the run has ended")
+    >>> append_help_link("the run has ended")
     'the run has ended'
     """
     package = Path(str(resources.files("agentrl")))

@@ -117,9 +117,9 @@ class Trajectory:
     prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens. A *forked* rollout is a tree of
     alternatives whose edges are the branches. A branch that ended as ``forked`` continues in several branches. Every
     other branch ends a path and has a separate reward. ``path_weight`` is the weight of the branch
-    (:func:`with_path_weights`), and None in rollouts that are not forked. In forked rollouts, the tokens in ``weight``
-    are weighted by ``path_weight``, and ``reward`` is the reward of the path or, for a forked branch, the mean over its
-    paths.
+    (:func:`assign_path_weights`), and None in rollouts that are not forked. In forked rollouts, the tokens in
+    ``weight`` are weighted by ``path_weight``, and ``reward`` is the reward of the path or, for a forked branch, the
+    mean over its paths.
 
     ``problem_weight`` is a factor in the loss, which gives problems with different numbers of rollouts the same weight.
 
@@ -205,14 +205,14 @@ class Trajectory:
         return sum(len(segment.token_ids) for segment in self.segments if segment.origin == "model")
 
     @property
-    def path_fraction(self) -> float:
+    def rollout_fraction(self) -> float:
         """Fraction of a rollout that the trajectory counts as: ``path_weight``, or 1 if the rollout is not forked."""
         return 1.0 if self.path_weight is None else self.path_weight
 
     @property
     def token_weight(self) -> float:
         """Weight of a model token in the loss and its normalizer."""
-        return self.problem_weight * self.path_fraction
+        return self.problem_weight * self.rollout_fraction
 
     @property
     def length(self) -> int:
@@ -252,9 +252,9 @@ class Trajectory:
 
     def to_record(self) -> dict[str, Any]:
         """Return a JSON-serializable record with all fields."""
-        record = _record_of(self)  # asdict would copy every token separately
+        record = _fields_as_dict(self)  # asdict would copy every token separately
         record["problem"] = asdict(self.problem)
-        record["segments"] = [_record_of(segment) for segment in self.segments]
+        record["segments"] = [_fields_as_dict(segment) for segment in self.segments]
         record["tool_calls"] = [asdict(call) for call in self.tool_calls]
         return record
 
@@ -293,7 +293,7 @@ class Trajectory:
         )
 
 
-def with_path_weights(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
+def assign_path_weights(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     """Return the branches of a forked rollout, parents first, with their weights and the rewards of their paths.
 
     Every fork divides its weight equally among its branches. An excluded branch, and a fork without any other branch,
@@ -308,7 +308,7 @@ def with_path_weights(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     ...                       path_weight=1.0)
     >>> ends = (Ended.FORKED, Ended.STOPPED, Ended.STOPPED, Ended.INFRASTRUCTURE_FAILURE)
     >>> branches = [branch(n, -1 if n == 0 else 0, end) for n, end in enumerate(ends)]
-    >>> [item.path_weight for item in with_path_weights(branches)]
+    >>> [item.path_weight for item in assign_path_weights(branches)]
     [1.0, 0.5, 0.5, 0.0]
     """
     children: dict[int, int] = {}
@@ -353,7 +353,7 @@ def concatenate_branches(branches: Sequence[Trajectory]) -> Trajectory:
     return replace(last.as_single_trajectory(), prompt_ids=branches[0].prompt_ids, segments=segments)
 
 
-def _record_of(record: Trajectory | Segment) -> dict[str, Any]:
+def _fields_as_dict(record: Trajectory | Segment) -> dict[str, Any]:
     return {item.name: getattr(record, item.name) for item in fields(record) if item.name != "routes"}
 
 
@@ -392,7 +392,7 @@ class Group:
         """All trajectories, including the greedy trajectory if there is one."""
         return self.trajectories if self.greedy is None else (*self.trajectories, self.greedy)
 
-    def without(self, removed: Sequence[Trajectory]) -> Group:
+    def without_trajectories(self, removed: Sequence[Trajectory]) -> Group:
         """Return a copy of the group without the trajectories in ``removed``."""
         dropped = {id(trajectory) for trajectory in removed}
         return replace(self, trajectories=tuple(item for item in self.trajectories if id(item) not in dropped))

@@ -38,14 +38,16 @@ def main() -> None:
         return
     found, counts = {}, {}
     for folder in sorted(path.parent for path in STUDIES.glob(f"*/{PROBLEMS}")):
-        problems = measured_problems(MeasurementFiles(folder).lines())
+        problems = measured_problems(MeasurementFiles(folder).read_lines())
         if len(problems) > 1 and arguments.baseline in next(iter(problems[0].moments.values())):
             moments = [item.moments for item in problems]
             counts[folder.name] = len(problems)
             found[folder.name] = summarize_estimators(
                 moments, resamples=arguments.resamples, seed=0, baseline=arguments.baseline
             )
-            print_study(folder.name, MeasurementFiles(folder).lines(), problems, found[folder.name], arguments.baseline)
+            print_study(
+                folder.name, MeasurementFiles(folder).read_lines(), problems, found[folder.name], arguments.baseline
+            )
     if arguments.figure is not None:
         draw(
             {name: lines for name, lines in found.items() if len({line.group_size for line in lines}) > 2},
@@ -59,7 +61,7 @@ def main() -> None:
 def keep(source: Path, target: Path) -> None:
     """Copy a measurement, with moments to four digits."""
     results = MeasurementFiles(source)
-    settings, lines = results.settings(), results.lines()
+    settings, lines = results.read_settings(), results.read_lines()
     target.mkdir(parents=True, exist_ok=True)
     (target / PROBLEMS).unlink(missing_ok=True)
     (target / SETTINGS).write_bytes(encode_json_line({**settings, "model": source.name, "behaviour": None}))

@@ -23,7 +23,7 @@ from markdown.extensions.toc import slugify
 from agentrl.config import load_settings
 from agentrl.config.messages import known_keys
 from agentrl.config.overlays import parse_yaml
-from agentrl.errors import with_help
+from agentrl.errors import append_help_link
 from agentrl.problems.demonstrations import read_demonstrations
 from agentrl.problems.settings import ProblemSourceSettings
 from agentrl.rollout.environment import build_environment
@@ -158,8 +158,8 @@ def test_a_message_names_its_entry_on_the_troubleshooting_page() -> None:
     for heading in re.findall(r"^### `(.*)`$", text, re.MULTILINE):
         message = heading.replace("...", "X")
         anchor = slugify(heading, "-")
-        assert with_help(message) == f"{message}\nhelp: docs/how-to/troubleshooting.md#{anchor}"
-    assert with_help("some other message") == "some other message"
+        assert append_help_link(message) == f"{message}\nhelp: docs/how-to/troubleshooting.md#{anchor}"
+    assert append_help_link("some other message") == "some other message"
 
 
 def test_the_first_change_is_in_the_code() -> None:

@@ -133,4 +133,4 @@ def test_a_group_without_some_keeps_the_others() -> None:
     first, twin, last = (trajectory(model(1), sample=sample) for sample in (0, 0, 2))
     group = Group(problem=PROBLEM, index=7, trajectories=(first, twin, last))
     # Identity counts, not equality: the twin stays.
-    assert [id(item) for item in group.without([first]).trajectories] == [id(twin), id(last)]
+    assert [id(item) for item in group.without_trajectories([first]).trajectories] == [id(twin), id(last)]

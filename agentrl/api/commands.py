@@ -26,7 +26,7 @@ from agentrl.api.inputs import (
     without_command_line_origin,
 )
 from agentrl.api.run import EvaluationRun, Run
-from agentrl.cli import prepare_process
+from agentrl.cli import configure_openmp_and_logging
 from agentrl.config import load_settings, run_config_for_model, settings_warnings
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.settings import EvaluationOptions, overrides_from_options
@@ -181,7 +181,7 @@ def prepared_process_state() -> Iterator[None]:
     hidden. As in any blocking call, the loop does not run during the command. Child processes can import the modules
     that this process can import.
     """
-    prepare_process()
+    configure_openmp_and_logging()
     running, path = asyncio._get_running_loop(), os.environ.get("PYTHONPATH")
     installed = (sys.prefix, sys.base_prefix)
     os.environ["PYTHONPATH"] = os.pathsep.join(

@@ -40,28 +40,28 @@ def log_file(folder: Path, node: str, role: str, number: int) -> Path:
 
 
 class TeeProcess:
-    """Copies everything written to ``inlet`` to a file (appending) and to a file descriptor of this process.
+    """Copies everything written to ``write_end`` to a file (appending) and to a file descriptor of this process.
 
     The program ``tee`` runs as a separate process, so that no output is lost if a writer or this process is killed.
     """
 
     def __init__(self, log: Path, handle: int) -> None:
-        outlet, self.inlet = os.pipe()
+        read_end, self.write_end = os.pipe()
         try:
             command = ["tee", "-a", str(log)]
-            self._process = subprocess.Popen(command, stdin=outlet, stdout=handle, start_new_session=True)
+            self._process = subprocess.Popen(command, stdin=read_end, stdout=handle, start_new_session=True)
         except BaseException:
-            os.close(self.inlet)
+            os.close(self.write_end)
             raise
         finally:
-            os.close(outlet)
+            os.close(read_end)
 
-    def close_inlet(self) -> None:
-        """Close this process's end of the pipe. Copying continues while another process has ``inlet`` open."""
-        os.close(self.inlet)
+    def close_write_end(self) -> None:
+        """Close this process's end of the pipe. Copying continues while another process has ``write_end`` open."""
+        os.close(self.write_end)
 
     def wait_for_exit(self, seconds: float) -> None:
-        """Wait up to ``seconds`` for ``tee``, which exits once all writers have closed ``inlet``."""
+        """Wait up to ``seconds`` for ``tee``, which exits once all writers have closed ``write_end``."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(seconds)
 
@@ -69,13 +69,13 @@ class TeeProcess:
 def tee_output_to_log(log: Path, *, keep_terminal_output: bool) -> None:
     """Copy all further output of this process to a log file. ``keep_terminal_output``: see :class:`ProcessSpec`."""
     log.parent.mkdir(parents=True, exist_ok=True)
-    for handle in descriptors_to_log(keep_terminal_output=keep_terminal_output):
+    for handle in file_descriptors_to_log(keep_terminal_output=keep_terminal_output):
         tee = TeeProcess(log, handle)
-        os.dup2(tee.inlet, handle)
-        tee.close_inlet()
+        os.dup2(tee.write_end, handle)
+        tee.close_write_end()
 
 
-def descriptors_to_log(*, keep_terminal_output: bool) -> tuple[int, ...]:
+def file_descriptors_to_log(*, keep_terminal_output: bool) -> tuple[int, ...]:
     """Return the descriptors to log: standard error and standard output, unless it is a terminal that is kept."""
     return (_ERRORS,) if keep_terminal_output and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
@@ -93,7 +93,7 @@ class LogPrinter:
         self._shown: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._follow, daemon=True, name="relay-logs")
+        self._thread = threading.Thread(target=self._print_until_closed, daemon=True, name="relay-logs")
         self._thread.start()
 
     def follow(self, log: Path) -> None:
@@ -105,13 +105,13 @@ class LogPrinter:
         """Print the remaining output and stop."""
         self._ended.set()
         self._thread.join()
-        self._poll(whole_lines=False)
+        self._print_new_output(whole_lines=False)
 
-    def _follow(self) -> None:
+    def _print_until_closed(self) -> None:
         while not self._ended.wait(_POLL_INTERVAL):
-            self._poll(whole_lines=True)
+            self._print_new_output(whole_lines=True)
 
-    def _poll(self, *, whole_lines: bool) -> None:
+    def _print_new_output(self, *, whole_lines: bool) -> None:
         with self._lock:
             for log, shown in self._shown.items():
                 if log.exists():
@@ -165,11 +165,11 @@ class LocalProcess:
             log = opened.enter_context(spec.log.open("ab")).fileno()
             return log, log
         outlets: list[int | None] = [None, None]
-        for handle in descriptors_to_log(keep_terminal_output=spec.keep_terminal_output):
+        for handle in file_descriptors_to_log(keep_terminal_output=spec.keep_terminal_output):
             tee = TeeProcess(spec.log, handle)
-            opened.callback(tee.close_inlet)
+            opened.callback(tee.close_write_end)
             self._tees.append(tee)
-            outlets[handle - 1] = tee.inlet
+            outlets[handle - 1] = tee.write_end
         return outlets[0], outlets[1]
 
     @property

@@ -162,10 +162,10 @@ class Cluster(Protocol):
         """Release everything and close the cluster."""
 
 
-def visible_gpus(count: int) -> list[str]:
-    """Return the GPUs that were visible before a launcher assigned them to ranks. Default: 0 to ``count`` - 1."""
+def gpus_visible_before_launch(gpu_count: int) -> list[str]:
+    """Return the GPUs that were visible before a launcher assigned them to ranks. Default: 0 to ``gpu_count`` - 1."""
     named = os.environ.get(ALL_GPUS) or os.environ.get("CUDA_VISIBLE_DEVICES")
-    return named.split(",") if named else [str(index) for index in range(count)]
+    return named.split(",") if named else [str(index) for index in range(gpu_count)]
 
 
 def free_port(host: str) -> int:
@@ -211,12 +211,12 @@ class PortReachabilityWatch:
         self._deadline = deadline
         self._poll_interval = poll_interval
         self._ended = threading.Event()
-        threading.Thread(target=self._watch, daemon=True, name="watch-port").start()
+        threading.Thread(target=self._check_until_closed, daemon=True, name="watch-port").start()
 
     def close(self) -> None:
         self._ended.set()
 
-    def _watch(self) -> None:
+    def _check_until_closed(self) -> None:
         last_answer, refused = time.monotonic(), 0
         while self.lost is None and not self._ended.wait(self._poll_interval):
             try:

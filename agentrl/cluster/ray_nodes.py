@@ -55,16 +55,16 @@ _STOP_SECONDS = 5.0  # for nodes to kill their processes
 _PROBE_SECONDS = 2.0  # for an unresponsive node to accept a connection
 
 
-class NodeHost:
+class NodeProcessActor:
     """Actor that starts and watches processes on its node, and kills them after ``deadline`` seconds without a call."""
 
     def __init__(self, deadline: float) -> None:
         self._deadline = deadline
         self._last_call = time.monotonic()
         self._processes: dict[int, LocalProcess] = {}
-        threading.Thread(target=self._stop_without_calls, daemon=True, name="stop-without-calls").start()
+        threading.Thread(target=self._kill_processes_without_calls, daemon=True, name="stop-without-calls").start()
 
-    def describe_reservation(self, number: int) -> Reservation:
+    def make_reservation(self, number: int) -> Reservation:
         """Return the actor's reservation, with the address at which other nodes reach this node."""
         self._last_call = time.monotonic()
         gpus = tuple(str(name) for name in ray.get_gpu_ids())
@@ -106,17 +106,17 @@ class NodeHost:
     def send_signal(self, pid: int, number: int) -> None:
         self._processes[pid].send_signal(signal.Signals(number))
 
-    def stop(self) -> None:
+    def kill_processes(self) -> None:
         """Kill all processes that this actor started."""
         for process in list(self._processes.values()):
             process.wait_or_kill(0.0)
 
-    def _stop_without_calls(self) -> None:
+    def _kill_processes_without_calls(self) -> None:
         # If the command loses contact with this node, it restarts the ranks elsewhere. Stop the ranks here.
         while True:
             time.sleep(_RETRY_INTERVAL)
             if time.monotonic() - self._last_call > self._deadline:
-                self.stop()
+                self.kill_processes()
 
 
 def _network_interface(address: str) -> str | None:
@@ -125,12 +125,12 @@ def _network_interface(address: str) -> str | None:
     return next((name for name, addresses in known if any(one.address == address for one in addresses)), None)
 
 
-class RayNode:
+class RayNodeHandle:
     """The command's handle to a node. One request at a time polls all processes of the node."""
 
     def __init__(
         self,
-        host: ActorHandle[NodeHost],
+        host: ActorHandle[NodeProcessActor],
         reservation: Reservation,
         head: PortReachabilityWatch,
         unreachable: set[str],
@@ -154,10 +154,10 @@ class RayNode:
         if self._head.lost is not None:
             raise NodeLostError(f"Ray's head {self._head.lost}")
         if pid not in self._codes:
-            self._poll(seconds)
+            self._poll_exit_codes(seconds)
         return self._codes.get(pid)
 
-    def _poll(self, seconds: float) -> None:
+    def _poll_exit_codes(self, seconds: float) -> None:
         now = time.monotonic()
         if self._pending is None:
             if now < self._next_poll:
@@ -175,7 +175,7 @@ class RayNode:
 class RayProcess:
     """A process that an actor started."""
 
-    def __init__(self, spec: ProcessSpec, node: RayNode, pid: int) -> None:
+    def __init__(self, spec: ProcessSpec, node: RayNodeHandle, pid: int) -> None:
         self.spec = spec
         self.reservation = node.reservation
         self._node = node
@@ -195,7 +195,7 @@ class RayCluster:
         """Connect to the cluster. Raises SettingsError if there is no cluster at ``cluster.address``."""
         self._settings = settings
         self._group: PlacementGroup | None = None
-        self._hosts: dict[int, RayNode] = {}
+        self._hosts: dict[int, RayNodeHandle] = {}
         self._numbers = itertools.count()
         self._unreachable: set[str] = set()  # addresses
         self._relay = LogPrinter()
@@ -210,11 +210,11 @@ class RayCluster:
                 gpus=int(node["Resources"].get("GPU", 0)),
             )
             for node in ray.nodes()
-            if node["Alive"] and self._is_usable(node["NodeManagerAddress"], node["NodeManagerPort"])
+            if node["Alive"] and self._responds(node["NodeManagerAddress"], node["NodeManagerPort"])
         ]
         return sorted(nodes, key=lambda node: node.address)
 
-    def _is_usable(self, address: str, port: int) -> bool:
+    def _responds(self, address: str, port: int) -> bool:
         """Return False if the node is unresponsive. Ray lists a lost node as alive for another minute."""
         if address in self._unreachable and accepts_connections((address, port), _PROBE_SECONDS):
             self._unreachable.discard(address)
@@ -230,7 +230,7 @@ class RayCluster:
         while True:
             if self._head.lost is not None:
                 self._reconnect(nodes_by)
-            self._await_nodes(bundles, nodes_by)
+            self._wait_for_nodes(bundles, nodes_by)
             try:
                 return self._try_to_reserve(bundles)
             except UnplaceableError:  # a node failed after the check
@@ -251,7 +251,7 @@ class RayCluster:
         host = self._start_host(bundle, strategy)
         seconds = self._settings.start_deadline
         try:
-            reservations: list[Reservation] = ray.get([host.describe_reservation.remote(number)], timeout=seconds)
+            reservations: list[Reservation] = ray.get([host.make_reservation.remote(number)], timeout=seconds)
         except RayError as error:
             ray.kill(host)
             why = str(error).splitlines()[0]
@@ -284,8 +284,8 @@ class RayCluster:
         exists: bool = self._wait_for(reservation, self._hosts[reservation.number].host.can_access.remote(str(path)))
         return exists
 
-    def _add_node(self, host: ActorHandle[NodeHost], reservation: Reservation) -> None:
-        self._hosts[reservation.number] = RayNode(
+    def _add_node(self, host: ActorHandle[NodeProcessActor], reservation: Reservation) -> None:
+        self._hosts[reservation.number] = RayNodeHandle(
             host, reservation, self._head, self._unreachable, self._settings.deadline
         )
 
@@ -296,7 +296,7 @@ class RayCluster:
         hosts = [node.host for node in self._hosts.values()]
         self._hosts = {}
         if hosts:
-            ray.wait([host.stop.remote() for host in hosts], num_returns=len(hosts), timeout=_STOP_SECONDS)
+            ray.wait([host.kill_processes.remote() for host in hosts], num_returns=len(hosts), timeout=_STOP_SECONDS)
         if self._head.lost is None:  # killing actors and removing groups require the head
             for host in hosts:
                 with contextlib.suppress(RayError):
@@ -343,7 +343,7 @@ class RayCluster:
         ]
         try:
             reservations: list[Reservation] = ray.get(
-                [host.describe_reservation.remote(n) for n, host in enumerate(hosts)], timeout=seconds
+                [host.make_reservation.remote(n) for n, host in enumerate(hosts)], timeout=seconds
             )
         except RayError as error:
             assign_nodes(bundles, self.nodes())
@@ -354,7 +354,7 @@ class RayCluster:
         # The largest bundle stays first. All others are sorted by address, so that ranks find their local files again.
         return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
 
-    def _await_nodes(self, bundles: Sequence[Bundle], deadline: float) -> None:
+    def _wait_for_nodes(self, bundles: Sequence[Bundle], deadline: float) -> None:
         while True:
             try:
                 assign_nodes(bundles, self.nodes())
@@ -366,11 +366,11 @@ class RayCluster:
 
     def _start_host(
         self, bundle: Bundle, strategy: PlacementGroupSchedulingStrategy | NodeAffinitySchedulingStrategy | str
-    ) -> ActorHandle[NodeHost]:
-        actor = ray.remote(NodeHost).options(
+    ) -> ActorHandle[NodeProcessActor]:
+        actor = ray.remote(NodeProcessActor).options(
             num_cpus=bundle.cpus, num_gpus=bundle.gpus, max_concurrency=4, scheduling_strategy=strategy
         )
-        return cast("ActorHandle[NodeHost]", actor.remote(self._settings.deadline))
+        return cast("ActorHandle[NodeProcessActor]", actor.remote(self._settings.deadline))
 
 
 def _ray_node_id(node: ClusterNode) -> str:
@@ -389,7 +389,7 @@ def _connect(settings: ClusterSettings) -> PortReachabilityWatch:
     until = time.monotonic() + settings.start_deadline
     while True:
         try:
-            _try_to_connect(settings)
+            _connect_once(settings)
             break
         except WorldError as error:
             if time.monotonic() >= until:
@@ -400,7 +400,7 @@ def _connect(settings: ClusterSettings) -> PortReachabilityWatch:
     return PortReachabilityWatch((host, int(port)), settings.deadline)
 
 
-def _try_to_connect(settings: ClusterSettings) -> None:
+def _connect_once(settings: ClusterSettings) -> None:
     """Try once to connect. Raises SettingsError if no cluster responds and WorldError if Ray does not start in time."""
     in_main = threading.current_thread() is threading.main_thread()
     before = signal.getsignal(signal.SIGTERM)

@@ -66,12 +66,12 @@ class SandboxServices:
         self._notify = notify
         self._token = secrets.token_urlsafe(32)
         with ThreadPoolExecutor(max_workers=len(nodes)) as pool:
-            opened = list(pool.map(self._open, range(len(nodes)), nodes))
+            opened = list(pool.map(self._start_on_node, range(len(nodes)), nodes))
         self._services = [service for service in opened if service is not None]
         if not self._services:
             raise WorldError("no node of the cluster could start a sandbox service (see the reasons above)")
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._restart_exited, daemon=True, name="keep-sandboxes")
+        self._thread = threading.Thread(target=self._restart_exited_until_closed, daemon=True, name="keep-sandboxes")
         self._thread.start()
 
     @property
@@ -79,35 +79,35 @@ class SandboxServices:
         return [f"http://{service.reservation.address}:{service.port}" for service in self._services]
 
     @property
-    def variables(self) -> dict[str, str]:
+    def client_variables(self) -> dict[str, str]:
         """Environment variables that authorize clients."""
         return {"SANDBOX_TOKEN": self._token}
 
-    def close(self) -> None:
+    def stop_restarting(self) -> None:
         """Stop restarting services. They end when their reservations are released."""
         self._ended.set()
         self._thread.join(_JOIN_SECONDS)
 
-    def _open(self, number: int, node: ClusterNode) -> _Service | None:
+    def _start_on_node(self, number: int, node: ClusterNode) -> _Service | None:
         try:
             reservation = self._cluster.reserve_on_node(self._bundle, node)
             service = _Service(
                 node=node, reservation=reservation, port=self._cluster.free_port(reservation), number=number
             )
-            self._start(service)
+            self._start_process(service)
         except WorldError as error:
             self._notify(f"no sandbox service started on {node.name} ({node.address}): {error}")
             return None
         return service
 
-    def _start(self, service: _Service) -> None:
+    def _start_process(self, service: _Service) -> None:
         reservation = service.reservation
         address = ("--host", reservation.address, "--port", str(service.port))
         spec = ProcessSpec(
             role="sandbox",
             number=service.number,
             arguments=("-m", "agentrl_sandbox", "serve", *address, *self._arguments),
-            environment=self.variables,
+            environment=self.client_variables,
             log=log_file(self._folder, reservation.node, "sandbox", service.number),
             show_output=False,
             supervised=True,
@@ -115,15 +115,15 @@ class SandboxServices:
         service.process = self._cluster.start(spec, reservation)
         service.started = time.monotonic()
 
-    def _restart_exited(self) -> None:
+    def _restart_exited_until_closed(self) -> None:
         while not self._ended.wait(_POLL_INTERVAL):
             for service in self._services:
                 if service.process is not None:
-                    self._check(service, service.process)
+                    self._check_process(service, service.process)
                 elif time.monotonic() >= service.restart_at:
                     self._restart(service)
 
-    def _check(self, service: _Service, process: ProcessHandle) -> None:
+    def _check_process(self, service: _Service, process: ProcessHandle) -> None:
         try:
             code = process.wait(0.0)
         except NodeLostError as error:
@@ -132,33 +132,33 @@ class SandboxServices:
             if code is None:
                 return
             why = f"it exited with code {code}"
-        self._record_loss(service, why)
+        self._mark_as_lost(service, why)
 
     def _restart(self, service: _Service) -> None:
         try:
             if service.node.address not in {node.address for node in self._cluster.nodes()}:
-                self._postpone(service)
+                self._schedule_restart(service)
                 return
             if not self._cluster.is_reachable(service.reservation):
                 service.reservation = self._cluster.reserve_on_node(self._bundle, service.node)
-            self._start(service)
+            self._start_process(service)
         except AgentRLError as error:
-            self._record_loss(service, str(error))
+            self._mark_as_lost(service, str(error))
         else:
             self._notify(f"sandbox service {service.number} on {service.reservation.node} was restarted")
 
-    def _record_loss(self, service: _Service, why: str) -> None:
+    def _mark_as_lost(self, service: _Service, why: str) -> None:
         # A service that ran longer than the longest pause did not fail at its start, so it may restart soon.
         if time.monotonic() - service.started > _LONGEST_PAUSE:
             service.pause = _FIRST_PAUSE
         service.process = None
-        self._postpone(service)
+        self._schedule_restart(service)
         if not self._ended.is_set():
             self._notify(
                 f"sandbox service {service.number} on {service.reservation.node} was lost: {why}; calls are "
                 "sent to the other services"
             )
 
-    def _postpone(self, service: _Service) -> None:
+    def _schedule_restart(self, service: _Service) -> None:
         service.restart_at = time.monotonic() + service.pause
         service.pause = min(2 * service.pause, _LONGEST_PAUSE)

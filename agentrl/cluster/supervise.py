@@ -18,19 +18,19 @@ from types import FrameType
 _EXIT_SECONDS = 15.0  # for the command to exit after SIGTERM
 
 
-def main() -> int:
+def supervise_command() -> int:
     """Wait until the command or the parent exits. Returns the command's exit code."""
     parent, command = int(sys.argv[1]), sys.argv[2:]
     child = subprocess.Popen(command, start_new_session=True, stdin=subprocess.DEVNULL)
     try:
-        _watch(parent, child)
+        _wait_for_exit_or_signal(parent, child)
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
     return child.wait()
 
 
-def _watch(parent: int, child: subprocess.Popen[bytes]) -> None:
+def _wait_for_exit_or_signal(parent: int, child: subprocess.Popen[bytes]) -> None:
     read_end, write_end = os.pipe()
 
     def stop(number: int, frame: FrameType | None) -> None:
@@ -53,4 +53,4 @@ def _watch(parent: int, child: subprocess.Popen[bytes]) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(supervise_command())

@@ -29,29 +29,29 @@ def check_settings(settings: Settings, command: Command = "train") -> None:
         return  # these commands require no model or no rollouts, or accept incomplete settings
     problems = [*_missing_settings(settings, command)]
     if command != "eval":  # an evaluation does not train, and it checks prompts and model before sampling
-        problems += [*_length_contradictions(settings), *_objective_contradictions(settings)]
+        problems += [*_length_errors(settings), *_objective_errors(settings)]
     if command == "train":
-        problems += [*_schedule_contradictions(settings), *_cluster_problems(settings), *_fork_problems(settings)]
-        problems += _route_problems(settings)
-    problems += [*_model_problems(settings), *_engine_problems(settings, command), *_session_problems(settings)]
-    problems += [*_protocol_problems(settings, command), *_agent_problems(settings, command)]
-    problems += [*_container_problems(settings), *_support_problems(settings, command)]
+        problems += [*_schedule_errors(settings), *_cluster_errors(settings), *_branching_errors(settings)]
+        problems += _route_replay_errors(settings)
+    problems += [*_model_errors(settings), *_engine_errors(settings, command), *_session_errors(settings)]
+    problems += [*_protocol_errors(settings, command), *_agent_errors(settings, command)]
+    problems += [*_container_deadlocks(settings), *_partial_vocabulary_errors(settings, command)]
     if problems:
         raise SettingsError("\n".join(problems))
 
 
-def _pairs(settings: Settings, *keys: str) -> str:
+def _quote(settings: Settings, *keys: str) -> str:
     """Format ``key=value`` for each key, joined by "and"."""
     values = [attrgetter(key)(settings) for key in keys]
     texts = [value if isinstance(value, str) else json.dumps(value) for value in values]
     return " and ".join(map("{}={}".format, keys, texts))
 
 
-def _length_contradictions(settings: Settings) -> Iterator[str]:
+def _length_errors(settings: Settings) -> Iterator[str]:
     rollout = settings.rollout
     if rollout.max_turn_tokens > rollout.max_response_tokens:
         yield (
-            f"{_pairs(settings, 'rollout.max_turn_tokens')} exceeds {_pairs(settings, 'rollout.max_response_tokens')}: "
+            f"{_quote(settings, 'rollout.max_turn_tokens')} exceeds {_quote(settings, 'rollout.max_response_tokens')}: "
             "a turn cannot be longer than its trajectory"
         )
     limits = {"training.micro_batch_tokens": "a micro-batch must hold a complete trajectory"}
@@ -60,17 +60,17 @@ def _length_contradictions(settings: Settings) -> Iterator[str]:
     if engine_facts(rollout).kv_slots:
         limits["rollout.kv_cache_tokens"] = "the KV cache must hold at least one trajectory"
     longest = rollout.max_prompt_tokens + rollout.max_response_tokens
-    lengths = _pairs(settings, "rollout.max_prompt_tokens", "rollout.max_response_tokens")
+    lengths = _quote(settings, "rollout.max_prompt_tokens", "rollout.max_response_tokens")
     for key, reason in limits.items():
         if longest > attrgetter(key)(settings):
-            yield f"{lengths} together exceed {_pairs(settings, key)}: {reason}; valid: at least {longest}"
+            yield f"{lengths} together exceed {_quote(settings, key)}: {reason}; valid: at least {longest}"
 
 
-def _objective_contradictions(settings: Settings) -> Iterator[str]:
+def _objective_errors(settings: Settings) -> Iterator[str]:
     reward, kl, rollout = settings.reward, settings.kl, settings.rollout
     if reward.overlong_limit is None and reward.overlong_buffer > rollout.max_response_tokens:
         yield (
-            f"{_pairs(settings, 'reward.overlong_buffer')} exceeds {_pairs(settings, 'rollout.max_response_tokens')}: "
+            f"{_quote(settings, 'reward.overlong_buffer')} exceeds {_quote(settings, 'rollout.max_response_tokens')}: "
             "the penalty cannot begin below 0 tokens"
         )
     teacher, shared = settings.teacher, settings.training.sequence_parallel
@@ -93,13 +93,13 @@ def _objective_contradictions(settings: Settings) -> Iterator[str]:
     trajectories = rollout.problems_per_step * rollout.group_size
     if kl.controller == "adaptive" and 5 * kl.horizon <= trajectories:
         yield (
-            f"{_pairs(settings, 'kl.horizon')} must exceed one fifth of the {trajectories} trajectories of a step: "
+            f"{_quote(settings, 'kl.horizon')} must exceed one fifth of the {trajectories} trajectories of a step: "
             "otherwise the coefficient can become negative"
         )
 
 
-def _schedule_contradictions(settings: Settings) -> Iterator[str]:
-    schedule = _pairs(settings, "rollout.schedule")
+def _schedule_errors(settings: Settings) -> Iterator[str]:
+    schedule = _quote(settings, "rollout.schedule")
     if settings.rollout.schedule == "synchronous":
         return
     if settings.training.deterministic:
@@ -137,17 +137,17 @@ def _missing_settings(settings: Settings, command: Command) -> Iterator[str]:
     updates, problems = "algorithm.updates_per_step", "rollout.problems_per_step"
     if settings.algorithm.updates_per_step > settings.rollout.problems_per_step:
         yield (
-            f"{_pairs(settings, updates)} exceeds {_pairs(settings, problems)}, but every update needs a separate "
+            f"{_quote(settings, updates)} exceeds {_quote(settings, problems)}, but every update needs a separate "
             f"group; valid: 1 to {settings.rollout.problems_per_step}"
         )
 
 
-def _model_problems(settings: Settings) -> Iterator[str]:
+def _model_errors(settings: Settings) -> Iterator[str]:
     model = settings.model
     for name in ("alpha", "targets", "learning_rate_factor") if model.lora.rank == 0 else ():
         if getattr(model.lora, name) != getattr(LoRASettings(), name):
             yield (
-                f"{_pairs(settings, f'model.lora.{name}')} has no effect with model.lora.rank=0, which trains all "
+                f"{_quote(settings, f'model.lora.{name}')} has no effect with model.lora.rank=0, which trains all "
                 "weights: set model.lora.rank from 1 to 512 to train adapters"
             )
     training, bfloat16 = settings.training, model.dtype == "bfloat16"
@@ -172,7 +172,7 @@ def _model_problems(settings: Settings) -> Iterator[str]:
         yield f"{assignment} does not exist, and it is not a Hugging Face id (OWNER/NAME)"
 
 
-def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
+def _protocol_errors(settings: Settings, command: Command) -> Iterator[str]:
     """Yield contradictions between the settings of tool protocols and chat templates."""
     environment = settings.environment
     if not isinstance(environment, ChatSettings):
@@ -181,13 +181,13 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
     templated = environment.chat == "always" or (hermes and environment.chat == "auto")
     if isinstance(environment, SimpleTIRSettings) and not hermes:
         for name in ("tools", "max_calls", "mcp_sessions"):
-            yield from _inapplicable_setting(
+            yield from _inapplicable_errors(
                 environment, name, f"environment.protocol=hermes, not to {environment.protocol}"
             )
     if isinstance(environment, ToolChatSettings) and not (hermes and templated):
-        yield from _inapplicable_setting(environment, "history", "tool calls in the chat template")
+        yield from _inapplicable_errors(environment, "history", "tool calls in the chat template")
     if not templated:
-        yield from _inapplicable_setting(environment, "template_options", "conversations in the chat template")
+        yield from _inapplicable_errors(environment, "template_options", "conversations in the chat template")
         return
     setting = "environment.protocol=hermes" if hermes else "environment.chat=always"
     if command == "eval" and settings.evaluation.endpoint.url is not None:
@@ -206,13 +206,13 @@ def _protocol_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
 
 
-def _inapplicable_setting(environment: ChatSettings, name: str, where: str) -> Iterator[str]:
+def _inapplicable_errors(environment: ChatSettings, name: str, where: str) -> Iterator[str]:
     default = type(environment).model_fields[name].get_default(call_default_factory=True)
     if getattr(environment, name) != default:
         yield f"environment.{name}={getattr(environment, name)!r} applies only to {where}"
 
 
-def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
+def _agent_errors(settings: Settings, command: Command) -> Iterator[str]:
     if command == "eval" and is_agent_program(settings.env) and settings.evaluation.endpoint.url is not None:
         yield (
             f"env={settings.env!r} runs through the gateway, which requires a local engine: set --model and leave "
@@ -226,7 +226,7 @@ def _agent_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
 
 
-def _container_problems(settings: Settings) -> Iterator[str]:
+def _container_deadlocks(settings: Settings) -> Iterator[str]:
     """Yield settings with which rollouts wait for each other's containers forever."""
     if not (settings.env.startswith(HARBOR) and settings.training.deterministic):
         return
@@ -235,11 +235,11 @@ def _container_problems(settings: Settings) -> Iterator[str]:
     if isinstance(containers, int) and containers < settings.rollout.concurrency:
         yield (
             f"training.deterministic=true samples the turns of all rollouts together, but environment.containers="
-            f"{containers} < {_pairs(settings, 'rollout.concurrency')}: set rollout.concurrency={containers}"
+            f"{containers} < {_quote(settings, 'rollout.concurrency')}: set rollout.concurrency={containers}"
         )
 
 
-def _fork_problems(settings: Settings) -> Iterator[str]:
+def _branching_errors(settings: Settings) -> Iterator[str]:
     """Yield settings that need whole rollouts, and environments whose rollouts cannot be forked."""
     width = settings.rollout.branching.width
     if width == 1:
@@ -281,29 +281,29 @@ def _fork_problems(settings: Settings) -> Iterator[str]:
         yield f"{forks} and algorithm.loss={loss}: its ratio needs whole responses; use ppo"
 
 
-def _cluster_problems(settings: Settings) -> Iterator[str]:
+def _cluster_errors(settings: Settings) -> Iterator[str]:
     cluster, ranks = settings.cluster, settings.training.num_processes
     many_nodes = has_many_nodes(cluster.kind)
     if cluster.nodes > 1 and not many_nodes:
-        yield f"{_pairs(settings, 'cluster.nodes')} requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
+        yield f"{_quote(settings, 'cluster.nodes')} requires cluster.kind=ray; got {_quote(settings, 'cluster.kind')}"
     elif ranks % cluster.nodes:
         yield (
-            f"{_pairs(settings, 'training.num_processes')} cannot be divided evenly among "
-            f"{_pairs(settings, 'cluster.nodes')}; valid: a multiple of {cluster.nodes}"
+            f"{_quote(settings, 'training.num_processes')} cannot be divided evenly among "
+            f"{_quote(settings, 'cluster.nodes')}; valid: a multiple of {cluster.nodes}"
         )
     if cluster.kind == "environment" and cluster.restarts:
-        yield f"{_pairs(settings, 'cluster.restarts')} conflicts with cluster.kind=environment: set it in the launcher"
+        yield f"{_quote(settings, 'cluster.restarts')} conflicts with cluster.kind=environment: set it in the launcher"
     if settings.sandbox.scheme == "ray" and not many_nodes:
-        yield f"sandbox.url=ray:// requires cluster.kind=ray; got {_pairs(settings, 'cluster.kind')}"
+        yield f"sandbox.url=ray:// requires cluster.kind=ray; got {_quote(settings, 'cluster.kind')}"
     sharing = engine_facts(settings.rollout).shares_gpus
     if cluster.nodes > 1 and sharing:
         yield (
-            f"{sharing} conflicts with {_pairs(settings, 'cluster.nodes')}, because servers start on the node of rank "
+            f"{sharing} conflicts with {_quote(settings, 'cluster.nodes')}, because servers start on the node of rank "
             "0: run the engine on other GPUs, or set the addresses of servers on other nodes"
         )
 
 
-def _session_problems(settings: Settings) -> Iterator[str]:
+def _session_errors(settings: Settings) -> Iterator[str]:
     environment, rollout, most = settings.environment, settings.rollout, settings.sandbox.max_sessions
     if not isinstance(environment, SimpleTIRSettings) or environment.interpreter != "session":
         return
@@ -326,7 +326,7 @@ def _session_problems(settings: Settings) -> Iterator[str]:
         )
 
 
-def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
+def _engine_errors(settings: Settings, command: Command) -> Iterator[str]:
     plugin = engine_plugin(settings.rollout)
     plugin.options(settings.rollout)  # raises SettingsError
     yield from plugin.problems(settings, cluster=settings.cluster.kind)
@@ -340,18 +340,18 @@ def _engine_problems(settings: Settings, command: Command) -> Iterator[str]:
         yield f"{facts.approximation} samples from a policy other than the trained one: set correction.weights=token"
     if command != "eval" and facts.shares_gpus and settings.training.zero_stage not in (1, 2):
         yield (
-            f"{facts.shares_gpus} conflicts with {_pairs(settings, 'training.zero_stage')}, because DeepSpeed moves "
+            f"{facts.shares_gpus} conflicts with {_quote(settings, 'training.zero_stage')}, because DeepSpeed moves "
             "the optimizer state off the GPU only at stages 1 and 2: set 1 or 2, or run the engine on other GPUs"
         )
 
 
-def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
+def _partial_vocabulary_errors(settings: Settings, command: Command) -> Iterator[str]:
     """Yield settings that cannot be combined with sampling from a part of the vocabulary."""
     rollout = settings.rollout
     if command == "eval" or not rollout.restricts_sampling:
         return
     names = ("top_k", "top_p", "min_p")
-    limits = _pairs(
+    limits = _quote(
         settings, *(f"rollout.{key}" for key in names if getattr(rollout, key) != type(rollout)().model_dump()[key])
     )
     most = engine_facts(rollout).largest_support
@@ -364,22 +364,22 @@ def _support_problems(settings: Settings, command: Command) -> Iterator[str]:
         )
     if settings.training.head_backend == "triton":
         yield f"{limits}: training.head_backend=triton needs the whole vocabulary; set training.head_backend=auto"
-    yield from _exact_energy_problems(settings, limits, "need the whole vocabulary")
+    yield from _exact_energy_errors(settings, limits, "need the whole vocabulary")
     if command == "variance":
         yield f"{limits}: the laboratory samples from the whole vocabulary; reset them"
 
 
-def _route_problems(settings: Settings) -> Iterator[str]:
+def _route_replay_errors(settings: Settings) -> Iterator[str]:
     """Yield settings that cannot be combined with route replay."""
     replay, engine = settings.correction.route_replay, settings.rollout.engine
     if replay == "off":
         return
     if replay == "rollout" and not engine_facts(settings.rollout).returns_routes:
         yield f"correction.route_replay=rollout: rollout.engine={engine} returns no routes; set route_replay=trainer"
-    yield from _exact_energy_problems(settings, f"correction.route_replay={replay}", "would use other experts")
+    yield from _exact_energy_errors(settings, f"correction.route_replay={replay}", "would use other experts")
 
 
-def _exact_energy_problems(settings: Settings, setting: str, reason: str) -> Iterator[str]:
+def _exact_energy_errors(settings: Settings, setting: str, reason: str) -> Iterator[str]:
     from agentrl.algorithms import ESTIMATORS  # imports torch, so imported only for non-default settings
 
     name = settings.algorithm.estimator
@@ -436,17 +436,17 @@ def _schedule_warnings(settings: Settings) -> Iterator[str]:
     rollout = settings.rollout
     if settings.training.deterministic and settings.training.num_processes > 1:
         yield (
-            f"training.deterministic=true with {_pairs(settings, 'training.num_processes')}: bitwise equality is "
+            f"training.deterministic=true with {_quote(settings, 'training.num_processes')}: bitwise equality is "
             "guaranteed for one process only; sums over ranks can differ in the last digits"
         )
     if rollout.staleness_bound and not settings.correction.active:
         yield (
-            f"{_pairs(settings, 'rollout.schedule')} trains on tokens of policies up to {rollout.staleness_bound} "
+            f"{_quote(settings, 'rollout.schedule')} trains on tokens of policies up to {rollout.staleness_bound} "
             "steps old without a correction; set correction.weights=token"
         )
     if rollout.schedule != "asynchronous" and rollout.max_staleness != type(rollout)().max_staleness:
         yield (
-            f"{_pairs(settings, 'rollout.max_staleness')} has no effect with {_pairs(settings, 'rollout.schedule')}: "
+            f"{_quote(settings, 'rollout.max_staleness')} has no effect with {_quote(settings, 'rollout.schedule')}: "
             "only schedule=asynchronous uses it"
         )
 
@@ -460,6 +460,6 @@ def _objective_warnings(settings: Settings) -> Iterator[str]:
         )
     if optimizer.warmup_steps >= settings.training.steps:
         yield (
-            f"{_pairs(settings, 'optimizer.warmup_steps')} with {_pairs(settings, 'training.steps')}: the learning "
-            f"rate never reaches {_pairs(settings, 'optimizer.learning_rate')}"
+            f"{_quote(settings, 'optimizer.warmup_steps')} with {_quote(settings, 'training.steps')}: the learning "
+            f"rate never reaches {_quote(settings, 'optimizer.learning_rate')}"
         )

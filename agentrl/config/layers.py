@@ -64,18 +64,18 @@ def load_settings(
     if env is not None:
         overrides = [f"env={env}", *overrides]
     top = [_parse_override(text) for text in overrides]
-    basics = _layer_selecting_values(files, top)
+    basics = _values_that_select_layers(files, top)
     env = str(basics["env"])
     if env.startswith(REASONING_GYM):  # SimpleTIR with the problems and the grading of a data set
         score = "agentrl_envs.adapters.reasoning_gym:score"
         values = {"data": {"train": [{"path": env}]}, "grader": {"function": score}}
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values=values), *files]
         top.append((["env"], SIMPLETIR))
-        basics = _layer_selecting_values(files, top)
+        basics = _values_that_select_layers(files, top)
     if env.startswith(HARBOR):  # harbor:DIRECTORY and harbor:DIRECTORY:COMMAND train on the tasks in the directory
         path = HARBOR + env.removeprefix(HARBOR).partition(":")[0]
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": path}]}}), *files]
-    model, presets = basics["model"], _embedded_policy_preset_paths()
+    model, presets = basics["model"], _embedded_policy_preset_files()
     # An evaluation has a model or an endpoint, and never uses the embedded policy.
     uses_preset = not resume and command not in ("eval", "check-data", "regrade")
     if uses_preset and isinstance(model, dict) and model.get("path") is None:
@@ -84,8 +84,8 @@ def load_settings(
     layers = [_without_unsuitable_values(layer, basics) if layer.origin in presets else layer for layer in files]
     layers = _add_heldout_evaluation(layers, presets, top)
     if resume:
-        return _resumed_settings(find_run_to_resume(basics), layers, top)
-    settings = _validate(layers, top, command)
+        return _settings_of_resumed_run(find_run_to_resume(basics), layers, top)
+    settings = _merge_and_validate(layers, top, command)
     if settings.name is not None:
         return settings
     model_name = PRESET if settings.model.path is None else Path(settings.model.path).name
@@ -107,14 +107,14 @@ def _add_heldout_evaluation(layers: list[Layer], presets: set[str], top: Sequenc
     }
     if not presets:
         return layers
-    layers = [_replace_overridden_sources(layer, top) if layer.origin in presets else layer for layer in layers]
+    layers = [_reset_overridden_sources(layer, top) if layer.origin in presets else layer for layer in layers]
     of_training = [one for one in top if one[0][:2] in (["data"], ["data", "train"])]
     data = _merge_all(SIMPLETIR, layers, of_training)["data"]
     train = data.get("train") if isinstance(data, dict) else None
     entries = train if isinstance(train, list) else []
     heldout = [part for entry in entries if isinstance(entry, dict) and (part := _heldout_source(entry)) is not None]
     derived = Layer(origin="held-out part of data.train", values={"data": {"eval": heldout}})
-    return [_replace_overridden_sources(derived, top), *layers]
+    return [_reset_overridden_sources(derived, top), *layers]
 
 
 def _heldout_source(entry: Mapping[str, object]) -> dict[str, object] | None:
@@ -132,7 +132,7 @@ def _heldout_source(entry: Mapping[str, object]) -> dict[str, object] | None:
     return kept | {"part": "heldout"} if entry.get("part") == "train" else None
 
 
-def _replace_overridden_sources(preset: Layer, top: Sequence[Override]) -> Layer:
+def _reset_overridden_sources(preset: Layer, top: Sequence[Override]) -> Layer:
     """Replace each preset source whose path the user overrides. The source's split is also discarded."""
     values = copy.deepcopy(dict(preset.values))
     for keys, path in top:
@@ -144,12 +144,12 @@ def _replace_overridden_sources(preset: Layer, top: Sequence[Override]) -> Layer
     return replace(preset, values=values)
 
 
-def _resumed_settings(run: Path, files: list[Layer], top: list[Override]) -> Settings:
+def _settings_of_resumed_run(run: Path, files: list[Layer], top: list[Override]) -> Settings:
     """Apply the requested changes to a run's saved settings. Raises SettingsError, which lists forbidden changes."""
     saved = [_migrate_saved_layer(layer) for layer in read_overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
-    before = _validate(saved, identity, "train")
-    settings = _validate([*saved, *files], [*top, *identity], "train")
+    before = _merge_and_validate(saved, identity, "train")
+    settings = _merge_and_validate([*saved, *files], [*top, *identity], "train")
     conflicts = resume_conflicts(before, settings)
     if conflicts:
         changes = "\n".join(f"  {line}" for line in conflicts)
@@ -205,7 +205,7 @@ def find_run_to_resume(merged: Mapping[str, object]) -> Path:
     return runs / str(name)
 
 
-def _embedded_policy_preset_paths() -> set[str]:
+def _embedded_policy_preset_files() -> set[str]:
     """Return the paths of the presets for the embedded policy."""
     return {layer.origin for name in _PRESETS for layer in read_overlay_chain(name)}
 
@@ -236,7 +236,7 @@ def _without_unsuitable_values(preset: Layer, requested: Mapping[str, object]) -
     return replace(preset, values=values)
 
 
-def _layer_selecting_values(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
+def _values_that_select_layers(layers: Sequence[Layer], top: Sequence[Override]) -> dict[str, object]:
     """Return the current values of the settings that determine which other layers apply."""
     return _merge_all(SIMPLETIR, layers, [one for one in top if one[0][0] in _LAYER_SELECTING_KEYS])
 
@@ -316,12 +316,12 @@ def _command_line_layers(top: Sequence[Override]) -> list[Layer]:
     return layers
 
 
-def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
-    basics = _layer_selecting_values(below, top)
+def _merge_and_validate(below: Sequence[Layer], top: Sequence[Override], command: Command) -> Settings:
+    basics = _values_that_select_layers(below, top)
     plugins = interpolate_variables(basics["plugins"], path="plugins")
     if isinstance(plugins, list) and all(isinstance(name, str) for name in plugins):  # otherwise validation fails below
         load_plugins(plugins)  # first, because other settings may use names that plug-ins register
-    env = _check_env(basics["env"])
+    env = _require_known_env(basics["env"])
     merged = interpolate_variables(_merge_all(env, below, top))
     try:
         # Strict JSON validation rejects 8.0, "8" and true as integers, but converts lists to tuples, strings to enums.
@@ -332,7 +332,7 @@ def _validate(below: Sequence[Layer], top: Sequence[Override], command: Command)
     return settings
 
 
-def _check_env(env: object) -> str:
+def _require_known_env(env: object) -> str:
     if is_agent_program(str(env)) or str(env).partition(":")[0] in ADAPTERS:
         return str(env)
     try:

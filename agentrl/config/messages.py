@@ -82,13 +82,13 @@ def nearest_key(key: str, env: str) -> str:
 
 def describe_valid_values(key: str, env: str) -> str:
     """Describe the valid values of the setting ``key`` in words. Raises KeyError for an unknown key."""
-    known, node = _follow_path(_schema(env), key.split("."))
+    known, node = _find_deepest_node(_schema(env), key.split("."))
     if ".".join(known) != key:
         raise KeyError(key)
     return _describe_valid_values(_schema(env), node)
 
 
-def _follow_path(schema: _SchemaNode, path: Sequence[str]) -> tuple[list[str], _SchemaNode]:
+def _find_deepest_node(schema: _SchemaNode, path: Sequence[str]) -> tuple[list[str], _SchemaNode]:
     """Return the longest prefix of the path that is in the schema, and its node."""
     known: list[str] = []
     node = schema
@@ -120,7 +120,7 @@ def find_origin_and_value(key: str, layers: Sequence[Layer]) -> tuple[str, objec
 def _describe_error(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> str:
     path = [str(part) for part in detail["loc"]]
     schema = _schema(env)
-    known, node = _follow_path(schema, path)
+    known, node = _find_deepest_node(schema, path)
     key = ".".join(path if detail["type"] == "extra_forbidden" else known)
     missing = detail["type"] == "missing" and len(path) == len(known)
     origin, merged_value = find_origin_and_value(key.rpartition(".")[0] if missing else key, layers)
@@ -144,7 +144,7 @@ def unknown_key_message(key: str, value: object, env: str, suffix: str = "") -> 
     if key in RENAMED:
         return f"{key} (value {format_value(value)}){suffix} was renamed to {RENAMED[key]}"
     schema = _schema(env)
-    known, node = _follow_path(schema, key.split(".")[:-1])
+    known, node = _find_deepest_node(schema, key.split(".")[:-1])
     section = ".".join(known)
     keys = ", ".join(_properties(schema, node)) or "none, because it is not a section"
     where = f"valid keys in {section}" if section else "valid sections and keys"

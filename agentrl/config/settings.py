@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.cluster.settings import ClusterSettings
-from agentrl.config.overlays import leaf_paths
+from agentrl.config.overlays import iterate_leaves
 from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
 from agentrl.problems.settings import DataSettings
@@ -97,13 +97,13 @@ class SimpleTIRRunSettings(Settings):
     environment: SimpleTIRSettings = SimpleTIRSettings()
 
 
-class ReasoningRunSettings(Settings):
+class ReasoningEnvRunSettings(Settings):
     """Settings whose ``environment`` section is validated for reasoning without tools."""
 
     environment: ReasoningSettings = ReasoningSettings()
 
 
-class OtherRunSettings(Settings):
+class AnyEnvironmentRunSettings(Settings):
     """Settings whose ``environment`` section accepts any options."""
 
     environment: EnvironmentOptions = EnvironmentOptions()
@@ -111,8 +111,8 @@ class OtherRunSettings(Settings):
 
 def settings_model(env: str) -> type[Settings]:
     """Return the model that validates a run in the environment ``env``."""
-    models: dict[str, type[Settings]] = {SIMPLETIR: SimpleTIRRunSettings, REASONING: ReasoningRunSettings}
-    return models.get(env, OtherRunSettings)
+    models: dict[str, type[Settings]] = {SIMPLETIR: SimpleTIRRunSettings, REASONING: ReasoningEnvRunSettings}
+    return models.get(env, AnyEnvironmentRunSettings)
 
 
 _MAY_CHANGE = """
@@ -139,8 +139,8 @@ def dump_yaml(settings: Settings) -> str:
 
 def resume_conflicts(old: Settings, new: Settings) -> list[str]:
     """Return ``key: old -> new`` for every changed setting that a resumed run must not change."""
-    before = dict(leaf_paths(old.model_dump(mode="json")))
-    after = dict(leaf_paths(new.model_dump(mode="json")))
+    before = dict(iterate_leaves(old.model_dump(mode="json")))
+    after = dict(iterate_leaves(new.model_dump(mode="json")))
     absent = "(absent)"
     return [
         f"{key}: {before.get(key, absent)!r} -> {after.get(key, absent)!r}"

@@ -19,7 +19,7 @@ from agentrl.errors import SettingsError
 from agentrl.evaluation.formats import ProblemRow, ProblemSetRecord
 from agentrl.evaluation.settings import EvaluationOptions, EvaluationSections
 from agentrl.problems.rows import ProblemFieldError, ProblemLoadError
-from agentrl.problems.sampler import digest_of_columns
+from agentrl.problems.sampler import hash_problem_info
 from agentrl.problems.settings import FILE_KINDS, FieldName, ProblemSourceSettings
 from agentrl.problems.sources import fixed_evaluation_problems, load_source, read_problems_with_locations
 from agentrl.rollout.gateway.settings import is_agent_program
@@ -222,7 +222,7 @@ class ProblemSet:
         for problem in self.problems:
             digest.update(repr((problem.id, problem.statement, problem.answer, problem.setup)).encode())
             if problem.info or problem.messages:
-                digest.update(digest_of_columns({"info": problem.info, "messages": problem.messages}).encode())
+                digest.update(hash_problem_info({"info": problem.info, "messages": problem.messages}).encode())
         return digest.hexdigest()
 
     def record(self) -> ProblemSetRecord:

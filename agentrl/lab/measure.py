@@ -33,7 +33,7 @@ from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
 from agentrl.lab.sample import ProblemSample
-from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_groups
+from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_disjoint_groups
 from agentrl.models.policy import PolicyModel
 
 SCORE_BYTES = 2 << 30
@@ -44,7 +44,7 @@ SCORE_BYTES = 2 << 30
 class GroupGradientProducts:
     """Inner products (float64) of the gradients g_m of M disjoint groups of a problem with S trajectories."""
 
-    with_scores: Tensor  # [M, S] <g_m, s_i>
+    score_products: Tensor  # [M, S] <g_m, s_i>
     squared: Tensor  # [M] ||g_m||^2
     sum_squared: Tensor  # [] ||sum_m g_m||^2
 
@@ -96,7 +96,7 @@ class TrajectoryGradients:
 
         The gradient of a group is (1/N) sum_i sum_t A_it rho_it grad ln p_it.
         """
-        sums = [_ProductAccumulator(self.gram) for _ in advantages]
+        sums = [_GroupProductAccumulator(self.gram) for _ in advantages]
         for group, chosen in enumerate(rows):
             mask = self._sample.batch.response_mask[chosen]
             left: dict[int, Tensor] = {}
@@ -105,11 +105,11 @@ class TrajectoryGradients:
                 if constant is None:
                     left[index] = values[group] / len(chosen)
                 else:
-                    sums[index].add_scores(chosen, constant.double() / len(chosen))
-            for indices, gradient in self._token_gradients(chosen, left, mask):
+                    sums[index].add_weighted_scores(chosen, constant.double() / len(chosen))
+            for indices, gradient in self._gradients_of_distinct_advantages(chosen, left, mask):
                 products = self._products_with_scores(gradient), gradient.square().sum().double()
                 for index in indices:
-                    sums[index].add(gradient, *products)
+                    sums[index].add_gradient(gradient, *products)
         return [item.result(self._products_with_scores) for item in sums]
 
     def hidden_states(self, rows: Tensor) -> Tensor:
@@ -123,7 +123,7 @@ class TrajectoryGradients:
         """Compute the inner products <g, s_i> [S] of a gradient and all scores."""
         return (self._scores @ gradient).double()[self._distinct_index]
 
-    def _token_gradients(
+    def _gradients_of_distinct_advantages(
         self, rows: Tensor, advantages: dict[int, Tensor], mask: Tensor
     ) -> list[tuple[list[int], Tensor]]:
         """Compute a gradient for each distinct value in ``advantages``. Returns (keys, gradient) pairs."""
@@ -162,35 +162,35 @@ class TrajectoryGradients:
         return results
 
 
-class _ProductAccumulator:
-    """Accumulator of products. Gradients of groups are added as vectors or as coefficients of scores."""
+class _GroupProductAccumulator:
+    """Accumulate the inner products of group gradients, which are added as vectors or as coefficients of scores."""
 
     def __init__(self, gram: Tensor) -> None:
         self._gram = gram
-        self._products_with_scores: list[Tensor] = []
+        self._score_products: list[Tensor] = []
         self._squared: list[Tensor] = []
         self._coefficients = torch.zeros(len(gram), dtype=torch.float64)
         self._vector: Tensor | None = None
 
-    def add_scores(self, rows: Tensor, coefficients: Tensor) -> None:
+    def add_weighted_scores(self, rows: Tensor, coefficients: Tensor) -> None:
         vector = torch.zeros_like(self._coefficients)
         vector[rows] = coefficients
         self._coefficients += vector
-        self._products_with_scores.append(self._gram @ vector)
-        self._squared.append(vector @ self._products_with_scores[-1])
+        self._score_products.append(self._gram @ vector)
+        self._squared.append(vector @ self._score_products[-1])
 
-    def add(self, gradient: Tensor, with_scores: Tensor, squared: Tensor) -> None:
+    def add_gradient(self, gradient: Tensor, score_products: Tensor, squared: Tensor) -> None:
         self._vector = gradient.clone() if self._vector is None else self._vector.add_(gradient)
-        self._products_with_scores.append(with_scores)
+        self._score_products.append(score_products)
         self._squared.append(squared)
 
-    def result(self, with_scores: Callable[[Tensor], Tensor]) -> GroupGradientProducts:
+    def result(self, score_products: Callable[[Tensor], Tensor]) -> GroupGradientProducts:
         total = self._coefficients @ self._gram @ self._coefficients
         if self._vector is not None:
-            total = total + 2 * (self._coefficients @ with_scores(self._vector))
+            total = total + 2 * (self._coefficients @ score_products(self._vector))
             total = total + self._vector.square().sum().double()
         return GroupGradientProducts(
-            with_scores=torch.stack(self._products_with_scores), squared=torch.stack(self._squared), sum_squared=total
+            score_products=torch.stack(self._score_products), squared=torch.stack(self._squared), sum_squared=total
         )
 
 
@@ -205,13 +205,13 @@ MIN_TRAJECTORIES = 4
 """Minimum number of trajectories for a product of two covariances."""
 
 
-def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
+def covariance_inner_product(returns: Tensor, products: Tensor) -> Tensor:
     """Estimate <Cov(R, a), Cov(R, b)> [...] without bias from n trajectories, with R [n] and <a_i, b_k> [..., n, n].
 
     The trajectories must be independent. Uses the closed form of the mean over all different i, j, k, l. Products of
     the form y_i z_k yield the product of two scalar covariances.
 
-    >>> covariance_product(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.ones(4, 4)).item()
+    >>> covariance_inner_product(torch.tensor([1.0, 0.0, 1.0, 0.0]), torch.ones(4, 4)).item()
     0.0
     """
     count = len(returns)
@@ -229,7 +229,7 @@ def covariance_product(returns: Tensor, products: Tensor) -> Tensor:
     return both / pairs - one / (pairs * (count - 2)) + none / (pairs * (count - 2) * (count - 3))
 
 
-def leave_one_out_coefficients(returns: Tensor, rows: Tensor) -> Tensor:
+def leave_one_out_weights(returns: Tensor, rows: Tensor) -> Tensor:
     """Return the coefficients [S] of s_i in (1/n) sum_i (R_i - mean of the other returns) s_i over ``rows`` [n]."""
     rewards = returns[rows].double()
     coefficients = torch.zeros(len(returns), dtype=torch.float64)
@@ -244,21 +244,21 @@ class TrueGradient:
         """Estimate ||g*||^2 from ``returns`` [S] and the Gram matrix ``gram`` [S, S] of the scores."""
         self._returns = returns.double()
         self._gram = gram
-        self.squared = float(covariance_product(self._returns, gram))  # ||g*||^2
+        self.squared = float(covariance_inner_product(self._returns, gram))  # ||g*||^2
 
-    def project_groups(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, float]:
+    def mean_projections_and_leave_one_out(self, rows: Tensor, products: Tensor) -> tuple[Tensor, float]:
         """Compute the mean of <g_m, g*> over the groups ``rows`` [M, N], from <g_m, s_i> [E, M, S].
 
         Returns the mean for each estimator [E], and for the leave-one-out gradient. All trajectories together yield a
         more precise value for leave-one-out, so its error on these groups corrects the errors of the estimators.
         """
-        same = torch.stack([leave_one_out_coefficients(self._returns, group) for group in rows]) @ self._gram  # [M, S]
+        same = torch.stack([leave_one_out_weights(self._returns, group) for group in rows]) @ self._gram  # [M, S]
         outside = torch.stack(
-            [leave_one_out_coefficients(self._returns, self._trajectories_not_in(group)) for group in rows]
+            [leave_one_out_weights(self._returns, self._trajectories_not_in(group)) for group in rows]
         )
-        return (with_scores * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
+        return (products * outside).sum(-1).mean(-1), float((same * outside).sum(-1).mean())
 
-    def projection_variance_and_squared_mean(self, rows: Tensor, with_scores: Tensor) -> tuple[Tensor, Tensor] | None:
+    def projection_variance_and_squared_mean(self, rows: Tensor, products: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute (Var <g, g*>, <E g, g*>^2), each [E], from <g_m, s_i> [E, M, S] of E estimators.
 
         Returns None if too few trajectories are outside two groups.
@@ -266,20 +266,20 @@ class TrueGradient:
         count = len(rows)
         if len(self._returns) - 2 * rows.shape[1] < MIN_TRAJECTORIES:
             return None
-        squares = [self._product(with_scores[:, m], with_scores[:, m], rows[m]) for m in range(count)]
+        squares = [self._projection_product(products[:, m], products[:, m], rows[m]) for m in range(count)]
         pairs = [
-            self._product(with_scores[:, m], with_scores[:, other], torch.cat([rows[m], rows[other]]))
+            self._projection_product(products[:, m], products[:, other], torch.cat([rows[m], rows[other]]))
             for m in range(count)
             for other in range(m)
         ]
         apart = torch.stack(pairs).mean(0)
         return torch.stack(squares).mean(0) - apart, apart
 
-    def _product(self, first: Tensor, second: Tensor, without: Tensor) -> Tensor:
+    def _projection_product(self, first: Tensor, second: Tensor, without: Tensor) -> Tensor:
         """Estimate <a, g*> <b, g*> [E] from <a, s_i> and <b, s_i> [E, S], using no trajectory in ``without``."""
         outside = self._trajectories_not_in(without)
         products = first[:, outside, None] * second[:, None, outside]
-        return covariance_product(self._returns[outside], products)
+        return covariance_inner_product(self._returns[outside], products)
 
     def _trajectories_not_in(self, rows: Tensor) -> Tensor:
         """Return the indices of the trajectories that are not in ``rows``."""
@@ -324,7 +324,7 @@ def measure_problems(
     """
     rows = {
         size: [
-            draw_groups(sample.size, size, most=settings.groups, seed=seed, problem=number)
+            draw_disjoint_groups(sample.size, size, max_groups=settings.groups, seed=seed, problem_index=number)
             for sample, number in zip(samples, numbers, strict=True)
         ]
         for size in settings.group_sizes
@@ -363,9 +363,9 @@ def _moments_by_estimator(
     heads: Sequence[float | None],
 ) -> Iterator[GradientMoments]:
     """Yield the moments of each estimator from one division into groups ``rows`` [M, N]."""
-    with_scores = torch.stack([item.with_scores for item in products])
-    along, paired = truth.project_groups(rows, with_scores)
-    directional = truth.projection_variance_and_squared_mean(rows, with_scores)
+    score_products = torch.stack([item.score_products for item in products])
+    along, paired = truth.mean_projections_and_leave_one_out(rows, score_products)
+    directional = truth.projection_variance_and_squared_mean(rows, score_products)
     for index, (item, values) in enumerate(zip(products, advantages, strict=True)):
         yield GradientMoments(
             variance=item.variance,
@@ -376,11 +376,11 @@ def _moments_by_estimator(
             along_variance=None if directional is None else float(directional[0][index]),
             along_squared=None if directional is None else float(directional[1][index]),
             head_variance=heads[index],
-            diagonal=_diagonal(sample, rows, values),
+            diagonal=_mean_diagonal_proxy(sample, rows, values),
         )
 
 
-def _diagonal(sample: ProblemSample, rows: Tensor, advantages: Tensor) -> float:
+def _mean_diagonal_proxy(sample: ProblemSample, rows: Tensor, advantages: Tensor) -> float:
     flat = rows.flatten()
     mask = sample.batch.response_mask[flat]
     ratios = 1.0 if sample.importance_weights is None else sample.importance_weights[flat]

@@ -88,14 +88,14 @@ def use_logarithmic_scale(axes: Axes) -> None:
     axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
 
 
-def report_results(
+def print_and_write_results(
     results: MeasurementFiles, lab: LabSettings, console: Console, *, seed: int
 ) -> list[EstimatorResult]:
     """Print and write the results of the first ``lab.problems`` measured problems.
 
     Raises WorldError if fewer than two problems were measured.
     """
-    lines = _lines_to_report(results.lines(), lab, console)
+    lines = _select_and_count_lines(results.read_lines(), lab, console)
     problems = measured_problems(lines)
     labels = list(next(iter(problems[0].moments.values())))
     baseline = lab.baseline or (_BASELINE if _BASELINE in labels else None)
@@ -105,7 +105,7 @@ def report_results(
     messages = describe_findings(summary)
     _print_table(console, summary, messages, baseline)
     record = {
-        "settings": results.settings(),
+        "settings": results.read_settings(),
         "baseline": baseline,
         "bootstrap": _RESAMPLES,
         "played": len(lines),
@@ -122,7 +122,7 @@ def report_results(
     return summary
 
 
-def _lines_to_report(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -> list[ProblemLine]:
+def _select_and_count_lines(lines: Sequence[ProblemLine], lab: LabSettings, console: Console) -> list[ProblemLine]:
     """Return the lines up to the last requested problem. Prints counts of measured and omitted problems."""
     kept: list[ProblemLine] = []
     for line in lines:

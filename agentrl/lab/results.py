@@ -52,7 +52,7 @@ def make_problem_line(group: Group, outcome: str, moments: ProblemMoments | None
     count = max(1, len(group.trajectories))
 
     def mean(values: Iterable[float]) -> float:
-        return _rounded(sum(values) / count)
+        return _round_to_six_digits(sum(values) / count)
 
     return ProblemLine(
         number=group.index,
@@ -65,7 +65,7 @@ def make_problem_line(group: Group, outcome: str, moments: ProblemMoments | None
         if moments is None
         else {
             str(size): {
-                label: [value if value is None else _rounded(value) for value in vars(item).values()]
+                label: [value if value is None else _round_to_six_digits(value) for value in vars(item).values()]
                 for label, item in by_label.items()
             }
             for size, by_label in moments.items()
@@ -73,7 +73,7 @@ def make_problem_line(group: Group, outcome: str, moments: ProblemMoments | None
     )
 
 
-def _rounded(value: float) -> float:
+def _round_to_six_digits(value: float) -> float:
     return float(f"{value:.6g}")
 
 
@@ -91,7 +91,7 @@ class MeasurementFiles:
         file = self.folder / SETTINGS
         asked: dict[str, object] = json.loads(json.dumps(settings))
         if file.is_file():
-            before = self.settings()
+            before = self.read_settings()
             for name, value in asked.items():
                 if name not in _PATHS and before.get(name) != value:
                     raise SettingsError(
@@ -104,13 +104,13 @@ class MeasurementFiles:
             text = json.dumps(asked, indent=1, ensure_ascii=False) + "\n"
             atomic_write(file, lambda out: out.write(text.encode()))
         repair_torn_line(self.folder / PROBLEMS)
-        return self.lines()
+        return self.read_lines()
 
-    def settings(self) -> dict[str, object]:
+    def read_settings(self) -> dict[str, object]:
         """Return the settings of the measurement. Raises SettingsError if the directory contains no measurement."""
-        return _read_object(self.folder / SETTINGS)
+        return _read_json_object(self.folder / SETTINGS)
 
-    def lines(self) -> list[ProblemLine]:
+    def read_lines(self) -> list[ProblemLine]:
         """Return the lines of all problems sampled so far, ordered by number."""
         path = self.folder / PROBLEMS
         if not path.is_file():
@@ -140,7 +140,7 @@ def measured_problems(lines: Sequence[ProblemLine]) -> list[MeasuredProblem]:
     return measured
 
 
-def _read_object(path: Path) -> dict[str, object]:
+def _read_json_object(path: Path) -> dict[str, object]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -10,10 +10,10 @@ from agentrl.algorithms import estimator_needs
 from agentrl.errors import SettingsError
 from agentrl.kernels import Backend
 from agentrl.lab.measure import measure_problems
-from agentrl.lab.report import report_results
+from agentrl.lab.report import print_and_write_results
 from agentrl.lab.results import MEASURED, MeasurementFiles, ProblemLine, make_problem_line
 from agentrl.lab.rollouts import GroupSampler, UsableGroup
-from agentrl.lab.sample import ProblemSample, reason_unusable, score_group
+from agentrl.lab.sample import ProblemSample, build_sample, reason_unusable
 from agentrl.lab.settings import LabSettings
 from agentrl.lab.summary import EstimatorResult
 from agentrl.models.exactness import check_packed_forward, choose_attention_backend
@@ -52,7 +52,7 @@ def variance_command(
     Moments, results and a plot are written to ``output``. An existing measurement is continued.
     """
     console = Console(settings.telemetry)
-    measurement = _PolicyPair(settings, lab, model, behaviour, head_backend)
+    measurement = _PolicyMeasurement(settings, lab, model, behaviour, head_backend)
     results = MeasurementFiles(output)
     lines = results.start_or_continue(measurement.conditions)
     done = {line["number"] for line in lines}
@@ -61,7 +61,7 @@ def variance_command(
         console.note(f"resuming a measurement: {kept} of {len(lines)} sampled problems are already measured")
     numbered = list(enumerate(problems))
     with (
-        measurement.sampler() as sampler,
+        measurement.make_sampler() as sampler,
         console.progress(lab.problems, min(kept, lab.problems), "problem") as progress,
     ):
         for start in range(0, len(numbered), _BATCH):
@@ -70,17 +70,17 @@ def variance_command(
             # step need all problems of the batch.
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
-            for line in measurement.lines(sampler.sample_until_usable(batch), done):
+            for line in measurement.measure_groups(sampler.sample_until_usable(batch), done):
                 results.append(line)
                 kept += line["outcome"] == MEASURED
                 progress.update(min(kept, lab.problems), {})
                 if kept >= lab.problems:
                     break
-    return report_results(results, lab, console, seed=settings.seed)
+    return print_and_write_results(results, lab, console, seed=settings.seed)
 
 
-class _PolicyPair:
-    """The measured policy, and the policy that samples: the same policy or an older one."""
+class _PolicyMeasurement:
+    """A measured policy, and the policy that samples its rollouts: the same policy or an older one."""
 
     def __init__(
         self, settings: LabSections, lab: LabSettings, model: str, behaviour: str | None, head_backend: Backend
@@ -104,14 +104,14 @@ class _PolicyPair:
             "behaviour": behaviour,
             "behaviour_weights": behaviour and model_fingerprint(self._sampling.state_dict().items()),
             "correction": self._correction,
-            **_measurement_conditions(settings, lab),
+            **_settings_fixed_on_resume(settings, lab),
         }
         attention = choose_attention_backend(settings.model, causal_lm.config)
         self._policy = PolicyModel(causal_lm, backend=head_backend, attention=attention)
         check_packed_forward(model, self._policy)
         self._environment, self._codec = build_environment_and_codec(settings, tokenizer, model)
 
-    def sampler(self) -> GroupSampler:
+    def make_sampler(self) -> GroupSampler:
         needs = [estimator_needs(item.name, **item.options).inputs for item in self._lab.choices]
         return GroupSampler(
             self._settings,
@@ -122,7 +122,7 @@ class _PolicyPair:
             greedy=any("greedy_returns" in inputs for inputs in needs),
         )
 
-    def lines(self, sampled: Sequence[UsableGroup], done: Set[int]) -> Iterator[ProblemLine]:
+    def measure_groups(self, sampled: Sequence[UsableGroup], done: Set[int]) -> Iterator[ProblemLine]:
         """Measure the problems and yield the line of each problem that is not in ``done``."""
         temperature = self._settings.rollout.temperature
         groups: list[Group] = []
@@ -130,9 +130,9 @@ class _PolicyPair:
         for item in sampled:
             reason = reason_unusable(item.group, size=self._lab.samples)
             if reason is None and item.greedy_return is not None:
-                groups.append(item.group.without(item.group.trajectories[self._lab.samples :]))
+                groups.append(item.group.without_trajectories(item.group.trajectories[self._lab.samples :]))
                 samples.append(
-                    score_group(
+                    build_sample(
                         self._policy,
                         groups[-1],
                         temperature=temperature,
@@ -152,7 +152,7 @@ class _PolicyPair:
             yield make_problem_line(groups[index], MEASURED, moments)
 
 
-def _measurement_conditions(settings: LabSections, lab: LabSettings) -> dict[str, object]:
+def _settings_fixed_on_resume(settings: LabSections, lab: LabSettings) -> dict[str, object]:
     """Collect everything except the policies that affects a measurement and must match when it is continued."""
     rollout = settings.rollout
     return {

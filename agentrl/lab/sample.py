@@ -59,7 +59,7 @@ def reason_unusable(group: Group, *, size: int) -> str | None:
     return None
 
 
-def score_group(
+def build_sample(
     policy: PolicyModel,
     group: Group,
     *,
@@ -84,7 +84,7 @@ def score_group(
     for rows in blocks:
         mask = unique.response_mask[rows]
         with torch.no_grad():
-            statistics, _ = _statistics(policy, unique, rows, temperature)
+            statistics, _ = _statistics_and_hidden_states(policy, unique, rows, temperature)
         values_by_name = {**vars(statistics), "token_energy": statistics.energy}
         for name, values in tokens.items():
             values[rows] = scatter_tokens(values_by_name[name].float(), mask)
@@ -123,7 +123,7 @@ def _first_equal_rows(batch: Batch, *, weighted: bool) -> Tensor:
     return first[number]
 
 
-def _statistics(
+def _statistics_and_hidden_states(
     policy: PolicyModel, batch: Batch, rows: slice, temperature: float
 ) -> tuple[TokenStatistics, Tensor | None]:
     packed = pack_padded(batch.input_ids[rows], batch.prompt_lengths[rows], batch.response_mask[rows])
@@ -148,7 +148,7 @@ def _trajectory_energies(
     energies = []
     for row in range(rows.start, rows.stop):
         one = slice(row, row + 1)
-        statistics, _ = _statistics(policy, batch, one, temperature)
+        statistics, _ = _statistics_and_hidden_states(policy, batch, one, temperature)
         weights = torch.ones_like(statistics.log_probs)
         if ratios is not None:
             weights = ratios[one][batch.response_mask[one]].to(weights.dtype)
@@ -210,7 +210,7 @@ def _cross_energies(
     """Compute sum_{k <= t} rho_k rho_t max(0, <delta_k, delta_t>) [b, T], one row at a time."""
     mask, ids = batch.response_mask[rows], batch.response_ids[rows]
     with torch.no_grad():
-        _, hidden = _statistics(policy, batch, rows, temperature)
+        _, hidden = _statistics_and_hidden_states(policy, batch, rows, temperature)
     assert hidden is not None  # because of keep_hidden
     parts = []
     lengths = mask.sum(-1).tolist()

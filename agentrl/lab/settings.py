@@ -100,16 +100,16 @@ def _parse_option_value(text: str) -> Any:
         return text
 
 
-def draw_groups(samples: int, group_size: int, *, most: int, seed: int, problem: int) -> Tensor:
-    """Draw disjoint groups [M, N] of trajectory indices below ``samples``, with M at most ``most``.
+def draw_disjoint_groups(samples: int, group_size: int, *, max_groups: int, seed: int, problem_index: int) -> Tensor:
+    """Draw disjoint groups [M, N] of trajectory indices below ``samples``, with M at most ``max_groups``.
 
     Disjoint groups are independent draws, so the variance over them is an unbiased estimate.
     """
     # Seeds are distinct while the group size is below 1,009 squared, so groups do not depend on which other problems
     # and sizes are measured.
-    key = (seed * 1_000_003 + problem) * 1_009**2 + group_size
+    key = (seed * 1_000_003 + problem_index) * 1_009**2 + group_size
     draw = torch.Generator().manual_seed(key % (1 << 63))
-    groups = min(most, samples // group_size)
+    groups = min(max_groups, samples // group_size)
     return torch.randperm(samples, generator=draw)[: groups * group_size].reshape(groups, group_size)
 
 

@@ -14,7 +14,7 @@ from agentrl.lab.measure import GradientMoments, ProblemMoments
 from agentrl.lab.settings import CROSS
 
 Floats = NDArray[np.float64]
-_MIN_FITTED_PROBLEMS = 8  # minimum number of problems for the fit in `_moment_columns`
+_MIN_FITTED_PROBLEMS = 8  # minimum number of problems for the fit in `_corrected_moment_columns`
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,16 +63,16 @@ def summarize_estimators(
     return [
         line
         for size in problems[0]
-        for line in _at_one_size(size, [moments[size] for moments in problems], weights, baseline)
+        for line in _summarize_group_size(size, [moments[size] for moments in problems], weights, baseline)
     ]
 
 
-def _at_one_size(
+def _summarize_group_size(
     size: int, problems: Sequence[Mapping[str, GradientMoments]], weights: Floats, baseline: str | None
 ) -> Iterator[EstimatorResult]:
-    columns = {label: _moment_columns([moments[label] for moments in problems]) for label in problems[0]}
+    columns = {label: _corrected_moment_columns([moments[label] for moments in problems]) for label in problems[0]}
     noises = {label: _noise(fields, weights) for label, fields in columns.items()}
-    directional = {label: _directional(fields, weights) for label, fields in columns.items()}
+    directional = {label: _directional_noise(fields, weights) for label, fields in columns.items()}
     ranked = sorted(noises, key=lambda label: (not np.isfinite(noises[label][0]), noises[label][0]))
     best = noises[ranked[0]]
     for label in ranked:
@@ -86,7 +86,7 @@ def _at_one_size(
             noise=_interval(noises[label]),
             directional=_interval(directional[label]),
             cosine=_interval(_cosine(fields, weights)),
-            bias=_interval(_bias(fields, weights)),
+            bias=_interval(_relative_bias(fields, weights)),
             to_best=_interval(_noise_ratio(noises[label], best)),
             to_baseline=None if baseline is None else _interval(_noise_ratio(noises[label], noises[baseline])),
             directional_to_baseline=None
@@ -115,7 +115,7 @@ def describe_findings(lines: Sequence[EstimatorResult]) -> list[str]:
             text += f"; the differences from {', '.join(close)} are within the interval"
         tokens = [line for line in ranked if is_token_baseline(line.estimator)]
         if tokens:
-            text += ". " + _verdict_on_tokens(tokens[0], best)
+            text += ". " + _compare_token_baseline(tokens[0], best)
         messages.append(text)
     return messages
 
@@ -128,7 +128,7 @@ def is_token_baseline(label: str) -> bool:
     return name in ESTIMATORS.names() and ESTIMATORS[name].group_based and ESTIMATORS[name].per_token
 
 
-def _verdict_on_tokens(line: EstimatorResult, best: EstimatorResult) -> str:
+def _compare_token_baseline(line: EstimatorResult, best: EstimatorResult) -> str:
     if line is best:
         return f"The token baseline {line.estimator} is the best"
     how = "within" if line.to_best.low <= 1.0 else "outside"
@@ -146,7 +146,7 @@ def _without_infinities(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _moment_columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
+def _corrected_moment_columns(moments: Sequence[GradientMoments]) -> dict[str, Floats]:
     """Return moments as columns over problems, with ``along`` corrected for the drawn groups. Missing values are nan.
 
     x = reference_along - reference_squared has expectation 0: it is the error due to the drawn groups. A least-squares
@@ -184,7 +184,7 @@ def _noise(columns: dict[str, Floats], weights: Floats) -> Floats:
     return np.where(pointed, _ratio((weights @ columns["variance"]) * true, along**2), np.inf)
 
 
-def _directional(columns: dict[str, Floats], weights: Floats) -> Floats:
+def _directional_noise(columns: dict[str, Floats], weights: Floats) -> Floats:
     variance, signal = weights @ columns["along_variance"], weights @ columns["along_squared"]
     return np.where(signal > 0, _ratio(np.maximum(variance, 0.0), signal), np.where(np.isnan(variance), np.nan, np.inf))
 
@@ -195,7 +195,7 @@ def _cosine(columns: dict[str, Floats], weights: Floats) -> Floats:
     return _ratio(weights @ columns["along"], lengths)
 
 
-def _bias(columns: dict[str, Floats], weights: Floats) -> Floats:
+def _relative_bias(columns: dict[str, Floats], weights: Floats) -> Floats:
     squares = columns["mean_squared"] - 2 * columns["along"] + columns["reference_squared"]
     return np.sqrt(np.maximum(0.0, _ratio(weights @ squares, weights @ columns["reference_squared"])))
 

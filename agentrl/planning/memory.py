@@ -56,12 +56,12 @@ class TrainingSetup:
     critic: bool = False
 
     @property
-    def weight_bytes(self) -> int:
+    def dtype_bytes(self) -> int:
         """Bytes of a weight, without its gradient and optimizer state."""
         return 2 if self.bfloat16 else 4
 
     @property
-    def local_tokens(self) -> int:
+    def tokens_per_rank(self) -> int:
         """Tokens of a micro-batch on one rank."""
         return -(-self.tokens // self.sequence_parallel)
 
@@ -84,18 +84,18 @@ class RankMemory:
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
-    def peak(self) -> Bytes:
+    def peak_parts(self) -> Bytes:
         """The parts of memory in the busiest phase."""
         return self.static | self.phases[self.busiest_phase]
 
     @property
     def total(self) -> int:
         """Bytes at the peak."""
-        return sum(self.peak.values())
+        return sum(self.peak_parts.values())
 
-    def lines(self) -> Iterator[str]:
+    def format_parts(self) -> Iterator[str]:
         """Yield a line for each part that is not 0."""
-        sizes = self.peak | {f"total, at the {self.busiest_phase}": self.total, "in host memory": self.host}
+        sizes = self.peak_parts | {f"total, at the {self.busiest_phase}": self.total, "in host memory": self.host}
         yield from (f"  {name:<26} {size / 2**20:12,.1f} MiB" for name, size in sizes.items() if size)
 
 
@@ -112,40 +112,40 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     # in host memory, but stages 1 and 2 still accumulate them on the device.
     weights = (
         setup.elements_per_rank(shape.parameters + adapters, from_stage=3)
-        * setup.weight_bytes
+        * setup.dtype_bytes
         * (setup.offload != "all")
     )
     gradients = 4 * setup.elements_per_rank(trained, from_stage=2) * (on_device or setup.stage < 3)
     moments = 8 * part * on_device
     master = 4 * part * (on_device and setup.stage >= 1)
     gathers = setup.stage == 3 and setup.ranks > 1
-    gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.weight_bytes * gathers
+    gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.dtype_bytes * gathers
 
     # The bucket is float32 and always allocated at stage 3. It has the weights' dtype at stage 1 (from the first
     # gradient of an update on) and at stage 2 (during each backward). Stage 2 also holds a flat copy of the bucket and,
     # in bfloat16, a float32 copy of the flat copy or of a single larger tensor.
     filled = min(REDUCE_BUCKET, trained)
-    bucket = filled * (4 if setup.stage == 3 else setup.weight_bytes) * (setup.stage > 0)
+    bucket = filled * (4 if setup.stage == 3 else setup.dtype_bytes) * (setup.stage > 0)
     wide = 4 * max(filled, largest) if setup.bfloat16 else 0
-    reduction = {"reduction": filled * setup.weight_bytes + wide if setup.stage == 2 else 0}
+    reduction = {"reduction": filled * setup.dtype_bytes + wide if setup.stage == 2 else 0}
     # An optimizer step computes the norms of single tensors in float64. Stage 3, and float32 at stages 1 and 2, copy
     # the rank's gradients. Without ZeRO, AdamW works in place.
     copied = 4 * part if setup.stage == 3 or not setup.bfloat16 else 0
     step = max(8 * min(largest, part), copied) * (setup.stage > 0 and on_device)
 
-    kept, peak, moved = activation_memory(shape, setup)
+    kept, peak, moved = activation_bytes_kept_peak_host(shape, setup)
     saved = {"activations": kept}
     waiting = {"gradient bucket": bucket} if setup.stage == 2 else {}
     early = reduction if trained > REDUCE_BUCKET else {}  # the bucket fills while activations are still allocated
     phases = {
-        "head": saved | {"head": head_bytes(shape, setup)},
+        "head": saved | {"head": head_peak_bytes(shape, setup)},
         "backward": saved | waiting | {"backward": peak - kept} | early,
     }
     if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
     if not on_device:  # in host memory: gradients, master copy, moments; below stage 3 also the weight
-        moved += (16 + (setup.weight_bytes if setup.stage < 3 else 0)) * part
-        moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.weight_bytes * (setup.offload == "all")
+        moved += (16 + (setup.dtype_bytes if setup.stage < 3 else 0)) * part
+        moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.dtype_bytes * (setup.offload == "all")
     return RankMemory(
         static={
             "weights": weights,
@@ -156,10 +156,10 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
             "gradient bucket": bucket if setup.stage in (1, 3) else 0,
             "reference": weights if setup.reference and not adapters else 0,
             "teacher": setup.elements_per_rank(setup.teacher, from_stage=3)
-            * setup.weight_bytes
+            * setup.dtype_bytes
             * (setup.offload != "all"),
             "critic": weights + gradients + master + moments if setup.critic else 0,
-            "KV cache": kv_tokens * kv_bytes_per_token(shape, setup.weight_bytes),
+            "KV cache": kv_tokens * kv_bytes_per_token(shape, setup.dtype_bytes),
             "context (assumed)": context,
         },
         phases=phases,
@@ -167,7 +167,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     )
 
 
-def activation_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int, int]:
+def activation_bytes_kept_peak_host(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int, int]:
     """Estimate the bytes that autograd keeps for ``N`` tokens in a decoder with RMS norms, attention and a gated MLP.
 
     Returns the bytes after the forward, at the peak of forward and backward, and in host memory. A layer keeps, for
@@ -182,12 +182,8 @@ def activation_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int
     Backward holds three gradients of the MLP's width in the last layer, or five float32 tensors in the final norm.
     With checkpointing, a layer keeps only its input, and one layer is recomputed at a time.
     """
-    size, hidden, queries, tokens = (
-        setup.weight_bytes,
-        shape.hidden,
-        shape.heads * shape.head_dim,
-        setup.local_tokens,
-    )
+    size, hidden, queries = setup.dtype_bytes, shape.hidden, shape.heads * shape.head_dim
+    tokens = setup.tokens_per_rank
     of_norm = 4 + size * (not setup.lora_rank)
     norm = of_norm * hidden
     keys = max(shape.kv_heads, setup.sequence_parallel) * shape.head_dim
@@ -212,7 +208,7 @@ def activation_memory(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int
     return tokens * saved, tokens * max(saved, inputs + recomputed), 0
 
 
-def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+def head_peak_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """Return the head's peak memory in bytes, in addition to the hidden states of the micro-batch.
 
     The head needs a copy of the tokens' states, and 12 float32 numbers per token for statistics and loss. Backward adds
@@ -224,7 +220,7 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     - ``triton``: a tile of float32 logits. In bfloat16 also its gradient, and float32 gradients of the states and of a
       slice of the weight.
     """
-    tokens, size, logits = setup.local_tokens, setup.weight_bytes, setup.local_tokens * shape.vocabulary
+    tokens, size, logits = setup.tokens_per_rank, setup.dtype_bytes, setup.tokens_per_rank * shape.vocabulary
     trained = 0 if setup.lora_rank else shape.vocabulary
     common = tokens * (shape.hidden * size + 48) + (tokens + trained) * shape.hidden * size
     if setup.head_backend == "reference":
@@ -240,9 +236,9 @@ def head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     return common + 4 * held + summed * bool(setup.bfloat16 and trained)
 
 
-def kv_bytes_per_token(shape: ModelShape, size: int) -> int:
+def kv_bytes_per_token(shape: ModelShape, element_bytes: int) -> int:
     """Return the bytes of one token in a KV cache: a key and a value per layer and KV head."""
-    return 2 * shape.layers * shape.kv_heads * shape.head_dim * size
+    return 2 * shape.layers * shape.kv_heads * shape.head_dim * element_bytes
 
 
 def server_cache_tokens(shape: ModelShape, *, memory: int, share: float, gpus: int) -> int:

@@ -107,7 +107,7 @@ class Plan:
                 return tokens
         return self.setup.tokens
 
-    def shortage(self) -> str | None:
+    def describe_shortage(self) -> str | None:
         """Describe what does not fit, and the settings that save memory. Returns None if ranks and servers fit."""
         rank, usable = self.rank, usable_gpu_bytes(self.memory)
         if rank.total > usable:
@@ -115,7 +115,7 @@ class Plan:
                 f"a rank needs {rank.total / GB:.1f} GB at the {rank.busiest_phase}, but may use {usable / GB:.1f} GB; "
                 "its largest parts, and settings that lower them:"
             ]
-            lowered = [item for item in rank.peak.items() if item[0] in _LOWERED_BY]
+            lowered = [item for item in rank.peak_parts.items() if item[0] in _LOWERED_BY]
             for name, size in sorted(lowered, key=itemgetter(1), reverse=True)[:4]:
                 lines.append(f"    {name}, {size / GB:.1f} GB: {_LOWERED_BY[name]}")
             return "\n".join(lines)
@@ -138,9 +138,9 @@ class Plan:
             )
         return None
 
-    def verdict(self) -> str:
+    def describe_fit(self) -> str:
         """Return one line if the plan fits, and a description of the shortage otherwise."""
-        shortage = self.shortage()
+        shortage = self.describe_shortage()
         if shortage is not None:
             return f"on {self.machine}: does not fit: {shortage}"
         return (
@@ -197,12 +197,12 @@ def plan_command(
     training = training.model_copy(update={"num_processes": ranks, "micro_batch_tokens": longest})
     settings = settings.model_copy(update={"rollout": rollout, "training": training})
     shape = read_model_shape(settings.model)
-    plan = _plan(settings, shape, critic=critic, memory=size)
+    plan = _make_plan(settings, shape, critic=critic, memory=size)
     _check_parallel_sizes(settings, shape)
     if (too_long := reason_too_long_to_pack(shape.config, plan.longest_request_tokens)) is not None:
         raise SettingsError(too_long)
-    if plan.shortage() is not None:
-        raise SettingsError(f"{shape.name} with trajectories of {longest} tokens {plan.verdict()}")
+    if plan.describe_shortage() is not None:
+        raise SettingsError(f"{shape.name} with trajectories of {longest} tokens {plan.describe_fit()}")
     plan = replace(plan, setup=replace(plan.setup, tokens=plan.largest_micro_batch))
     overlay = settings.model_dump(mode="json", include=_OVERLAY)
     if not settings.model.lora.rank:
@@ -211,7 +211,7 @@ def plan_command(
     overlay["rollout"]["vllm"]["gpu_memory_utilization"] = plan.server_memory_share
     text = f"# {shape.name} on {plan.machine}, {longest} tokens: written by agentrl plan\n"
     text += yaml.safe_dump(({"base": base} if base else {}) | overlay, sort_keys=False)
-    lines = [f"# {line}" for line in _estimate([plan])]
+    lines = [f"# {line}" for line in _format_estimate([plan])]
     if write is None:
         return [*lines, *text.splitlines()]
     try:
@@ -237,21 +237,21 @@ def _check_parallel_sizes(settings: Settings, shape: ModelShape) -> None:
         )
 
 
-def dry_run_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
+def memory_estimate_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
     """Return the dry run's memory estimate of a rank and, with servers, whether both fit on the GPUs."""
     gpu = torch.cuda.is_available()
     sizes = [torch.cuda.get_device_properties(0).total_memory] if gpu else [size * GB for size in _ASSUMED_SIZES]
-    return _estimate([_plan(settings, shape, critic=critic, memory=size) for size in sizes])
+    return _format_estimate([_make_plan(settings, shape, critic=critic, memory=size) for size in sizes])
 
 
-def _estimate(plans: list[Plan]) -> Iterator[str]:
+def _format_estimate(plans: list[Plan]) -> Iterator[str]:
     yield f"model: {plans[0].shape.parameters / 1e6:,.2f}M parameters; memory of one rank, estimated:"
-    yield from plans[0].rank.lines()
+    yield from plans[0].rank.format_parts()
     for plan in plans if plans[0].engine.servers else []:
-        yield f"  {plan.verdict()}"
+        yield f"  {plan.describe_fit()}"
 
 
-def _plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -> Plan:
+def _make_plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: int) -> Plan:
     model, training, teacher, rollout = settings.model, settings.training, settings.teacher, settings.rollout
     facts = engine_facts(rollout)
     bfloat16, on_gpus = model.dtype == "bfloat16", torch.cuda.is_available() or bool(facts.servers)

@@ -23,7 +23,7 @@ from agentrl.problems.exercises import (
 )
 
 
-def _plain_family(
+def _expression_family(
     name: str, draw: Callable[[Random], Numbers], value: Callable[..., int], expression: str, *phrasings: str
 ) -> ExerciseFamily:
     """Build a family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
@@ -116,58 +116,58 @@ def _draw_distinct_pair(rng: Random) -> Numbers:
 _draw_two_numbers = _draw_uniform(a=(2, 99), b=(2, 99))
 
 _ALL_FAMILIES = (
-    _plain_family(
+    _expression_family(
         "add", _draw_two_numbers, lambda a, b: a + b, "{a}+{b}",
         "{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?",
         "There are {a} {t} here. {n} brings {b} more. How many {t} are there?",
     ),
-    _plain_family(
+    _expression_family(
         "subtract", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
         "{n} has {a} {t} and gives away {b}. How many {t} are left?",
         "{n} had {a} {t} but lost {b} of them. How many {t} are left?",
     ),
-    _plain_family(
+    _expression_family(
         "multiply", _draw_two_numbers, lambda a, b: a * b, "{a}*{b}",
         "{n} buys {a} boxes of {b} {t}. How many {t} is that?",
         "Each of {a} boxes holds {b} {t}. How many {t} are there?",
     ),
-    _plain_family(
+    _expression_family(
         "divide", _draw_divisible, lambda a, b: a // b, "{a}//{b}",
         "{n} shares {a} {t} among {b} friends. How many {t} does each get?",
         "{n} packs {a} {t} into {b} equal boxes. How many {t} are in each?",
     ),
-    _plain_family(
+    _expression_family(
         "difference", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
         "{n} has {a} {t}. {m} has {b}. How many more {t} does {n} have?",
         "{n} has {b} {t}. {m} has {a}. How many fewer {t} does {n} have?",
     ),
-    _plain_family(
+    _expression_family(
         "together", _draw_two_numbers, lambda a, b: a + a + b, "{a}+{a}+{b}",
         "{n} has {a} {t}. {m} has {b} more than {n}. How many {t} do they have together?",
     ),
-    _plain_family(
+    _expression_family(
         "boxes_less", _draw_boxes_then_less, lambda a, b, c: a * b - c, "{a}*{b}-{c}",
         "{n} buys {a} boxes of {b} {t} and gives away {c}. How many {t} are left?",
         "{n} has {a} boxes of {b} {t} and loses {c} {t}. How many {t} are left?",
     ),
-    _plain_family(
+    _expression_family(
         "boxes_more", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 99)), lambda a, b, c: c + a * b, "{c}+{a}*{b}",
         "{n} has {c} {t} and buys {a} boxes of {b}. How many {t} does {n} have now?",
     ),
-    _plain_family(
+    _expression_family(
         "share_more", _draw_shared_then_more, lambda a, b, c: a // b + c, "{a}//{b}+{c}",
         "{n} shares {a} {t} among {b} friends. Each had {c}. How many {t} does each have now?",
     ),
-    _plain_family(
+    _expression_family(
         "change", _draw_price_and_payment, lambda a, b, c: c - a * b, "{c}-{a}*{b}",
         "{t} cost {a} dollars each. {n} buys {b} and pays {c} dollars. How many dollars come back?",
     ),
-    _plain_family(
+    _expression_family(
         "two_kinds", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 20), d=(2, 20)), lambda a, b, c, d: a * b + c * d,
         "{a}*{b}+{c}*{d}",
         "{n} buys {a} boxes of {b} {t} and {c} boxes of {d}. How many {t} is that?",
     ),
-    _plain_family(
+    _expression_family(
         "gather_pack", _draw_gathered_then_packed, lambda a, b, c, d: (a + b - c) // d, "({a}+{b}-{c})//{d}",
         "{n} has {a} {t}, gets {b}, gives away {c} and packs the rest into {d} equal boxes. How many {t} are in each?",
     ),

@@ -84,13 +84,13 @@ def read_demonstrations(path: str | Path) -> list[Demonstration]:
     demonstration, and EmptyProblemsError for an empty file. Messages contain the file and the line.
     """
     source = Path(path).stem
-    demonstrations = [_from_row(row, location, source) for location, row in read_jsonl(Path(path))]
+    demonstrations = [_demonstration_from_row(row, location, source) for location, row in read_jsonl(Path(path))]
     if not demonstrations:
         raise EmptyProblemsError(f"{path}: the file contains no demonstrations")
     return demonstrations
 
 
-def _from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
+def _demonstration_from_row(row: dict[str, Any], location: str, source: str) -> Demonstration:
     turns = row.get("turns")
     if not isinstance(turns, list) or not turns:
         raise ProblemFieldError(f"{location}: a demonstration needs a non-empty list 'turns'")

@@ -127,7 +127,7 @@ def _search_family(turns: int) -> ExerciseFamily:
             shown.append(call_turn(f"key(({below}+{above})//2)", f"less {middle}" if less else f"more {middle}"))
             below, above = (below, middle) if less else (middle, above)
         shown.append(call_turn(f"key(({below}+{above})//2)", f"open {held}"))
-        return Solution(held, (*shown, boxed_answer_turn(held)), _define_key(right, held))
+        return Solution(held, (*shown, boxed_answer_turn(held)), _key_function_code(right, held))
 
     return ExerciseFamily(
         name=f"search_{turns}",
@@ -145,7 +145,7 @@ def _draw_bounds(rng: Random, span: int) -> Numbers:
     return {"a": below, "b": below + span + 1}
 
 
-def _define_key(right: int, held: int) -> str:
+def _key_function_code(right: int, held: int) -> str:
     return f"def key(n):\n    print(*(['open', {held}] if n == {right} else ['less' if n > {right} else 'more', n]))\n"
 
 
@@ -158,10 +158,10 @@ def _solve_hidden_shift(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
     turns = (call_turn("test(0)", shift), final_answer_turn(f"{shift}+{b}"))
-    return Solution(shift + b, turns, _define_test(f"n + {shift}"))
+    return Solution(shift + b, turns, _test_function_code(f"n + {shift}"))
 
 
-def _solve_debug_square(rng: Random, numbers: Numbers) -> Solution:
+def _solve_hidden_square(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = p + q n + r n (n - 1) / 2. Three tests reveal p, q and r."""
     b = numbers["b"]
     p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
@@ -170,10 +170,10 @@ def _solve_debug_square(rng: Random, numbers: Numbers) -> Solution:
     u, v, w = values
     last = final_answer_turn(f"{u}+({v}-{u})*{b}+({w}-{v}-{v}+{u})*{b}*({b}-1)//2")
     answer = p + q * b + r * b * (b - 1) // 2
-    return Solution(answer, (*shown, last), _define_test(f"{p} + {q}*n + {r}*n*(n-1)//2"))
+    return Solution(answer, (*shown, last), _test_function_code(f"{p} + {q}*n + {r}*n*(n-1)//2"))
 
 
-def _define_test(expression: str) -> str:
+def _test_function_code(expression: str) -> str:
     return f"def test(n):\n    print({expression})\n"
 
 
@@ -193,7 +193,7 @@ _DEBUG_FAMILIES = (
         ),
     ),
     ExerciseFamily(
-        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_solve_debug_square,
+        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_solve_hidden_square,
         phrasings=(
             "f(n)=n*n+{a} is wrong: test(n) shows the right values of a square. What is f({b})?",
             "{n} took {a}+n*n, which is wrong. test(n) shows the right square. What is it for {b}?",
@@ -245,7 +245,7 @@ def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdic
         if message.role != "assistant":
             continue
         after = conversation.turns[index + 1] if index + 1 < len(conversation.turns) else None
-        argument = _looked_up_key(message, after, problem)
+        argument = _parse_lookup_argument(message, after, problem)
         new = argument is not None and argument not in seen and len(seen) < lookups
         rewards.append(1 / lookups if new else 0.0)
         if new and argument is not None:
@@ -253,7 +253,7 @@ def lookup_rewards(problem: Problem, conversation: Conversation, verdict: Verdic
     return rewards
 
 
-def _looked_up_key(turn: Message, answer: Message | None, problem: Problem) -> int | None:
+def _parse_lookup_argument(turn: Message, answer: Message | None, problem: Problem) -> int | None:
     """Return the number that the turn looks up, or None if the turn is not a lookup."""
     if answer is None or not re.search(r"\d", answer.text) or "Error" in answer.text:
         return None

@@ -30,10 +30,10 @@ class Posteriors:
     expected squared gradient norm with respect to the logits (docs/reference/formulas.md 3).
 
     >>> posteriors = Posteriors(decay=0.5)
-    >>> posteriors.update([("a", [1.0, 1.0, 0.0], [2.0, 2.0, 5.0])])
+    >>> posteriors.add_training_step([("a", [1.0, 1.0, 0.0], [2.0, 2.0, 5.0])])
     >>> posteriors.beta_parameters("a"), posteriors.expected_success("a"), posteriors.expected_energy("a")
     ((3.0, 2.0), 0.6, 3.0)
-    >>> posteriors.update([])
+    >>> posteriors.add_training_step([])
     >>> posteriors.beta_parameters("a"), posteriors.beta_parameters("b"), posteriors.expected_energy("b")
     ((2.0, 1.5), (1.0, 1.0), 3.0)
     """
@@ -43,7 +43,7 @@ class Posteriors:
         self._step = 0
         self._known: dict[str, list[float]] = {}
 
-    def update(self, groups: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> None:
+    def add_training_step(self, groups: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> None:
         """Add the rollouts of one training step: key, rewards and energies of each group, one per rollout.
 
         A group without rollouts adds nothing: its key remains unknown.

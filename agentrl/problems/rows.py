@@ -163,10 +163,10 @@ def problem_from_row(
     or the answer is not text (an answer may be a number), or if a column is not JSON. Unless ``answered`` is False, a
     missing answer field is an error as well.
     """
-    column, statement, messages = _read_statement(row, location, fields)
-    answer_column, value = _read_field(row, "answer", fields, location, required=answered)
+    column, statement, messages = _read_column_statement_and_messages(row, location, fields)
+    answer_column, value = _find_column_and_value(row, "answer", fields, location, required=answered)
     answer = canonical_answer(value, location)
-    id_column, row_id = _read_id(row, fields, location)
+    id_column, row_id = _read_column_and_id(row, fields, location)
     return Problem(
         id=_content_id(statement, answer, source) if row_id is None else row_id,
         statement=statement,
@@ -180,14 +180,14 @@ def problem_from_row(
 
 def statement_from_row(row: Row, location: str, *, fields: Mapping[str, str | None]) -> str:
     """Return the statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
-    return _read_statement(row, location, fields)[1]
+    return _read_column_statement_and_messages(row, location, fields)[1]
 
 
-def _read_statement(
+def _read_column_statement_and_messages(
     row: Row, location: str, fields: Mapping[str, str | None]
 ) -> tuple[str | None, str, tuple[ChatMessage, ...]]:
     """Return the statement's column, its text, and its messages if there are several."""
-    column, value = _read_field(row, "problem", fields, location)
+    column, value = _find_column_and_value(row, "problem", fields, location)
     messages = _read_messages(value, location) if isinstance(value, list) else ()
     if messages:
         value = _join_messages(messages)
@@ -277,7 +277,7 @@ def canonical_answer(value: object, location: str) -> str | None:
     return (last_boxed_answer(text) or text) or None
 
 
-def _read_field(
+def _find_column_and_value(
     row: Row, wanted: FieldName, fields: Mapping[str, str | None], location: str, *, required: bool = True
 ) -> tuple[str | None, object]:
     """Return the column and the value of a field, or (None, None) if the field is missing and not ``required``."""
@@ -323,10 +323,10 @@ def _field_names(row: Row) -> str:
     return ", ".join(sorted(map(str, row))) or "none"
 
 
-def _read_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
+def _read_column_and_id(row: Row, fields: Mapping[str, str | None], location: str) -> tuple[str | None, str | None]:
     """Return the id's column and the id of a row, or (None, None)."""
     if "id" in fields:
-        column, value = _read_field(row, "id", fields, location)
+        column, value = _find_column_and_value(row, "id", fields, location)
         return column, str(value)
     for path in USUAL_FIELDS["id"]:
         exists, value = _value_at_path(row, path)

@@ -25,7 +25,7 @@ from agentrl.problems.settings import Curriculum
 from agentrl_envs.types import Problem
 
 
-def digest_of_columns(info: Mapping[str, object]) -> str:
+def hash_problem_info(info: Mapping[str, object]) -> str:
     """Return a hash of a problem's other columns, or "" if it has no others."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
@@ -77,7 +77,7 @@ class FiniteSource:
         digest = hashlib.sha256()
         for problem in self.problems:
             digest.update(
-                f"{problem.id}\0{problem.statement}\0{problem.answer}\0{digest_of_columns(problem.info)}".encode()
+                f"{problem.id}\0{problem.statement}\0{problem.answer}\0{hash_problem_info(problem.info)}".encode()
             )
         return f"{self.name}:{len(self.problems)}:{digest.hexdigest()[:16]}"
 
@@ -101,7 +101,7 @@ class Mixture:
             raise ProblemLoadError(f"a mixture contains {repeated[0]!r} twice; use one entry with the summed weight")
 
     @classmethod
-    def of(cls, source: ProblemSource) -> Mixture:
+    def from_source(cls, source: ProblemSource) -> Mixture:
         """Return a mixture of one source."""
         return cls(sources=(source,), weights=(1.0,))
 
@@ -124,7 +124,7 @@ _PRIORITIES: Final[dict[Curriculum, Callable[[Random, float, float], float]]] = 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class Draw:
+class DrawnProblem:
     """A problem from the sampler, and the ``key`` of its posterior.
 
     Each problem of a finite source has a separate key. Problems of an endless source never repeat, so all problems of a
@@ -176,7 +176,7 @@ class ProblemSampler:
         decay: float = 1.0,
     ) -> None:
         """Create a sampler. Raises ProblemLoadError for a curriculum over an endless source."""
-        self._mixture = problems if isinstance(problems, Mixture) else Mixture.of(problems)
+        self._mixture = problems if isinstance(problems, Mixture) else Mixture.from_source(problems)
         self._cumulative = list(itertools.accumulate(self._mixture.weights))
         self._seed = seed
         self._curriculum = curriculum
@@ -196,7 +196,7 @@ class ProblemSampler:
         """Return the next ``count`` problems."""
         return [draw.problem for draw in self.draw(count)]
 
-    def draw(self, count: int) -> list[Draw]:
+    def draw(self, count: int) -> list[DrawnProblem]:
         """Return the next ``count`` problems with the keys of their posteriors."""
         sources = [self._source_of_draw(self._drawn + number) for number in range(count)]
         self._drawn += count
@@ -206,7 +206,7 @@ class ProblemSampler:
         }
         return [self._draw_at(source_index, next(indices[source_index])) for source_index in sources]
 
-    def exclude_problem(self, draw: Draw) -> None:
+    def exclude_problem(self, draw: DrawnProblem) -> None:
         """Never draw a problem again by its posterior, because its prompt is too long."""
         if self._curriculum != "uniform":
             self._left_out.add(draw.key)
@@ -271,10 +271,11 @@ class ProblemSampler:
         chosen = [-index for _, index in heapq.nlargest(count, ranked)]
         return [chosen[number % len(chosen)] for number in range(count)]
 
-    def _draw_at(self, source_index: int, index: int) -> Draw:
+    def _draw_at(self, source_index: int, index: int) -> DrawnProblem:
         source = self._mixture.sources[source_index]
         problem = source.problem(index)
-        return Draw(problem=problem, key=_posterior_key(source, index if source.size is not None else problem.family))
+        key = _posterior_key(source, index if source.size is not None else problem.family)
+        return DrawnProblem(problem=problem, key=key)
 
     def _epoch_order(self, source_index: int, epoch: int, size: int) -> array[int]:
         cached = self._orders.get(source_index)

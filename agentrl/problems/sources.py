@@ -31,7 +31,7 @@ from agentrl.problems.rows import (
     read_parquet,
     statement_from_row,
 )
-from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSource, digest_of_columns
+from agentrl.problems.sampler import FiniteSource, Mixture, ProblemSource, hash_problem_info
 from agentrl.problems.settings import (
     BUILTIN,
     DEFAULT_SPLIT,
@@ -49,12 +49,12 @@ GENERATORS: Mapping[str, type[ExerciseSource]] = {one.builtin: one for one in (A
 """Built-in sources of exercises by name."""
 
 
-class SeedProblemSource:
+class SeedOnlyProblemSource:
     """Problems without content (``builtin:seeds``), for environments that generate a task from a seed.
 
     The environment derives the seed from the problem's id.
 
-    >>> SeedProblemSource(split="heldout", seed=3).problem(7).id
+    >>> SeedOnlyProblemSource(split="heldout", seed=3).problem(7).id
     'seeds-heldout-3-7'
     """
 
@@ -78,12 +78,12 @@ class SeedProblemSource:
 _NON_WORD = re.compile(r"\W+")
 
 
-def masked_statement(statement: str) -> str:
-    """Return ``statement`` in lower case, with numbers (digits and words) as ``#`` and without punctuation.
+def mask_numbers(statement: str) -> str:
+    """Replace numbers (digits and words) with ``#``, convert to lower case and remove punctuation.
 
-    >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!") == masked_statement("tom has 3 pens, and 2 cups")
+    >>> mask_numbers("Tom has 1,250 pens and twenty-six  cups!") == mask_numbers("tom has 3 pens, and 2 cups")
     True
-    >>> masked_statement("Tom has 1,250 pens and twenty-six  cups!")
+    >>> mask_numbers("Tom has 1,250 pens and twenty-six  cups!")
     'tom has # pens and # cups'
     """
     # Write `_number_` until punctuation is removed, because `#` would be removed with it.
@@ -92,7 +92,7 @@ def masked_statement(statement: str) -> str:
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class MaskedSplit:
+class TrainHeldoutSplit:
     """Two parts without a common masked statement, in input order, and the number of excluded problems."""
 
     train: tuple[Problem, ...]
@@ -102,7 +102,7 @@ class MaskedSplit:
 
 def split_by_masked_statement(
     problems: Sequence[Problem], *, heldout_fraction: float, exclude: Iterable[str] = ()
-) -> MaskedSplit:
+) -> TrainHeldoutSplit:
     """Remove problems that match ``exclude`` when masked, and split all others by a hash of the masked statement.
 
     The part of a problem depends only on a hash of its masked statement and ``heldout_fraction`` (in [0, 1]). Files
@@ -110,15 +110,15 @@ def split_by_masked_statement(
     """
     if not 0 <= heldout_fraction <= 1:
         raise ValueError(f"heldout_fraction must be in [0, 1], got {heldout_fraction}")
-    excluded_statements = {masked_statement(statement) for statement in exclude}
+    excluded_statements = {mask_numbers(statement) for statement in exclude}
     train: list[Problem] = []
     heldout: list[Problem] = []
     for problem in problems:
-        masked = masked_statement(problem.statement)
+        masked = mask_numbers(problem.statement)
         if masked not in excluded_statements:
             (heldout if _hash_to_unit_interval(masked) < heldout_fraction else train).append(problem)
     excluded = len(problems) - len(train) - len(heldout)
-    return MaskedSplit(train=tuple(train), heldout=tuple(heldout), excluded=excluded)
+    return TrainHeldoutSplit(train=tuple(train), heldout=tuple(heldout), excluded=excluded)
 
 
 def _hash_to_unit_interval(text: str) -> float:
@@ -181,10 +181,10 @@ def load_mixture(
 def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: bool = True) -> LoadedSource:
     """Load one source. Each row needs an answer unless ``answered`` is False. Raises ProblemLoadError."""
     if settings.is_generated:
-        return _load_generated(settings, seed)
+        return _load_generated_source(settings, seed)
     path = expand_path(settings.path)
     name = source_name(settings)
-    problems, rows, unanswered = _distinct_problems(settings, path, name, answered)
+    problems, rows, unanswered = _read_distinct_problems_and_counts(settings, path, name, answered)
     if not rows:
         raise EmptyProblemsError(f"{settings.path}: the file contains no problems")
     if not problems:
@@ -239,7 +239,7 @@ def expand_path(path: str) -> str:
     return os.path.expanduser(os.path.expandvars(path))
 
 
-def check_builtin_source(source: str, what: str, known: Sequence[str]) -> None:
+def require_builtin_source(source: str, what: str, known: Sequence[str]) -> None:
     """Raise ProblemLoadError unless ``source`` is ``builtin:`` with one of the ``known`` names."""
     kind = source.removeprefix(BUILTIN)
     if kind not in known:
@@ -247,8 +247,8 @@ def check_builtin_source(source: str, what: str, known: Sequence[str]) -> None:
         raise ProblemLoadError(f"{source}: no such built-in {what}; valid: {valid}{did_you_mean(kind, known)}")
 
 
-def _load_generated(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
-    endless = _make_generator(settings, seed if settings.seed is None else settings.seed)
+def _load_generated_source(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
+    endless = _make_generated_source(settings, seed if settings.seed is None else settings.seed)
     if settings.limit is None:
         return LoadedSource(source=endless, report=None)
     problems = fixed_evaluation_problems(endless, settings.limit)
@@ -256,15 +256,15 @@ def _load_generated(settings: ProblemSourceSettings, seed: int) -> LoadedSource:
     return LoadedSource(source=FiniteSource(endless.name, problems), report=report)
 
 
-def _make_generator(settings: ProblemSourceSettings, seed: int) -> ProblemSource:
+def _make_generated_source(settings: ProblemSourceSettings, seed: int) -> ProblemSource:
     if settings.path.startswith(REASONING_GYM):
         from agentrl_envs.adapters.reasoning_gym import ReasoningGymSource
 
         name = settings.path.removeprefix(REASONING_GYM)
         return ReasoningGymSource(name, split=settings.split, seed=seed, options=settings.options)
-    check_builtin_source(settings.path, "problems", (*GENERATORS, "seeds"))
+    require_builtin_source(settings.path, "problems", (*GENERATORS, "seeds"))
     if settings.path == BUILTIN + "seeds":
-        return SeedProblemSource(split=settings.split, seed=seed)
+        return SeedOnlyProblemSource(split=settings.split, seed=seed)
     made_by = GENERATORS[settings.path.removeprefix(BUILTIN)]
     return made_by(split=settings.split, seed=seed, families=settings.families)
 
@@ -272,7 +272,7 @@ def _make_generator(settings: ProblemSourceSettings, seed: int) -> ProblemSource
 def source_name(settings: ProblemSourceSettings) -> str:
     """Return ``Problem.source`` of the problems of a source, without reading files."""
     if settings.is_generated:
-        return _make_generator(settings, 0).problem(0).source
+        return _make_generated_source(settings, 0).problem(0).source
     path = expand_path(settings.path)
     stem = Path(path).stem if _is_file(path) else path.rstrip("/")
     parts = [stem, settings.subset, None if settings.split == DEFAULT_SPLIT else settings.split]
@@ -284,7 +284,7 @@ def _is_file(path: str) -> bool:
     return Path(path).suffix.lower() in FILE_KINDS
 
 
-def _distinct_problems(
+def _read_distinct_problems_and_counts(
     settings: ProblemSourceSettings, path: str, name: str, answered: bool
 ) -> tuple[list[Problem], int, int]:
     """Return the distinct problems of a source, the number of rows, and the number of skipped rows without an answer.
@@ -299,7 +299,7 @@ def _distinct_problems(
         if problem is None:
             unanswered += 1
         else:
-            other = "" if answered else digest_of_columns(problem.info)
+            other = "" if answered else hash_problem_info(problem.info)
             problems.setdefault((problem.statement.strip(), problem.answer, other), problem)
     return _with_distinct_ids(problems), rows, unanswered
 
@@ -375,7 +375,7 @@ def load_demonstrations(
     formulas. Raises ProblemLoadError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
-        check_builtin_source(spec, "demonstrations", tuple(GENERATORS))
+        require_builtin_source(spec, "demonstrations", tuple(GENERATORS))
         source = GENERATORS[spec.removeprefix(BUILTIN)](split="train", seed=seed, families=families)
         made = source.demonstrations(count)
         return LoadedDemonstrations(demonstrations=tuple(made), description=f"{count} demonstrations of {spec}")

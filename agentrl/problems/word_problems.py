@@ -48,9 +48,9 @@ class Formula:
     """An arithmetic expression of integers.
 
     >>> formula = Formula.parse("(25+5)/6=5")
-    >>> formula.numbers, formula.value(), formula.python()
+    >>> formula.numbers, formula.value(), formula.to_python()
     ((25, 5, 6), 5, '(25+5)//6')
-    >>> formula.with_numbers({25: 40, 5: 8}).python()
+    >>> formula.with_numbers({25: 40, 5: 8}).to_python()
     '(40+8)//6'
     """
 
@@ -79,7 +79,7 @@ class Formula:
     @property
     def numbers(self) -> tuple[int, ...]:
         """Distinct numbers in the formula, in order of appearance."""
-        return tuple(dict.fromkeys(map(int, _NUMBER.findall(self.python()))))
+        return tuple(dict.fromkeys(map(int, _NUMBER.findall(self.to_python()))))
 
     def value(self, *, floor: bool = False) -> int:
         """Compute the value. With ``floor``, divisions round down as in Python.
@@ -92,13 +92,13 @@ class Formula:
         """
         return _evaluate(self.tree, floor)
 
-    def python(self) -> str:
+    def to_python(self) -> str:
         """Return the formula in Python, with as few parentheses as possible."""
         return ast.unparse(self.tree).replace(" ", "")
 
     def with_numbers(self, replaced: Mapping[int, int]) -> Formula:
         """Return a copy in which the keys of ``replaced`` are replaced by their values. Other numbers are unchanged."""
-        text = _NUMBER.sub(lambda match: str(replaced.get(int(match[0]), int(match[0]))), self.python())
+        text = _NUMBER.sub(lambda match: str(replaced.get(int(match[0]), int(match[0]))), self.to_python())
         return Formula(ast.parse(text, mode="eval").body)
 
 
@@ -347,4 +347,4 @@ def _bounds_of_magnitude(value: int) -> tuple[int, int]:
 
 
 def _demonstration(problem: Problem, formula: Formula) -> Demonstration:
-    return Demonstration(problem=problem, turns=(final_answer_turn(formula.python()),))
+    return Demonstration(problem=problem, turns=(final_answer_turn(formula.to_python()),))

@@ -123,7 +123,7 @@ def _find_forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
         if len(parts) > 1:
             yield _Fork(
                 turn=turns[item.branch],
-                weight=item.path_fraction,
+                weight=item.rollout_fraction,
                 before=tokens[item.branch],
                 after=length - tokens[item.branch],
                 mean=mean,

@@ -78,7 +78,7 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
     """
     # A branch has the summed weight of the paths through it.
     return -math.fsum(
-        item.path_fraction * math.expm1(value)
+        item.rollout_fraction * math.expm1(value)
         for item in branches
         for part in item.segments
         for value in part.log_probs
@@ -88,5 +88,5 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
 def success_fraction(branches: Sequence[Trajectory]) -> float:
     """Return a rollout's reward as a fraction of a success. A forked rollout has the weighted mean of its paths."""
     return math.fsum(
-        item.path_fraction * reward_as_success_fraction(item.reward) for item in branches if item.receives_reward
+        item.rollout_fraction * reward_as_success_fraction(item.reward) for item in branches if item.receives_reward
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from agentrl.errors import SettingsError
-from agentrl.trajectory import Group, Trajectory, with_path_weights
+from agentrl.trajectory import Group, Trajectory, assign_path_weights
 from agentrl_envs.types import Ended, Verdict
 
 # Rewards closer than this count as equal.
@@ -81,7 +81,7 @@ def _reweight_branches(included: list[Trajectory]) -> list[Trajectory]:
         kept += (
             branches
             if branches[0].path_weight is None
-            else [one for one in with_path_weights(branches) if one.path_weight]
+            else [one for one in assign_path_weights(branches) if one.path_weight]
         )
     return kept
 
@@ -116,5 +116,5 @@ def _accuracy(included: list[Trajectory]) -> float:
             f"{included[0].problem.id}: set algorithm.accuracy_range=null, or return "
             'info["verdict"] from the environment'
         )
-    correct = math.fsum(item.path_fraction for item in included if item.verdict is Verdict.CORRECT)
-    return correct / math.fsum(item.path_fraction for item in included)
+    correct = math.fsum(item.rollout_fraction for item in included if item.verdict is Verdict.CORRECT)
+    return correct / math.fsum(item.rollout_fraction for item in included)

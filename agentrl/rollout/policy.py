@@ -24,7 +24,7 @@ from agentrl.rollout.engines.base import Completion, Engine, EngineError, Sampli
 from agentrl.rollout.engines.sampling import sampling_key
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.telemetry.trace import trace_span
-from agentrl.trajectory import Segment, Trajectory, with_path_weights
+from agentrl.trajectory import Segment, Trajectory, assign_path_weights
 from agentrl_envs.chat import MarkedText
 from agentrl_envs.episode import Environment, Episode, Policy, ReportsRunningCall, RolloutResult, UnavailableError
 from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
@@ -462,7 +462,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
                 )
                 for item in part
             ]
-        return with_path_weights(edges)
+        return assign_path_weights(edges)
 
     def end(self, ended: Ended) -> tuple[Trajectory, ...]:
         return (

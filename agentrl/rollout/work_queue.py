@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, TypedDict
 
 from agentrl.errors import SettingsError
-from agentrl.problems.sampler import Draw, ProblemSampler, SamplerState
+from agentrl.problems.sampler import DrawnProblem, ProblemSampler, SamplerState
 from agentrl.rollout.branching import ForkStatistics
 from agentrl.rollout.budget import (
     SCORES,
@@ -149,7 +149,7 @@ class WorkQueue:
         for group in groups:
             del self._untrained[group.index]
         if self._updates_posteriors:
-            self._sampler.posteriors.update(
+            self._sampler.posteriors.add_training_step(
                 (group.key, list(map(success_fraction, rollouts)), self._expected_energies_if_needed(rollouts))
                 for group, rollouts in zip(groups, map(_included_rollouts, groups), strict=True)
             )
@@ -237,7 +237,7 @@ class WorkQueue:
 
     def _replace_problem(self, group: Group, tokens: int) -> None:
         problem = group.problem
-        self._sampler.exclude_problem(Draw(problem=problem, key=group.key))
+        self._sampler.exclude_problem(DrawnProblem(problem=problem, key=group.key))
         (other,) = self._sampler.draw(1)
         self._drawn[0] = replace(self._drawn[0], problem=other.problem, key=other.key)
         self._skipped += 1
@@ -264,7 +264,7 @@ class WorkQueue:
 
 def _included_rollouts(group: Group) -> list[list[Trajectory]]:
     """Return the branches of each rollout that was not excluded. A forked rollout is one rollout."""
-    data = [item for item in group.trajectories if not item.is_excluded and item.path_fraction > 0]
+    data = [item for item in group.trajectories if not item.is_excluded and item.rollout_fraction > 0]
     return [list(branches) for _, branches in groupby(data, key=lambda item: item.sample)]
 
 

@@ -14,7 +14,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColum
 from rich.table import Column, Table
 from rich.text import Text
 
-from agentrl.errors import with_help
+from agentrl.errors import append_help_link
 from agentrl.telemetry.metrics import METRICS, USER_METRICS
 from agentrl.telemetry.settings import TelemetrySettings
 
@@ -42,7 +42,7 @@ class Console:
 
     def warning(self, text: str) -> None:
         """Print a line that requires the user's attention."""
-        self._print(Text.assemble(("warning: ", "bold yellow"), with_help(text)))
+        self._print(Text.assemble(("warning: ", "bold yellow"), append_help_link(text)))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
         """Print a small table. The first column is left-aligned, all others are right-aligned."""

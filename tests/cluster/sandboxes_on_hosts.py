@@ -27,7 +27,7 @@ async def use(services: SandboxServices, lost: asyncio.Event) -> Counter[str]:
     """Run programs until a service is lost and some time after."""
     settings = SandboxSettings(
         url=",".join(services.addresses),
-        token=services.variables["SANDBOX_TOKEN"],
+        token=services.client_variables["SANDBOX_TOKEN"],
         allow_unisolated=True,
         service_deadline=2.0,
     )
@@ -66,7 +66,7 @@ async def main() -> None:
     try:
         say(f"ended {dict(await use(services, lost))}")
     finally:
-        services.close()
+        services.stop_restarting()
         await asyncio.to_thread(cluster.close)
 
 

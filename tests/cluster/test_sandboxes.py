@@ -83,7 +83,7 @@ def started(cluster: NodesHere, folder: Path, say: Callable[[str], None]) -> San
 async def test_a_service_that_is_killed_comes_back_at_its_address(cluster: NodesHere, tmp_path: Path) -> None:
     said = list[str]()
     services = started(cluster, tmp_path, said.append)
-    token = services.variables["SANDBOX_TOKEN"]
+    token = services.client_variables["SANDBOX_TOKEN"]
     url = ",".join(services.addresses)
     sandbox = await open_sandbox(SandboxSettings(url=url, token=token, allow_unisolated=True, service_deadline=1.0))
     try:
@@ -99,7 +99,7 @@ async def test_a_service_that_is_killed_comes_back_at_its_address(cluster: Nodes
         await again.close()
     finally:
         await sandbox.close()
-        services.close()
+        services.stop_restarting()
     lost, back = said
     assert lost.startswith(f"sandbox service 0 on {THIS_MACHINE.node} was lost: it exited with code")
     assert back == f"sandbox service 0 on {THIS_MACHINE.node} was restarted"
@@ -114,7 +114,7 @@ def test_a_node_that_gives_no_place_is_told_and_done_without(cluster: NodesHere,
     services = started(cluster, tmp_path, said.append)
     assert len(services.addresses) == 1
     assert said == ["no sandbox service started on n1 (10.0.0.1): other jobs use it"]
-    services.close()
+    services.stop_restarting()
     cluster.refused = {"n1", "n2"}
     with pytest.raises(WorldError, match="no node of the cluster could start a sandbox service"):
         started(cluster, tmp_path, said.append)

@@ -18,11 +18,11 @@ from agentrl.lab.measure import (
     GroupGradientProducts,
     TrajectoryGradients,
     TrueGradient,
-    covariance_product,
+    covariance_inner_product,
     measure_problems,
 )
-from agentrl.lab.sample import ProblemSample, advantage_inputs, reason_unusable, row_slices_within_budget, score_group
-from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_groups, parse_estimator_choices
+from agentrl.lab.sample import ProblemSample, advantage_inputs, build_sample, reason_unusable, row_slices_within_budget
+from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_disjoint_groups, parse_estimator_choices
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem
@@ -88,7 +88,7 @@ def make_sample(policy: PolicyModel, *, group: int = 0, size: int = 8) -> Proble
         make_trajectory(sample, tuple(tokens() for _ in range(1 + sample % 2)), float(sample % 3 == 0), group)
         for sample in range(size)
     ]
-    return score_group(policy, make_group(rows), temperature=0.8, budget=64, greedy_return=1.0)
+    return build_sample(policy, make_group(rows), temperature=0.8, budget=64, greedy_return=1.0)
 
 
 def slow_gradient(policy: PolicyModel, sample: ProblemSample, rows: list[int], advantages: Tensor) -> Tensor:
@@ -126,7 +126,7 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     policy = make_policy(uniform=True)
     arms = [arm for pair in itertools.product(range(3), repeat=2) for arm in pair]
     rows = [make_trajectory(place, ((arm,),), float(arm == 0)) for place, arm in enumerate(arms)]
-    sample = score_group(policy, make_group(rows), temperature=1.0, budget=64, greedy_return=0.0)
+    sample = build_sample(policy, make_group(rows), temperature=1.0, budget=64, greedy_return=0.0)
     groups = torch.arange(18).reshape(9, 2)
     (choice,) = parse_estimator_choices([estimator])
     (advantages,) = compute_problem_advantages([sample], [groups], choice)
@@ -171,7 +171,7 @@ def test_products_are_those_of_gradients_of_single_tokens(weighted: bool) -> Non
     for values, found in zip(given, gradients.group_products(rows, given), strict=True):
         vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one * factors[chosen])
                                for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
-        torch.testing.assert_close(found.with_scores, vectors @ scores.T, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(found.score_products, vectors @ scores.T, rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.squared, vectors.square().sum(1), rtol=1e-5, atol=1e-5)
         torch.testing.assert_close(found.sum_squared, vectors.sum(0).square().sum(), rtol=1e-5, atol=1e-5)
 
@@ -188,7 +188,7 @@ def test_adapters_are_measured_alone_and_importance_weights_stand_inside_of_ener
             torch.nn.init.normal_(item)
     group = make_group([make_trajectory(row, ((1, 2), (3,)), float(row)) for row in range(4)])
     for policy, correction in ((whole, None), (whole, {"weights": "token"}), (adapted, {"weights": "token"})):
-        sample = score_group(policy, group, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
+        sample = build_sample(policy, group, temperature=0.8, budget=64, greedy_return=0.0, correction=correction)
         gradients = TrajectoryGradients(policy, sample, temperature=0.8)
         assert gradients.size == sum(item.numel() for item in policy.parameters() if item.requires_grad)
         torch.testing.assert_close(gradients.gram.diagonal().float(), sample.trajectory_energy, rtol=1e-4, atol=1e-6)
@@ -212,7 +212,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
     written: list[tuple[tuple[int, ...], ...]] = [one, two, one, two, both, three, two, three]
     rows = [make_trajectory(row, turns, float(row % 3 == 0)) for row, turns in enumerate(written)]
     rows[7] = replace(rows[7], segments=(replace(rows[7].segments[0], log_probs=(-1.0, -2.0)),))
-    look = partial(score_group, policy, temperature=0.8, budget=64, greedy_return=0.0,
+    look = partial(build_sample, policy, temperature=0.8, budget=64, greedy_return=0.0,
                    correction={"weights": "token"} if weighted else None)  # fmt: skip
     sample = look(make_group(rows))
     assert sample.distinct_response_index.tolist() == [0, 1, 0, 1, 4, 5, 1, 7 if weighted else 5]
@@ -246,12 +246,12 @@ def test_products_of_covariances_are_means_over_all_different_trajectories() -> 
     draw = torch.Generator().manual_seed(1)
     returns = torch.tensor([1.0, 0.0, 0.5, 1.0, -2.0])
     products = torch.randn(2, 5, 5, generator=draw).double()
-    for one, found in zip(products, covariance_product(returns, products), strict=True):
+    for one, found in zip(products, covariance_inner_product(returns, products), strict=True):
         terms = [(returns[i] - returns[j]) * (returns[k] - returns[m]) * one[i, k]
                  for i, j, k, m in itertools.permutations(range(5), 4)]  # fmt: skip
         assert float(found) == pytest.approx(float(sum(terms)) / len(terms))
     with pytest.raises(ValueError, match="needs at least 4"):
-        covariance_product(returns[:3], products[:, :3, :3])
+        covariance_inner_product(returns[:3], products[:, :3, :3])
 
 
 def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
@@ -262,7 +262,7 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
     rows = torch.tensor([[0, 1], [2, 7]])
     vectors = torch.randn(1, 2, 3, generator=draw).double()
     truth = TrueGradient(returns, scores @ scores.T)
-    along, paired = truth.project_groups(rows, vectors @ scores.T)
+    along, paired = truth.mean_projections_and_leave_one_out(rows, vectors @ scores.T)
     wanted, same = [], []
     for group, vector in zip(rows.tolist(), vectors[0], strict=True):
         reference = loo_of(scores, returns, [row for row in range(8) if row not in group])
@@ -336,14 +336,14 @@ def test_cross_energies_and_exact_energies_are_those_of_loops() -> None:
 
 def test_groups_are_disjoint_and_depend_on_the_problem() -> None:
     def draw(**changed: int) -> Tensor:
-        given: dict[str, int] = {"most": 16, "seed": 0, "problem": 3, **changed}
-        return draw_groups(9, 2, **given)
+        given: dict[str, int] = {"max_groups": 16, "seed": 0, "problem_index": 3, **changed}
+        return draw_disjoint_groups(9, 2, **given)
 
     assert draw().shape == (4, 2)
     assert len(set(draw().flatten().tolist())) == 8
     assert torch.equal(draw(), draw())
-    assert draw(most=2).shape == (2, 2)
-    for changed in ({"seed": 1}, {"problem": 4}):
+    assert draw(max_groups=2).shape == (2, 2)
+    for changed in ({"seed": 1}, {"problem_index": 4}):
         assert not torch.equal(draw(), draw(**changed))
 
 
@@ -406,14 +406,14 @@ def test_everything_the_measurement_says_is_that_of_loops() -> None:
         assert samples[index] is sample
         every = torch.stack([slow_gradient(policy, sample, [row], torch.ones(1, 99)) for row in range(10)])
         for size, choice in itertools.product((2, 3), choices):
-            rows = draw_groups(10, size, most=3, seed=5, problem=number)
+            rows = draw_disjoint_groups(10, size, max_groups=3, seed=5, problem_index=number)
             (values,) = compute_problem_advantages([sample], [rows], choice)
             vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one)
                                    for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
             head = vectors[:, -policy.head.weight.numel() :]  # untied: the last parameter
             truth = TrueGradient(sample.returns, every @ every.T)
             products = (vectors @ every.T)[None]
-            along, paired = truth.project_groups(rows, products)
+            along, paired = truth.mean_projections_and_leave_one_out(rows, products)
             directional = truth.projection_variance_and_squared_mean(rows, products)
             assert directional is not None
             pairs = [float(a @ b) for a, b in itertools.permutations(vectors, 2)]
@@ -442,7 +442,7 @@ def test_the_variance_of_groups_is_unbiased_over_all_divisions() -> None:
     for pairs in (((0, 1), (2, 3)), ((0, 2), (1, 3)), ((0, 3), (1, 2))):
         means = torch.stack([vectors[list(pair)].mean(0) for pair in pairs])
         products = GroupGradientProducts(
-            with_scores=means @ vectors.T, squared=means.square().sum(1), sum_squared=means.sum(0).square().sum()
+            score_products=means @ vectors.T, squared=means.square().sum(1), sum_squared=means.sum(0).square().sum()
         )
         assert products.squared_norm_of_mean == pytest.approx(float(means[0] @ means[1]))
         variances.append(products.variance)

@@ -11,7 +11,7 @@ from agentrl.models.settings import ModelSettings
 from agentrl.models.shape import ModelShape, read_model_shape
 from agentrl.planning.memory import (
     TrainingSetup,
-    activation_memory,
+    activation_bytes_kept_peak_host,
     kv_bytes_per_token,
     rank_memory,
     server_cache_tokens,
@@ -134,4 +134,4 @@ def bucket(shape: ModelShape, how: TrainingSetup) -> int:
 
 
 def kept(shape: ModelShape, how: TrainingSetup) -> int:
-    return activation_memory(shape, how)[0]
+    return activation_bytes_kept_peak_host(shape, how)[0]

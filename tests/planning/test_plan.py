@@ -17,7 +17,7 @@ from agentrl.config import Settings, load_settings, shipped_configs
 from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
 from agentrl.models.shape import read_model_shape
-from agentrl.planning.plan import dry_run_lines, plan_command
+from agentrl.planning.plan import memory_estimate_lines, plan_command
 from agentrl.training.run.preflight import dry_run
 
 CONFIG: dict[str, object] = {"model_type": "qwen3", "hidden_size": 32, "intermediate_size": 64, "vocab_size": 99}
@@ -170,7 +170,7 @@ def test_the_dry_run_of_a_recipe_shows_that_eight_gpus_hold_it(
     monkeypatch.setenv("AGENTRL_DATA_DIR", str(tmp_path))
     settings = load_settings(config_file=[recipe, *overlays])
     assert (settings.name or "").startswith("-".join([recipe, *overlays]))
-    said = list(dry_run_lines(settings, read_model_shape(settings.model), critic=False))
+    said = list(memory_estimate_lines(settings, read_model_shape(settings.model), critic=False))
     verdict = next(line for line in said if f"8 GPUs of {memory} GB" in line)
     assert f"on 8 GPUs of {memory} GB: fits," in verdict
 

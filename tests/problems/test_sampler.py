@@ -76,7 +76,9 @@ def test_unusable_mixtures_are_refused():
 
 
 def trained(sampler: ProblemSampler, rewards: dict[str, float]) -> None:
-    sampler.posteriors.update((f"a/{number}", [rewards.get(f"a-{number}", 0.0)] * 20, []) for number in range(6))
+    sampler.posteriors.add_training_step(
+        (f"a/{number}", [rewards.get(f"a-{number}", 0.0)] * 20, []) for number in range(6)
+    )
 
 
 @pytest.mark.parametrize("curriculum", ["variance", "thompson"])
@@ -92,7 +94,9 @@ def test_a_curriculum_draws_problems_that_are_solved_half_of_the_time(curriculum
 
 def test_weights_are_those_of_the_posterior_variance():
     sampler = ProblemSampler(toy("a", 2), seed=0, curriculum="variance")
-    sampler.posteriors.update([("a/0", [1.0] * 8, []), ("a/1", [1.0, 0.0] * 4, [])])  # p (1 - p): 0.09 and 0.25
+    sampler.posteriors.add_training_step(
+        [("a/0", [1.0] * 8, []), ("a/1", [1.0, 0.0] * 4, [])]
+    )  # p (1 - p): 0.09 and 0.25
     drawn = Counter(sampler.next(1)[0].id for _ in range(4000))
     assert drawn["a-0"] / 4000 == pytest.approx(0.09 / 0.34, abs=0.03)
 

@@ -24,7 +24,7 @@ from agentrl.problems.sources import (
     fixed_evaluation_problems,
     load_mixture,
     load_source,
-    masked_statement,
+    mask_numbers,
 )
 from agentrl_envs.types import Problem
 
@@ -211,9 +211,9 @@ def test_mawps_parts_share_no_masked_statement_with_each_other_or_with_asdiv(dat
     mawps, asdiv = str(data_dir / "mawps.jsonl"), str(data_dir / "asdiv.jsonl")
     parts = {part: load(mawps, part=part, exclude=[asdiv]) for part in ("train", "heldout")}
     train, heldout = (
-        {masked_statement(problem.statement) for problem in problems_of(parts[part])} for part in ("train", "heldout")
+        {mask_numbers(problem.statement) for problem in problems_of(parts[part])} for part in ("train", "heldout")
     )
-    cold_start = {masked_statement(problem.statement) for problem in problems_of(load(asdiv))}
+    cold_start = {mask_numbers(problem.statement) for problem in problems_of(load(asdiv))}
     assert not train & heldout
     assert not (train | heldout) & cold_start
     report = parts["train"].report

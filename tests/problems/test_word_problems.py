@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from agentrl.problems.rows import EmptyProblemsError
-from agentrl.problems.sources import masked_statement, split_by_masked_statement
+from agentrl.problems.sources import mask_numbers, split_by_masked_statement
 from agentrl.problems.word_problems import (
     Formula,
     FormulaError,
@@ -37,7 +37,7 @@ PROGRAM = re.compile(r"\A```py\nfinal_answer\(([\d+*/()-]+)\)\n```\Z")
 )
 def test_formulas_by_hand(text: str, python: str, value: int):
     formula = Formula.parse(text)
-    assert (formula.python(), formula.value()) == (python, value)
+    assert (formula.to_python(), formula.value()) == (python, value)
 
 
 @pytest.mark.parametrize(
@@ -80,7 +80,7 @@ def test_written_programs_mean_the_formula(text: str):
         value = formula.value()
     except FormulaError:
         return
-    assert eval(formula.python()) == value == eval(text.replace("/", "//"))
+    assert eval(formula.to_python()) == value == eval(text.replace("/", "//"))
 
 
 def test_numbers_in_texts():
@@ -167,7 +167,7 @@ def test_real_demonstrations_solve_their_problems(data_dir: Path, name: str, row
 def test_variants_share_the_masked_statement_of_their_original(data_dir: Path):
     """So leaving the originals out of the training problems leaves out what the variants could give away."""
     made, _ = formula_demonstrations(data_dir / "asdiv.jsonl", variants=3, seed=1)
-    masks = {shown.problem.id: masked_statement(shown.problem.statement) for shown in made}
+    masks = {shown.problem.id: mask_numbers(shown.problem.statement) for shown in made}
     assert all(mask == masks[name.partition("~")[0]] for name, mask in masks.items())
 
 
@@ -190,6 +190,6 @@ def test_split_counts_everything_once():
 def test_split_sides_share_no_masked_statement(texts: list[str], fraction: float):
     given_problems = [Problem(id=str(i), statement=text, answer="1", source="t") for i, text in enumerate(texts)]
     split = split_by_masked_statement(given_problems, heldout_fraction=fraction)
-    sides = [{masked_statement(problem.statement) for problem in part} for part in (split.train, split.heldout)]
+    sides = [{mask_numbers(problem.statement) for problem in part} for part in (split.train, split.heldout)]
     assert not sides[0] & sides[1]
     assert len(split.train) + len(split.heldout) == len(texts)

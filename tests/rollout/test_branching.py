@@ -14,7 +14,7 @@ from agentrl.problems.sampler import ProblemSampler
 from agentrl.rollout.branching import ForkStatistics
 from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.rollout.work_queue import WorkQueue
-from agentrl.trajectory import Group, Segment, Trajectory, with_path_weights
+from agentrl.trajectory import Group, Segment, Trajectory, assign_path_weights
 from agentrl_envs.types import Ended
 
 
@@ -33,7 +33,7 @@ def tree(*rewards: float, before: int = 1, after: int = 1, sample: int = 0) -> t
         )  # fmt: skip
 
     leaves = [edge(number, after, reward, Ended.STOPPED) for number, reward in enumerate(rewards, 1)]
-    return with_path_weights([edge(0, before, 0.0, Ended.FORKED), *leaves])
+    return assign_path_weights([edge(0, before, 0.0, Ended.FORKED), *leaves])
 
 
 def learned(*group: tuple[Trajectory, ...], times: int = 8) -> ForkStatistics:

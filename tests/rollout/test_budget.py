@@ -54,7 +54,7 @@ def test_equal_scores_have_equal_sizes() -> None:
 
 def test_scores_follow_the_formulas() -> None:
     posteriors = Posteriors(decay=1.0)
-    posteriors.update([("a", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [8.0] * 6), ("b", [1.0] * 6, [2.0] * 6)])
+    posteriors.add_training_step([("a", [1.0, 0.0, 0.0, 0.0, 0.0, 0.0], [8.0] * 6), ("b", [1.0] * 6, [2.0] * 6)])
     assert posteriors.beta_parameters("a") == (2, 6)
     assert SCORES["variance"](posteriors, "a") == pytest.approx(0.25 * 0.75)
     assert SCORES["neyman"](posteriors, "a") == pytest.approx(math.sqrt(8 * 0.25 * 0.75))
@@ -63,10 +63,10 @@ def test_scores_follow_the_formulas() -> None:
 
 def test_a_problem_whose_rollouts_were_all_excluded_stays_unknown() -> None:
     posteriors = Posteriors(decay=0.5)
-    posteriors.update([("a", [1.0], [5.0]), ("b", [], [])])
+    posteriors.add_training_step([("a", [1.0], [5.0]), ("b", [], [])])
     assert not posteriors.is_known("b")
     assert posteriors.expected_energy("b") == 5.0  # the mean energy of all rollouts
-    posteriors.update([("a", [], [])])
+    posteriors.add_training_step([("a", [], [])])
     assert (posteriors.is_known("a"), posteriors.beta_parameters("a"), posteriors.expected_energy("a")) == (
         True,
         (1.5, 1.0),

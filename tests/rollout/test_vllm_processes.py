@@ -17,7 +17,7 @@ import psutil
 import pytest
 
 from agentrl.cluster.local import THIS_MACHINE, LocalProcess
-from agentrl.cluster.processes import ProcessSpec, visible_gpus
+from agentrl.cluster.processes import ProcessSpec, gpus_visible_before_launch
 from agentrl.config import load_settings
 from agentrl.errors import SettingsError
 from agentrl.models.settings import ModelSettings
@@ -188,11 +188,11 @@ def test_a_run_that_servers_cannot_serve_does_not_begin(overrides: list[str], me
 def test_gpus_are_those_from_before_a_launcher_gave_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("AGENTRL_GPUS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    assert visible_gpus(2) == ["0", "1"]
+    assert gpus_visible_before_launch(2) == ["0", "1"]
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,5")
-    assert visible_gpus(2) == ["4", "5"]
+    assert gpus_visible_before_launch(2) == ["4", "5"]
     monkeypatch.setenv("AGENTRL_GPUS", "4,5,6,7")
-    assert visible_gpus(2) == ["4", "5", "6", "7"]
+    assert gpus_visible_before_launch(2) == ["4", "5", "6", "7"]
 
 
 # -- processes ------------------------------------------------------------------------------------------------------

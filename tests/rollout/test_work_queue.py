@@ -14,7 +14,7 @@ from agentrl.problems.arithmetic import ArithmeticSource
 from agentrl.problems.sampler import FiniteSource, ProblemSampler
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.work_queue import PromptTooLongError, WorkQueue
-from agentrl.trajectory import Group, Trajectory, with_path_weights
+from agentrl.trajectory import Group, Trajectory, assign_path_weights
 from agentrl_envs.types import Ended, Verdict
 
 PROBLEMS = ProblemSampler(ArithmeticSource(seed=1), seed=5).next(8)
@@ -96,7 +96,7 @@ def tree(sample: int, *rewards: float, verdict: Verdict | None = None) -> tuple[
         played(reward, sample=sample, verdict=verdict, branch=n, branches=count, parent=0, fork=2, path_weight=1.0)
         for n, reward in enumerate(rewards, 1)
     ]
-    return with_path_weights([root, *leaves])
+    return assign_path_weights([root, *leaves])
 
 
 async def test_a_forked_rollout_is_evidence_of_one_rollout() -> None:

@@ -39,7 +39,7 @@ from agentrl.training.step.diagnostics import FidelityError, TokenStatisticsReco
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource
 from agentrl.training.step.trainer import Trainer
-from agentrl.trajectory import Group, Segment, Trajectory, with_path_weights
+from agentrl.trajectory import Group, Segment, Trajectory, assign_path_weights
 from agentrl.weights.sources import full_parameters
 from agentrl_envs.types import Ended, Problem
 
@@ -289,7 +289,7 @@ def _tree(draw: random.Random, root: Trajectory) -> tuple[Trajectory, ...]:
     inner = branch(1, root, Ended.FORKED, 0.0)
     leaves = [branch(2, root, Ended.ANSWERED, 1.0), branch(3, inner, Ended.ANSWERED, 0.0)]
     branches = [root, inner, *leaves, branch(4, inner, Ended.ANSWERED, 1.0)]
-    return with_path_weights([replace(item, branches=len(branches), path_weight=1.0) for item in branches])
+    return assign_path_weights([replace(item, branches=len(branches), path_weight=1.0) for item in branches])
 
 
 def _problem(index: int) -> Problem:

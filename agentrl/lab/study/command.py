@@ -11,7 +11,7 @@ from pydantic import ValidationError
 import agentrl
 from agentrl.errors import SettingsError, require_package
 from agentrl.lab.study.report import draw_study, study_markdown
-from agentrl.lab.study.runs import StudyRun, count_by_status, run_folder, run_overrides, run_study, study_runs
+from agentrl.lab.study.runs import StudyRun, count_by_status, list_study_runs, run_folder, run_overrides, run_study
 from agentrl.lab.study.settings import StudySettings, read_study
 from agentrl.lab.study.statistics import RunCurve, StudyRecord, read_curve
 from agentrl.telemetry.files import atomic_write, os_errors_as_world_errors
@@ -42,19 +42,19 @@ def study_command(
     if file.suffix == ".json":
         record = read_study_record(file)
         record = record.model_copy(update={"study": record.study.with_baseline(baseline)})
-        _report(record, folder or file.parent, echo)
+        _write_and_print_report(record, folder or file.parent, echo)
         return
     study = read_study(file).with_baseline(baseline)
     if jobs is not None:
         study = study.model_copy(update={"jobs": jobs})
     home = folder or Path("runs") / study.name
-    runs = study_runs(study, home)
+    runs = list_study_runs(study, home)
     before = read_study_record(home / RECORD) if (home / RECORD).is_file() else None
     kept: dict[Path, RunCurve] = {}
     if before is not None:
         check_same_study(study, before, home)
         check_no_run_lost(runs, before, home)
-        kept = curves_without_directory(runs, before, retry=retry)
+        kept = curves_of_deleted_runs(runs, before, retry=retry)
     missing = [run for run in runs if run.folder not in kept]
     if not report_only:
         check_variants(study, missing, check)
@@ -74,7 +74,7 @@ def study_command(
     finally:
         record = _current_record(study, runs, kept)
         _write_record(record, home)
-    _report(record, home, echo)
+    _write_and_print_report(record, home, echo)
 
 
 def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check) -> None:
@@ -82,7 +82,7 @@ def check_variants(study: StudySettings, runs: Sequence[StudyRun], check: Check)
     first = {run.variant: run for run in reversed(runs)}
     for variant, run in first.items():
         try:
-            check(study.configs, run_overrides(study, run), study.env)
+            check(study.config_names, run_overrides(study, run), study.env)
         except SettingsError as error:
             raise SettingsError(f"variant {variant!r}: {error}") from error
 
@@ -113,7 +113,7 @@ def check_no_run_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path)
             )
 
 
-def curves_without_directory(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
+def curves_of_deleted_runs(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
     """Return the stored curves of ended runs whose directory is missing, keyed by this directory.
 
     With ``retry``, only finished runs are included.
@@ -142,7 +142,7 @@ def _write_record(record: StudyRecord, home: Path) -> None:
     atomic_write(home / RECORD, lambda out: out.write(text.encode()))
 
 
-def _report(record: StudyRecord, folder: Path, echo: Callable[[str], None]) -> None:
+def _write_and_print_report(record: StudyRecord, folder: Path, echo: Callable[[str], None]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     text = study_markdown(record)
     atomic_write(folder / "report.md", lambda out: out.write(text.encode()))

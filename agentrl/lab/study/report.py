@@ -43,11 +43,11 @@ def study_markdown(record: StudyRecord) -> str:
     lines += ["", *_difference_table(record, "Final score", lambda run: run.final_score)]
     lines += ["", *_difference_table(record, "Area", lambda run: run.mean_score_over_steps)]
     if study.tokens is not None:
-        lines += ["", *_equal_tokens(record, study.tokens)]
+        lines += ["", *_equal_tokens_table(record, study.tokens)]
     left = [run for run in record.runs if run.status != "finished"]
     if left:
         lines += ["", "## Not finished", "", "| run | seed | status | reason |", "|---|---|---|---|"]
-        lines += [f"| {run.variant} | {run.seed} | {run.status} | {_one_line(run.message)} |" for run in left]
+        lines += [f"| {run.variant} | {run.seed} | {run.status} | {_table_cell(run.message)} |" for run in left]
     return "\n".join(lines) + "\n"
 
 
@@ -119,7 +119,7 @@ def _cost_table(record: StudyRecord, target: float) -> list[str]:
     return lines
 
 
-def _equal_tokens(record: StudyRecord, tokens: int) -> list[str]:
+def _equal_tokens_table(record: StudyRecord, tokens: int) -> list[str]:
     lines = [
         f"## After {tokens:,} sampled tokens",
         "",
@@ -129,18 +129,18 @@ def _equal_tokens(record: StudyRecord, tokens: int) -> list[str]:
         "|---|---|---|---|---|",
     ]
     for variant, runs in curves_by_variant(record).items():
-        points = [point for run in runs if (point := run.last_and_mean_score(tokens)) is not None]
+        points = [point for run in runs if (point := run.last_and_mean_score_until(tokens)) is not None]
         scores, areas = ([point[index] for point in points] for index in (0, 1))
         totals = [sum(run.model_tokens) for run in runs if run.status == "finished"]
         cells = [_format_estimate(scores, mean_over_seeds), _format_estimate(areas, mean_over_seeds), _median(totals)]
         lines.append(f"| {variant} | {len(points)} | {' | '.join(cells)} |")
     for index, what in enumerate(("Score", "Area")):
-        lines += ["", *_difference_table(record, f"{what} after {tokens:,} tokens", _token_score(tokens, index))]
+        lines += ["", *_difference_table(record, f"{what} after {tokens:,} tokens", _score_at_tokens(tokens, index))]
     return lines
 
 
-def _token_score(tokens: int, index: int) -> Callable[[RunCurve], float | None]:
-    return lambda run: None if (point := run.last_and_mean_score(tokens)) is None else point[index]
+def _score_at_tokens(tokens: int, index: int) -> Callable[[RunCurve], float | None]:
+    return lambda run: None if (point := run.last_and_mean_score_until(tokens)) is None else point[index]
 
 
 def _difference_table(record: StudyRecord, what: str, of: Callable[[RunCurve], float | None]) -> list[str]:
@@ -180,7 +180,7 @@ def _median(values: Sequence[float | None]) -> str:
     return f"{median(known):,.0f}" if known else "-"
 
 
-def _one_line(text: str) -> str:
+def _table_cell(text: str) -> str:
     return " ".join(text.split()).replace("|", "\\|")
 
 
@@ -212,8 +212,8 @@ def _plot_in_one_panel(variants: Mapping[str, Sequence[RunCurve]], study: StudyS
     window = _WINDOW if longest >= 2 * _WINDOW else 1  # a single mean would be an invisible line
     reward_title = "Training reward, means of ten steps" if window == _WINDOW else "Training reward"
     for index, (variant, runs) in enumerate(variants.items()):
-        _plot_band(scores, _score_points(runs, study.tokens), variant, index)
-        _plot_band(rewards, _reward_points(runs, window), variant, index)
+        _plot_band(scores, _scores_by_step_or_tokens(runs, study.tokens), variant, index)
+        _plot_band(rewards, _rewards_by_step(runs, window), variant, index)
     for axes, title in ((scores, "Held-out score"), (rewards, reward_title)):
         style_axes(axes, title)
         axes.set_ylim(bottom=0)
@@ -229,12 +229,12 @@ def _plot_in_panels(variants: Mapping[str, Sequence[RunCurve]], study: StudySett
     rows = math.ceil(len(variants) / COLUMNS)
     figure = new_figure(WIDTH, 1.2 + 1.9 * rows)
     panels = figure.subplots(rows, COLUMNS, sharex=True, sharey=True, squeeze=False).flat
-    means = {variant: _steps_and_means(_score_points(runs)) for variant, runs in variants.items()}
+    means = {variant: _steps_and_means(_scores_by_step_or_tokens(runs)) for variant, runs in variants.items()}
     for index, ((variant, runs), axes) in enumerate(zip(variants.items(), panels, strict=False)):
         for steps, values in means.values():
             axes.plot(steps, values, color="0.85", linewidth=0.8)
         axes.plot(*means[study.baseline_variant], color="0.45", linestyle="--", linewidth=1.0)
-        _plot_band(axes, _score_points(runs), variant, 0)
+        _plot_band(axes, _scores_by_step_or_tokens(runs), variant, 0)
         style_axes(axes, variant)
         axes.set_title(variant, loc="left", fontsize=8)
         axes.set_ylim(bottom=0)
@@ -251,13 +251,13 @@ def _steps_and_means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], 
     return steps, [float(np.mean(points[step])) for step in steps]
 
 
-def _score_points(runs: Sequence[RunCurve], tokens: int | None = None) -> dict[int, list[float]]:
+def _scores_by_step_or_tokens(runs: Sequence[RunCurve], tokens: int | None = None) -> dict[int, list[float]]:
     """Return the scores of all runs by step, or, if ``tokens`` is set, at nine numbers of sampled tokens up to it."""
     points: dict[int, list[float]] = {}
     for run in runs:
         if tokens is not None:
             for place in map(int, np.linspace(1, tokens, 9)):
-                if (point := run.last_and_mean_score(place)) is not None:
+                if (point := run.last_and_mean_score_until(place)) is not None:
                     points.setdefault(place, []).append(point[0])
             continue
         for score in run.scores:
@@ -265,7 +265,7 @@ def _score_points(runs: Sequence[RunCurve], tokens: int | None = None) -> dict[i
     return points
 
 
-def _reward_points(runs: Sequence[RunCurve], window: int) -> dict[int, list[float]]:
+def _rewards_by_step(runs: Sequence[RunCurve], window: int) -> dict[int, list[float]]:
     points: dict[int, list[float]] = {}
     for run in runs:
         for start in range(0, len(run.steps) - window + 1, window):

@@ -54,7 +54,7 @@ class StudyRun:
         return "interrupted" if self.run_directory.config.is_file() else "waiting"
 
 
-def study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
+def list_study_runs(study: StudySettings, folder: Path) -> list[StudyRun]:
     """List all runs, ordered by seed, so that a stopped study has similar numbers of seeds for every variant."""
     return [
         StudyRun(variant=variant, seed=seed, values=values, folder=run_folder(folder, variant, seed))
@@ -72,7 +72,7 @@ def train_command(study: StudySettings, run: StudyRun) -> list[str]:
     """Build the command that starts or continues a run."""
     command = [sys.executable, "-m", "agentrl.cli", "train"]
     command += ["--resume"] if run.status == "interrupted" else ["--env", study.env]
-    for name in study.configs:
+    for name in study.config_names:
         command += ["--config", name]
     return command + run_overrides(study, run)
 

@@ -73,7 +73,7 @@ class StudySettings(BaseModel):
         return self
 
     @property
-    def configs(self) -> list[str]:
+    def config_names(self) -> list[str]:
         """Names in ``config``, in order."""
         return [self.config] if isinstance(self.config, str) else list(self.config or [])
 
@@ -92,7 +92,7 @@ class StudySettings(BaseModel):
         result: dict[str, SettingValues] = {}
         for (name, values), point in itertools.product(named.items(), itertools.product(*self.grid.values())):
             chosen: SettingValues = dict(zip(self.grid, point, strict=True))
-            words = [name, *(_name_part(key, value) for key, value in chosen.items())]
+            words = [name, *(_format_grid_value(key, value) for key, value in chosen.items())]
             result[" ".join(word for word in words if word) or "default"] = values | chosen
         return result
 
@@ -106,10 +106,10 @@ def variant_folder_prefix(variant: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]+", "-", variant)
 
 
-def _name_part(key: str, value: object) -> str:
+def _format_grid_value(key: str, value: object) -> str:
     """Format a grid value for a variant's name, with the last part of the key unless it is the estimator.
 
-    >>> _name_part("algorithm.estimator", "grpo"), _name_part("rollout.group_size", 4)
+    >>> _format_grid_value("algorithm.estimator", "grpo"), _format_grid_value("rollout.group_size", 4)
     ('grpo', 'group_size=4')
     """
     last = key.rpartition(".")[2]

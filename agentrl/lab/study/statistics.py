@@ -181,7 +181,7 @@ class RunCurve(BaseModel):
         parts = [(after.step - before.step) * (before.mean + after.mean) / 2 for before, after in pairwise(self.scores)]
         return sum(parts) / (self.scores[-1].step - self.scores[0].step)
 
-    def last_and_mean_score(self, tokens: int) -> tuple[float, float] | None:
+    def last_and_mean_score_until(self, tokens: int) -> tuple[float, float] | None:
         """Return the score after ``tokens`` sampled tokens, and the mean score up to there.
 
         Scores between evaluations are interpolated. Returns None if the run has not finished or sampled fewer tokens.

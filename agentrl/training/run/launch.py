@@ -25,7 +25,7 @@ from agentrl.cluster.processes import (
     ProcessHandle,
     ProcessSpec,
     Reservation,
-    visible_gpus,
+    gpus_visible_before_launch,
 )
 from agentrl.cluster.sandboxes import SandboxServices
 from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
@@ -142,7 +142,7 @@ def _run_attempt(
             group.wait()
             raise
     if sandboxes is not None:
-        sandboxes.close()
+        sandboxes.stop_restarting()
     code = 0 if end is None else end.code
     if group.killed or (group.stop_requested and (code < 0 or code == EXIT_PEER_LOST)):
         raise KeyboardInterrupt  # killed, or stopped before the ranks handled signals: no rank has reported it
@@ -171,7 +171,7 @@ def start_ranks(
     master = (reservations[0].address, cluster.free_port(reservations[0]))
     arguments = ["-m", RANK_MODULE, str(run_path.absolute()), *(["--resume"] if resume else [])]
     arguments += [] if sandboxes is None else [quoted_override("sandbox.url", ",".join(sandboxes.addresses))]
-    token = {} if sandboxes is None else sandboxes.variables
+    token = {} if sandboxes is None else sandboxes.client_variables
     started = []
     for number in range(world):
         reservation = reservations[number // local_world]
@@ -269,7 +269,7 @@ def _resource_plan_rows(settings: Settings, nodes: Sequence[ClusterNode]) -> lis
 
 
 def _visible_gpus_of_process() -> list[str] | None:
-    return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else None
+    return gpus_visible_before_launch(torch.cuda.device_count()) if torch.cuda.is_available() else None
 
 
 @dataclass(frozen=True, kw_only=True)

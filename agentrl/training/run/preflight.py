@@ -26,7 +26,7 @@ from agentrl.models.lora import check_peft_installed
 from agentrl.models.routes import reason_routes_not_replayable
 from agentrl.models.shape import read_model_shape, shape_from_config
 from agentrl.models.tokenizer import read_tokenizer
-from agentrl.planning.plan import dry_run_lines
+from agentrl.planning.plan import memory_estimate_lines
 from agentrl.problems.settings import BUILTIN, FORMULA
 from agentrl.problems.sources import load_source, source_name
 from agentrl.rollout.engines.base import engine_facts, engine_plugin
@@ -222,5 +222,5 @@ def dry_run(settings: Settings) -> None:
     if engine_facts(settings.rollout).in_process and should_use_vllm(shape.parameters, device):
         console.warning(TOO_LARGE_MESSAGE)
     critic = "values" in estimator_requirements(ObjectiveSettings.from_settings(settings)).inputs
-    for line in dry_run_lines(settings, shape, critic=critic):
+    for line in memory_estimate_lines(settings, shape, critic=critic):
         console.note(line)

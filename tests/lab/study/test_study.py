@@ -20,8 +20,8 @@ from scipy import stats
 from agentrl.cli import check_training_settings
 from agentrl.errors import SettingsError
 from agentrl.lab.study.command import RECORD, read_study_record, study_command
-from agentrl.lab.study.report import _reward_points, study_figure, study_markdown
-from agentrl.lab.study.runs import StudyRun, split_cores, study_runs, train_command
+from agentrl.lab.study.report import _rewards_by_step, study_figure, study_markdown
+from agentrl.lab.study.runs import StudyRun, list_study_runs, split_cores, train_command
 from agentrl.lab.study.settings import StudySettings, parse_study
 from agentrl.lab.study.statistics import (
     HeldOutScore,
@@ -86,7 +86,7 @@ def test_a_mistake_in_a_study_is_named(values: dict[str, object], said: str):
 
 def test_runs_go_seed_by_seed_and_name_their_settings(tmp_path: Path):
     one = study(grid=GRID, config="tiny", settings={"training.steps": 5, "data.train": [{"path": "p.jsonl"}]})
-    runs = study_runs(one, tmp_path)
+    runs = list_study_runs(one, tmp_path)
     assert [run.seed for run in runs] == [0] * 4 + [1] * 4
     assert len({run.folder for run in runs}) == 8
     command = train_command(one, runs[5])
@@ -238,9 +238,9 @@ def test_a_step_without_data_is_no_reward_of_zero(tmp_path: Path, fake_train: Pa
     assert sorted(run.steps) == [1, 2, 3, 4]
     assert run.rewards == (None, 0.5, None, 0.5)
     assert run.model_tokens == (0, 100, 0, 100)
-    points = _reward_points([run], window=2)
+    points = _rewards_by_step([run], window=2)
     assert points == {1: [0.5], 2: [0.5]}
-    assert _reward_points([run.model_copy(update={"rewards": (None,) * 4})], window=2) == {}
+    assert _rewards_by_step([run.model_copy(update={"rewards": (None,) * 4})], window=2) == {}
 
 
 def test_what_it_cost_is_asked_of_runs_that_ended():
@@ -341,9 +341,9 @@ def test_scores_areas_costs_and_collapses():
 
 def test_scores_at_equal_tokens_are_interpolated():
     run = curve("a", 0, 0.2, 0.6, 1.0)  # evaluations after 0, 1,000 and 2,000 tokens
-    assert run.last_and_mean_score(1500) == pytest.approx((0.8, (1000 * 0.4 + 500 * 0.7) / 1500))
-    assert run.last_and_mean_score(2001) is None  # it sampled fewer
-    assert curve("a", 0, 0.2, 0.6, status="failed").last_and_mean_score(10) is None
+    assert run.last_and_mean_score_until(1500) == pytest.approx((0.8, (1000 * 0.4 + 500 * 0.7) / 1500))
+    assert run.last_and_mean_score_until(2001) is None  # it sampled fewer
+    assert curve("a", 0, 0.2, 0.6, status="failed").last_and_mean_score_until(10) is None
     runs = tuple(curve(name, seed, 0.2, 0.6 + high) for name, high in (("a", 0.0), ("b", 0.2)) for seed in (0, 1))
     record = StudyRecord(agentrl="1", study=study(variants={"a": {}, "b": {}}, tokens=500), runs=runs)
     text = study_markdown(record)

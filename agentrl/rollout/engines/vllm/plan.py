@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from agentrl.cluster.processes import free_port, visible_gpus
+from agentrl.cluster.processes import free_port, gpus_visible_before_launch
 from agentrl.errors import SettingsError
 from agentrl.models.loading import read_model_config_if_available
 from agentrl.models.settings import ModelSettings
@@ -315,4 +315,4 @@ def free_and_total_gpu_bytes() -> tuple[int, int]:
 
 def visible_server_gpus() -> list[str]:
     """Return the names of this machine's GPUs; empty if servers run on the CPU."""
-    return visible_gpus(torch.cuda.device_count()) if torch.cuda.is_available() else []
+    return gpus_visible_before_launch(torch.cuda.device_count()) if torch.cuda.is_available() else []
