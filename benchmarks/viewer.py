@@ -31,7 +31,7 @@ from tokenizers import Tokenizer, decoders, models
 
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import TokenMetadata, write_tokens
-from agentrl.viewer.runs import Library
+from agentrl.viewer.runs import RunLibrary
 
 LONG = 16_384  # tokens of each step's first trajectory
 DIFFERENT = 4  # steps that are written; the others are links to them
@@ -100,7 +100,7 @@ def measure(run: RunDirectory) -> None:
 
 def walk(run: RunDirectory, address: str, server: int) -> None:
     """Every kind of page, as it is drawn for the first time, then the long trajectory twice more."""
-    (place,) = Library([run.path]).folders()
+    (place,) = RunLibrary([run.path]).folders()
     newest = run.steps_with_trajectories()[-1]
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
     with sync_playwright() as playwright:

@@ -102,9 +102,7 @@ def _check_console_format(metric: str, template: str) -> None:
     except (ValueError, IndexError, KeyError) as error:
         raise ValueError(f"metric {metric!r}: console={template!r} cannot format a number ({error})") from error
     if not any(sign.isdigit() for sign in shown):
-        raise ValueError(
-            f"metric {metric!r}: console={template!r} displays no number; use for example 'turns {{:.1f}}'"
-        )
+        raise ValueError(f"metric {metric!r}: console={template!r} displays no number; example: 'turns {{:.1f}}'")
 
 
 _TRAINED = "at least one group was trained on"

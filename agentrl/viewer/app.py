@@ -37,7 +37,7 @@ from agentrl.viewer.evaluations import (
 from agentrl.viewer.export import STATIC
 from agentrl.viewer.metrics_file import cached_metrics_columns
 from agentrl.viewer.run_files import to_json
-from agentrl.viewer.runs import Library, read_run_page, read_run_summary
+from agentrl.viewer.runs import RunLibrary, read_run_page, read_run_summary
 from agentrl.viewer.trajectories import SearchConditions, read_trajectory_page, search_rows
 from agentrl_envs.registry import describe_error
 
@@ -121,7 +121,7 @@ Calculate = Callable[[Path, dict[str, object]], object]
 """Function from a run's path and a request of `agentrl.viewer.calculations` to the result."""
 
 
-def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette:
+def make_app(library: RunLibrary, *, token: str, calculate: Calculate) -> Starlette:
     """Build the ASGI application of the viewer. Requests for data must contain ``token``.
 
     ``calculate`` handles the requests that need torch (:class:`agentrl.viewer.serve.CalculationClient`).
@@ -132,7 +132,7 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
 
     api = [
         Route(f"/api{path}", _wrap_handler(handler, token))
-        for path, handler in _Handlers(library, calculate).handlers_by_path().items()
+        for path, handler in _ApiHandlers(library, calculate).handlers_by_path().items()
     ]
     return Starlette(
         routes=[
@@ -150,10 +150,10 @@ def make_app(library: Library, *, token: str, calculate: Calculate) -> Starlette
     )
 
 
-class _Handlers:
+class _ApiHandlers:
     """Request handlers of the API."""
 
-    def __init__(self, library: Library, calculate: Calculate) -> None:
+    def __init__(self, library: RunLibrary, calculate: Calculate) -> None:
         self._library = library
         self._calculate = calculate
 

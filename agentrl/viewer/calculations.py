@@ -19,7 +19,7 @@ from agentrl.viewer.what_if import WhatIf, compute_what_if, list_estimator_forms
 from agentrl_envs.registry import PluginError, describe_error
 
 
-class RequestHandlers:
+class CalculationHandlers:
     """Request handlers for one run."""
 
     def __init__(self, run: RunDirectory) -> None:

@@ -35,7 +35,7 @@ class ViewedFolder:
     path: Path
 
 
-class Library:
+class RunLibrary:
     """Runs and evaluations below ``paths``. Every listing searches again to include new runs."""
 
     def __init__(self, paths: Sequence[Path]) -> None:

@@ -29,7 +29,7 @@ from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
 from agentrl.viewer.export import export_run_page
-from agentrl.viewer.runs import Library
+from agentrl.viewer.runs import RunLibrary
 
 _DEADLINE = 120.0  # seconds until a response; the first one includes the import of torch
 
@@ -87,9 +87,9 @@ class CalculationClient:
 def _answer_requests(run: Path, connection: Connection) -> None:
     """Answer requests until the viewer closes the connection. Runs in the calculation process."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the viewer handles Ctrl-C and stops this process
-    from agentrl.viewer.calculations import RequestHandlers  # imports torch
+    from agentrl.viewer.calculations import CalculationHandlers  # imports torch
 
-    handlers = RequestHandlers(RunDirectory(run))
+    handlers = CalculationHandlers(RunDirectory(run))
     with contextlib.suppress(EOFError):
         while True:
             connection.send(handlers.answer(connection.recv()))
@@ -101,7 +101,7 @@ PORT = 8642
 
 def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo: Callable[[str], object]) -> None:
     """Serve until Ctrl-C. Raises SettingsError if there is no run or evaluation, or if the port is in use."""
-    library = Library(paths)
+    library = RunLibrary(paths)
     listener = open_local_listener(port)
     token = read_or_create_viewer_token()
     calculator = CalculationClient()

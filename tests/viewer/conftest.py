@@ -10,7 +10,7 @@ from viewer.made_run import HOSTILE, make_run
 
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.viewer.app import make_app
-from agentrl.viewer.runs import Library
+from agentrl.viewer.runs import RunLibrary
 from agentrl.viewer.serve import CalculationClient
 
 TOKEN = "secret"
@@ -27,5 +27,5 @@ def client(run: RunDirectory) -> TestClient:
 
 
 def client_of(*paths: Path) -> TestClient:
-    app = make_app(Library(paths), token=TOKEN, calculate=CalculationClient().request)
+    app = make_app(RunLibrary(paths), token=TOKEN, calculate=CalculationClient().request)
     return TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})

@@ -21,7 +21,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import make_app
 from agentrl.viewer.explain import explain_command
-from agentrl.viewer.runs import Library
+from agentrl.viewer.runs import RunLibrary
 from agentrl.viewer.serve import CalculationClient, open_local_listener, read_or_create_viewer_token
 from agentrl.viewer.what_if import recompute_advantages
 
@@ -179,9 +179,9 @@ def test_only_the_token_and_this_host_open_the_data(client: TestClient) -> None:
 
 def test_folders_without_runs_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="contains no run"):
-        Library([tmp_path])
+        RunLibrary([tmp_path])
     with pytest.raises(SettingsError, match="does not exist"):
-        Library([tmp_path / "missing"])
+        RunLibrary([tmp_path / "missing"])
 
 
 def test_the_viewer_needs_no_torch() -> None:
@@ -207,7 +207,7 @@ def test_the_token_stays_the_same_and_is_private(tmp_path: Path, monkeypatch: py
 
 def test_a_process_of_its_own_computes_what_if_and_explains(run: RunDirectory) -> None:
     calculator = CalculationClient()
-    app = make_app(Library([run.path]), token=TOKEN, calculate=calculator.request)
+    app = make_app(RunLibrary([run.path]), token=TOKEN, calculate=calculator.request)
     client = TestClient(app, base_url="http://127.0.0.1", headers={"Authorization": f"Bearer {TOKEN}"})
     path = f"/runs/{run_id(client)}/steps/2/1"
     try:

@@ -28,7 +28,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import read_step
 from agentrl.viewer.app import STATIC, make_app
 from agentrl.viewer.export import export_run_page
-from agentrl.viewer.runs import Library
+from agentrl.viewer.runs import RunLibrary
 from agentrl.viewer.serve import CalculationClient, open_local_listener
 from agentrl.viewer.what_if import compute_what_if, recompute_advantages
 
@@ -51,7 +51,7 @@ def serving(folder: Path) -> Iterator[str]:
     """Serve ``folder`` in a thread, and yield the address."""
     listener = open_local_listener(None)
     calculator = CalculationClient()
-    app = make_app(Library([folder]), token=TOKEN, calculate=calculator.request)
+    app = make_app(RunLibrary([folder]), token=TOKEN, calculate=calculator.request)
     server = uvicorn.Server(uvicorn.Config(app, lifespan="off", log_level="error", ws="none"))
     thread = threading.Thread(target=server.run, args=([listener],))
     thread.start()
@@ -306,7 +306,7 @@ def test_contents_are_text_and_never_markup(page: Page, address: str) -> None:
 
 @pytest.mark.parametrize("screen", ["", "#/run/ID", "#/run/ID/trajectories?first=3&last=3", "#/run/ID/3/1"])
 def test_no_screen_of_a_phone_scrolls_sideways(phone: Page, address: str, run: RunDirectory, screen: str) -> None:
-    (place,) = Library([run.path]).folders()
+    (place,) = RunLibrary([run.path]).folders()
     phone.goto(address)
     expect(phone.get_by_role("row", name="first")).to_be_visible()
     target = screen.replace("ID", place.id)
@@ -469,7 +469,7 @@ def test_no_more_curves_are_drawn_than_have_a_look_of_their_own(page: Page, run:
     for number in range(17):
         shutil.copytree(run.path, tmp_path / "runs" / f"run{number:02}", ignore=shutil.ignore_patterns("tokens"))
     with serving(tmp_path / "runs") as url:
-        chosen = "~".join(place.id for place in Library([tmp_path / "runs"]).folders())
+        chosen = "~".join(place.id for place in RunLibrary([tmp_path / "runs"]).folders())
         page.goto(f"{url}#/?runs={chosen}")
         expect(page.get_by_role("checkbox", disabled=True)).to_have_count(1)
         expect(page.get_by_role("checkbox", checked=True)).to_have_count(16)

@@ -15,7 +15,7 @@ from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages
 from agentrl.errors import SettingsError
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import StoredStep, StoredTrajectory, read_step
-from agentrl.viewer.calculations import RequestHandlers
+from agentrl.viewer.calculations import CalculationHandlers
 from agentrl.viewer.what_if import compute_what_if, list_estimator_forms
 
 CHOICES = [
@@ -102,7 +102,7 @@ def test_the_forms_name_every_estimator_and_option() -> None:
 
 
 def test_requests_are_answered_in_json(run: RunDirectory, step: StoredStep) -> None:
-    answers = RequestHandlers(run)
+    answers = CalculationHandlers(run)
     question = {"ask": "what_if", "step": 2, "trajectory": 1, "estimator": "rloo", "options": {}, "size": None}
     answer = json.loads(answers.answer(question))["answer"]
     expected = compute_what_if(step, step.trajectories[1], estimator="rloo").columns[step.trajectories[1].key]
@@ -132,7 +132,7 @@ def test_what_a_plug_in_raises_is_one_message(tmp_path: Path) -> None:
     )
     run = make_run(tmp_path / "first", steps=1)
     run.config.write_text(f"plugins: [{plugin}, gone_plugin.py]\n")
-    answers = RequestHandlers(run)
+    answers = CalculationHandlers(run)
     question = {"ask": "what_if", "step": 1, "trajectory": 0, "estimator": "raising", "options": {}, "size": None}
     assert "KeyError: 'x'" in json.loads(answers.answer(question))["error"]
     forms = json.loads(answers.answer({"ask": "estimators"}))["answer"]

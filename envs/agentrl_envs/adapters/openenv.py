@@ -287,7 +287,7 @@ def openenv_environment(url: str) -> PlainTextEnvironmentFactory[OpenEnvSettings
 
 
 @dataclass(frozen=True, kw_only=True)
-class TextFields:
+class TextFieldNames:
     """The text fields of an action, of the first observation and of later observations."""
 
     action: Mapping[str, object]
@@ -298,7 +298,7 @@ class TextFields:
         """Return the action for the ``text`` of a turn.
 
         >>> action = {"code": "{text}", "lines": ["# {text}"]}
-        >>> TextFields(action=action, first_observation="out", later_observation="out").action_for_text("x")
+        >>> TextFieldNames(action=action, first_observation="out", later_observation="out").action_for_text("x")
         {'code': 'x', 'lines': ['# x']}
         """
         return cast("dict[str, object]", _replace_placeholder(dict(self.action), text))
@@ -310,10 +310,10 @@ class OpenEnvEnvironment(Environment):
     def __init__(self, url: str, settings: OpenEnvSettings) -> None:
         self.settings = settings
         self.server = OpenEnvServer(url, deadline=settings.call_deadline)
-        self._fields: TextFields | None = None
+        self._fields: TextFieldNames | None = None
 
     @property
-    def text_fields(self) -> TextFields:
+    def text_fields(self) -> TextFieldNames:
         """The text fields. Raises EpisodeUsageError before `open`."""
         if self._fields is None:
             raise EpisodeUsageError("the environment is not open: await environment.open() first")
@@ -435,7 +435,7 @@ class OpenEnvEpisode:
         return Step(observation=f"\n{shown}\n" if shown else "", reward=reward, ended=ended)
 
 
-def choose_text_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: str) -> TextFields:
+def choose_text_fields(schemas: Mapping[str, object], settings: OpenEnvSettings, url: str) -> TextFieldNames:
     """Return the text fields from the settings or the schemas.
 
     Raises PluginError if a schema has no unique text field.
@@ -454,7 +454,7 @@ def choose_text_fields(schemas: Mapping[str, object], settings: OpenEnvSettings,
     if first is None:
         at_reset = schemas.get("reset_observation") or schemas.get("observation")
         first = _only_text_field(at_reset, "its first observation", "environment.reset_observation=NAME", url)
-    return TextFields(action=action, first_observation=first, later_observation=later)
+    return TextFieldNames(action=action, first_observation=first, later_observation=later)
 
 
 def _only_text_field(schema: object, what: str, setting: str, url: str) -> str:

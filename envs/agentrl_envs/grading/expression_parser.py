@@ -95,7 +95,7 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 def parse_expression(text: str) -> Expression:
     """Parse the whole text as one expression. Raises ExpressionSyntaxError."""
     try:
-        parser = _Parser(_tokenize(text))
+        parser = _ExpressionParser(_tokenize(text))
         tree = parser.sum_or_fraction()
         parser.expect_end()
     except RecursionError as error:
@@ -131,7 +131,7 @@ def _make_token(group: str, text: str, spaced: bool) -> _Token:
     return _Token("sign", {"**": "^", r"\%": "%"}.get(text, text), spaced)
 
 
-class _Parser:
+class _ExpressionParser:
     """Recursive-descent parser over the tokens."""
 
     def __init__(self, tokens: list[_Token]) -> None:
@@ -479,16 +479,16 @@ class _Parser:
             raise ExpressionSyntaxError(f"{self._peeked.text!r} instead of {text!r}")
 
 
-_COMMAND_PARSERS: dict[str, Callable[[_Parser], Expression]] = {
+_COMMAND_PARSERS: dict[str, Callable[[_ExpressionParser], Expression]] = {
     r"\pi": lambda _: FunctionCall("pi", ()),
     r"\infty": lambda _: FunctionCall("infinity", ()),
     r"\imath": lambda _: FunctionCall("i", ()),
-    r"\frac": _Parser._fraction,
-    r"\sqrt": _Parser._root,
+    r"\frac": _ExpressionParser._fraction,
+    r"\sqrt": _ExpressionParser._root,
     r"\binom": lambda parser: FunctionCall("binomial", (parser._argument(), parser._argument())),
     r"\sum": lambda parser: parser._indexed_sum_or_product("sum"),
     r"\prod": lambda parser: parser._indexed_sum_or_product("product"),
-    r"\begin": _Parser._matrix,
+    r"\begin": _ExpressionParser._matrix,
     r"\lfloor": lambda parser: FunctionCall("floor", (parser._group_until(r"\rfloor"),)),
     r"\lceil": lambda parser: FunctionCall("ceil", (parser._group_until(r"\rceil"),)),
     r"\lvert": lambda parser: FunctionCall("abs", (parser._group_until(r"\rvert"),)),

@@ -47,7 +47,7 @@ def evaluate_expression(tree: Expression, point: Mapping[str, Fraction], digits:
     """Return the value at ``point``, which maps symbols to values. Raises NoValueError."""
     with mp.workdps(digits):
         try:
-            return _Evaluator(dict(point)).value(tree)
+            return _ExpressionEvaluator(dict(point)).value(tree)
         except (ArithmeticError, ValueError, TypeError, mpmath.libmp.NoConvergence, RecursionError) as error:
             raise NoValueError(str(error)) from error
 
@@ -94,7 +94,7 @@ def _totient(number: int) -> int:
     return result - result // rest if rest > 1 else result
 
 
-class _Evaluator:
+class _ExpressionEvaluator:
     """One traversal of a tree, with a budget of terms."""
 
     def __init__(self, point: dict[str, Fraction]) -> None:

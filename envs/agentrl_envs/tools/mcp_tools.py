@@ -43,13 +43,13 @@ class McpSession:
     target = ""
 
     def __init__(self) -> None:
-        self._current: _Connection | None = None
-        self._lost_connections: list[_Connection] = []
+        self._current: _McpConnection | None = None
+        self._lost_connections: list[_McpConnection] = []
 
-    async def connect(self) -> _Connection:
+    async def connect(self) -> _McpConnection:
         """Return the open connection. Raises UnavailableError."""
         if self._current is None or self._current.has_ended:
-            self._current = _Connection(self.target)
+            self._current = _McpConnection(self.target)
         await self._current.wait_for_client()
         return self._current
 
@@ -86,7 +86,7 @@ class McpSession:
         self._lost_connections.clear()
 
 
-class _Connection:
+class _McpConnection:
     """A client in a separate task, because the task that opens a client must also close it."""
 
     def __init__(self, target: str) -> None:

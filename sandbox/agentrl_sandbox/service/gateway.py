@@ -67,7 +67,7 @@ _METRICS_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 
 
-class Metrics:
+class GatewayMetrics:
     """Prometheus metrics of one gateway, in a separate registry so that gateways in one process do not mix."""
 
     def __init__(self) -> None:
@@ -99,12 +99,12 @@ class Metrics:
         return generate_latest(self._registry)
 
 
-class Gateway:
+class GatewayState:
     """State shared by the endpoints: the pool, the metrics, and a flag that is set while the service stops."""
 
     def __init__(self, pool: RunnerPool) -> None:
         self.pool = pool
-        self.metrics = Metrics()
+        self.metrics = GatewayMetrics()
         self.draining = False
         self.calls = 0
         gauge, registry = self.metrics.add_gauge, pool.registry
@@ -131,7 +131,7 @@ class Gateway:
         return execution
 
 
-def build_app(gateway: Gateway) -> FastAPI:
+def build_app(gateway: GatewayState) -> FastAPI:
     """Create the application, whose lifespan opens and closes the pool."""
 
     @asynccontextmanager
@@ -166,7 +166,7 @@ _STATUS_BY_ERROR: dict[type[Exception], HTTPStatus] = {
 }
 
 
-def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
+def _add_error_handlers(app: FastAPI, gateway: GatewayState) -> None:
     async def refuse(request: Request, error: Exception) -> Response:
         status = next(status for error_class, status in _STATUS_BY_ERROR.items() if isinstance(error, error_class))
         gateway.metrics.record_refusal(status)
@@ -187,7 +187,7 @@ def _add_error_handlers(app: FastAPI, gateway: Gateway) -> None:
     app.add_exception_handler(RequestValidationError, refuse_body)
 
 
-def _add_state_endpoints(app: FastAPI, gateway: Gateway) -> None:
+def _add_state_endpoints(app: FastAPI, gateway: GatewayState) -> None:
     registry = gateway.pool.registry
 
     @app.get("/health", tags=["state"])
@@ -215,14 +215,14 @@ def _add_state_endpoints(app: FastAPI, gateway: Gateway) -> None:
         return Response(gateway.metrics.render(), media_type=_METRICS_CONTENT_TYPE)
 
 
-def _add_program_endpoints(app: FastAPI, gateway: Gateway) -> None:
+def _add_program_endpoints(app: FastAPI, gateway: GatewayState) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
         """Run a program. It is killed if the client disconnects."""
         return _json_response(execution_to_json(await gateway.run(request.to_call(), request.request_id)))
 
 
-def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
+def _add_session_endpoints(app: FastAPI, gateway: GatewayState) -> None:
     pool = gateway.pool
 
     @app.post("/v1/sessions", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"])
@@ -251,7 +251,7 @@ def _add_session_endpoints(app: FastAPI, gateway: Gateway) -> None:
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
 
-def _add_fusion_endpoint(app: FastAPI, gateway: Gateway) -> None:
+def _add_fusion_endpoint(app: FastAPI, gateway: GatewayState) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
         return _json_response((await fusion.run_code(request, gateway.run)).model_dump())
@@ -282,7 +282,7 @@ def server_config(app: ASGIApp, *, receive_seconds: float, max_body: int) -> uvi
 class DrainingServer(uvicorn.Server):
     """Server that finishes running calls after a signal and rejects new calls with 503. A second signal stops it."""
 
-    def __init__(self, config: uvicorn.Config, gateway: Gateway, drain_seconds: float) -> None:
+    def __init__(self, config: uvicorn.Config, gateway: GatewayState, drain_seconds: float) -> None:
         super().__init__(config)
         self._gateway = gateway
         self._drain_seconds = drain_seconds
@@ -321,7 +321,7 @@ async def serve_gateway(
     """
     token = settings.token or read_or_create_token(settings.token_file)
     pool = RunnerPool(sockets, queue_limit=settings.queue_limit, queue_seconds=settings.queue_seconds)
-    gateway = Gateway(pool)
+    gateway = GatewayState(pool)
     max_body = settings.max_body_mb << 20
     app = RequestGuard(
         build_app(gateway),

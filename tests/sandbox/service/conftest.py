@@ -17,7 +17,7 @@ import pytest_asyncio
 from agentrl_sandbox.call import Call, CallSandbox
 from agentrl_sandbox.client import Execution, Isolation, Outcome, SandboxSettings, UnknownSessionError
 from agentrl_sandbox.service import links
-from agentrl_sandbox.service.gateway import DrainingServer, Gateway, build_app, server_config
+from agentrl_sandbox.service.gateway import DrainingServer, GatewayState, build_app, server_config
 from agentrl_sandbox.service.guard import RequestGuard
 from agentrl_sandbox.service.pool import RunnerPool
 from agentrl_sandbox.service.runner import RunnerService, listen_on_unix_socket
@@ -141,7 +141,7 @@ async def start_runner(sockets: Path) -> AsyncIterator[StartRunner]:
 class RunningGateway:
     """A gateway that listens on a real socket."""
 
-    def __init__(self, gateway: Gateway, server: DrainingServer, port: int, client: httpx.AsyncClient) -> None:
+    def __init__(self, gateway: GatewayState, server: DrainingServer, port: int, client: httpx.AsyncClient) -> None:
         self.gateway, self.server, self.port, self.client = gateway, server, port, client
         self.pool = gateway.pool
 
@@ -158,7 +158,7 @@ async def running_gateway(
     sockets: Path, *, queue_limit: int = 64, runners: int = 1, receive_seconds: float = 60.0
 ) -> AsyncIterator[RunningGateway]:
     pool = RunnerPool(sockets, queue_limit=queue_limit, queue_seconds=60.0)
-    gateway = Gateway(pool)
+    gateway = GatewayState(pool)
     hosts = frozenset({"127.0.0.1", "localhost"})
     app = RequestGuard(build_app(gateway), token=TOKEN, hosts=hosts, max_body=100_000)
     config = server_config(app, receive_seconds=receive_seconds, max_body=100_000)
