@@ -99,7 +99,7 @@ def top_divergence(
         output = output if bias is None else output + bias[chosen].to(output.dtype)
         z = (output if cap is None else cap * torch.tanh(output / cap)) / temperature
         log_p = log_probs[:, None] + z[:, 1:] - z[:, :1]
-        return _divergence(
+        return _divergence_by_row(
             _append_remaining_log_prob(log_p), _append_remaining_log_prob(reference_log_probs.detach().to(log_p)), beta
         )
 
@@ -150,7 +150,7 @@ class _FullKL(torch.autograd.Function):
         for rows, z, reference in _paired_logit_blocks(tensors, ctx.maps, ctx.support):
             for piece in _row_slices(z):
                 log_p, log_q = functional.log_softmax(z[piece], -1), functional.log_softmax(reference[piece], -1)
-                result[rows][piece] = _divergence(log_p, log_q, ctx.beta)
+                result[rows][piece] = _divergence_by_row(log_p, log_q, ctx.beta)
         return result
 
     @staticmethod
@@ -172,18 +172,18 @@ class _FullKL(torch.autograd.Function):
         return (*totals.input_gradients(), None, None, None, None, None, None)
 
 
-def _divergence(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
+def _divergence_by_row(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     """Compute the divergence [R] of :func:`full_kl` from ln p and ln p_ref [R, V]."""
     if beta == 1:
-        return _kl(log_p, log_q)
+        return _kl_by_row(log_p, log_q)
     if beta == 0:
-        return _kl(log_q, log_p)
+        return _kl_by_row(log_q, log_p)
     log_m = _log_mixture(log_p, log_q, beta)
-    return beta * _kl(log_q, log_m) + (1 - beta) * _kl(log_p, log_m)
+    return beta * _kl_by_row(log_q, log_m) + (1 - beta) * _kl_by_row(log_p, log_m)
 
 
 def _divergence_logit_gradient(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Compute the gradient [R, V] of :func:`_divergence` with respect to the tempered logits of p."""
+    """Compute the gradient [R, V] of :func:`_divergence_by_row` with respect to the tempered logits of p."""
     if beta == 1:
         return _kl_logit_gradient(log_p, log_q)
     if beta == 0:
@@ -196,7 +196,7 @@ def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
     return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
 
 
-def _kl(log_p: Tensor, log_q: Tensor) -> Tensor:
+def _kl_by_row(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Compute KL(p || q) [R] from ln p and ln q [R, V].
 
     sum p d with d = ln p - ln q equals sum (q - p + p d), because p and q both sum to 1. No term of the second form is

@@ -85,7 +85,7 @@ class TemplateLayout:
             parts += [json.dumps(contents[message], ensure_ascii=False)[1:-1] if quoted else contents[message], *text]
         return tuple(parts)
 
-    def fill(self, contents: Sequence[str]) -> str:
+    def fill_slots(self, contents: Sequence[str]) -> str:
         """Return the rendered text with ``contents`` in the slots."""
         return str(MarkedText(*self.interleave_contents(contents)))
 

@@ -46,7 +46,7 @@ class FrozenHead:
     temperature: float | None = None  # None: the temperature of the trained policy
     beta: float = 1.0  # selects the divergence, see full_kl
 
-    def divergence(
+    def divergence_of_policy(
         self,
         head: FusedHead,
         hidden: Tensor,
@@ -84,7 +84,7 @@ class FrozenTopTokens:
     log_probs: Tensor  # [N, K]
     beta: float
 
-    def divergence(
+    def divergence_of_policy(
         self,
         head: FusedHead,
         hidden: Tensor,
@@ -93,7 +93,7 @@ class FrozenTopTokens:
         temperature: float,
         support: Support | None,
     ) -> Tensor:
-        """Like :meth:`FrozenHead.divergence`, with all other tokens counted as one."""
+        """Like :meth:`FrozenHead.divergence_of_policy`, with all other tokens counted as one."""
         assert support is None  # the settings refuse restricted sampling with a server
         return top_divergence(
             hidden,
@@ -115,7 +115,7 @@ class FrozenPoliciesByToken:
 
     parts: Sequence[tuple[Tensor, FrozenHead | FrozenTopTokens]]  # with the indices of the policy's tokens
 
-    def divergence(
+    def divergence_of_policy(
         self,
         head: FusedHead,
         hidden: Tensor,
@@ -124,11 +124,11 @@ class FrozenPoliciesByToken:
         temperature: float,
         support: Support | None,
     ) -> Tensor:
-        """Like :meth:`FrozenHead.divergence`, from the frozen policy of each token."""
+        """Like :meth:`FrozenHead.divergence_of_policy`, from the frozen policy of each token."""
         result = torch.zeros_like(log_probs)
         for own, part in self.parts:
             sets = None if support is None else support.select_tokens(own)
-            values = part.divergence(head, hidden[own], targets[own], log_probs[own], temperature, sets)
+            values = part.divergence_of_policy(head, hidden[own], targets[own], log_probs[own], temperature, sets)
             result = result.index_copy(0, own, values)
         return result
 
@@ -203,8 +203,8 @@ class FusedHead(nn.Linear):
         inputs = (self, hidden, targets, statistics.log_probs, temperature, support)
         return replace(
             statistics,
-            full_kl=None if reference is None else reference.divergence(*inputs),
-            teacher_divergence=None if teacher is None else teacher.divergence(*inputs),
+            full_kl=None if reference is None else reference.divergence_of_policy(*inputs),
+            teacher_divergence=None if teacher is None else teacher.divergence_of_policy(*inputs),
         )
 
 

@@ -222,7 +222,7 @@ def test_a_tree_counts_as_one_rollout_with_the_weights_of_its_branches() -> None
         rows=rollouts[rows],
         groups=torch.tensor([1, 1, 2]),
     )
-    found, expected = monitor.metrics(lambda values: values), by_rollout.result()
+    found, expected = monitor.metrics_over_ranks(lambda values: values), by_rollout.result()
     assert found["variance/head_exact_total_power"] == pytest.approx(expected.power, rel=1e-12)
     assert found["variance/head_exact_signal_strength"] == pytest.approx(expected.signal, rel=1e-12)
     assert found["variance/head_exact_pure_noise"] == pytest.approx(expected.variance, rel=1e-12)

@@ -135,11 +135,11 @@ def _run_attempt(
     group = RankProcesses(ranks, lambda end: console.warning(f"{end}; stopping the other ranks"))
     with handle_stop_signals(group.request_stop, group.kill, announce=True):
         try:
-            end = group.wait(poll)
+            end = group.wait_and_return_root_cause(poll)
             poll()
         except BaseException:
             group.request_stop()
-            group.wait()
+            group.wait_and_return_root_cause()
             raise
     if sandboxes is not None:
         sandboxes.stop_restarting()
@@ -343,7 +343,7 @@ class RankProcesses:
         self._killed.set()
         _send_signal(self._handles, signal.SIGKILL)
 
-    def wait(self, poll: Callable[[], object] = lambda: None) -> RankExit | None:
+    def wait_and_return_root_cause(self, poll: Callable[[], object] = lambda: None) -> RankExit | None:
         """Wait until all ranks have exited, calling ``poll`` often. Returns the root cause of a failure, or None."""
         running = list(self._handles)
         while running:

@@ -23,7 +23,7 @@ from agentrl.training.run.start import run_rank
 from agentrl.training.worker.service import EXIT_PEER_LOST, WorkerLostError
 
 
-def main() -> int:
+def train_rank_from_environment() -> int:
     """Train as the rank set in the environment, with the run directory's settings. Returns the exit code."""
     exit_with_parent(int(os.environ[PARENT_VARIABLE]))
     path = Path(sys.argv[1]).absolute()
@@ -58,4 +58,4 @@ def exit_with_parent(parent_pid: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(train_rank_from_environment())

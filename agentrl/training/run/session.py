@@ -269,7 +269,7 @@ class TrainingSession:
 
     def request_stop(self) -> None:
         """Stop the run before the next step, and cancel rollouts that a rank waits for. Callable from any thread."""
-        self._service.interrupt()
+        self._service.cancel_interruptible_calls()
 
     # -- steps ----------------------------------------------------------------------------------------------------
 
@@ -287,9 +287,9 @@ class TrainingSession:
             if self._progress.step < steps:
                 with trace_span("step", step=steps):
                     self._run_step(steps, progress)
-        self._evaluate()
+        self._evaluate_once_per_step()
         if self._settings.evaluation.falsified:
-            self._evaluate(falsified=True)
+            self._evaluate_once_per_step(falsified=True)
 
     def _run_step(self, step: int, progress: RunProgress) -> None:
         """Roll out, train and send the weights. Raises InterruptedRunError only before the step changes anything."""
@@ -308,7 +308,7 @@ class TrainingSession:
         trained = time.monotonic()
         with trace_span("send weights"):
             self._service.wait_until_weights_may_change()
-            self._sender.send(updates)
+            self._sender.send_weights(updates)
         ended = time.monotonic()
         metrics = {"step": step, **plan.metrics, **metrics}
         metrics |= {
@@ -373,9 +373,9 @@ class TrainingSession:
         """Evaluate before the first step and every ``evaluation.every`` steps, but not after the last step."""
         step, settings = self._progress.step, self._settings
         if step < settings.training.steps and (step == 0 or is_due(step, settings.evaluation.every)):
-            self._evaluate()
+            self._evaluate_once_per_step()
 
-    def _evaluate(self, *, falsified: bool = False) -> None:
+    def _evaluate_once_per_step(self, *, falsified: bool = False) -> None:
         """Play the held-out problems, if there are any, at most once per step, even after a resume.
 
         Raises InterruptedRunError on a stop request. An interrupted evaluation is discarded.
@@ -472,7 +472,7 @@ class TrainingSession:
             if state.ranks != self._world:
                 change = f", from a checkpoint of {_format_ranks(state.ranks)}, on {_format_ranks(self._world)}"
             self._offload_state()
-            self._sender.send(state.updates)
+            self._sender.send_weights(state.updates)
         if self._run is not None:
             self._run.truncate_after(self._progress.step, rows=rows)
         if self.rank == 0 and self._settings.checkpoint.best:

@@ -150,7 +150,7 @@ class HeadExactMonitor:
             over_ranks=None if sequence is None else sequence.all_reduce,
         )
 
-    def metrics(self, reduce: Reduce) -> dict[str, float]:
+    def metrics_over_ranks(self, reduce: Reduce) -> dict[str, float]:
         """Return P, S and Var over the groups of all ranks. Collective."""
         sums = self._accumulator
         total = reduce(sums.gradient_sum)

@@ -180,7 +180,7 @@ class BatchCompleter:
         """
         every = [
             replace(batch, correction=self.corrector.correct(batch, meter=meter, normalizer=normalizer))
-            for update, normalizer in zip(updates, self._normalizers(updates, engine), strict=True)
+            for update, normalizer in zip(updates, self._correction_normalizers(updates, engine), strict=True)
             for batch in update
         ]
         inputs = [self._advantage_inputs(batch, beta=beta, meter=meter) for batch in every]
@@ -213,7 +213,7 @@ class BatchCompleter:
             for part, batch in zip(parts, batches, strict=True)
         ]
 
-    def _normalizers(
+    def _correction_normalizers(
         self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
         """Return each update's normalizer [2] of the correction's weights, or None if disabled. Collective."""

@@ -148,7 +148,7 @@ class Trainer:
             power = metrics.get("variance/total_power", 0.0)
             metrics |= variance_proxies(total_power=power, gradient_norm=norm, trajectories=trajectories)
         if step.monitor is not None and plan.updates:
-            metrics |= step.monitor.metrics(self._engine.sum_over_replicas)
+            metrics |= step.monitor.metrics_over_ranks(self._engine.sum_over_replicas)
         if self._reference is not None:
             metrics["kl/coefficient"] = step.beta
             if plan.updates:
@@ -202,7 +202,7 @@ class Trainer:
                 scored, statistics, hidden = self._score_batch(batch, step)
                 scored = self._completer.add_correction(scored, meter=step.meter)
                 self._record_metrics(step, scored, hidden)
-                self._backward(step, statistics, scored, normalizer, ratio_is_one=True)
+                self._accumulate_loss_gradient(step, statistics, scored, normalizer, ratio_is_one=True)
 
     def _train_unit_advantages_after_forward(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
@@ -214,13 +214,13 @@ class Trainer:
             # In the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._completer.complete_groups([last, *earlier], beta=step.beta, meter=step.meter)
             self._record_metrics(step, last, hidden)
-            self._backward(step, statistics, last, normalizer, ratio_is_one=True)
+            self._accumulate_loss_gradient(step, statistics, last, normalizer, ratio_is_one=True)
         del statistics
         for batch in others:
             with self._convert_memory_errors(batch):
-                statistics, _, _ = self._forward(batch, step)
+                statistics, _, _ = self._run_policy_forward(batch, step)
                 self._record_metrics(step, batch, None)
-                self._backward(step, statistics, batch, normalizer, ratio_is_one=True)
+                self._accumulate_loss_gradient(step, statistics, batch, normalizer, ratio_is_one=True)
 
     def _convert_memory_errors(self, batch: MicroBatch | Batch) -> AbstractContextManager[None]:
         """Return a context that raises MicroBatchMemoryError, with the tokens that :class:`.RowCosts` counts."""
@@ -261,8 +261,8 @@ class Trainer:
             batches = self._select_tokens(step, batches, weights_unchanged=weights_unchanged)
 
         def work(batch: Batch) -> None:
-            statistics, _, _ = self._forward(batch, step)
-            self._backward(step, statistics, batch, normalizer, ratio_is_one=False)
+            statistics, _, _ = self._run_policy_forward(batch, step)
+            self._accumulate_loss_gradient(step, statistics, batch, normalizer, ratio_is_one=False)
             if self._critic is not None:
                 measured = self._critic.backward(batch, tokens=tokens)
                 record_algorithm_metrics(step.meter, "critic", measured, batch.counted_mask.sum())
@@ -274,7 +274,7 @@ class Trainer:
         """Return the batches with the tokens that the loss selects. Collective."""
 
         def log_probs(batch: Batch) -> Tensor:
-            return batch.log_probs if weights_unchanged else self._forward(batch, step)[0].log_probs
+            return batch.log_probs if weights_unchanged else self._run_policy_forward(batch, step)[0].log_probs
 
         with torch.no_grad():
             current = self._map_micro_batches(log_probs, batches)
@@ -301,7 +301,7 @@ class Trainer:
 
     # -- pieces ---------------------------------------------------------------------------------------------------
 
-    def _forward(
+    def _run_policy_forward(
         self, batch: Batch, step: _Step, *, keep_hidden: bool = False
     ) -> tuple[TokenStatistics, Tensor | None, dict[str, Tensor]]:
         """Run the policy's forward, after the forwards of frozen policies whose whole distribution it needs.
@@ -338,7 +338,7 @@ class Trainer:
 
         Returns (the batch with the results; statistics connected to the graph; hidden states).
         """
-        statistics, hidden, log_probs = self._forward(batch, step, keep_hidden=step.monitor is not None)
+        statistics, hidden, log_probs = self._run_policy_forward(batch, step, keep_hidden=step.monitor is not None)
         if self._engine.module.routes is not None:
             batch = self._record_or_add_routes(batch, self._engine.module.routes, step)
         values = final_values = None
@@ -383,13 +383,13 @@ class Trainer:
             self._routes_measured_at = step.plan.step
             with torch.no_grad():
                 without_replay = replace(batch, row=replace(row, routes=None))
-                statistics, _, _ = self._forward(without_replay, replace(step, frozen={}))
+                statistics, _, _ = self._run_policy_forward(without_replay, replace(step, frozen={}))
             mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, batch.response_mask)
             weight = mismatch["tokens"] * int(batch.counted)
             step.meter.add_mean("policy/engine_abs_diff_own_routes", mismatch["mean_abs_difference"], weight)
         return batch
 
-    def _backward(
+    def _accumulate_loss_gradient(
         self,
         step: _Step,
         statistics: TokenStatistics,

@@ -91,17 +91,17 @@ class WorkerLoop:
         self._running: asyncio.Task[object] | None = None
         self._interrupted = False
 
-    def run(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
+    def run_coroutine(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
         """Run the coroutine and return its result.
 
-        Raises asyncio.CancelledError if the work is interruptible and :meth:`interrupt` was called.
+        Raises asyncio.CancelledError if the work is interruptible and :meth:`cancel_interruptible_work` was called.
         """
         try:
             return self._loop.run(self._run_as_current_task(work) if interruptible else work)
         except concurrent.futures.CancelledError:  # from a thread
             raise asyncio.CancelledError from None
 
-    def interrupt(self) -> None:
+    def cancel_interruptible_work(self) -> None:
         """Cancel current and future interruptible work. Callable from any thread and from signal handlers."""
         self._interrupted = True
         running = self._running
@@ -359,10 +359,10 @@ class LocalRolloutService:
     def load_state_dict(self, state: QueueState) -> None:
         self._worker.load_state_dict(state)
 
-    def interrupt(self) -> None:
+    def cancel_interruptible_calls(self) -> None:
         if not self._interrupted:  # cancelled tasks are cleaning up and must not be cancelled again
             self._interrupted = True
-            self._loop.interrupt()
+            self._loop.cancel_interruptible_work()
 
     def close(self) -> None:
         self._opened.close()
@@ -389,14 +389,14 @@ class LocalRolloutService:
 
     def _run_to_end(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Run ``work`` without interruption, because weight changes are short and must be complete."""
-        return self._loop.run(work, interruptible=False)
+        return self._loop.run_coroutine(work, interruptible=False)
 
     def _run_interruptible(self, work: Coroutine[object, object, _Result]) -> _Result:
-        """Run ``work``. Raises InterruptedRunError after :meth:`interrupt`."""
+        """Run ``work``. Raises InterruptedRunError after :meth:`cancel_interruptible_calls`."""
         if self._interrupted:
             work.close()
             raise InterruptedRunError
         try:
-            return self._loop.run(work, interruptible=True)
+            return self._loop.run_coroutine(work, interruptible=True)
         except asyncio.CancelledError:
             raise InterruptedRunError from None

@@ -67,7 +67,7 @@ class WorkerServer:
 
     # -- connections ----------------------------------------------------------------------------------------------
 
-    def listen(self, startup: WorkerStartup) -> None:
+    def accept_ranks_and_listen(self, startup: WorkerStartup) -> None:
         """Accept the other ranks' connections, then listen to all ranks."""
         arrived: queue.Queue[tuple[RankConnectionMessage, Connection]] = queue.Queue()
         threading.Thread(target=_accept, args=(self._listener, startup, arrived), daemon=True, name="accept").start()
@@ -143,9 +143,9 @@ class WorkerServer:
             load_plugins(startup.settings.plugins)
             service = LocalRolloutService(startup.settings, startup.policy_path, ranks=startup.ranks)
             with self._lock:
-                self._interrupt = service.interrupt
+                self._interrupt = service.cancel_interruptible_calls
                 if self._interrupted:
-                    service.interrupt()
+                    service.cancel_interruptible_calls()
             self._reply_to_all(CallReply())
             self._execute_requests(service)
         except _RankLostError as error:
@@ -210,7 +210,7 @@ def _accept(
             arrived.put((connection.recv(), connection))
 
 
-def main() -> None:
+def serve_ranks() -> None:
     """Serve requests until a rank exits."""
     for name in (signal.SIGINT, signal.SIGTERM):
         signal.signal(name, signal.SIG_IGN)
@@ -228,7 +228,7 @@ def main() -> None:
     set_threads(startup.settings, processes=processes)
     server = WorkerServer(calls, control, listener)
     try:
-        server.listen(startup)
+        server.accept_ranks_and_listen(startup)
     except _RankLostError as error:
         print(f"rollout worker: {error}", file=sys.stderr)
         sys.exit(1)
@@ -236,4 +236,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    serve_ranks()

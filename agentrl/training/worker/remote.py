@@ -60,7 +60,7 @@ _REPORT_SECONDS_AFTER_STUCK = 5.0
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Endpoint:
+class _WorkerAddress:
     """The address at which the worker listens."""
 
     address: tuple[str, int]
@@ -84,20 +84,22 @@ class RemoteRolloutService:
         self._closed = threading.Event()
         listener: socket.socket | None = None
 
-        def listen() -> _Endpoint:
+        def listen() -> _WorkerAddress:
             nonlocal listener
             listener, address = listen_for_ranks(ranks)
-            return _Endpoint(address=address, key=secrets.token_bytes(32))
+            return _WorkerAddress(address=address, key=secrets.token_bytes(32))
 
         # The worker takes seconds to minutes to start: ranks receive its address first and wait outside collectives.
         endpoint = run_on_rank_zero(listen)
         if listener is not None:
             startup = WorkerStartup(settings=settings, policy_path=policy_path, ranks=ranks, key=endpoint.key)
-            self._connection, self._control = self._start(startup, listener)
+            self._connection, self._control = self._start_worker(startup, listener)
         else:
             tcp_timeout = settings.cluster.deadline
-            self._connection = _connect(endpoint, RankConnectionMessage(rank=rank, control=False), tcp_timeout)
-            self._control = _connect(endpoint, RankConnectionMessage(rank=rank, control=True), tcp_timeout)
+            self._connection = _connect_to_worker(
+                endpoint, RankConnectionMessage(rank=rank, control=False), tcp_timeout
+            )
+            self._control = _connect_to_worker(endpoint, RankConnectionMessage(rank=rank, control=True), tcp_timeout)
         heartbeat.shortened = self._send_beat
         callback_handler.register_start_callback(heartbeat.allow_compilation_time)
         threading.Thread(target=self._send_beats_until_worker_exits, daemon=True, name="beat").start()
@@ -109,7 +111,7 @@ class RemoteRolloutService:
             raise AttributeError(f"{type(self).__name__} has no attribute {name!r}", name=name, obj=self)
         return partial(self._request, name)
 
-    def interrupt(self) -> None:
+    def cancel_interruptible_calls(self) -> None:
         """Make the worker cancel its rollouts. Callable from any thread; a call by one rank is enough."""
         self._interrupted.set()
         with contextlib.suppress(OSError), self._sending:  # without a worker there is nothing to cancel
@@ -126,7 +128,7 @@ class RemoteRolloutService:
 
     # -- communication --------------------------------------------------------------------------------------------
 
-    def _start(self, startup: WorkerStartup, listener: socket.socket) -> tuple[Connection, Connection]:
+    def _start_worker(self, startup: WorkerStartup, listener: socket.socket) -> tuple[Connection, Connection]:
         """Start the worker's process, and return the connections for calls and for control messages."""
         (calls, worker_calls), (control, worker_control) = Pipe(), Pipe()
         handles = (worker_calls.fileno(), worker_control.fileno(), listener.fileno())
@@ -218,7 +220,7 @@ def _error_from(failure: CallFailure) -> Exception:
     return kind(failure.message)
 
 
-def _connect(endpoint: _Endpoint, caller: RankConnectionMessage, tcp_timeout: float) -> Connection:
+def _connect_to_worker(endpoint: _WorkerAddress, caller: RankConnectionMessage, tcp_timeout: float) -> Connection:
     """Connect to the worker in a thread, because neither the connection nor the handshake has a deadline."""
     outcomes: queue.Queue[Connection | Exception] = queue.Queue()
 

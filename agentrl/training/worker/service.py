@@ -136,7 +136,7 @@ class RolloutService(Protocol):
     def install_weights(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
         """Load ``version``, drop caches and resume requests. Return the problem, or None if the probe agrees."""
 
-    def interrupt(self) -> None:
+    def cancel_interruptible_calls(self) -> None:
         """Cancel current and future interruptible calls. Callable from any thread."""
 
     def close(self) -> None:

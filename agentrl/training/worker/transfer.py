@@ -82,7 +82,7 @@ class WeightSender:
             self._console.note(str(one))
         return max((one.noise for one in verified), default=0.0)
 
-    def send(self, version: int) -> None:
+    def send_weights(self, version: int) -> None:
         """Send ``version`` to the engine. Raises WeightMismatchError if two attempts fail."""
         target = self._service.transfer_target()
         if target is None:
