@@ -72,7 +72,7 @@ class ParameterShard:
     flat: nn.Parameter  # weights in float32; the optimizer's state has tensors of its shape
     offset: int  # in ``flat``
 
-    def slice_of(self, whole: Tensor) -> Tensor:
+    def view_shard(self, whole: Tensor) -> Tensor:
         """Return a view of this shard in a tensor with the shape of ``flat``."""
         return whole.detach().view(-1).narrow(0, self.offset, self.length)
 
@@ -108,10 +108,10 @@ def copy_rank_state(module: nn.Module, optimizer: Untyped, *, updates: int, rank
     tensors = {f"random/{device}": state for device, state in get_random_state().items()}
     steps = None
     for shard in shards:
-        tensors[f"{_WEIGHT}/{shard.name}"] = _copied(shard.slice_of(shard.flat))
+        tensors[f"{_WEIGHT}/{shard.name}"] = _copied(shard.view_shard(shard.flat))
         if state := adam.state.get(shard.flat):
             steps = float(state["step"])
-            tensors |= {f"{moment}/{shard.name}": _copied(shard.slice_of(state[moment])) for moment in MOMENTS}
+            tensors |= {f"{moment}/{shard.name}": _copied(shard.view_shard(state[moment])) for moment in MOMENTS}
     starts = {shard.name: shard.start for shard in shards}
     facts = RankStateMetadata(starts=starts, shapes=_shapes(module), adam_steps=steps, updates=updates)
     return RankState(metadata=facts, tensors=tensors)
@@ -168,12 +168,12 @@ def _restore_shards(saved: _SavedShardReader, module: nn.Module, optimizer: Unty
     if sharded:
         optimizer.checkpoint_event_prologue()  # required for small parameters, which every rank holds completely
     for shard in local_parameter_shards(module, optimizer):
-        weight = shard.slice_of(shard.flat)
+        weight = shard.view_shard(shard.flat)
         saved.read(_WEIGHT, shard, weight)
         if saved.steps is not None:
             state = _optimizer_state(adam, shard.flat, saved.steps)
             for moment in MOMENTS:
-                saved.read(moment, shard, shard.slice_of(state[moment]))
+                saved.read(moment, shard, shard.view_shard(state[moment]))
         if sharded:
             parameters[shard.name].ds_tensor.data.view(-1)[: shard.length].copy_(weight)
     if sharded:

@@ -57,7 +57,7 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
     with sigterm_as_ctrl_c():
         try:
             if not started_by_launcher(kind):
-                with restored_process_state():
+                with restore_process_state_on_exit():
                     return _train(settings, resume, callbacks, embedded=embedded)
             if kind == "environment":
                 set_variables_from_slurm()
@@ -84,7 +84,7 @@ def runs_in_one_process(settings: Settings) -> bool:
 
 
 @contextlib.contextmanager
-def restored_process_state() -> Iterator[None]:
+def restore_process_state_on_exit() -> Iterator[None]:
     """Restore on exit the process state that a run changes, so that the caller or another run can continue.
 
     Not restored: imported modules, DeepSpeed's accelerator, and warning filters.
