@@ -370,7 +370,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     def _record_reward(self, reward: float) -> None:
         assert self.turn is not None
         completion, text = self.turn
-        self.segments.append(completion.segment(text, reward=reward))
+        self.segments.append(completion.to_segment(text, reward=reward))
 
     def _append_observation(self, observation: str) -> bool:
         parts = self.codec.parts_without_sampled_turn_end(observation, self.context) if observation else ()

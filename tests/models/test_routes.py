@@ -88,7 +88,7 @@ async def conversation(engine: TransformersEngine, name: str, *, start: tuple[in
             request_id=f"{name}-{turn}",
             seed=turn,
         )
-        segments.append(answer.segment("", reward=0.0))
+        segments.append(answer.to_segment("", reward=0.0))
         context += answer.token_ids
         known = len(context) - 1
         seen = tuple(range(turn, 5))

@@ -23,7 +23,7 @@ from agentrl.rollout.engines.base import (
     engine_facts,
     register_engine,
 )
-from agentrl.rollout.engines.vllm.plan import CPU_HEAD_SIZES, check_cpu_attention
+from agentrl.rollout.engines.vllm.plan import CPU_HEAD_SIZES, require_cpu_attention_support
 from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl.rollout.settings import RolloutSettings
 from agentrl_envs.registry import NameTakenError
@@ -123,9 +123,9 @@ def test_a_model_that_a_cpu_server_cannot_compute_is_refused_before_it_starts() 
         "or use a machine with a GPU"
     )
     with pytest.raises(SettingsError, match=message):
-        check_cpu_attention(Qwen2Config(hidden_size=96, num_attention_heads=4))
+        require_cpu_attention_support(Qwen2Config(hidden_size=96, num_attention_heads=4))
     with pytest.raises(SettingsError, match="head_dim=48"):
-        check_cpu_attention(Qwen3Config(hidden_size=128, num_attention_heads=2, head_dim=48))
+        require_cpu_attention_support(Qwen3Config(hidden_size=128, num_attention_heads=2, head_dim=48))
 
 
 @pytest.mark.parametrize(
@@ -138,7 +138,7 @@ def test_a_model_that_a_cpu_server_cannot_compute_is_refused_before_it_starts() 
     ],
 )
 def test_models_that_a_cpu_server_computes(config: object) -> None:
-    check_cpu_attention(config)
+    require_cpu_attention_support(config)
 
 
 def test_the_head_sizes_are_those_of_the_vllm_that_is_installed() -> None:

@@ -75,7 +75,7 @@ def trajectory(number: int, prompt: tuple[int, ...], completion: Completion) -> 
         group=0,
         sample=number,
         prompt_ids=prompt,
-        segments=(completion.segment("", reward=0.0),),
+        segments=(completion.to_segment("", reward=0.0),),
         ended=Ended.STOPPED,
     )
 

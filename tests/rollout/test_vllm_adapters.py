@@ -125,8 +125,8 @@ def test_a_started_server_has_room_for_the_adapters() -> None:
     shape["rollout"] = RolloutSettings(schedule="overlapped")  # one step stale: three adapters at a time
     plain = VLLMPlan(**shape, max_tokens=9)
     assert "--enable-lora" not in plain.arguments()
-    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.environment_changes()
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in plain.environment_variable_changes()
     plan = VLLMPlan(**shape, max_tokens=9, adapter_rank=9)
     command = plan.arguments()
     assert [command[command.index(name) + 1] for name in ("--max-lora-rank", "--max-loras")] == ["16", "3"]
-    assert plan.environment_changes()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert plan.environment_variable_changes()["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"

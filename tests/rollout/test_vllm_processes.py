@@ -60,7 +60,7 @@ def option(command: list[str], name: str) -> str:
 
 def test_a_server_on_the_cpu_is_configured_for_training() -> None:
     (plan,) = plans(extra_args=["--max-num-seqs", "7"])
-    command, environment = plan.arguments(), plan.environment_changes()
+    command, environment = plan.arguments(), plan.environment_variable_changes()
     assert command[:2] == ["-m", "vllm.entrypoints.openai.api_server"]
     assert {name: option(command, name) for name in ("--model", "--tokenizer", "--dtype", "--max-model-len")} == {
         "--model": "served",
@@ -125,7 +125,7 @@ def test_too_little_memory_beside_training_is_said_before_a_server_starts() -> N
 )
 def test_servers_get_gpus_of_their_own(arguments: dict[str, Any], expected: list[str]) -> None:
     made = plans(backend="nccl", **arguments)
-    assert [plan.environment_changes()["CUDA_VISIBLE_DEVICES"] for plan in made] == expected
+    assert [plan.environment_variable_changes()["CUDA_VISIBLE_DEVICES"] for plan in made] == expected
     assert len({plan.address for plan in made}) == len(made)
     for plan in made:
         assert option(plan.arguments(), "--tensor-parallel-size") == str(len(plan.gpus))
@@ -138,7 +138,7 @@ def test_servers_get_gpus_of_their_own(arguments: dict[str, Any], expected: list
 
 def test_ipc_handles_may_travel() -> None:
     (plan,) = plans(gpus=1, backend="ipc", placement="colocated")
-    assert plan.environment_changes()["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
+    assert plan.environment_variable_changes()["VLLM_ALLOW_INSECURE_SERIALIZATION"] == "1"
 
 
 @pytest.mark.parametrize(

@@ -74,7 +74,7 @@ class Completion:
     support_sizes: Sequence[int] = ()
     routes: bytes = b""
 
-    def segment(self, text: str, *, reward: float) -> Segment:
+    def to_segment(self, text: str, *, reward: float) -> Segment:
         """Return the segment of a trajectory with these tokens."""
         return Segment(
             origin="model",

@@ -202,7 +202,7 @@ class Batcher:
             return ended + self._prefill(self._rows_that_fit(outdated))
         if self._waiting and self._should_prefill(len(running)):
             self._steps_waited = 0
-            assigned = self._assign_rows(len(running))
+            assigned = self._assign_rows()
             if assigned:
                 return ended + self._prefill(assigned)
         if running:
@@ -212,11 +212,11 @@ class Batcher:
             # No request is running, so only prefixes of other trajectories can occupy the cache: drop them.
             self.evictions += len(self._row_of)
             self.drop_prefixes()
-            assigned = self._assign_rows(0)
-            return ended + (self._prefill(assigned) if assigned else [self._fail_first_waiting()])
+            assigned = self._assign_rows()
+            return ended + (self._prefill(assigned) if assigned else [self._fail_first_waiting_request()])
         return ended
 
-    def _fail_first_waiting(self) -> TurnInProgress:
+    def _fail_first_waiting_request(self) -> TurnInProgress:
         """Fail the first waiting request, which is longer than the whole cache."""
         request = self._waiting.popleft()
         request.failure = (
@@ -240,7 +240,7 @@ class Batcher:
 
     # -- rows -----------------------------------------------------------------------------------------------------
 
-    def _assign_rows(self, running: int) -> list[int]:
+    def _assign_rows(self) -> list[int]:
         """Assign rows to waiting requests, as far as the cache and the batch allow."""
         assigned: list[int] = []
         longest = 0

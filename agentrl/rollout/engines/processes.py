@@ -49,7 +49,7 @@ class ServerPlan(ABC):
     def arguments(self) -> list[str]:
         """Return the arguments of the Python interpreter, such as ``["-m", "package.server", "--port", "8000"]``."""
 
-    def environment_changes(self) -> dict[str, str | None]:
+    def environment_variable_changes(self) -> dict[str, str | None]:
         """Return the changes to the environment that the server inherits. None unsets a variable."""
         gpus = {"CUDA_VISIBLE_DEVICES": ",".join(self.gpus)} if self.gpus else {}
         return {**dict.fromkeys(LAUNCHER_VARIABLES), **gpus}
@@ -70,7 +70,7 @@ class ServerProcess:
 
     def launch(self) -> None:
         """Start or restart the server. It may take minutes to respond."""
-        self._process = LocalProcess(self.process_spec(self.plan.environment_changes()), THIS_MACHINE)
+        self._process = LocalProcess(self.process_spec(self.plan.environment_variable_changes()), THIS_MACHINE)
         self.launch_count += 1
 
     def process_spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
@@ -139,7 +139,7 @@ class NodeServer(ServerProcess):
             gpus=node.gpus[: self._bundle.gpus],
             on_node=True,
         )
-        self._handle = self._cluster.start(self.process_spec(self.plan.environment_changes()), node)
+        self._handle = self._cluster.start(self.process_spec(self.plan.environment_variable_changes()), node)
         self._gone = threading.Event()
         self.launch_count += 1
         watched = (self._handle, self._gone)

@@ -95,7 +95,7 @@ def program_for_environment(env: str, options: Mapping[str, object], settings: A
     return load_agent_program(env.removeprefix(AGENT).strip(), settings)
 
 
-class _AgentDrivenEpisode:
+class _PromptOnlyEpisode:
     """An episode that contains only a prompt, because the agent program conducts the conversation."""
 
     stop_strings: tuple[str, ...] = ()
@@ -112,8 +112,8 @@ class _AgentDrivenEpisode:
     async def step(self, action: str) -> Step:
         raise EpisodeUsageError("conversations of an agent program cannot be played turn by turn")
 
-    async def fork(self) -> _AgentDrivenEpisode:
-        return _AgentDrivenEpisode(self._prompt)
+    async def fork(self) -> _PromptOnlyEpisode:
+        return _PromptOnlyEpisode(self._prompt)
 
     async def close(self) -> None:
         """Do nothing, because there are no resources to release."""
@@ -142,9 +142,9 @@ class AgentEnvironment(Environment):
             await self._gateway.open()
             await self._program.open(self._gateway)
 
-    def episode(self, problem: Problem) -> _AgentDrivenEpisode:
+    def episode(self, problem: Problem) -> _PromptOnlyEpisode:
         """Return an episode that contains only the prompt, for demonstrations."""
-        return _AgentDrivenEpisode(self._build_prompt_text(problem))
+        return _PromptOnlyEpisode(self._build_prompt_text(problem))
 
     def _build_prompt_text(self, problem: Problem) -> MarkedText:
         if self._renderer is None:

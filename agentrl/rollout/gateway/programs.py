@@ -340,11 +340,11 @@ class WorkerProgram(AgentProgram):
     async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
         """Wait until a worker takes the rollout."""
         process = await self._ensure_worker_process() if self._command else None
-        await self._wait_unless_exited(process, self._open_gateway().offer_to_workers(access))
+        await self._wait_or_raise_on_exit(process, self._open_gateway().offer_to_workers(access))
         self._process_by_rollout[access.name] = process
 
     async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
-        await self._wait_unless_exited(
+        await self._wait_or_raise_on_exit(
             self._process_by_rollout.pop(access.name), self._open_gateway().wait_until_finished(access)
         )
         return None
@@ -365,7 +365,7 @@ class WorkerProgram(AgentProgram):
         assert self._gateway is not None, "the environment is not open"
         return self._gateway
 
-    async def _wait_unless_exited(
+    async def _wait_or_raise_on_exit(
         self, process: asyncio.subprocess.Process | None, waiting: Coroutine[object, object, None]
     ) -> None:
         """Await ``waiting``. Raises AgentFailureError if the worker's process exits first."""

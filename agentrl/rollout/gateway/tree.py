@@ -289,6 +289,6 @@ def _build_segments(branch: Sequence[Generation], reward: float) -> tuple[Segmen
             segments.append(Segment(origin="observation", token_ids=token_ids, text=text))
         waiting = []
         complete = replace(one.completion, routes=routes + one.completion.routes)
-        segments.append(complete.segment(one.text, reward=reward if one is branch[positions[-1]] else 0.0))
+        segments.append(complete.to_segment(one.text, reward=reward if one is branch[positions[-1]] else 0.0))
         routes = b""
     return tuple(segments)

@@ -27,7 +27,7 @@ from agentrl.rollout.engines.vllm.plan import (
     adapter_rank,
     max_adapters_in_use,
     plan_policy_servers,
-    prepare_policy_for_weight_transfer,
+    untie_policy_for_cpu_servers,
 )
 from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl.rollout.engines.vllm.replica import VLLMClient
@@ -98,7 +98,7 @@ class ManagedVLLM(ManagedServers):
             request.rollout,
             request.policy,
             request.policy_path,
-            served=prepare_policy_for_weight_transfer(request.policy_path, start) if copied else request.policy_path,
+            served=untie_policy_for_cpu_servers(request.policy_path, start) if copied else request.policy_path,
             longest=request.longest,
             training_gpus=request.training_gpus if gpus is None else 0,
             backend=self._backend,
@@ -144,7 +144,7 @@ def serve_policy(
             rollout,
             policy,
             model,
-            served=prepare_policy_for_weight_transfer(model, Path(folder)),
+            served=untie_policy_for_cpu_servers(model, Path(folder)),
             longest=longest,
             training_gpus=0,
             backend=choose_transfer_backend(rollout.vllm),

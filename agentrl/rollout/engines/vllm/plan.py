@@ -126,9 +126,9 @@ class VLLMPlan(ServerPlan):
             command += ["--enable-sleep-mode", *SLEEP_OPTIONS]
         return [*command, *vllm.extra_args]
 
-    def environment_changes(self) -> dict[str, str | None]:
+    def environment_variable_changes(self) -> dict[str, str | None]:
         """Return changes that enable the control endpoints and, on a CPU, leave cores and memory to other processes."""
-        changes = {**super().environment_changes(), "VLLM_SERVER_DEV_MODE": "1"}
+        changes = {**super().environment_variable_changes(), "VLLM_SERVER_DEV_MODE": "1"}
         if self.on_node:
             changes["VLLM_HOST_IP"] = self.host  # not detected by vLLM on a node without a route to other networks
         defaults = {"VLLM_NO_USAGE_STATS": "1"}
@@ -175,7 +175,7 @@ def plan_policy_servers(
         )
     available = visible_server_gpus() if gpus is None else gpus
     if not available:
-        check_cpu_attention(read_model_config_if_available(policy))
+        require_cpu_attention_support(read_model_config_if_available(policy))
         if vllm.quantization is not None:
             raise SettingsError(
                 f"rollout.vllm.quantization={vllm.quantization} needs a GPU, because vLLM quantizes arriving weights "
@@ -218,7 +218,7 @@ def _largest_parameter_bytes(policy: ModelSettings) -> int:
     return max(sizes) * (4 if policy.dtype == "float32" else 2)
 
 
-def check_cpu_attention(config: PreTrainedConfig | None) -> None:
+def require_cpu_attention_support(config: PreTrainedConfig | None) -> None:
     """Raise SettingsError if vLLM cannot compute the model's attention on a CPU. ``config``: None if unknown."""
     if config is None:
         return
@@ -292,7 +292,7 @@ def colocated_memory_fraction(free: int, total: int, *, largest: int = 0) -> flo
     return fraction
 
 
-def prepare_policy_for_weight_transfer(policy_path: str, copy: Path) -> str:
+def untie_policy_for_cpu_servers(policy_path: str, copy: Path) -> str:
     """Return the policy for servers that receive weights. On a CPU, write a copy with untied embeddings to ``copy``.
 
     ``policy_path``: a directory or a Hugging Face id.
