@@ -25,8 +25,8 @@ from agentrl.evaluation.scores import (
     Floats,
     Interval,
     check_and_convert_counts,
-    student_quantile,
-    this_benchmark_interval,
+    interval_on_this_benchmark,
+    two_sided_student_quantile,
 )
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.settings import TelemetrySettings
@@ -151,7 +151,7 @@ def paired_difference(
 def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
     """Combine the intervals of both runs (Zou and Donner 2008). Given the problems, their samples are independent."""
     mean1, mean2 = float((c1 / n1).mean()), float((c2 / n2).mean())
-    one, two = this_benchmark_interval(n1, c1), this_benchmark_interval(n2, c2)
+    one, two = interval_on_this_benchmark(n1, c1), interval_on_this_benchmark(n2, c2)
     below = math.hypot(mean2 - two.low, one.high - mean1)
     above = math.hypot(two.high - mean2, mean1 - one.low)
     return Interval(low=max(mean2 - mean1 - below, -1.0), high=min(mean2 - mean1 + above, 1.0))
@@ -173,7 +173,7 @@ def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Fl
     changed = gain_P[np.abs(gain_P) > _ROUNDING]
     added = 4 * float((changed**2).mean()) if len(changed) else 4.0
     variance = (float(((gain_P - mean) ** 2).sum()) + added) / (problems - 1)
-    half = student_quantile(problems - 1) * math.sqrt(variance / problems)
+    half = two_sided_student_quantile(problems - 1) * math.sqrt(variance / problems)
     return Interval(low=max(mean - half, -1.0), high=min(mean + half, 1.0))
 
 

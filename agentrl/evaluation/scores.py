@@ -73,8 +73,8 @@ def avg_at_k(samples: ArrayLike, correct: ArrayLike) -> Score:
     mean = float((c_P / n_P).mean())
     return Score(
         mean=mean,
-        this_benchmark=this_benchmark_interval(n_P, c_P),
-        problems_like_these=_problems_like_these_interval(n_P, c_P, mean),
+        this_benchmark=interval_on_this_benchmark(n_P, c_P),
+        problems_like_these=_interval_on_problems_like_these(n_P, c_P, mean),
         problems=len(n_P),
         samples=int(n_P.sum()),
         problems_without_samples=int((~kept).sum()),
@@ -108,7 +108,7 @@ def check_and_convert_counts(samples: ArrayLike, correct: ArrayLike) -> tuple[Fl
     return n, c
 
 
-def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
+def interval_on_this_benchmark(n_P: Floats, c_P: Floats) -> Interval:
     """Compute the interval for these problems, with a binomial variance within each problem.
 
     Every problem must have samples. The unbiased variance of the mean, ``sum p(1-p)/(n-1) / P^2``, is zero if every
@@ -128,7 +128,7 @@ def this_benchmark_interval(n_P: Floats, c_P: Floats) -> Interval:
     return _wilson_interval(mean, effective, NormalDist().inv_cdf(0.5 + CONFIDENCE_LEVEL / 2))
 
 
-def _problems_like_these_interval(n_P: Floats, c_P: Floats, mean: float) -> Interval:
+def _interval_on_problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> Interval:
     """Compute the interval from the variance between problems, with Student's t and P - 1 degrees of freedom."""
     problems = len(n_P)
     if problems == 1:
@@ -137,7 +137,7 @@ def _problems_like_these_interval(n_P: Floats, c_P: Floats, mean: float) -> Inte
     variance = float(share.var(ddof=1)) / problems
     total = float(n_P.sum())
     effective = min(max(mean * (1 - mean) / variance, 1.0), total) if variance > 0 else float(problems)
-    return _wilson_interval(mean, effective, student_quantile(problems - 1))
+    return _wilson_interval(mean, effective, two_sided_student_quantile(problems - 1))
 
 
 def _wilson_interval(mean: float, samples: float, quantile: float) -> Interval:
@@ -149,12 +149,12 @@ def _wilson_interval(mean: float, samples: float, quantile: float) -> Interval:
     return Interval(low=min(max(centre - half, 0.0), mean), high=max(min(centre + half, 1.0), mean))
 
 
-def student_quantile(degrees: int) -> float:
+def two_sided_student_quantile(degrees: int) -> float:
     """Return the two-sided 95 % quantile of Student's t (Abramowitz and Stegun 26.7.5).
 
     The error is below 0.004 from 3 degrees of freedom on.
 
-    >>> round(student_quantile(29), 3)
+    >>> round(two_sided_student_quantile(29), 3)
     2.045
     """
     if degrees < 1:

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from agentrl.evaluation.scores import Interval, avg_at_k, pass_at_k, student_quantile
+from agentrl.evaluation.scores import Interval, avg_at_k, pass_at_k, two_sided_student_quantile
 
 
 def wilson(mean: float, samples: float, quantile: float) -> tuple[float, float]:
@@ -143,4 +143,4 @@ def test_impossible_counts_are_refused():
     ("degrees", "table"), [(1, 12.706), (2, 4.303), (3, 3.182), (5, 2.571), (10, 2.228), (29, 2.045), (120, 1.980)]
 )
 def test_student_quantile_against_the_printed_table(degrees: int, table: float):
-    assert student_quantile(degrees) == pytest.approx(table, abs=0.004)
+    assert two_sided_student_quantile(degrees) == pytest.approx(table, abs=0.004)

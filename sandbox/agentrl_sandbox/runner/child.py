@@ -337,7 +337,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         os.write(_STATUS_DESCRIPTOR, STARTED)  # later failures are failures of the program
         exit_code, memory_mark, names = _receive_and_run_program(scratch)
         if names and os.getpid() == pid:  # false in a forked child of the program, which also returns here
-            _fetch_files(scratch, names)
+            _write_fetch_file(scratch, names)
         if os.getpid() == pid:
             with contextlib.suppress(OSError):  # if the program closed it, the outcome is an ordinary error
                 write(_STATUS_DESCRIPTOR, memory_mark)
@@ -421,7 +421,7 @@ def _receive_and_run_program(scratch: str) -> tuple[int, bytes, tuple[str, ...]]
     return exit_code, b"".join(marks[:1]), task.fetch
 
 
-def _fetch_files(scratch: str, names: tuple[str, ...]) -> None:
+def _write_fetch_file(scratch: str, names: tuple[str, ...]) -> None:
     """Fetch files. Ignores all errors, because the program may have broken the interpreter."""
     with contextlib.suppress(BaseException):
         fetch_files(scratch, names, ChildFetchWriter(_FETCHED_DESCRIPTOR, names))
