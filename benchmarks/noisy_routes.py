@@ -1,9 +1,9 @@
 """An engine with noisy routers, and a tiny mixture of experts, for the study of route replay.
 
-    python benchmarks/noisy_routes.py POLICY OUTPUT
+    python benchmarks/noisy_routes.py POLICY OUTPUT [mixtral]
 
-writes a Qwen3-MoE with eight experts to OUTPUT, with the weights of the Qwen2 model POLICY. Each expert is a copy of
-the model's feed-forward layer plus noise. The mixture therefore needs only a short cold start.
+writes a Qwen3-MoE (or a Mixtral) with eight experts to OUTPUT, with the weights of the Qwen2 model POLICY. Each expert
+is a copy of the model's feed-forward layer plus noise. The mixture therefore needs only a short cold start.
 
 With ``plugins=[benchmarks/noisy_routes.py] rollout.engine=noisy_routes``, the engine multiplies each expert's score by
 ``exp(std * N(0, 1))`` before it selects the experts of a token. ``rollout.options`` sets ``std``. Selected experts keep
@@ -66,9 +66,9 @@ def add_noise(std: float) -> None:
 
 
 @torch.no_grad()
-def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, noise: float = 0.5) -> None:
+def write_mixture(policy: str, output: Path, family: str = "qwen3_moe", *, noise: float = 0.5) -> None:
     """Write a mixture of experts with the weights of ``policy``. ``noise`` is relative to the weights' scale."""
-    from transformers import AutoModelForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.manual_seed(0)
     dense = AutoModelForCausalLM.from_pretrained(policy, dtype=torch.float32)
@@ -79,11 +79,13 @@ def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, 
         "max_position_embeddings", "tie_word_embeddings", "rope_parameters", "eos_token_id", "pad_token_id",
     )  # fmt: skip
     same: dict[str, Any] = {"head_dim": head, **{name: getattr(old, name) for name in copied}}
-    config = Qwen3MoeConfig(
-        **same, moe_intermediate_size=old.intermediate_size, num_experts=experts,
-        num_experts_per_tok=top, norm_topk_prob=True, attention_bias=True, bos_token_id=None,
-    )  # fmt: skip
-    model = Qwen3MoeForCausalLM(config)
+    sizes: dict[str, Any] = {"intermediate_size": old.intermediate_size}
+    if family == "qwen3_moe":
+        sizes = {"moe_intermediate_size": old.intermediate_size, "norm_topk_prob": True, "attention_bias": True}
+    config = AutoConfig.for_model(
+        family, **same, **sizes, num_local_experts=8, num_experts_per_tok=2, bos_token_id=None
+    )
+    model = AutoModelForCausalLM.from_config(config)
     outputs: dict[Any, Tensor] = {}
     for layer in dense.model.layers:
         for projection in (layer.self_attn.q_proj, layer.self_attn.k_proj):
@@ -92,11 +94,12 @@ def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, 
     model.load_state_dict(dense.state_dict(), strict=False)  # embeddings, attention and norms
     for layer, source in zip(model.model.layers, dense.model.layers, strict=True):
         attention = layer.self_attn
-        attention.o_proj.bias.zero_()
-        for norm, projection in ((attention.q_norm, "q_proj"), (attention.k_norm, "k_proj")):
-            # Qwen2 does not normalize queries and keys. Scale the normalized ones by their mean size.
-            by_head = outputs[getattr(source.self_attn, projection)].unflatten(-1, (-1, head))
-            norm.weight.fill_(by_head.pow(2).mean(-1).sqrt().mean())
+        if family == "qwen3_moe":
+            attention.o_proj.bias.zero_()
+            for norm, projection in ((attention.q_norm, "q_proj"), (attention.k_norm, "k_proj")):
+                # Qwen2 does not normalize queries and keys. Scale the normalized ones by their mean size.
+                by_head = outputs[getattr(source.self_attn, projection)].unflatten(-1, (-1, head))
+                norm.weight.fill_(by_head.pow(2).mean(-1).sqrt().mean())
         mixture, mlp = layer.mlp.experts, source.mlp
         merged = torch.cat([mlp.gate_proj.weight, mlp.up_proj.weight])
         for target, weight in ((mixture.gate_up_proj, merged), (mixture.down_proj, mlp.down_proj.weight)):
@@ -106,4 +109,4 @@ def write_mixture(policy: str, output: Path, *, experts: int = 8, top: int = 2, 
 
 
 if __name__ == "__main__":
-    write_mixture(sys.argv[1], Path(sys.argv[2]))
+    write_mixture(sys.argv[1], Path(sys.argv[2]), *sys.argv[3:])

@@ -17,7 +17,7 @@ BASELINES = ("grpo", "tir_otb")
 # Studies without the variants of BASELINES
 OTHER_VARIANTS = (
     "rates_2", "rates_8", "rates_forks_4", "stability_2", "distill_2", "forks_4", "budgets_tiny", "distill_sft_2",
-    "distill_sft_4", "routes_2",
+    "distill_sft_4", "routes_2", "routes_mixtral_2",
 )  # fmt: skip
 
 
