@@ -29,9 +29,11 @@ from rollout.fakes import played
 from torch import Tensor
 from warm import LIBRARIES, WarmPopen, run_warm
 
-from agentrl.batch import Batch, MicroBatch
+from agentrl.algorithms import kl_penalty
+from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.config import load_settings
 from agentrl.models.loading import build_tiny_model, read_model, train_tokenizer, write_model
+from agentrl.models.policy import FrozenTopTokens, PolicyModel
 from agentrl.models.settings import ModelSettings, TinyModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.engines.base import Completion, EngineSpecification, Sampling
@@ -42,6 +44,7 @@ from agentrl.rollout.engines.vllm.engine import ManagedVLLM
 from agentrl.rollout.engines.vllm.replica import VLLMClient
 from agentrl.rollout.settings import longest_request_tokens
 from agentrl.training.settings import TeacherSettings
+from agentrl.training.step.reference_and_critic import FrozenPolicy
 from agentrl.training.step.served_teacher import ServedTeacher
 from agentrl.trajectory import Segment
 from agentrl.weights.exports import write_export
@@ -189,20 +192,40 @@ def test_an_evaluation_samples_from_the_server_and_says_so(policy: Path, address
     assert requests_of(address) >= asked + 6
 
 
-def test_a_teacher_scores_what_the_policy_sampled(policy: Path, address: str) -> None:
-    prompt, sampled = (1, 2, 3), (40, 41, 42, 43)
-    turn = {"log_probs": (-1.0,) * 4, "version_spans": ((0, 4),)}
-    segment = Segment(origin="model", token_ids=sampled, text="", **turn)  # type: ignore[arg-type]
-    batch = Batch.from_micro_batch(MicroBatch.from_trajectories([played(prompt_ids=prompt, segments=(segment,))]))
-    teacher = ServedTeacher(TeacherSettings(url=f"{address}/v1", path="policy", top_tokens=3), refused_ids={})
-    found, top = teacher.score_batch(batch)
-    model = read_model(policy, FLOAT32)
-    assert largest_difference(teacher_forced(model, prompt, sampled, 1.0), tuple(found[0].tolist())) < 1e-4
-    with torch.inference_mode():
-        logits = model(input_ids=torch.tensor([prompt + sampled]), use_cache=False).logits[0, len(prompt) - 1 : -1]
-    expected = logits.log_softmax(-1).topk(3)
-    torch.testing.assert_close(top.log_probs, expected.values, rtol=0, atol=1e-4)
-    assert top.ids.tolist() == expected.indices.tolist()
+@pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd", "sampled"])
+def test_a_served_teacher_gives_the_gradient_of_a_local_one(policy: Path, address: str, objective: Any) -> None:
+    """The local teacher's most likely tokens are taken from all its logits. The policy has other weights."""
+    settings = TeacherSettings(url=f"{address}/v1", path="policy", objective=objective)
+    random.seed(3)
+    rows = []
+    for turns in (1, 2, 3):
+        segments = []
+        for _ in range(turns):
+            ids = tuple(random.randrange(300) for _ in range(12))
+            given: Any = {"log_probs": (-1.0,) * 12, "version_spans": ((0, 12),)}
+            segments += [Segment(origin="model", token_ids=ids, text="", **given)]
+            segments += [Segment(origin="observation", token_ids=ids[:5], text="")]
+        rows.append(played(prompt_ids=(1, 2, 3 + turns), segments=tuple(segments[:-1])))
+    batch = Batch.from_micro_batch(MicroBatch.from_trajectories(rows))
+    frozen = PolicyModel(read_model(policy, FLOAT32).requires_grad_(False).eval())
+    local = FrozenPolicy(frozen, frozen, temperature=1.0, needs_full_distribution=True)
+    here, head = local.score_batch(batch)
+    assert head is not None
+    top = (head.hidden @ head.weight.T).log_softmax(-1).topk(settings.top_tokens)
+    listed = FrozenTopTokens(ids=top.indices, log_probs=top.values, beta=settings.resolved_beta)
+    there, served = ServedTeacher(settings, refused_ids={}).score_batch(batch)
+    tiny = TinyModelSettings(vocabulary_size=300, hidden_size=32, layers=2, heads=2, intermediate_size=48)
+    student = PolicyModel(build_tiny_model(tiny, read_tokenizer(policy), seed=6))
+    found = []
+    for log_probs, distribution in ((here, listed if settings.needs_full_distribution else None), (there, served)):
+        statistics, _ = student(batch.row, batch.rows, batch.columns, teacher=distribution)
+        own = statistics.map(lambda values: scatter_tokens(values, batch.response_mask))
+        full = own.teacher_divergence
+        loss = kl_penalty(own.log_probs, log_probs, settings.estimator, mask=batch.response_mask, full=full).sum()
+        gradients = torch.autograd.grad(loss, tuple(student.parameters()))
+        found.append(torch.cat([gradient.flatten() for gradient in gradients]))
+    assert float(found[0].norm()) > 0.1
+    assert float((found[1] - found[0]).norm() / found[0].norm()) < 1e-5
 
 
 def requests_of(address: str) -> float:
