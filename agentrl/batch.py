@@ -82,7 +82,7 @@ class MicroBatch:
     support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
     counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
     sources: tuple[str, ...] = ()  # [B] source of each trajectory's problem
-    trajectory_tokens: int = 0  # of all trajectories; a shared prefix counts for each of them
+    budgeted_tokens: int = 0  # computed tokens, as `RowCosts` counts them
     teacher_row: PackedRow | None = None  # the same responses after the prompts that a teacher reads
 
     @classmethod
@@ -95,12 +95,14 @@ class MicroBatch:
         greedy_returns: Mapping[int, float] | None = None,
         counted: bool = True,
         teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
+        share_prefixes: bool = True,
     ) -> MicroBatch:
         """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of each trajectory without a loss.
 
         ``home_ranks`` maps each group to the rank that receives its trajectories in a statistics pass. If
         ``home_ranks`` is None, rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of
         its greedy rollout. ``teacher_prompt`` returns the prompt that a teacher reads instead of the policy's.
+        ``share_prefixes``: see :class:`.RowCosts`.
         """
         segments = [segment for item in items for segment in item.segments]
         groups = np.array([item.group for item in items])
@@ -147,7 +149,7 @@ class MicroBatch:
             support_sizes=flat_array(sizes, "i").astype(np.int64) if restricted else None,
             counted=counted,
             sources=tuple(item.problem.source for item in items),
-            trajectory_tokens=sum(item.length for item in items),
+            budgeted_tokens=len(row.token_ids) if share_prefixes else sum(item.length for item in items),
             teacher_row=teacher_row,
         )
 
@@ -228,7 +230,7 @@ class Batch:
     support: Support | None  # of the model tokens
     counted: bool  # as in `MicroBatch`
     sources: tuple[str, ...] = ()  # as in `MicroBatch`
-    trajectory_tokens: int = 0  # as in `MicroBatch`
+    budgeted_tokens: int = 0  # as in `MicroBatch`
     teacher_row: PackedRow | None = None  # as in `MicroBatch`
     statistics: TokenStatistics | None = None  # each [B, T], 0 off model tokens, by the weights before the updates
     reference_log_probs: Tensor | None = None  # [B, T]
@@ -293,14 +295,9 @@ class Batch:
             else Support(ids=to_device(micro.support_ids), sizes=torch.from_numpy(micro.support_sizes)),
             counted=micro.counted,
             sources=micro.sources,
-            trajectory_tokens=micro.trajectory_tokens,
+            budgeted_tokens=micro.budgeted_tokens,
             teacher_row=None if micro.teacher_row is None else micro.teacher_row.pad_to_multiple(multiple).to(device),
         )
-
-    @property
-    def tokens(self) -> int:
-        """Number of tokens in the row."""
-        return len(self.row.token_ids)
 
     @property
     def trajectories(self) -> int:

@@ -271,10 +271,10 @@ def _row_means(values: Tensor, model_mask: Tensor) -> Tensor:
 def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Compute mismatch metrics of log-probabilities [B, T] over model tokens. Without tokens, all are 0 except ess = 1.
 
-    Of log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`,
-    `max_abs_difference`; `kl_k1` mean(-log_rho) and `kl_k3` mean(rho - log_rho - 1), estimates of KL(rollout || train);
-    `chi2` mean(rho^2) - 1; `ess` (sum rho)^2 / (n sum rho^2); `log_ppl_gap` |mean train - mean rollout| of every
-    trajectory, averaged over trajectories with a model token; `tokens`, their number.
+    Of log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`; `kl_k1`
+    mean(-log_rho) and `kl_k3` mean(rho - log_rho - 1), estimates of KL(rollout || train); `chi2` mean(rho^2) - 1; `ess`
+    (sum rho)^2 / (n sum rho^2); `log_ppl_gap` |mean train - mean rollout| of every trajectory, averaged over
+    trajectories with a model token; `tokens`, their number.
 
     Raises InvalidInputError for wrong shapes and for a non-finite log-probability at a model token.
     """
@@ -289,7 +289,6 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
     nothing = count == 0
     return {
         "mean_abs_difference": log_rho.abs().sum() / tokens,
-        "max_abs_difference": log_rho.abs().max() if log_rho.numel() else log_rho.new_zeros(()),
         "kl_k1": -log_rho.sum() / tokens,
         "kl_k3": torch.where(mask, rho - log_rho - 1, 0.0).sum() / tokens,
         "chi2": torch.where(nothing, 0.0, squares / tokens - 1),

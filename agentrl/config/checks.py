@@ -73,13 +73,7 @@ def _objective_errors(settings: Settings) -> Iterator[str]:
             f"{_quote(settings, 'reward.overlong_buffer')} exceeds {_quote(settings, 'rollout.max_response_tokens')}: "
             "the penalty cannot begin below 0 tokens"
         )
-    teacher, shared = settings.teacher, settings.training.sequence_parallel
-    for key in ("hint", "url", "by_source"):
-        if getattr(teacher, key) and teacher.needs_full_distribution and shared > 1:
-            yield (
-                f"teacher.{key} with training.sequence_parallel={shared}: a rank would hold different tokens "
-                "of the teacher and of the policy; set teacher.objective=sampled or training.sequence_parallel=1"
-            )
+    teacher = settings.teacher
     if teacher.url is not None or any(one.url is not None for one in teacher.by_source.values()):
         if (teacher.url is not None and teacher.path is None) or teacher.hint is not None:
             yield "teacher.url needs teacher.path, the name under which the server serves the teacher, and no hint"

@@ -90,6 +90,12 @@ class Settings(BaseModel):
         """Path of the run directory."""
         return Path(self.runs_dir) / str(self.name)
 
+    @property
+    def models_on_training_ranks(self) -> list[ModelSettings]:
+        """The models on the training ranks: policy, reference, teachers and critic, each once, the policy first."""
+        paths = {self.kl.reference, *self.teacher.local_paths, self.critic.path} - {None, self.model.path}
+        return [self.model, *(self.model.model_copy(update={"path": path}) for path in sorted(map(str, paths)))]
+
 
 class SimpleTIRRunSettings(Settings):
     """Settings whose ``environment`` section is validated for SimpleTIR."""

@@ -46,6 +46,10 @@ class FrozenHead:
     temperature: float | None = None  # None: the temperature of the trained policy
     beta: float = 1.0  # selects the divergence, see full_kl
 
+    def select_tokens(self, indices: Tensor) -> FrozenHead:
+        """Return the inputs at some of the tokens."""
+        return replace(self, hidden=self.hidden[indices])
+
     def divergence_of_policy(
         self,
         head: FusedHead,
@@ -84,6 +88,10 @@ class FrozenTopTokens:
     log_probs: Tensor  # [N, K]
     beta: float
 
+    def select_tokens(self, indices: Tensor) -> FrozenTopTokens:
+        """Like :meth:`FrozenHead.select_tokens`."""
+        return replace(self, ids=self.ids[indices], log_probs=self.log_probs[indices])
+
     def divergence_of_policy(
         self,
         head: FusedHead,
@@ -113,7 +121,15 @@ class FrozenTopTokens:
 class FrozenPoliciesByToken:
     """Several frozen policies, each for some of the tokens."""
 
-    parts: Sequence[tuple[Tensor, FrozenHead | FrozenTopTokens]]  # with the indices of the policy's tokens
+    parts: Sequence[tuple[Tensor, FrozenHead | FrozenTopTokens]]  # with the ascending indices of the policy's tokens
+
+    def select_tokens(self, indices: Tensor) -> FrozenPoliciesByToken:
+        """Like :meth:`FrozenHead.select_tokens`."""
+        parts = []
+        for own, part in self.parts:
+            chosen = torch.isin(indices, own).nonzero()[:, 0]
+            parts.append((chosen, part.select_tokens(torch.searchsorted(own, indices[chosen]))))
+        return FrozenPoliciesByToken(parts=parts)
 
     def divergence_of_policy(
         self,
@@ -274,8 +290,8 @@ class PolicyModel(nn.Module):
         Token n is at index ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. With
         ``keep_hidden``, the second value contains the detached hidden states that predict these tokens, [N, D]. If
         ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_token_indices`), [n,
-        D]. Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain the same
-        tokens, the statistics include the divergence from it. The routes of ``row`` are replayed, if it has any.
+        D]. Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain all N tokens,
+        the statistics include the divergence from it. The routes of ``row`` are replayed, if it has any.
         ``support``: the sets from which the N tokens were sampled.
         """
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
@@ -298,8 +314,14 @@ class PolicyModel(nn.Module):
         # A rank without tokens computes one token and discards it, because the head is a collective under ZeRO-3.
         own = (indices[held] - rank_slice(row, self.sequence).start).clamp(min=0, max=len(states) - 1)
         selected = states[own]
-        sets = None if support is None else support.select_tokens(held)
-        statistics = self.head(selected, targets[held], temperature, reference, teacher, sets)
+        statistics = self.head(
+            selected,
+            targets[held],
+            temperature,
+            None if reference is None else reference.select_tokens(held),
+            None if teacher is None else teacher.select_tokens(held),
+            None if support is None else support.select_tokens(held),
+        )
         return _gather_statistics(
             statistics, numbers, len(indices), self.sequence
         ), selected.detach() if keep_hidden else None

@@ -98,7 +98,10 @@ class Mixture:
         names = [source.name for source in self.sources]
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise ProblemLoadError(f"a mixture contains {repeated[0]!r} twice; use one entry with the summed weight")
+            raise ProblemLoadError(
+                f"two sources of a mixture are named {repeated[0]!r}: use one entry with the summed weight or, for "
+                "different files, different file names"
+            )
 
     @classmethod
     def from_source(cls, source: ProblemSource) -> Mixture:

@@ -305,12 +305,10 @@ SECTIONS["Variance of the gradient"] = (
 SECTIONS["Rollout correction"] = (
     Metric("correction/mean_abs_difference", "nats/token", "Mean `|log rho|`, `rho = p_trainer / p_engine`, over all "
            "model tokens.", "small", _CORRECTION),
-    Metric("correction/max_abs_difference", "nats", "Largest `|log rho|` of a token.", "", _CORRECTION),
     Metric("correction/kl_k1", "nats/token", "Mean `-log rho`.", "near 0", _CORRECTION),
     Metric("correction/kl_k3", "nats/token", "Mean `rho - log rho - 1`.", "near 0", _CORRECTION),
     Metric("correction/chi2", "", "Mean `rho^2`, minus 1.", "near 0", _CORRECTION),
     Metric("correction/ess", "share", "Effective sample size `(sum rho)^2 / (n sum rho^2)`.", "near 1", _CORRECTION),
-    Metric("correction/log_ppl_gap", "nats/token", "Same as `policy/log_ppl_gap`.", "near 0", _CORRECTION),
     Metric("correction/train_perplexity", "", "Mean perplexity of a trajectory under the trainer's policy.", "",
            _CORRECTION),
     Metric("correction/rollout_perplexity", "", "Mean perplexity of a trajectory under the engine's policy.",
@@ -346,6 +344,8 @@ SECTIONS["Reference policy"] = (
 SECTIONS["Teacher"] = (
     Metric("teacher/divergence", "nats/token", "Mean divergence from the teacher, by `teacher.objective`.", "falls",
            "with a teacher"),
+    Metric("teacher/divergence/{source}", "nats/token", "The metric `teacher/divergence` of one source's problems.",
+           "falls", "with `teacher.by_source`"),
     Metric("teacher/coefficient", "", "Weight of the divergence in the loss.", "", "with a teacher"),
 )  # fmt: skip
 SECTIONS["Agent programs"] = (

@@ -24,8 +24,9 @@ from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import AttentionBackend, SequenceParallelGroup
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.lora import add_adapters, is_adapter_factor
-from agentrl.models.policy import FrozenHead, PolicyModel, ValueModel
+from agentrl.models.policy import PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
+from agentrl.training.step.reference_and_critic import FrozenPolicy
 from agentrl.trajectory import Segment
 
 WINDOWS = {"sliding_window": 3, "layer_types": ["sliding_attention", "full_attention"]}
@@ -114,9 +115,8 @@ def found_by(case: Case, sequence: SequenceParallelGroup | None) -> dict[str, An
     other = PolicyModel(model_of(case, seed=1), attention=case.attention, sequence=sequence)
     places = (batch.input_ids, batch.prompt_lengths, batch.response_mask)
     inputs = (batch.row, batch.rows, batch.columns)
-    with torch.no_grad():
-        _, states = other(*inputs, temperature=0.7, keep_hidden=True)
-    reference = FrozenHead(hidden=states, weight=other.head.weight.detach(), bias=None, logit_map=other.head.logit_map)
+    _, reference = FrozenPolicy(other, other, temperature=0.7, needs_full_distribution=True).score_batch(batch)
+    assert reference is not None
     teacher = replace(reference, beta=0.3, temperature=1.1)
     statistics, hidden = policy(*inputs, temperature=0.7, keep_hidden=True, reference=reference, teacher=teacher)
     loss_of(statistics).backward()

@@ -66,7 +66,7 @@ def test_a_position_of_other_problems_is_refused():
 def test_unusable_mixtures_are_refused():
     with pytest.raises(EmptyProblemsError, match="at least one source"):
         Mixture(sources=(), weights=())
-    with pytest.raises(ProblemLoadError, match="contains 'a' twice"):
+    with pytest.raises(ProblemLoadError, match=r"two sources of a mixture are named 'a'.*different file names"):
         Mixture(sources=(toy("a", 1), toy("a", 2)), weights=(1.0, 1.0))
     with pytest.raises(EmptyProblemsError, match="toy: the source contains no problems"):
         FiniteSource("toy", [])

@@ -76,7 +76,12 @@ RUNS = {
     ],
     "routes_of_engine": ["correction.route_replay=rollout", "kl.coefficient=0.1"],
     "routes_of_trainer": ["correction.route_replay=trainer", "algorithm.updates_per_step=2"],
-    "hinted": ["algorithm.estimator=none", "teacher.hint=The answer is {answer}.\n", "rollout.group_size=1"],
+    "hinted": [
+        "algorithm.estimator=none",
+        "model.lora.rank=4",
+        "teacher.hint=The answer is {answer}.\n",
+        "rollout.group_size=1",
+    ],
     "remax": ["algorithm.estimator=remax", "rollout.group_size=1"],
     "eob": ["algorithm.estimator=eob", "correction.weights=token"],
     "kl_cov": ["algorithm.estimator=gpg", "algorithm.loss=kl_cov", "kl.coefficient=0.1", "correction.ratio_mask=token"],

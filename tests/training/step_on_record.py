@@ -14,11 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from training.teacher_server import TeacherServer, serve_teacher
 
 from agentrl.kernels import Backend, reason_triton_unavailable
 from agentrl.kernels.attention import SequenceParallelGroup
 from agentrl.models.loading import enable_gradient_checkpointing
+from agentrl.models.lora import add_adapters, disabled_adapters, is_adapter_factor
 from agentrl.models.policy import PolicyModel, ValueModel
+from agentrl.models.settings import LoRASettings
 from agentrl.rollout.settings import RewardSettings
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.tokens import write_tokens
@@ -38,6 +41,7 @@ from agentrl.training.step.batching import plan_step
 from agentrl.training.step.diagnostics import FidelityError, TokenStatisticsRecorder, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource
+from agentrl.training.step.served_teacher import ServedTeacher
 from agentrl.training.step.trainer import Trainer
 from agentrl.trajectory import Group, Segment, Trajectory, assign_path_weights
 from agentrl.weights.sources import full_parameters
@@ -67,6 +71,7 @@ class Case:
     backend: Backend = "auto"
     void: bool = False
     forked: bool = False  # the last rollout of each group is a tree
+    adapted: bool = False  # the policy has adapters, and is its own teacher without them
     experts: bool = False  # a mixture of experts, on tokens with recorded routes and supports
     dtype: torch.dtype = torch.float32
     learning_rate: float = 3.0
@@ -130,6 +135,24 @@ CASES = {
     ),
     "teacher": Case(zero_stage=3, teacher={"objective": "jsd", "temperature": 1.1}, algorithm={"estimator": "none"}),
     "teachers": Case(zero_stage=3, teacher={"by_source": {"even": {"path": "a"}}}, algorithm={"estimator": "none"}),
+    "teachers_one_served": Case(
+        zero_stage=3,
+        forked=True,
+        teacher={"by_source": {"even": {"path": "a", "url": "of step"}}, "objective": "forward_kl"},
+        algorithm={"estimator": "none"},
+    ),
+    "teacher_hint": Case(
+        zero_stage=3, teacher={"hint": "{answer}", "objective": "forward_kl"}, algorithm={"estimator": "none"}
+    ),
+    "teacher_hint_adapters": Case(
+        zero_stage=3, adapted=True, teacher={"hint": "{answer}", "objective": "jsd"}, algorithm={"estimator": "none"}
+    ),
+    "teacher_hint_sampled": Case(
+        zero_stage=3,
+        adapted=True,
+        teacher={"hint": "{answer}", "objective": "sampled"},
+        algorithm={"estimator": "none"},
+    ),
     "teacher_sampled": Case(
         zero_stage=0,
         learning_rate=0.5,
@@ -223,6 +246,12 @@ SEQUENCE = (
     "two_updates",
     "kl_full_two_updates",
     "teacher",
+    "teachers",
+    "teachers_one_served",
+    "teacher_hint",
+    "teacher_hint_adapters",
+    "teacher_hint_sampled",
+    "teacher_sampled",
     "routes",
     "routes_trees",
     "routes_of_trainer",
@@ -402,6 +431,11 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         model = tiny_experts(gradient_checkpointing=case.gradient_checkpointing)
     else:
         model = tiny_model(tied=case.tied, gradient_checkpointing=case.gradient_checkpointing, dtype=case.dtype)
+    if case.adapted:
+        add_adapters(model, LoRASettings(rank=4))
+        for name, item in model.named_parameters():
+            if is_adapter_factor(name):  # those of a new adapter are 0
+                torch.nn.init.normal_(item, std=0.1, generator=torch.Generator().manual_seed(len(name)))
     before = _flat(model)
     greedy = settings.algorithm.estimator == "remax"
     record = recorded_groups(void=case.void, greedy=greedy, groups=groups, forked=case.forked)
@@ -419,17 +453,26 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         bfloat16=case.dtype == torch.bfloat16,
         updates=10,
     )
-    plans = plan_step(record, settings, step=1, version=0, budget=case.budget, ranks=engine.groups.replicas)
+    plans = plan_step(
+        record,
+        settings,
+        step=1,
+        version=0,
+        budget=case.budget,
+        ranks=engine.groups.replicas,
+        teacher_prompt=None if settings.teacher.hint is None else with_hint,
+    )
     if case.statistics_pass:
         plans = [replace(plan, statistics_pass_reasons=("asked for",)) for plan in plans]
     critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
-    trainer = trainer_of(case, engine, settings, critic)
     if case.zero_stage == 3:
         assert not any(item.numel() for item in model.parameters()), "not sharded as meant"
     critic_before = _flat(critic.engine.module) if critic is not None else torch.zeros(())
     recorder = TokenStatisticsRecorder()
     plan = plans[engine.groups.replica]
-    metrics = trainer.train(plan, recorder=recorder)
+    with serve_teacher(perturbed_model(case, scale=2.5)) as server:
+        trainer = trainer_of(case, engine, settings, critic, server)
+        metrics = trainer.train(plan, recorder=recorder)
     if folder is not None and engine.groups.is_first_in_group:
         run = RunDirectory(folder)
         run.tokens.mkdir(parents=True, exist_ok=True)
@@ -453,6 +496,7 @@ def trainer_of(
     engine: TrainingEngine[PolicyModel],
     settings: ObjectiveSettings,
     critic: Critic | None,
+    server: TeacherServer,
 ) -> Trainer:
     return Trainer(
         engine,
@@ -460,32 +504,52 @@ def trainer_of(
         temperature=0.8,
         fidelity_bound=1e9,
         reference=frozen_policy(case, needs_full_distribution=settings.kl.needs_full_distribution) if case.kl else None,
-        teacher=teacher_of(case) if case.teacher else None,
+        teacher=teacher_of(case, engine, server) if case.teacher else None,
         critic=critic,
     )
 
 
-def teacher_of(case: Case) -> FrozenPolicy | TeachersBySource:
+def teacher_of(
+    case: Case, engine: TrainingEngine[PolicyModel], server: TeacherServer
+) -> FrozenPolicy | ServedTeacher | TeachersBySource:
     settings = case.settings().teacher
-    first, other = (
-        frozen_policy(
-            case,
-            scale=scale,
-            temperature=settings.temperature or 0.8,
-            needs_full_distribution=settings.needs_full_distribution,
-            beta=settings.resolved_beta,
-        )
-        for scale in (0.5, 2.5)
-    )
-    return TeachersBySource({"even": other, None: first}) if settings.by_source else first
+    options: dict[str, Any] = {
+        "temperature": settings.temperature or 0.8,
+        "needs_full_distribution": settings.needs_full_distribution,
+        "beta": settings.resolved_beta,
+        "hinted": settings.hint is not None,
+    }
+    if case.adapted:
+
+        def forward_of_base_model(*args: Any, **kwargs: Any) -> Any:
+            with disabled_adapters(engine.module.causal_lm):
+                return engine(*args, **kwargs)
+
+        return FrozenPolicy(engine.module, forward_of_base_model, **options)
+    first = frozen_policy(case, scale=0.5, **options)
+    if not settings.by_source:
+        return first
+    if settings.by_source["even"].url is None:
+        return TeachersBySource({"even": frozen_policy(case, scale=2.5, **options), None: first})
+    served = settings.model_copy(update={"url": server.url, "path": "teacher"})
+    return TeachersBySource({"even": ServedTeacher(served, refused_ids={}), None: first})
 
 
-def frozen_policy(case: Case, *, scale: float = 1.5, temperature: float = 0.8, **options: Any) -> FrozenPolicy:
-    """The policy it starts from with one layer a little different."""
+def with_hint(item: Trajectory) -> tuple[int, ...]:
+    """A prompt that is longer by another number of tokens in each group."""
+    return (*range(40, 43 + 2 * item.group), *item.prompt_ids)
+
+
+def perturbed_model(case: Case, *, scale: float) -> Any:
+    """The model it starts from with one layer a little different."""
     model = tiny_model(tied=case.tied)
     with torch.no_grad():
         model.model.layers[0].mlp.down_proj.weight.mul_(scale)
-    policy = PolicyModel(model, sequence=case.sequence())
+    return model
+
+
+def frozen_policy(case: Case, *, scale: float = 1.5, temperature: float = 0.8, **options: Any) -> FrozenPolicy:
+    policy = PolicyModel(perturbed_model(case, scale=scale), sequence=case.sequence())
     forward = build_frozen_forward(policy, case.training(), bfloat16=False)
     return FrozenPolicy(policy, forward, temperature=temperature, **options)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -33,11 +35,17 @@ def ways(names: Iterable[str]) -> list[tuple[str, str]]:
     return [(name, way) for name in names for way in ("groups", "rows") if way == "groups" or name not in HEAD_EXACT]
 
 
+def start(output: Path, *, ranks: int) -> list[subprocess.Popen[str]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(SCRIPT.parents[1]), prepend=os.pathsep)
+        return start_ranks(SCRIPT, [output] * ranks)
+
+
 @pytest.fixture(scope="module")
 def stored(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What one rank and what two ranks made of the record, run side by side; files of tokens by case and split."""
     folder = tmp_path_factory.mktemp("results")
-    started = {ranks: start_ranks(SCRIPT, [folder / f"{ranks}.pt"] * ranks) for ranks in (1, 2)}
+    started = {ranks: start(folder / f"{ranks}.pt", ranks=ranks) for ranks in (1, 2)}
     for processes in started.values():
         finish(processes, seconds=900)
     return folder
@@ -51,7 +59,7 @@ def results(stored: Path) -> dict[int, Results]:
 @pytest.fixture(scope="module")
 def four(tmp_path_factory: pytest.TempPathFactory) -> Results:
     output = tmp_path_factory.mktemp("four") / "4.pt"
-    finish(start_ranks(SCRIPT, [output] * 4), seconds=900)
+    finish(start(output, ranks=4), seconds=900)
     results: Results = torch.load(output, weights_only=False)
     return results
 
@@ -171,6 +179,10 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
         "kl_reward",
         "teacher",
         "teachers",
+        "teachers_one_served",
+        "teacher_hint",
+        "teacher_hint_adapters",
+        "teacher_hint_sampled",
         "teacher_sampled",
         "token_weights",
         "weighted_remax",
@@ -189,6 +201,7 @@ def test_what_the_settings_ask_for_takes_part(alone: Results) -> None:
     assert 0 < exact[0] != pytest.approx(metrics("kl_loss")["kl/mean"], rel=1e-3)
     assert metrics("kl_reward")["kl/coefficient"] == 0.1
     assert metrics("teacher")["teacher/divergence"] > 0.01
+    assert 0 < metrics("teachers")["teacher/divergence/even"] != metrics("teachers")["teacher/divergence"]
     assert metrics("teacher_sampled")["teacher/coefficient"] == 0.5
     # Below the target by more than the largest step: 0.1 * (1 - 0.2 * 20 / 100). (No policy sampled the record, so k1
     # may be negative.)

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 import torch
 from rollout.fakes import played, tiny_model
+from training.teacher_server import TeacherServer, serve_teacher
 
 from agentrl.batch import Batch, MicroBatch
 from agentrl.config import load_settings
@@ -60,53 +58,14 @@ def test_only_the_teacher_reads_the_hint() -> None:
         assert same == hinted
 
 
-class TeacherServer(ThreadingHTTPServer):
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        self.requests: list[dict[str, Any]] = []
-        self.model = tiny_model()  # once: threads that create models concurrently would share random numbers
-
-
-class Handler(BaseHTTPRequestHandler):
-    """Scores prompts with a tiny model in vLLM's format. The first request to every server fails."""
-
-    server: TeacherServer
-
-    def do_POST(self) -> None:
-        request = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-        self.server.requests.append(request)
-        failed = len(self.server.requests) == 1
-        body = json.dumps({"error": {"message": "busy"}} if failed else self.answer(request)).encode()
-        self.send_response(503 if failed else 200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        ids, top = torch.tensor([request["prompt"]]), request["prompt_logprobs"]
-        log_p = torch.log_softmax(self.server.model(input_ids=ids).logits[0, :-1], dim=-1)
-        entries: list[Any] = [None]
-        for row, token in zip(log_p, request["prompt"][1:], strict=True):
-            shown = {*row.topk(top).indices.tolist(), token}
-            entries.append({str(one): {"logprob": float(row[one]), "rank": 1} for one in shown})
-        return {"choices": [{"prompt_logprobs": entries}]}
-
-    def log_message(self, *arguments: object) -> None: ...
-
-
 @pytest.fixture
 def server() -> Iterator[TeacherServer]:
-    with TeacherServer(("127.0.0.1", 0), Handler) as made:
-        thread = threading.Thread(target=made.serve_forever)
-        thread.start()
+    with serve_teacher(tiny_model()) as made:
         yield made
-        made.shutdown()
-        thread.join()
 
 
 def served(server: TeacherServer, **settings: Any) -> ServedTeacher:
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    return ServedTeacher(TeacherSettings(url=url, path="teacher", **settings), refused_ids={})
+    return ServedTeacher(TeacherSettings(url=server.url, path="teacher", **settings), refused_ids={})
 
 
 @pytest.mark.parametrize("objective", ["reverse_kl", "forward_kl", "jsd"])
@@ -169,9 +128,6 @@ def test_every_source_needs_a_teacher() -> None:
         check_teacher_sources(load_settings(overrides=[*data, *more]))
     with pytest.raises(SettingsError, match=r"unknown key teacher\.by_source\.horizon\.pth"):
         load_settings(overrides=["teacher.by_source.horizon.pth=a"])
-    shared = [named, "teacher.path=a", "training.num_processes=2", "training.sequence_parallel=2"]
-    with pytest.raises(SettingsError, match=r"teacher\.by_source with training\.sequence_parallel=2"):
-        load_settings(overrides=shared)
 
 
 def test_the_ranks_of_a_launcher_check_the_teachers_too(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -212,8 +168,7 @@ def test_one_log_probability_suffices_for_the_sampled_form(server: TeacherServer
 def test_a_server_may_list_tokens_that_the_policy_lacks(server: TeacherServer) -> None:
     """The teacher's vocabulary may be padded further: such tokens count among the others."""
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
-    url = f"http://127.0.0.1:{server.server_port}/v1"
-    settings = TeacherSettings(url=url, path="teacher")
+    settings = TeacherSettings(url=server.url, path="teacher")
     _, all_tokens = ServedTeacher(settings, refused_ids={}).score_batch(batch)
     _, head = ServedTeacher(settings, refused_ids={}, vocabulary=200).score_batch(batch)
     assert int(all_tokens.ids.max()) >= 200 > int(head.ids.max())
@@ -264,10 +219,6 @@ def test_hints_that_cannot_be_read() -> None:
     for hint in ("{}", "{0}", "{answer:d}", "{answer!r}", "{answer.x}", "{answer[a]}"):
         with pytest.raises(SettingsError, match=r"teacher\.hint .*must name columns only, such as \{answer\}"):
             load_settings(overrides=[f"teacher.hint='{hint}'"])
-    shared = ["teacher.hint='{answer}'", "training.num_processes=2", "training.sequence_parallel=2"]
-    with pytest.raises(SettingsError, match=r"teacher\.hint with training\.sequence_parallel=2"):
-        load_settings(overrides=shared)
-    load_settings(overrides=[*shared, "teacher.objective=sampled"])
 
 
 def test_a_server_needs_a_name_and_the_whole_distribution_at_temperature_1() -> None:

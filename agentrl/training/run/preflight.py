@@ -125,10 +125,8 @@ def _check_models_support_settings(settings: Settings) -> None:
     if settings.model.lora.rank:
         check_peft_installed()
     longest = longest_request_tokens(settings.rollout, settings.evaluation.max_response_tokens)
-    named = (settings.kl.reference, *settings.teacher.local_paths, settings.critic.path)
-    others = {path for path in named if path is not None}
-    for path in (settings.model.path, *sorted(others - {settings.model.path})):
-        model = settings.model.model_copy(update={"path": path})
+    for model in settings.models_on_training_ranks:
+        path = model.path
         try:
             config = require_model_config(model)
         except SettingsError:

@@ -194,9 +194,9 @@ def plan_step(
 ) -> list[RankPlan]:
     """Return the plan of every rank for the ``groups`` of one step. Without groups, the plans have no updates.
 
-    ``version`` is the version of the trained policy. ``attention_length``: see :class:`RowCosts`. ``padded_rows``: the
-    model reads padded trajectories (``model.rows``). ``metrics`` are the metrics of the rollouts. ``teacher_prompt``:
-    see :meth:`.MicroBatch.from_trajectories`.
+    ``version`` is the version of the trained policy. ``attention_length``: see :class:`RowCosts`. ``padded_rows``: a
+    model on the ranks reads padded trajectories (``model.rows``). ``metrics`` are the metrics of the rollouts.
+    ``teacher_prompt``: see :meth:`.MicroBatch.from_trajectories`.
     """
     algorithm = settings.algorithm
     exact_energies = "trajectory_energy" in estimator_requirements(settings).inputs
@@ -236,6 +236,7 @@ def plan_step(
             home_ranks=homes,
             greedy_returns=greedy,
             teacher_prompt=teacher_prompt,
+            share_prefixes=costs.share_prefixes,
         )
         # Ranks run the same number of passes. Ranks with fewer micro-batches repeat a micro-batch with weight 0.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)

@@ -30,9 +30,8 @@ from agentrl.training.step.objective_settings import ObjectiveSettings, estimato
 
 # Metrics of the correction that are not combined over micro-batches as means over tokens.
 # ``ess`` is computed from other metrics at the end of a step (effective_sample_size_metrics).
-_MEANS_OVER_TRAJECTORIES = ("log_ppl_gap", "train_perplexity", "rollout_perplexity")
-_MAXIMA = ("max_abs_difference", "rho_max")
-_OMITTED = ("tokens", "trajectories", "ess")
+_MEANS_OVER_TRAJECTORIES = ("train_perplexity", "rollout_perplexity")
+_OMITTED = ("tokens", "trajectories", "ess", "log_ppl_gap")  # policy/log_ppl_gap is always recorded
 
 
 class RolloutCorrector:
@@ -95,7 +94,7 @@ def _record_metrics(correction: Correction, batch: Batch, meter: MetricAccumulat
     }
     for name, value in correction.metrics.items():
         weight = weights.get(name, tokens) * int(batch.counted)
-        if name in _MAXIMA:
+        if name == "rho_max":
             meter.add_largest(f"correction/{name}", value, weight)
         elif name == "rho_min":
             meter.add_smallest(f"correction/{name}", value, weight)
@@ -274,16 +273,24 @@ class BatchCompleter:
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
 
     def _record_divergences(self, batch: Batch, meter: MetricAccumulator) -> None:
-        """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher."""
+        """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher.
+
+        For several teachers, also record the mean of each source in ``teacher.by_source``.
+        """
         mask, statistics, settings = batch.response_mask, batch.computed_statistics, self._settings
-        tokens = mask.sum()
         for name, others, estimator, full in (
             ("kl/mean", batch.reference_log_probs, settings.kl.resolved_estimator, statistics.full_kl),
             ("teacher/divergence", batch.teacher_log_probs, settings.teacher.estimator, statistics.teacher_divergence),
         ):
             if others is not None:
-                penalty = kl_penalty(batch.log_probs, others, estimator, mask=mask, full=full)
-                meter.add_mean(name, penalty.double().sum() / tokens, tokens * int(batch.counted))
+                penalty = kl_penalty(batch.log_probs, others, estimator, mask=mask, full=full).double()
+                parts = {name: mask}
+                for source in settings.teacher.by_source if name == "teacher/divergence" else ():
+                    chosen = torch.tensor([one == source for one in batch.sources], device=mask.device)
+                    parts[f"{name}/{source}"] = mask & chosen[:, None]
+                for key, part in parts.items():
+                    tokens = part.sum()
+                    meter.add_mean(key, (penalty * part).sum() / tokens.clamp(min=1), tokens * int(batch.counted))
 
     def _rewards_with_kl_penalty(self, batch: Batch, rewards: Tensor, beta: float) -> Tensor:
         """Subtract the KL penalty from rewards if ``kl.placement`` is reward."""

@@ -62,7 +62,7 @@ class FrozenPolicy:
         ``hinted``, the policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to error
         messages.
         """
-        self._logit_map = policy.head.logit_map
+        self._policy = policy
         self._weight: Tensor | None = None
         self._bias: Tensor | None = None
         if needs_full_distribution:
@@ -101,11 +101,14 @@ class FrozenPolicy:
             log_probs = torch.where(chosen[:, None], log_probs, 0.0)
         if self._weight is None or hidden is None:
             return log_probs, None
+        local, sequence = self._policy.local_token_indices(row, batch.rows, batch.columns), self._policy.sequence
+        if local is not None and sequence is not None:
+            hidden = sequence.all_gather(hidden[: len(local)], local, len(batch.rows))
         return log_probs, FrozenHead(
             hidden=hidden if chosen is None else hidden[chosen[batch.rows]],
             weight=self._weight,
             bias=self._bias,
-            logit_map=self._logit_map,
+            logit_map=self._policy.head.logit_map,
             temperature=self._temperature,
             beta=self._beta,
         )

@@ -59,6 +59,10 @@ class _Step:
     norms: list[float] = field(default_factory=list)
 
 
+def _convert_memory_errors(batch: MicroBatch | Batch) -> AbstractContextManager[None]:
+    return convert_memory_errors(tokens=batch.budgeted_tokens, trajectories=batch.trajectories)
+
+
 class Trainer:
     """Executes plans. The result of a step does not depend on the number of ranks or micro-batches, up to rounding."""
 
@@ -198,7 +202,7 @@ class Trainer:
         """Compute advantages first, then run one forward and backward for each micro-batch."""
         batches = [self._to_device(micro) for micro in unit]
         for batch in self._completer.add_advantages_before_forward(batches, self._engine, meter=step.meter):
-            with self._convert_memory_errors(batch):
+            with _convert_memory_errors(batch):
                 scored, statistics, hidden = self._score_batch(batch, step)
                 scored = self._completer.add_correction(scored, meter=step.meter)
                 self._record_metrics(step, scored, hidden)
@@ -209,7 +213,7 @@ class Trainer:
     ) -> None:
         """Complete the group with the last micro-batch's forward, then run the ``earlier`` micro-batches again."""
         batch = self._to_device(unit[-1])
-        with self._convert_memory_errors(batch):
+        with _convert_memory_errors(batch):
             last, statistics, hidden = self._score_batch(batch, step)
             # In the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._completer.complete_groups([last, *earlier], beta=step.beta, meter=step.meter)
@@ -217,22 +221,16 @@ class Trainer:
             self._accumulate_loss_gradient(step, statistics, last, normalizer, ratio_is_one=True)
         del statistics
         for batch in others:
-            with self._convert_memory_errors(batch):
+            with _convert_memory_errors(batch):
                 statistics, _, _ = self._run_policy_forward(batch, step)
                 self._record_metrics(step, batch, None)
                 self._accumulate_loss_gradient(step, statistics, batch, normalizer, ratio_is_one=True)
-
-    def _convert_memory_errors(self, batch: MicroBatch | Batch) -> AbstractContextManager[None]:
-        """Return a context that raises MicroBatchMemoryError, with the tokens that :class:`.RowCosts` counts."""
-        shares_prefixes = self._engine.module.attention != "padded" and not self._completer.needs_exact_energy
-        tokens = batch.tokens if shares_prefixes else batch.trajectory_tokens
-        return convert_memory_errors(tokens=tokens, trajectories=batch.trajectories)
 
     def _map_micro_batches(self, work: Callable[[_Item], _Result], micro_batches: Sequence[_Item]) -> list[_Result]:
         """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
         results = []
         for item in micro_batches:
-            with self._convert_memory_errors(item):
+            with _convert_memory_errors(item):
                 results.append(work(item))
         self._heartbeat.mark_passes_end()
         return results

@@ -186,9 +186,10 @@ class LocalRolloutService:
             self._run_interruptible(check_episode_can_fork(environment, problem, settings.rollout))
         self._held_out = load_held_out_problems(settings)
         self._objective = ObjectiveSettings.from_settings(settings)
-        config = read_model_config_if_available(settings.model)
+        configs = [(model, read_model_config_if_available(model)) for model in settings.models_on_training_ranks]
+        config = configs[0][1]
         self._attention_length = math.inf if config is None else document_length_where_attention_dominates(config)
-        self._padded_rows = config is not None and uses_padded_rows(settings.model, config)
+        self._padded_rows = any(one is not None and uses_padded_rows(model, one) for model, one in configs)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
