@@ -6,19 +6,13 @@ import json
 import re
 from contextlib import nullcontext
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
 
 import pytest
 import torch
-from rollout.fakes import played
 
-from agentrl.batch import Batch, MicroBatch
 from agentrl.errors import OutOfMemoryError, SettingsError
-from agentrl.training.engine.memory import MicroBatchBudget, MicroBatchMemoryError, convert_memory_errors
+from agentrl.training.engine.memory import MicroBatchBudget, convert_memory_errors
 from agentrl.training.run.session import TrainingSession
-from agentrl.training.step.trainer import Trainer
-from agentrl.trajectory import Segment
 
 
 def run_out(folder: Path, lengths: list[int], *, configured: int = 1000, step: int = 7) -> str:
@@ -35,23 +29,6 @@ def run_out(folder: Path, lengths: list[int], *, configured: int = 1000, step: i
 
 def tokens(folder: Path, *, configured: int = 1000) -> int:
     return MicroBatchBudget(configured, folder, rank=0).tokens
-
-
-@pytest.mark.parametrize(
-    ("attention", "exact", "counted"), [("sdpa", False, 10), ("padded", False, 16), ("sdpa", True, 16)]
-)
-def test_the_tokens_of_the_message_are_those_that_the_plan_counts(attention: str, exact: bool, counted: int) -> None:
-    """With the packed tokens, one failure of padded rows would divide the micro-batches by the size of a group."""
-    trainer = object.__new__(Trainer)
-    trainer._engine = cast(Any, SimpleNamespace(module=SimpleNamespace(attention=attention)))
-    trainer._completer = cast(Any, SimpleNamespace(needs_exact_energy=exact))
-    turn = Segment(origin="model", token_ids=(7, 8), log_probs=(-1.0, -1.0), version_spans=((0, 2),), text="")
-    group = [played(prompt_ids=(1, 2, 3, 4, 5, 6), segments=(turn,), sample=sample) for sample in range(2)]
-    micro = MicroBatch.from_trajectories(group)
-    for batch in (micro, Batch.from_micro_batch(micro)):
-        with pytest.raises(MicroBatchMemoryError) as error, trainer._convert_memory_errors(batch):
-            raise torch.OutOfMemoryError("CUDA out of memory")
-        assert (error.value.tokens, error.value.trajectories) == (counted, 2)
 
 
 NCCL = """NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with NCCL_DEBUG=INFO for details)
