@@ -47,7 +47,7 @@ def trajectory_energies(
 ) -> Tensor:
     """Compute E_b = ||grad_theta sum_t rho_t ln p(y_t)||^2 of each row [B], over the trainable parameters theta.
 
-    model: a causal language model of a class in `layer_energies.MODELS`, sharded by ZeRO-3 or not, whose
+    model: a causal language model of a class in `layer_energies.SUPPORTED_MODELS`, sharded by ZeRO-3 or not, whose
     head may be a `FusedHead`. input_ids [B, S]: prompt and response, one trajectory per row. With `packed`, the model
     reads all trajectories as one row without padding. The model must then use the attention of `agentrl.models`.
     token_mask [B, S] bool: the *tokens* y_t whose log-probability counts. The state at position t - 1 predicts token t.

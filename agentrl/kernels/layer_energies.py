@@ -67,8 +67,8 @@ class CausalLMParts:
 def split_causal_lm(model: Any) -> CausalLMParts:
     """Return the parts of a causal language model of `transformers`.
 
-    Raises KernelInputError for a class that is not in MODELS, for modules with trainable parameters that have no closed
-    form (adapters, quantised layers), and for parameters that several modules share.
+    Raises KernelInputError for a class that is not in SUPPORTED_MODELS, for modules with trainable parameters that have
+    no closed form (adapters, quantised layers), and for parameters that several modules share.
     """
     if type(model).__name__ not in SUPPORTED_MODELS:
         raise KernelInputError(

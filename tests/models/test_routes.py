@@ -15,6 +15,8 @@ from rollout.engine_requests import serving
 from torch import Tensor, nn
 from transformers import (
     CONFIG_MAPPING,
+    GptOssConfig,
+    GptOssForCausalLM,
     MixtralConfig,
     MixtralForCausalLM,
     PreTrainedConfig,
@@ -66,12 +68,21 @@ def qwen3_moe() -> Any:
     return Qwen3MoeForCausalLM(config)
 
 
-@pytest.fixture(params=[mixtral, qwen3_moe], ids=lambda make: make.__name__)
+def gpt_oss() -> Any:
+    """Attention with sinks, and routers with a bias. Without windows, which the engine does not support."""
+    config = GptOssConfig(**SIZES, num_local_experts=EXPERTS, layer_types=["full_attention"] * LAYERS)
+    return GptOssForCausalLM(config)
+
+
+ROUTERS = ("gate.weight", "router.weight")
+
+
+@pytest.fixture(params=[mixtral, qwen3_moe, gpt_oss], ids=lambda make: make.__name__)
 def model(request: pytest.FixtureRequest) -> Any:
     torch.manual_seed(3)
     made = request.param().eval()
     for name, parameter in made.named_parameters():
-        if name.endswith("gate.weight"):
+        if name.endswith(ROUTERS):
             nn.init.normal_(parameter, std=1.0)  # some scores are close to each other and some are not
     return made
 
@@ -134,12 +145,14 @@ async def test_the_engine_returns_the_experts_of_every_token(model: Any) -> None
 def with_fixed_routes(model: Any, routes: Callable[[], Tensor]) -> None:
     """Replace the routers: softmax of all scores, gathered at the given experts and normalized."""
     for layer, block in enumerate(model.model.layers):
-        gate = getattr(block.mlp, "gate", None)
+        gate = getattr(block.mlp, "gate", getattr(block.mlp, "router", None))
         if not hasattr(block.mlp, "experts"):
             continue
 
         def forward(hidden: Tensor, gate: Any = gate, layer: int = layer) -> tuple[Tensor, Tensor, Tensor]:
-            logits = hidden.reshape(-1, hidden.shape[-1]) @ gate.weight.t()
+            logits = nn.functional.linear(
+                hidden.reshape(-1, hidden.shape[-1]), gate.weight, getattr(gate, "bias", None)
+            )
             chosen = routes()[:, layer * TOP : (layer + 1) * TOP].long()
             weights = logits.softmax(-1).gather(-1, chosen)
             return logits, weights / weights.sum(-1, keepdim=True), chosen
@@ -178,8 +191,8 @@ async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model
     torch.testing.assert_close(statistics.log_probs.sum(), total, rtol=1e-5, atol=1e-5)
     gates = 0
     for (name, one), other in zip(policy.causal_lm.named_parameters(), copy.parameters(), strict=True):
-        torch.testing.assert_close(one.grad, other.grad, rtol=1e-3, atol=2e-5, msg=name)
-        gates += name.endswith("gate.weight") and bool(one.grad.abs().sum() > 0)
+        assert float((one.grad - other.grad).norm()) <= 1e-4 * float(other.grad.norm()), name
+        gates += name.endswith(ROUTERS) and bool(one.grad.abs().sum() > 0)
     assert gates >= 2
 
 
@@ -194,7 +207,7 @@ async def test_replay_hides_a_router_that_chooses_differently(model: Any) -> Non
         other, total = policy.routes.count_changed_and_replayed()
         assert (int(other), total) == (0, int((batch.row.routes[:, 0] >= 0).sum()) * len(policy.routes.chosen))
         for name, parameter in model.named_parameters():
-            if name.endswith("gate.weight"):
+            if name.endswith(ROUTERS):
                 parameter += 0.3 * torch.randn_like(parameter)
         policy(batch.row, batch.rows, batch.columns)
         other, total = policy.routes.count_changed_and_replayed()
