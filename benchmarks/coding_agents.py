@@ -4,8 +4,9 @@
     npm install --prefix examples/harbor/agent ai @ai-sdk/openai @ai-sdk/anthropic zod
     python benchmarks/coding_agents.py [--image IMAGE] [--clients claude codex]
 
-The policy makes each agent write a file, edit it with a command, and answer. The agents start with the scripts of
-`examples/harbor/agent`, in a container that reaches nothing but the gateway. For every token with loss, the script
+The policy makes each agent write a file, edit it, run a command, and answer. In the clients named `*_subagent`, a
+sub-agent does this; in those named `*_compact`, the agent then compacts its history. The agents start with the scripts
+of `examples/harbor/agent`, in a container that reaches nothing but the gateway. For every token with loss, the script
 compares all tokens before it with the tokens that the engine received for this reply. It also compares the token's
 log-probability under a tiny model, given what the engine received, with a forward pass over the trained sequence.
 
