@@ -199,7 +199,7 @@ class RayCluster:
         self._numbers = itertools.count()
         self._unreachable: set[str] = set()  # addresses
         self._relay = LogPrinter()
-        self._head = _connect(settings)
+        self._head = _connect_and_watch_head(settings)
 
     def nodes(self) -> list[ClusterNode]:
         nodes = [
@@ -316,7 +316,7 @@ class RayCluster:
         ray.shutdown()
         while True:
             try:
-                self._head = _connect(self._settings)
+                self._head = _connect_and_watch_head(self._settings)
                 return
             except (SettingsError, WorldError) as error:
                 if time.monotonic() >= deadline:
@@ -381,7 +381,7 @@ def _ray_node_id(node: ClusterNode) -> str:
     raise NodeLostError(f"the node {node.name} ({node.address}) has left the cluster")
 
 
-def _connect(settings: ClusterSettings) -> PortReachabilityWatch:
+def _connect_and_watch_head(settings: ClusterSettings) -> PortReachabilityWatch:
     """Connect to the cluster and start watching its head.
 
     Raises SettingsError if no cluster responds, and WorldError if Ray does not start within ``start_deadline``.

@@ -9,7 +9,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.cluster.settings import ClusterSettings
-from agentrl.config.overlays import iterate_leaves
+from agentrl.config.overlays import iterate_dotted_leaves
 from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
 from agentrl.problems.settings import DataSettings
@@ -145,8 +145,8 @@ def dump_yaml(settings: Settings) -> str:
 
 def resume_conflicts(old: Settings, new: Settings) -> list[str]:
     """Return ``key: old -> new`` for every changed setting that a resumed run must not change."""
-    before = dict(iterate_leaves(old.model_dump(mode="json")))
-    after = dict(iterate_leaves(new.model_dump(mode="json")))
+    before = dict(iterate_dotted_leaves(old.model_dump(mode="json")))
+    after = dict(iterate_dotted_leaves(new.model_dump(mode="json")))
     absent = "(absent)"
     return [
         f"{key}: {before.get(key, absent)!r} -> {after.get(key, absent)!r}"

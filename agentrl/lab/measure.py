@@ -237,7 +237,7 @@ def leave_one_out_weights(returns: Tensor, rows: Tensor) -> Tensor:
     return coefficients
 
 
-class TrueGradient:
+class TrueGradientProducts:
     """Inner products of group gradients with the true gradient."""
 
     def __init__(self, returns: Tensor, gram: Tensor) -> None:
@@ -338,7 +338,7 @@ def measure_problems(
         if number in skip:
             continue
         gradients = TrajectoryGradients(policy, sample, temperature=temperature)
-        truth = TrueGradient(sample.returns, gradients.gram)
+        truth = TrueGradientProducts(sample.returns, gradients.gram)
         hidden = (
             gradients.hidden_states(torch.arange(sample.size)).split(sample.lengths.tolist()) if settings.head else None
         )
@@ -356,7 +356,7 @@ def measure_problems(
 
 def _moments_by_estimator(
     sample: ProblemSample,
-    truth: TrueGradient,
+    truth: TrueGradientProducts,
     rows: Tensor,
     advantages: Sequence[Tensor],
     products: Sequence[GroupGradientProducts],

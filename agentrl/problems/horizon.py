@@ -161,7 +161,7 @@ def _solve_hidden_shift(rng: Random, numbers: Numbers) -> Solution:
     return Solution(shift + b, turns, _test_function_code(f"n + {shift}"))
 
 
-def _solve_hidden_square(rng: Random, numbers: Numbers) -> Solution:
+def _solve_quadratic(rng: Random, numbers: Numbers) -> Solution:
     """Solve for f(n) = p + q n + r n (n - 1) / 2. Three tests reveal p, q and r."""
     b = numbers["b"]
     p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
@@ -193,7 +193,7 @@ _DEBUG_FAMILIES = (
         ),
     ),
     ExerciseFamily(
-        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_solve_hidden_square,
+        name="debug_4", draw=lambda rng: {"a": rng.randint(2, 9), "b": rng.randint(3, 99)}, solve=_solve_quadratic,
         phrasings=(
             "f(n)=n*n+{a} is wrong: test(n) shows the right values of a square. What is f({b})?",
             "{n} took {a}+n*n, which is wrong. test(n) shows the right square. What is it for {b}?",

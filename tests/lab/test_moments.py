@@ -17,7 +17,7 @@ from agentrl.lab.measure import (
     GradientMoments,
     GroupGradientProducts,
     TrajectoryGradients,
-    TrueGradient,
+    TrueGradientProducts,
     covariance_inner_product,
     measure_problems,
 )
@@ -261,7 +261,7 @@ def test_products_with_the_true_gradient_use_no_trajectory_twice() -> None:
     returns = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0, 0.0, 1.0, 0.0]).double()
     rows = torch.tensor([[0, 1], [2, 7]])
     vectors = torch.randn(1, 2, 3, generator=draw).double()
-    truth = TrueGradient(returns, scores @ scores.T)
+    truth = TrueGradientProducts(returns, scores @ scores.T)
     along, paired = truth.mean_projections_and_leave_one_out(rows, vectors @ scores.T)
     wanted, same = [], []
     for group, vector in zip(rows.tolist(), vectors[0], strict=True):
@@ -305,7 +305,7 @@ def test_noise_along_the_true_gradient_is_that_of_enumeration() -> None:
     for drawn in itertools.product((0, 1), repeat=6):
         chosen = torch.tensor(drawn)
         returns, scores = (chosen == 0).double(), arms[chosen]
-        truth = TrueGradient(returns, scores @ scores.T)
+        truth = TrueGradientProducts(returns, scores @ scores.T)
         vectors = (returns[:2, None] * scores[:2])[None]  # a group of one, without a baseline: R s
         moments = truth.projection_variance_and_squared_mean(rows, vectors @ scores.T)
         assert moments is not None
@@ -411,7 +411,7 @@ def test_everything_the_measurement_says_is_that_of_loops() -> None:
             vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one)
                                    for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
             head = vectors[:, -policy.head.weight.numel() :]  # untied: the last parameter
-            truth = TrueGradient(sample.returns, every @ every.T)
+            truth = TrueGradientProducts(sample.returns, every @ every.T)
             products = (vectors @ every.T)[None]
             along, paired = truth.mean_projections_and_leave_one_out(rows, products)
             directional = truth.projection_variance_and_squared_mean(rows, products)
