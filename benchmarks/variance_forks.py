@@ -78,8 +78,9 @@ class Laboratory:
             for arm, (turns, size, names) in measured_arms(self._options.forks).items():
                 steps = await self._sample(batch, turns, size)
                 tokens = np.mean([sum(item.model_tokens for item in step) for step in steps])
-                for name in names:
-                    gradients = torch.stack([self._gradient(step, name, size * len(batch)) for step in steps]).double()
+                by_step = [self._gradients(step, names, size * len(batch)) for step in steps]
+                for name, of_name in zip(names, zip(*by_step, strict=True), strict=True):
+                    gradients = torch.stack(of_name).double()
                     mean, variance = gradients.mean(0), float(gradients.var(0).sum())
                     if true is None:
                         true = mean, float(mean.square().sum()) - variance / len(steps)
@@ -117,18 +118,32 @@ class Laboratory:
         await engine.close()
         return steps
 
-    def _gradient(self, step: Sequence[Trajectory], name: str, rollouts: int) -> Tensor:
-        (choice,) = parse_estimator_choices([name])
-        kept = step
-        if not ESTIMATORS[choice.name].equal_groups:
-            rewards: dict[int, set[float]] = {}
-            for item in step:
-                if item.receives_reward:
-                    rewards.setdefault(item.group, set()).add(item.reward)
-            kept = [item for item in step if len(rewards[item.group]) > 1]
-        total = torch.zeros(sum(item.numel() for item in self._parameters))
-        if not kept:
-            return total
+    def _gradients(self, step: Sequence[Trajectory], names: Sequence[str], rollouts: int) -> list[Tensor]:
+        """Compute the gradient of each estimator. Estimators that keep the same trajectories share a forward pass."""
+        rewards: dict[int, set[float]] = {}
+        for item in step:
+            if item.receives_reward:
+                rewards.setdefault(item.group, set()).add(item.reward)
+        mixed = [item for item in step if len(rewards[item.group]) > 1]
+        inputs_by_count: dict[int, tuple[AdvantageInputs, Tensor]] = {}
+        gradients = []
+        for name in names:
+            (choice,) = parse_estimator_choices([name])
+            kept = step if ESTIMATORS[choice.name].equal_groups else mixed
+            if not kept:
+                gradients.append(torch.zeros(sum(item.numel() for item in self._parameters)))
+                continue
+            if len(kept) not in inputs_by_count:
+                inputs_by_count[len(kept)] = self._forward(kept)
+            inputs, log_probs = inputs_by_count[len(kept)]
+            advantages = compute_advantages(choice.name, inputs, **choice.options).advantages
+            weights = (advantages * inputs.path_weights[:, None])[inputs.response_mask].to(log_probs.dtype) / rollouts
+            parts = torch.autograd.grad(log_probs, self._parameters, weights, retain_graph=True)
+            gradients.append(torch.cat([part.flatten() for part in parts]))
+        return gradients
+
+    def _forward(self, kept: Sequence[Trajectory]) -> tuple[AdvantageInputs, Tensor]:
+        """Compute the estimators' inputs, and the log-probabilities of the sampled tokens [T]."""
         batch = Batch.from_micro_batch(MicroBatch.from_trajectories(kept))
         statistics, _ = self._policy(batch.row, batch.rows, batch.columns, self.settings.rollout.temperature, False)
         by_token = {
@@ -143,10 +158,7 @@ class Laboratory:
             rewards=batch.rewards.double(), response_mask=batch.response_mask, path_weights=batch.path_weights,
             **by_token, **rollout,
         )  # fmt: skip
-        advantages = compute_advantages(choice.name, inputs, **choice.options).advantages * batch.path_weights[:, None]
-        weights = advantages[batch.response_mask].to(statistics.log_probs.dtype) / rollouts
-        parts = torch.autograd.grad(statistics.log_probs, self._parameters, weights)
-        return torch.cat([part.flatten() for part in parts])
+        return inputs, statistics.log_probs
 
 
 def table(measured: dict[str, dict[str, list[dict[str, float]]]], baseline: str = "independent: tir_otb") -> str:
