@@ -16,8 +16,9 @@ STUDIES = Path(__file__).parent / "studies"
 BASELINES = ("grpo", "tir_otb")
 # Studies without the variants of BASELINES
 OTHER_VARIANTS = (
-    "rates_2", "rates_8", "rates_forks_4", "stability_2", "distill_2", "forks_4", "budgets_tiny", "distill_sft_2",
-    "distill_sft_4", "routes_2", "routes_mixtral_2",
+    "rates_2", "rates_8", "rates_forks_4", "rates_budgets_tiny", "stability_2", "distill_2", "forks_4", "forks_default",
+    "budgets_tiny", "distill_sft_2", "distill_sft_4", "routes_2",
+    "routes_mixtral_2",
 )  # fmt: skip
 
 
