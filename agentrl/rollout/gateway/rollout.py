@@ -320,7 +320,7 @@ class AgentRollout:
                 return False
             contents[position] = one.prompt.leading_texts[-1].removeprefix(before[-1]) + one.text
         shown = self.renderer.layout(request.messages, request)
-        return shown.fill([message.content for message in request.messages]) == layout.fill(contents)
+        return shown.fill_slots([message.content for message in request.messages]) == layout.fill_slots(contents)
 
 
 def _finished_error() -> GatewayRequestError:

@@ -76,7 +76,7 @@ class WeightSender:
                 f"trainer and engine compute different log-probabilities from equal weights: {problem}"
             )
         if problem is not None:
-            self.send(0)
+            self.send_weights(0)
         verified = self._service.verification_methods()
         for one in verified:
             self._console.note(str(one))

@@ -123,10 +123,10 @@ def test_without_a_template_messages_stand_one_below_the_other_as_in_a_cold_star
     said = [("system", "Be brief."), ("user", "2 + 3?"), ("assistant", "5"), ("user", "Sure?")]
     messages = tuple(AgentMessage(role=role, content=content) for role, content in said)
     layout = plain.layout(messages, AgentRequest(messages=messages), sampled=[2])
-    assert layout.fill([content for _, content in said]) == "Be brief.\n2 + 3?\n5\nSure?\n"
+    assert layout.fill_slots([content for _, content in said]) == "Be brief.\n2 + 3?\n5\nSure?\n"
     tool = {"type": "function", "function": {"name": "look"}}
     listed = plain.layout(messages[1:2], AgentRequest(messages=messages[1:2], tools=(tool,)))
-    *lines, last = listed.fill(["2 + 3?"]).split("\n")
+    *lines, last = listed.fill_slots(["2 + 3?"]).split("\n")
     assert (len(lines), lines[-1], last) == (2, "2 + 3?", "")
 
 
