@@ -35,11 +35,11 @@ def lose(cluster: RayCluster) -> None:
     """A rank on each host, again once the lost host is back."""
     bundles = [Bundle(purpose=f"rank {number}", cpus=1) for number in range(2)]
     _, group = started(cluster, bundles)
-    say(f"{group.wait()}")
+    say(f"{group.wait_and_return_root_cause()}")
     cluster.release()
     _, group = started(cluster, bundles)
     group.kill()
-    say(f"{group.wait()}")
+    say(f"{group.wait_and_return_root_cause()}")
 
 
 def main() -> None:

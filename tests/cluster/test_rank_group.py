@@ -41,7 +41,7 @@ class Gone:
 def test_a_rank_that_fails_ends_the_others() -> None:
     ranks = [LocalProcess(spec(0, SLEEP), THIS_MACHINE), LocalProcess(spec(1, "raise SystemExit(9)"), THIS_MACHINE)]
     reported = list[object]()
-    end = RankProcesses(ranks, reported.append).wait()
+    end = RankProcesses(ranks, reported.append).wait_and_return_root_cause()
     assert end is not None
     assert reported == [end]
     assert (end.rank.spec.number, end.code, end.killed) == (1, 9, False)
@@ -50,7 +50,7 @@ def test_a_rank_that_fails_ends_the_others() -> None:
 
 
 def test_a_lost_node_is_the_reason_even_if_other_ranks_fail_of_it() -> None:
-    end = RankProcesses([LocalProcess(spec(0, SLEEP), THIS_MACHINE), Gone(1)]).wait()
+    end = RankProcesses([LocalProcess(spec(0, SLEEP), THIS_MACHINE), Gone(1)]).wait_and_return_root_cause()
     assert end is not None
     assert end.killed
     assert str(end) == "training rank 1 is lost: the node far (10.0.0.2) is gone"
@@ -75,13 +75,17 @@ def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     reported = list[object]()
     end = RankProcesses(
         [Told(0, EXIT_PEER_LOST), Told(1, None, None, -9), Told(2, None, None, None, 1)], reported.append
-    ).wait()
+    ).wait_and_return_root_cause()
     assert str(end) == f"training rank 1 on {THIS_MACHINE.node} was killed by SIGKILL"
     assert reported == [end]
-    alone = RankProcesses([Told(0, EXIT_PEER_LOST), Told(1, None, -signal.SIGTERM)], reported.append).wait()
+    alone = RankProcesses(
+        [Told(0, EXIT_PEER_LOST), Told(1, None, -signal.SIGTERM)], reported.append
+    ).wait_and_return_root_cause()
     assert str(alone) == f"training rank 0 on {THIS_MACHINE.node} lost the rollout worker"
     assert reported == [end, alone]
-    stuck = RankProcesses([Told(0, EXIT_PEER_LOST), Told(1, None, EXIT_STUCK), Told(2, None, None, 1)]).wait()
+    stuck = RankProcesses(
+        [Told(0, EXIT_PEER_LOST), Told(1, None, EXIT_STUCK), Told(2, None, None, 1)]
+    ).wait_and_return_root_cause()
     assert str(stuck) == f"training rank 1 on {THIS_MACHINE.node} was stuck"
 
 
@@ -90,18 +94,23 @@ def test_whoever_ends_with_the_worker_is_not_the_cause() -> None:
     [(OutOfMemoryError.exit_code, "ran out of memory"), (SettingsError.exit_code, "exited with code 2")],
 )
 def test_a_rank_that_ended_with_a_message_is_the_cause_of_a_crash_that_is_seen_first(code: int, end: str) -> None:
-    found = RankProcesses([Told(0, 1), Told(1, None, code)]).wait()
+    found = RankProcesses([Told(0, 1), Told(1, None, code)]).wait_and_return_root_cause()
     assert str(found) == f"training rank 1 on {THIS_MACHINE.node} {end}"
 
 
 def test_ranks_that_end_well_have_no_failure() -> None:
-    assert RankProcesses([LocalProcess(spec(number, ""), THIS_MACHINE) for number in range(2)]).wait() is None
+    assert (
+        RankProcesses(
+            [LocalProcess(spec(number, ""), THIS_MACHINE) for number in range(2)]
+        ).wait_and_return_root_cause()
+        is None
+    )
 
 
 def test_insisting_kills_at_once() -> None:
     group = RankProcesses([LocalProcess(spec(0, SLEEP), THIS_MACHINE)])
     group.kill()
-    end = group.wait()
+    end = group.wait_and_return_root_cause()
     assert end is not None
     assert end.code == -signal.SIGKILL
     assert group.killed
