@@ -10,7 +10,7 @@ import pytest
 import torch
 from kernels.gpu_attention import stand_in
 from models.architectures import build_tiny
-from models.sequence_on_ranks import CASES, found_by
+from models.sequence_on_ranks import CASES, batch_of, found_by
 from ranks import finish, start_ranks
 
 from agentrl.errors import SettingsError
@@ -59,6 +59,12 @@ def test_every_rank_has_the_same_numbers(results: list[dict[int, dict[str, Any]]
     for name in CASES:
         for field in ("log_probs", "entropy", "energy", "values"):
             assert all(torch.equal(results[0][4][name][field], rank[4][name][field]) for rank in results)
+
+
+def test_the_compared_rows_are_trees() -> None:
+    """Also with adapters: three documents share a prompt, and one prompt continues the response of another document."""
+    row = batch_of(CASES["adapters"], ranks=2).row
+    assert row.continued_segments.tolist() == [0, 0, 1, 2, 2, 1, 1, 0, 8]  # 8: padding to a multiple of the ranks
 
 
 def test_heads_that_the_ranks_do_not_divide_are_refused() -> None:
