@@ -296,7 +296,7 @@ def test_advantages_follow_from_the_stored_statistics_to_the_last_digit(stored: 
     made = recompute_advantages(step, trained)
     for item in trained:
         assert item.tokens is not None
-        assert len(item.tokens) == len(item.positions)
+        assert len(item.tokens) == len(item.model_token_positions)
         for name, values in made[item.key].items():
             np.testing.assert_array_equal(values, getattr(item.tokens, name), err_msg=f"{item.key} {name}")
 
