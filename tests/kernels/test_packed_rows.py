@@ -152,7 +152,7 @@ def test_attention_is_that_of_each_document_alone(
             attend(now, *inputs, scale=0.4, window=window, cap=cap)
         return
     found = attend(now, *inputs, scale=0.4, window=window, cap=cap, sinks=sinks)
-    wanted = one_at_a_time(indices_of(row, prompts, lengths), *inputs, sinks, window, cap)
+    wanted = one_at_a_time(indices_of(row, prompts, lengths), *inputs, sinks=sinks, window=window, cap=cap)
     inputs += [] if sinks is None else [sinks]
     torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
     gradient = torch.randn(found.shape, dtype=torch.float64)
