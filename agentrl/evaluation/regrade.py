@@ -25,7 +25,7 @@ from agentrl.telemetry.console import Console
 from agentrl_envs.execution import MAX_PRINTED_CHARACTERS
 from agentrl_envs.grading import Grader
 from agentrl_envs.protocols.base import TextProtocol, make_protocol
-from agentrl_envs.reasoning import ReasoningProtocol
+from agentrl_envs.reasoning import BoxedAnswerProtocol
 from agentrl_envs.registry import PluginError, import_attribute
 from agentrl_envs.settings import SimpleTIRSettings
 from agentrl_envs.types import Ended, Verdict
@@ -35,7 +35,7 @@ def protocol_from_provenance(provenance: Provenance) -> TextProtocol:
     """Return the protocol of an evaluation. Raises SettingsError if its answers cannot be extracted again."""
     recorded = provenance["protocol"]
     if recorded["env"] == "reasoning":
-        return ReasoningProtocol(instruction=recorded["instruction"])
+        return BoxedAnswerProtocol(instruction=recorded["instruction"])
     if recorded["env"] != "simpletir":
         raise SettingsError(
             "--extract supports the environments simpletir and reasoning, but the evaluation used "

@@ -353,7 +353,7 @@ class _EndpointPolicy(TurnPolicy[Transcript]):
         self.turn_truncated = self.context_full = completion.finish_reason == "length"
         return completion.text
 
-    def _record_reward(self, reward: float) -> None:
+    def _record_turn_reward(self, reward: float) -> None:
         self.reward += reward
 
     def _append_observation(self, observation: str) -> bool:

@@ -191,9 +191,9 @@ def _divergence_logit_gradient(log_p: Tensor, log_q: Tensor, beta: float) -> Ten
     return (1 - beta) * _kl_logit_gradient(log_p, _log_mixture(log_p, log_q, beta))
 
 
-def _log_mixture(log_p: Tensor, log_q: Tensor, beta: float) -> Tensor:
-    """Compute ln(beta q + (1 - beta) p)."""
-    return torch.logaddexp(log_q + math.log(beta), log_p + math.log1p(-beta))
+def _log_mixture(log_p: Tensor, log_q: Tensor, weight_of_q: float) -> Tensor:
+    """Compute ln(w q + (1 - w) p) with w = ``weight_of_q``."""
+    return torch.logaddexp(log_q + math.log(weight_of_q), log_p + math.log1p(-weight_of_q))
 
 
 def _kl_by_row(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -266,18 +266,18 @@ class TrueGradientProducts:
         count = len(rows)
         if len(self._returns) - 2 * rows.shape[1] < MIN_TRAJECTORIES:
             return None
-        squares = [self._projection_product(products[:, m], products[:, m], rows[m]) for m in range(count)]
+        squares = [self._estimate_true_gradient_product(products[:, m], products[:, m], rows[m]) for m in range(count)]
         pairs = [
-            self._projection_product(products[:, m], products[:, other], torch.cat([rows[m], rows[other]]))
+            self._estimate_true_gradient_product(products[:, m], products[:, other], torch.cat([rows[m], rows[other]]))
             for m in range(count)
             for other in range(m)
         ]
         apart = torch.stack(pairs).mean(0)
         return torch.stack(squares).mean(0) - apart, apart
 
-    def _projection_product(self, first: Tensor, second: Tensor, without: Tensor) -> Tensor:
-        """Estimate <a, g*> <b, g*> [E] from <a, s_i> and <b, s_i> [E, S], using no trajectory in ``without``."""
-        outside = self._trajectories_not_in(without)
+    def _estimate_true_gradient_product(self, first: Tensor, second: Tensor, excluded: Tensor) -> Tensor:
+        """Estimate <a, g*> <b, g*> [E] from <a, s_i> and <b, s_i> [E, S], using no trajectory in ``excluded``."""
+        outside = self._trajectories_not_in(excluded)
         products = first[:, outside, None] * second[:, None, outside]
         return covariance_inner_product(self._returns[outside], products)
 

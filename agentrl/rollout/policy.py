@@ -186,7 +186,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         await self.throttle.wait_for_admission()
         self.calls.extend(step.tool_calls)
         self.verdict, self.answer = step.verdict, step.answer
-        self._record_reward(0.0 if step.ended is not None and step.ended.is_excluded else step.reward)
+        self._record_turn_reward(0.0 if step.ended is not None and step.ended.is_excluded else step.reward)
         fits = self._append_observation(step.observation)
         if step.ended is not None:
             limited = (self.context_full and step.ended is Ended.VOID_TURN) or (
@@ -227,7 +227,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         """
 
     @abstractmethod
-    def _record_reward(self, reward: float) -> None:
+    def _record_turn_reward(self, reward: float) -> None:
         """Record the reward of the newest turn."""
 
     @abstractmethod
@@ -367,7 +367,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         await self.throttle.wait_for_admission()
         return completion
 
-    def _record_reward(self, reward: float) -> None:
+    def _record_turn_reward(self, reward: float) -> None:
         assert self.turn is not None
         completion, text = self.turn
         self.segments.append(completion.to_segment(text, reward=reward))

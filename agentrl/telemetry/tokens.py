@@ -131,7 +131,7 @@ NUMBER_FIELDS = tuple(item.name for item in fields(TrajectoryTokens) if item.nam
 """Names of the fields with a single value."""
 
 
-def compute_realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.ndarray]:
+def compute_cumulative_realized_energies(rows: Iterable[TrajectoryTokens]) -> Mapping[RowKey, np.ndarray]:
     """Compute W_k [K] float64 of each row: the sum of the weighted energies from the start of the rollout to token k.
 
     The sum of a branch includes its parent's tokens before the fork, if the parent is in ``rows``.
@@ -359,7 +359,7 @@ class StoredStep:
     @cached_property
     def realized_energies(self) -> dict[RowKey, np.ndarray]:
         """Realized energies W_k [K] float64 of every trajectory that the step trained on."""
-        return dict(compute_realized_energies(self.rows.values()))
+        return dict(compute_cumulative_realized_energies(self.rows.values()))
 
     @cached_property
     def total_gradient_power(self) -> float:

@@ -18,8 +18,8 @@ from agentrl_sandbox.client import SandboxSettings
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ReasoningProtocol(TextProtocol):
-    """One turn of plain text, which ends at the end of sequence. Executes no programs."""
+class BoxedAnswerProtocol(TextProtocol):
+    """One turn of text, which ends with the sequence and answers with its last ``\\boxed``. Executes no programs."""
 
     observation_limit: int = 0
 
@@ -58,7 +58,7 @@ class ReasoningEnvironment(Environment):
         """
         self.settings = settings or ReasoningSettings()
         self._grader = Grader(grader_settings or GraderSettings())
-        self._protocol = ReasoningProtocol(
+        self._protocol = BoxedAnswerProtocol(
             instruction=self.settings.system_prompt_and_instruction, chat=chat_if_required(self.settings, chat)
         )
         self._episode_settings = SimpleTIRSettings(max_turns=1)

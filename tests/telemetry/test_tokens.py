@@ -13,7 +13,7 @@ from agentrl.telemetry.tokens import (
     TokenFile,
     TokenMetadata,
     TrajectoryTokens,
-    compute_realized_energies,
+    compute_cumulative_realized_energies,
     read_step,
     write_tokens,
 )
@@ -164,7 +164,7 @@ def test_a_resumed_run_drops_what_came_after_its_checkpoint(run: RunDirectory) -
 def test_realized_energies_follow_a_conversation_over_its_branches() -> None:
     root = row(1, energies=(1.0, 2.0, 4.0), loss_mask=np.array([True, False, True]))
     fork = row(1, branch=1, parent=0, fork=1, energies=(8.0, 16.0), weights=np.array([1.0, 0.5], dtype=np.float32))
-    energies = compute_realized_energies([fork, root])
+    energies = compute_cumulative_realized_energies([fork, root])
     assert energies[root.key].tolist() == [1.0, 1.0, 5.0]
     assert energies[fork.key].tolist() == [9.0, 13.0]
 

@@ -340,7 +340,7 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.context_full = self.turn_truncated and tokens >= limit
         return generation.text
 
-    def _record_reward(self, reward: float) -> None:
+    def _record_turn_reward(self, reward: float) -> None:
         self.requests.reward = (self.requests.reward or 0.0) + reward
 
     def _append_observation(self, observation: str) -> bool:

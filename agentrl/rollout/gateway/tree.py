@@ -230,7 +230,7 @@ def build_trajectories(
     forks = _find_parents_and_fork_positions(branches)
     return tuple(
         made(
-            prompt_ids=_tokens_before_first_trained(branch),
+            prompt_ids=_token_ids_before_first_trained(branch),
             segments=_build_segments(branch, reward if number == len(branches) - 1 else 0.0),
             ended=ended,
             branch=number,
@@ -265,7 +265,7 @@ def _find_parents_and_fork_positions(branches: Sequence[Sequence[Generation]]) -
     return found
 
 
-def _tokens_before_first_trained(branch: Sequence[Generation]) -> tuple[int, ...]:
+def _token_ids_before_first_trained(branch: Sequence[Generation]) -> tuple[int, ...]:
     """Return all tokens before the first trained generation."""
     return next(one for one in branch if one.is_trained).prompt.context_tokens
 

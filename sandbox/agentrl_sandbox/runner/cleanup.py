@@ -174,7 +174,7 @@ _SIGNALS = {signal.SIGCHLD, signal.SIGTERM}
 _POLL_SECONDS = 1.0
 
 
-def continue_as_forked_server(config: RunnerConfig, descriptor: int) -> None:
+def fork_and_return_in_server(config: RunnerConfig, descriptor: int) -> None:
     """Create the scratch directories and fork the server. Only the server returns. ``descriptor`` is its socket.
 
     Raises PermissionError if the programs' users cannot access the interpreter.

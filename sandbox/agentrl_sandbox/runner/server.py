@@ -66,7 +66,7 @@ def main() -> None:
     why = ""
     try:
         if config.isolate == "none":
-            cleanup.continue_as_forked_server(config, int(sys.argv[2]))
+            cleanup.fork_and_return_in_server(config, int(sys.argv[2]))
         else:
             if config.isolate == "user":
                 _continue_as_namespace_init(config, int(sys.argv[2]))
