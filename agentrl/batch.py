@@ -80,7 +80,7 @@ class MicroBatch:
     routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.ExpertRoutes`)
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
     support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
-    counted: bool = True  # False: participates in collectives, but not in the loss and the metrics
+    counted: bool = True  # False: the micro-batch takes part in collectives, but not in the loss or the metrics
     sources: tuple[str, ...] = ()  # [B] source of each trajectory's problem
     budgeted_tokens: int = 0  # computed tokens, as `RowCosts` counts them
     teacher_row: PackedRow | None = None  # the same responses after the prompts that a teacher reads
@@ -97,7 +97,7 @@ class MicroBatch:
         teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
         share_prefixes: bool = True,
     ) -> MicroBatch:
-        """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of each trajectory without a loss.
+        """Pack trajectories. ``no_loss`` contains the (group, sample, branch) of each trajectory left out of the loss.
 
         ``home_ranks`` maps each group to the rank that receives its trajectories in a statistics pass. If
         ``home_ranks`` is None, rank 0 receives all trajectories. ``greedy_returns`` maps each group to the reward of
@@ -166,7 +166,7 @@ class MicroBatch:
 def _pack_routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
     """Return the routes [L, R] of the tokens of ``row``, -1 for tokens without a route; None if there are no routes.
 
-    A token of several trajectories has the route of the first trajectory, which sampled the token.
+    If several trajectories share a token, its route comes from the first of them, which sampled the token.
     """
     row_routes = None
     for number, item in reversed([*enumerate(items)]):
@@ -214,7 +214,7 @@ class Batch:
     loss_mask: Tensor  # [B, T] bool, response mask without the trajectories that filters removed from the loss
     rewards: Tensor  # [B, T] float32; in the completed batch, with penalties for length and KL
     rollout_log_probs: Tensor  # [B, T] float32, 0 for tokens that the model did not sample
-    versions: Tensor  # [B, T] int32, policy version that sampled the token, -1 if the model did not
+    versions: Tensor  # [B, T] int32, policy version that sampled the token, -1 if the model did not sample it
     response_lengths: Tensor  # [B] int64, including observations
     groups: Tensor  # [B] int64
     samples: Tensor  # [B] int64
@@ -232,7 +232,7 @@ class Batch:
     sources: tuple[str, ...] = ()  # as in `MicroBatch`
     budgeted_tokens: int = 0  # as in `MicroBatch`
     teacher_row: PackedRow | None = None  # as in `MicroBatch`
-    statistics: TokenStatistics | None = None  # each [B, T], 0 off model tokens, by the weights before the updates
+    statistics: TokenStatistics | None = None  # each [B, T], computed before the updates, 0 except at model tokens
     reference_log_probs: Tensor | None = None  # [B, T]
     teacher_log_probs: Tensor | None = None  # [B, T]
     values: Tensor | None = None  # [B, T] of the critic, before each token
@@ -311,7 +311,7 @@ class Batch:
 
     @property
     def log_probs(self) -> Tensor:
-        """Log-probabilities [B, T] by the weights before the step's updates."""
+        """Log-probabilities [B, T] under the weights from before the step's updates."""
         return self.computed_statistics.log_probs
 
     @property
@@ -327,12 +327,12 @@ class Batch:
 
     @cached_property
     def counted_mask(self) -> Tensor:
-        """Mask [B, T] of the model tokens of trajectories that are counted."""
+        """Mask [B, T] of the model tokens in counted trajectories."""
         return self.response_mask & self.counted
 
     @cached_property
     def trained_mask(self) -> Tensor:
-        """Mask [B, T]: :attr:`counted_mask` without tokens that filters and correction reject."""
+        """Mask [B, T]: :attr:`counted_mask` without the tokens that filters or the correction reject."""
         return (self.loss_mask if self.correction is None else self.correction.loss_mask) & self.counted
 
     @property

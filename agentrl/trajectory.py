@@ -54,11 +54,12 @@ class Segment:
 
     ``log_probs`` contains the log-probability of each model token under the distribution from which it was sampled.
     ``version_spans`` contains (policy version, number of tokens) in order. ``reward`` is assigned to the last token.
-    ``support_ids`` and ``support_sizes`` contain the tokens to which the distribution of each model token was
-    restricted, concatenated, and their numbers. Both are empty if tokens were sampled from the whole vocabulary.
-    ``routes`` contains the experts (int16) of tokens in every layer. It starts after the last token that the previous
-    model segment's routes cover, and ends before the last token of this segment, which the engine does not compute. It
-    is empty if routes are not replayed. It is omitted from records, because it needs up to a kilobyte per token.
+    ``support_ids`` concatenates, for each model token, the tokens to which its distribution was restricted, and
+    ``support_sizes`` contains the number of these tokens. Both are empty if tokens were sampled from the whole
+    vocabulary. ``routes`` contains the experts (int16) of tokens in every layer. The routes start after the last token
+    that the previous model segment's routes cover. They exclude the last token of this segment, because the engine does
+    not compute that token. ``routes`` is empty if routes are not replayed. It is omitted from records, because it needs
+    up to a kilobyte per token.
     """
 
     origin: Literal["model", "observation"]
@@ -108,20 +109,19 @@ class Segment:
 class Trajectory:
     """One conversation as tokens. Created once by the driver, and immutable afterwards.
 
-    ``group`` identifies the trajectories that share a baseline. It is the index of their problem, which is unique in a
-    run.
+    ``group`` identifies the trajectories that share a baseline. It is the problem's index, which is unique in a run.
 
     A rollout of an agent program may have several ``branches``. Each branch is a trajectory with the same ``group`` and
     ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the conversation
-    of another branch, ``parent`` is the index of that branch, and ``fork`` is the number of its model tokens that the
-    prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens. A *forked* rollout is a tree of
-    alternatives whose edges are the branches. A branch that ended as ``forked`` continues in several branches. Every
-    other branch ends a path and has a separate reward. ``path_weight`` is the weight of the branch
-    (:func:`assign_path_weights`), and None in rollouts that are not forked. In forked rollouts, the tokens in
+    of another branch, ``parent`` is the index of the other branch, and ``fork`` is the number of the other branch's
+    model tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens. A *forked*
+    rollout is a tree of alternatives whose edges are the branches. A branch that ended as ``forked`` continues in
+    several branches. Every other branch ends a path and has a separate reward. ``path_weight`` is the weight of the
+    branch (:func:`assign_path_weights`), and None in rollouts that are not forked. In forked rollouts, the tokens in
     ``weight`` are weighted by ``path_weight``, and ``reward`` is the reward of the path or, for a forked branch, the
     mean over its paths.
 
-    ``problem_weight`` is a factor in the loss, which gives problems with different numbers of rollouts the same weight.
+    ``problem_weight`` is a factor in the loss. It gives problems with different numbers of rollouts the same weight.
 
     The rollout's reward is assigned to tokens of the last branch. ``reward_elsewhere`` is the reward on tokens of other
     branches, so that ``reward`` is equal on all branches. ``reward_parts`` contains the values of custom reward
@@ -206,12 +206,12 @@ class Trajectory:
 
     @property
     def rollout_fraction(self) -> float:
-        """Fraction of a rollout that the trajectory counts as: ``path_weight``, or 1 if the rollout is not forked."""
+        """Fraction of a rollout that this trajectory counts for: ``path_weight``, or 1 if the rollout is not forked."""
         return 1.0 if self.path_weight is None else self.path_weight
 
     @property
     def token_weight(self) -> float:
-        """Weight of a model token in the loss and its normalizer."""
+        """Weight of each model token of the trajectory, in the loss and in the loss's normalizer."""
         return self.problem_weight * self.rollout_fraction
 
     @property
@@ -227,12 +227,12 @@ class Trajectory:
 
     @property
     def receives_reward(self) -> bool:
-        """True for the trajectory to which a reward is assigned: the last of a rollout, or any end of a forked one."""
+        """True if this trajectory receives a reward: the last of a rollout, or each end of a forked rollout."""
         return self.branch == self.branches - 1 if self.path_weight is None else self.ended is not Ended.FORKED
 
     @property
     def is_excluded(self) -> bool:
-        """True if the rollout failed for reasons outside the policy. Rewards, baselines and averages ignore it."""
+        """True if the rollout failed for reasons outside the policy. Rewards, baselines and averages ignore these."""
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     def as_single_trajectory(self) -> Trajectory:
@@ -296,9 +296,9 @@ class Trajectory:
 def assign_path_weights(branches: Sequence[Trajectory]) -> tuple[Trajectory, ...]:
     """Return the branches of a forked rollout, parents first, with their weights and the rewards of their paths.
 
-    Every fork divides its weight equally among its branches. An excluded branch, and a fork without any other branch,
-    has the weight 0 and counts in no fork: the remaining branches have the weights of a fork with fewer branches. No
-    other weights depend on failures.
+    Every fork divides its weight equally among its branches. Excluded branches, and forks whose branches are all
+    excluded, have the weight 0. The remaining branches have the weights of a fork with fewer branches. Failures affect
+    no other weights.
 
     >>> problem = Problem(id="toy-0", statement="2 + 3?", answer="5", source="toy")
     >>> turn = Segment(origin="model", token_ids=(1,), log_probs=(-0.5,), version_spans=((3, 1),), text="5")

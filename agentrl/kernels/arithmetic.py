@@ -33,8 +33,8 @@ _HALVES = (torch.bfloat16, torch.float16)
 def logit_gradient_dtype(hidden: Tensor, weight: Tensor, dtype: torch.dtype) -> torch.dtype:
     """Return the dtype of the logit gradient in matrix products: half precision on CUDA, otherwise `dtype`.
 
-    With half-precision inputs on CUDA, products of half-precision factors run in the tensor cores, several times faster
-    than in `dtype`, the accumulation dtype.
+    `dtype` is the accumulation dtype. With half-precision inputs on CUDA, products of half-precision factors run in the
+    tensor cores, several times faster than in `dtype`.
     """
     halves = weight.is_cuda and hidden.dtype == weight.dtype and weight.dtype in _HALVES
     return weight.dtype if halves else dtype
@@ -113,7 +113,7 @@ def _slices(weight: Tensor) -> Iterator[slice]:
 
 
 IMPOSSIBLE = -1e4
-"""Value in place of ln 0 where 0 * ln 0 must be 0. Its exponential is 0 also in float64."""
+"""Value in place of ln 0 where 0 * ln 0 must be 0. Its exponential is 0 even in float64."""
 
 
 def cumulative_sum(values: Tensor) -> Tensor:

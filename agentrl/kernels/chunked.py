@@ -25,7 +25,7 @@ from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 # Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, which is cheaper than a second product
+KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, because a second product would cost more
 
 
 def chunked_statistics(
@@ -37,7 +37,10 @@ def chunked_statistics(
     cap: float | None,
     support: Support | None,
 ) -> TokenStatistics:
-    """Compute the statistics of docs/reference/formulas.md 2 by blocks of rows. Arguments as in `token_statistics`."""
+    """Compute the statistics of docs/reference/formulas.md 2 by blocks of rows.
+
+    Takes the arguments of `token_statistics`.
+    """
     log_probs, entropy, sum_pi_squared, energy = _ChunkedStatistics.apply(
         hidden, head_weight, bias, targets.long(), temperature, cap, support
     )

@@ -87,11 +87,12 @@ def top_divergence(
     cap: float | None = None,
     beta: float = 1.0,
 ) -> Tensor:
-    """Compute the divergence of :func:`full_kl` [N] over K tokens of each row, with all other tokens counted as one.
+    """Compute the divergence of :func:`full_kl` [N] over K tokens of each row, with all other tokens merged into one.
 
-    ``ids`` [N, K] are distinct tokens with ``reference_log_probs`` [N, K]. ``log_probs`` [N] are the policy's at
-    ``targets`` [N], from :func:`.token_statistics`, and connected to the graph. Other arguments and the gradient are as
-    in :func:`full_kl`. The result is at most the divergence over the vocabulary (docs/reference/formulas.md 11).
+    ``ids`` [N, K] are distinct tokens with ``reference_log_probs`` [N, K]. ``log_probs`` [N] are the policy's
+    log-probabilities of ``targets`` [N], from :func:`.token_statistics`, and connected to the graph. Other arguments
+    and the gradient are as in :func:`full_kl`. The result is at most the divergence over the vocabulary
+    (docs/reference/formulas.md 11).
     """
     chosen = torch.cat([targets[:, None], ids], dim=1).long()
     with torch.autocast(hidden.device.type, enabled=False):
@@ -131,7 +132,7 @@ class _HeadOutputsAtIds(torch.autograd.Function):
 
 
 def _append_remaining_log_prob(log_probs: Tensor) -> Tensor:
-    """Append the logarithm of the remaining probability, at least 1e-6 despite rounding, to ln p [N, K]."""
+    """Append the logarithm of the remaining probability, which is clamped to at least 1e-6, to ln p [N, K]."""
     rest = torch.log1p(-log_probs.exp().sum(-1, keepdim=True).clamp(max=1 - 1e-6))
     return torch.cat([log_probs, rest], dim=-1)
 

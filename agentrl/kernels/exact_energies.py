@@ -153,7 +153,7 @@ def _weighted_log_prob_gradient(hidden: Tensor, shares: list[HeadEnergies], rows
 def _head_energies_by_row(
     parts: CausalLMParts, hidden: Tensor, rows: _EnergyInputs, temperature: float, cap: float | None
 ) -> list[HeadEnergies]:
-    """Compute the head's part of every row inside one call to the head, whose hooks have gathered its weight."""
+    """Compute the head's part of every row inside one call to the head, after its hooks have gathered the weight."""
     shares: list[HeadEnergies] = []
     states = hidden.flatten(0, 1)
     wants_cross = parts.tied and parts.embedding.weight.requires_grad
@@ -348,8 +348,8 @@ def _check_energy_inputs(
     if bool(bad.any()):
         row, position = bad.nonzero()[0].tolist()
         raise KernelInputError(
-            f"token_mask is True in row {row} at position {position}, which no state predicts: it is padding, the "
-            "first column, or follows padding"
+            f"token_mask is True in row {row} at position {position}, but no state predicts this token: it is "
+            "padding, is in the first column, or follows padding"
         )
     if weights is not None and not bool(torch.isfinite(torch.where(mask, weights, 0.0)).all()):
         row, position = (mask & ~torch.isfinite(weights)).nonzero()[0].tolist()

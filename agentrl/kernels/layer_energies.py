@@ -23,7 +23,7 @@ SUPPORTED_MODELS = (
     *("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM"),
     *("GraniteForCausalLM", "Gemma2ForCausalLM"),
 )
-"""Supported classes of `transformers`. Other classes may scale embeddings outside modules and must be reviewed."""
+"""Supported classes of `transformers`. Review a class before adding it: it may scale embeddings outside modules."""
 
 _NORMS = {
     **dict.fromkeys(
@@ -68,7 +68,7 @@ def split_causal_lm(model: Any) -> CausalLMParts:
     """Return the parts of a causal language model of `transformers`.
 
     Raises KernelInputError for a class that is not in SUPPORTED_MODELS, for modules with trainable parameters that have
-    no closed form (adapters, quantised layers), and for parameters that several modules share.
+    no closed form (adapters, quantized layers), and for parameters that several modules share.
     """
     if type(model).__name__ not in SUPPORTED_MODELS:
         raise KernelInputError(
@@ -116,7 +116,7 @@ def _is_known(module: nn.Module, *, is_head: bool) -> bool:
 
 
 def _check_no_other_shared_parameters(model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
-    """Raise KernelInputError if modules other than embedding and head share a parameter, which needs a cross term."""
+    """Raise KernelInputError if modules other than embedding and head share a parameter: it needs a cross term."""
     owner: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -138,8 +138,8 @@ def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
 def gram_matrices_are_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
     """Return True if two Gram matrices of the tokens cost less than the product [inputs, outputs].
 
-    2 S^2 (D_in + D_out) against 2 S D_in D_out operations, so S < D_in D_out / (D_in + D_out). A Gram matrix is then
-    never larger than a quarter of the weight.
+    The Gram matrices take 2 S^2 (D_in + D_out) operations and the product 2 S D_in D_out, so the condition is S < D_in
+    D_out / (D_in + D_out). A Gram matrix is then never larger than a quarter of the weight.
 
     >>> gram_matrices_are_cheaper(200, 512, 512), gram_matrices_are_cheaper(300, 512, 512)
     (True, False)

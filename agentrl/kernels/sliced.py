@@ -11,7 +11,7 @@ exclude the target:
 
 ``TOP``      M, the largest logit so far
 ``TIES``     number of logits equal to M
-``LOWER``    sum of e^((z - M) / T) over the others: Z1 = TIES + LOWER, so that ln Z1 is accurate near Z1 = 1
+``LOWER``    sum of e^((z - M) / T) over logits below M: Z1 = TIES + LOWER, so that ln Z1 is accurate near Z1 = 1
 ``SQUARES``  Z2 = sum of e^(2 (z - M) / T)
 ``MOMENT``   Z3 = sum of (z - M) / T e^((z - M) / T)
 ``TARGET``   the target's logit, 0 before its slice is processed
@@ -20,8 +20,8 @@ Capped logits z = cap tanh(x / cap) have a seventh number, which only the energy
 
 ``STEEP``    sum of (e^((z - M) / T) dz/dx)^2
 
-Excluding the target keeps the relative accuracy of 1 - p if it has nearly all the mass. The temperature T divides
-differences of logits and never the logits themselves, which would be rounded at their own, larger scale.
+Excluding the target keeps the relative accuracy of 1 - p if the target has nearly all the mass. The temperature T
+divides differences of logits and never the logits themselves, which would be rounded at their own, larger scale.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class _Tiles:
     def compute_logits(self, rows: slice, columns: slice) -> Tensor:
         """Compute the contiguous logits [R, W] of a tile without temperature, overwriting the previous tile.
 
-        They do not include the bias, except capped ones, because the cap is applied after the bias.
+        Capped logits include the bias, because the cap is applied after the bias. Uncapped logits do not include it.
         """
         shape = (rows.stop - rows.start, columns.stop - columns.start)
         out = self._buffer[: shape[0] * shape[1]].view(shape)
@@ -225,10 +225,10 @@ class _Tiles:
 
 
 class _TileGradientAccumulator:
-    """Gradients of hidden, weight and bias, accumulated tile by tile; None where not wanted.
+    """Gradients of hidden, weight and bias, accumulated tile by tile; None if not needed.
 
-    `coefficients` are the constructor's, multiplied by a power of two if gradients of logits are rounded to
-    float16. The power shifts them to the middle of float16's range, because values of 2^-24 and below would be lost.
+    `coefficients` are the constructor's coefficients, multiplied by a power of two if gradients of logits are rounded
+    to float16. The power shifts them to the middle of float16's range, because values of 2^-24 and below would be lost.
     """
 
     def __init__(

@@ -44,8 +44,8 @@ def attention(
     """Compute attention, with the signature that `transformers` requires.
 
     Inside :func:`.compute_packed_states`, each document of the row attends only to itself. Otherwise,
-    ``attention_mask`` is applied as in `sdpa`, and ``softcap`` caps the scores, and
-    ``s_aux`` contains the attention sink of each head.
+    ``attention_mask`` is applied as in `sdpa`. ``softcap`` caps the scores, and ``s_aux`` contains the attention sink
+    of each head.
     """
     now = current_attention_pass()
     if kwargs.get("position_bias") is not None:

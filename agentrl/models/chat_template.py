@@ -138,7 +138,7 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         options: Mapping[str, object] | None = None,
     ) -> TemplateLayout:
-        """Render ``messages`` with placeholders and return the texts around them. Raises ChatTemplateError."""
+        """Return the texts around the placeholders of the rendered ``messages``. Raises ChatTemplateError."""
         pieces = _PLACEHOLDER.split(self.render(messages, tools, options))
         texts: list[list[Part]] = [[TemplateMark(pieces[0])] if pieces[0] else []]
         slots: list[int] = []

@@ -46,7 +46,7 @@ _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64
 
 
 def choose_attention_backend(model: ModelSettings, config: PreTrainedConfig) -> AttentionBackend:
-    """Return "padded" or the backend for packed rows, by ``model.rows``. Raises SettingsError if it cannot run."""
+    """Return "padded" or the backend for packed rows (``model.rows``). Raises SettingsError if it cannot run."""
     return (
         "padded"
         if uses_padded_rows(model, config)
@@ -55,7 +55,7 @@ def choose_attention_backend(model: ModelSettings, config: PreTrainedConfig) -> 
 
 
 def uses_padded_rows(model: ModelSettings, config: PreTrainedConfig) -> bool:
-    """Return True if the model reads padded trajectories (``model.rows``), whatever this machine can run."""
+    """Return True if the model reads padded trajectories (``model.rows``), regardless of what this machine can run."""
     return model.rows == "padded" or (model.rows == "auto" and packing_error(config) is not None)
 
 
@@ -110,8 +110,8 @@ def check_forward_matches_unpadded(name: str, config: PreTrainedConfig, backend:
 def check_packed_forward(name: str, policy: PolicyModel) -> None:
     """Raise SettingsError if the forward pass of ``policy`` differs from the model's own forward pass of one row.
 
-    ``name`` is the name of the model in messages. Costs two forward passes of short rows and one pass of both.
-    Collective over ranks that share parameters or form a sequence-parallel group.
+    ``name`` is the name of the model in messages. Costs one forward pass for each of two short rows and one for both
+    together. Collective over ranks that share parameters or form a sequence-parallel group.
     """
     model, head = policy.causal_lm, policy.head
     rows = [row.to(head.weight.device) for row in make_test_sequences(head.out_features)]
@@ -244,7 +244,7 @@ def _keep_few_layers(config: PreTrainedConfig) -> None:
 
 
 def _keep_few_heads(config: PreTrainedConfig) -> None:
-    """Keep at most four heads, and scale widths with them. If the model's heads share keys, pairs of heads do."""
+    """Keep at most four heads, and scale widths accordingly. If heads share keys in the model, pairs share keys."""
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(width, int):
         return

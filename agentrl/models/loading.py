@@ -74,7 +74,7 @@ def tiny_config(settings: TinyModelSettings, *, vocabulary_size: int | None = No
 
 
 def build_tiny_model(settings: TinyModelSettings, tokenizer: PreTrainedTokenizerBase, *, seed: int) -> PreTrainedModel:
-    """Create a randomly initialised Qwen2 model (tied embeddings, float32) for ``tokenizer``."""
+    """Create a randomly initialized Qwen2 model (tied embeddings, float32) for ``tokenizer``."""
     from transformers import Qwen2ForCausalLM
 
     size = max(settings.vocabulary_size, len(tokenizer))
@@ -216,7 +216,7 @@ def read_model_config_if_available(settings: ModelSettings) -> PreTrainedConfig 
 def require_model_config(settings: ModelSettings) -> PreTrainedConfig:
     """Return the configuration of ``settings.path``, or of the tiny policy. Weights are not read.
 
-    Shipped configurations serve memory estimates without a network. They lack token ids and rotary settings. Raises
+    Shipped configurations allow memory estimates without a network. They lack token ids and rotary settings. Raises
     SettingsError if the configuration cannot be read on this machine.
     """
     from transformers import AutoConfig

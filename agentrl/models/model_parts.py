@@ -84,7 +84,7 @@ class ModelParts:
 
 
 def split_model(causal_lm: PreTrainedModel) -> ModelParts:
-    """Split a model into its parts. Raises SettingsError if the logits depend on anything else.
+    """Split a model into its parts. Raises SettingsError if the logits depend on anything except these parts.
 
     Checks the logits with artificial hidden states and head outputs. Runs no layer and reads no weight, so the model
     may be sharded or on the meta device.
@@ -112,7 +112,7 @@ def _declared_logit_map(config: PreTrainedConfig) -> LogitMap:
 
 @torch.no_grad()
 def _describe_logit_difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
-    """Describe how the model's logits for given hidden states differ from the logits of ``parts``. None if equal."""
+    """Describe how the model's logits for given hidden states differ from those of ``parts``. None if they agree."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head

@@ -61,7 +61,7 @@ class FrozenHead:
     ) -> Tensor:
         """Return the divergence [N] of the policy with ``head`` and ``hidden`` [N, D] from the frozen policy.
 
-        ``log_probs`` [N] are the policy's at ``targets`` [N].
+        ``log_probs`` [N] are the policy's log-probabilities of ``targets`` [N].
         """
         own, other = head.logit_map, self.logit_map
         return full_kl(
@@ -101,8 +101,8 @@ class FrozenTopTokens:
         temperature: float,
         support: Support | None,
     ) -> Tensor:
-        """Like :meth:`FrozenHead.divergence_of_policy`, with all other tokens counted as one."""
-        assert support is None  # the settings refuse restricted sampling with a server
+        """Like :meth:`FrozenHead.divergence_of_policy`, over ``ids``, with all other tokens merged into one."""
+        assert support is None  # the settings reject restricted sampling with a teacher server
         return top_divergence(
             hidden,
             head.weight,
@@ -257,7 +257,7 @@ class PolicyModel(nn.Module):
         self.attention: AttentionBackend = attention
         self.sequence = sequence
         self.records_routes = False
-        self.routes: ExpertRoutes | None = None  # of the last forward that recorded or replayed them
+        self.routes: ExpertRoutes | None = None  # from the last forward that recorded or replayed routes
 
     @property
     def head(self) -> FusedHead:

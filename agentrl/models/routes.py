@@ -75,7 +75,7 @@ _current: ContextVar[ExpertRoutes | None] = ContextVar("routes", default=None)
 
 @contextmanager
 def record_and_replay_routes(routes: ExpertRoutes | None) -> Iterator[None]:
-    """Record and replay ``routes`` in the forward passes of this thread inside the block. None: no effect."""
+    """Record and replay ``routes`` in the forward passes of this thread inside the block. No effect if None."""
     token = _current.set(routes)
     try:
         yield

@@ -170,7 +170,7 @@ def read_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
 def special_token_differences(
     policy: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase, *, owner: str
 ) -> dict[int, str]:
-    """Return the ids of special tokens that differ between two tokenizers, each with a message that names it.
+    """Return the ids of special tokens that differ between two tokenizers, each with a message that names the token.
 
     Raises SettingsError if an ordinary token differs. ``owner`` describes the model of the other tokenizer.
     """
@@ -192,7 +192,8 @@ def special_token_differences(
 def read_end_token_ids(path: str | Path) -> tuple[int, ...]:
     """Return the end-of-sequence tokens from generation_config.json or, if the file is missing, from config.json.
 
-    Chat models list tokens there that their tokenizer does not list (``<|im_end|>`` in addition to ``<|endoftext|>``).
+    In these files, chat models list tokens that their tokenizer does not list (``<|im_end|>`` in addition to
+    ``<|endoftext|>``).
     """
     from transformers import AutoConfig, GenerationConfig
 

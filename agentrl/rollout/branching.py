@@ -16,7 +16,7 @@ from typing import Final
 from agentrl.rollout.settings import UNMEASURED_WIDTH
 from agentrl.trajectory import Trajectory
 
-# Minimum number of forks, and of trees, for the estimate of a turn. Older ones count less, because weights decay.
+# Minimum number of forks, and of trees, for the estimate of a turn. Older forks count less, because weights decay.
 _MIN_EVIDENCE: Final = 8.0
 
 
@@ -96,10 +96,10 @@ class _Fork:
     turn: int
     weight: float
     before: float  # tokens of the response up to the fork
-    after: float  # mean tokens after it
-    mean: float  # mean reward of the paths below
+    after: float  # mean number of tokens after the fork
+    mean: float  # mean reward of the paths below the fork
     square: float
-    variance: float  # among the paths below
+    variance: float  # of the rewards, among the paths below the fork
 
 
 def _find_forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:

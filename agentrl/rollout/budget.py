@@ -1,8 +1,8 @@
 """The number of rollouts of each problem in a step (docs/reference/formulas.md 9).
 
-Every problem weighs the same in the gradient, so a problem with ``n`` rollouts contributes the variance ``V / n``.
+Every problem has the same weight in the gradient, so a problem with ``n`` rollouts contributes the variance ``V / n``.
 Sizes depend on earlier steps only. Therefore the gradient estimate stays unbiased if each problem's mean is weighted
-equally, which :attr:`.Trajectory.problem_weight` ensures.
+equally. :attr:`.Trajectory.problem_weight` ensures equal weights.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ def allocate_group_sizes(scores: Sequence[float], total: int, *, most: int) -> l
     >>> allocate_group_sizes([1.0, 3.0, 0.0], 16, most=10)
     [4, 10, 2]
     """
-    # The sum is convex and separable, so giving each further rollout to the largest decrease is optimal.
+    # The sum is convex and separable, so it is optimal to give each further rollout to the problem with the largest
+    # decrease.
     sizes = [MIN_GROUP_SIZE] * len(scores)
     decreases = [
         (-_variance_decrease(score, MIN_GROUP_SIZE), MIN_GROUP_SIZE, number) for number, score in enumerate(scores)
@@ -60,7 +61,7 @@ SCORES: Final[dict[Budget, Callable[[Posteriors, str], float]]] = {
     "neyman": _expected_gradient_std,
     "variance": _success_variance,
 }
-"""Functions that compute a problem's score from the posteriors and its key, for each budget except uniform."""
+"""Functions that compute a problem's score from the posteriors and the problem's key, by budget except uniform."""
 
 
 def expected_gradient_variance(posteriors: Posteriors, key: str) -> float:
@@ -72,9 +73,8 @@ def expected_gradient_variance(posteriors: Posteriors, key: str) -> float:
 def expected_energy(branches: Sequence[Trajectory]) -> float:
     """Return ``sum(1 - p)`` over the sampled tokens of a rollout.
 
-    For a forked rollout, this is the weighted mean of the sums over its paths.
-    Its expectation is the expected energy of the rollout, because for every token
-    ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]``.
+    For a forked rollout, this is the weighted mean of the sums over its paths. The expectation of the result is the
+    expected energy of the rollout, because for every token ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]``.
     """
     # A branch has the summed weight of the paths through it.
     return -math.fsum(
@@ -86,7 +86,7 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
 
 
 def success_fraction(branches: Sequence[Trajectory]) -> float:
-    """Return a rollout's reward as a fraction of a success. A forked rollout has the weighted mean of its paths."""
+    """Return a rollout's reward as a fraction of a success. A forked rollout has the weighted mean over its paths."""
     return math.fsum(
         item.rollout_fraction * reward_as_success_fraction(item.reward) for item in branches if item.receives_reward
     )

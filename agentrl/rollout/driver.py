@@ -204,7 +204,7 @@ _ROLES: Final[dict[Literal["model", "observation"], Literal["assistant", "tool"]
 
 
 NextJob = Callable[[], Awaitable[tuple[Group, int] | None]]
-"""Waits until another rollout may start. Returns its group and its number in the group, or None if there are no more.
+"""Waits until another rollout may start. Returns its group and its number in the group, or None if no rollout is left.
 
 Number ``group.size`` is the greedy rollout."""
 RecordPromptLength = Callable[[Group, int | None], None]
@@ -316,8 +316,8 @@ class Driver:
     ) -> AsyncGenerator[Group, None]:
         """Yield groups from jobs that arrive over time.
 
-        A group contains ``size`` rollouts of a request, plus a greedy one if ``greedy`` is set. ``rollouts``: the
-        number of jobs, if known. With ``deterministic``, turns are played in rounds only if the number is known.
+        A group contains ``size`` rollouts of a request, plus a greedy rollout if ``greedy`` is set. ``rollouts``: the
+        number of jobs, if known. With ``deterministic``, turns are played in rounds only if ``rollouts`` is known.
         """
         players = self._concurrency if rollouts is None else min(self._concurrency, rollouts)
         state = _SharedState(
@@ -392,7 +392,7 @@ class Driver:
         return (branches[-1].as_single_trajectory(),) if _all_ends_are_failures(branches) else branches
 
     async def _play_without_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
-        """Play a rollout without retries. Returns its branches. Agents and re-rendered histories can have several."""
+        """Play a rollout without retries. Returns its branches, several for some agents and re-rendered histories."""
         greedy = sample == group.size
         policy = TokenPolicy(
             problem=group.problem,
@@ -461,7 +461,7 @@ def _all_ends_are_failures(branches: Sequence[Trajectory]) -> bool:
 async def yield_from_tasks(
     count: int, worker: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
-    """Run ``count`` tasks of ``worker``, and yield the values that they pass to its argument.
+    """Run ``worker`` in ``count`` tasks, and yield the values that the tasks pass to the function that they receive.
 
     Raises the exception of a failed task.
     """

@@ -47,7 +47,7 @@ class ChatSetup:
 
 
 def check_environment(settings: EnvironmentRelatedSettings) -> None:
-    """Import the environment of ``settings.env``. Raises PluginError if it or one of its tools is invalid."""
+    """Import the environment of ``settings.env``. Raises PluginError if the environment or a tool is invalid."""
     if is_agent_program(settings.env):
         program_for_environment(settings.env, settings.environment.model_extra or {}, settings.gateway)
     else:
@@ -81,7 +81,7 @@ def _choose_template_use(settings: EnvironmentRelatedSettings) -> TemplateUse | 
 
 
 def uses_chat_template(settings: EnvironmentRelatedSettings) -> bool:
-    """Return True if conversations use the model's chat template, if the model has one."""
+    """Return True if conversations use the chat template of a model that has one."""
     return is_agent_program(settings.env) or _choose_template_use(settings) is not None
 
 

@@ -12,13 +12,13 @@ from agentrl.errors import SettingsError
 from agentrl.trajectory import Group, Trajectory, assign_path_weights
 from agentrl_envs.types import Ended, Verdict
 
-# Rewards closer than this count as equal.
+# Rewards that differ by at most this much count as equal.
 _REWARD_TOLERANCE = 1e-8
 
 COUNTED_REASONS = (
     "excluded", "void", "truncated", "dropped_empty", "dropped_no_greedy", "dropped_accuracy", "dropped_zero_variance",
 )  # fmt: skip
-"""Reasons, counted in metrics, for not training rollouts (the first three) and groups."""
+"""Reasons for not training on rollouts (the first three) and groups. Metrics count each reason."""
 
 Treatment = Literal["train", "mask", "exclude"]
 """Use of a rollout, depending on how it ended. train: without restriction. mask: in the baseline but not in the loss.
@@ -50,9 +50,9 @@ def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Gr
     """Return the groups to train, and the numbers of untrained rollouts and groups by reason.
 
     The rules apply in this order: excluded rollouts, void turns and truncation, empty groups, a failed greedy rollout,
-    accuracy, equal rewards. Rollouts in the baseline but not in the loss are listed in :attr:`.Group.masked`.
-    A failed greedy rollout removes its group. Otherwise its reward counts only in the group's variance.
-    Raises SettingsError if ``accuracy_range`` is set but answers are not graded.
+    accuracy, equal rewards. Rollouts in the baseline but not in the loss are listed in :attr:`.Group.masked`. A failed
+    greedy rollout removes its group. The reward of any other greedy rollout counts only in the group's variance. Raises
+    SettingsError if ``accuracy_range`` is set but answers are not graded.
     """
     counts = dict.fromkeys(COUNTED_REASONS, 0)
     kept: list[Group] = []
@@ -89,7 +89,7 @@ def _reweight_branches(included: list[Trajectory]) -> list[Trajectory]:
 def _reason_to_drop(
     group: Group, included: list[Trajectory], masked: frozenset[tuple[int, int]], rules: FilterRules
 ) -> str | None:
-    """Return the reason for dropping a group, or None. Only trajectories with the reward of a rollout or path count."""
+    """Return the reason for dropping a group, or None. Only trajectories that receive a reward count."""
     included = [item for item in included if item.receives_reward]
     if all((item.sample, item.branch) in masked for item in included):
         return "dropped_empty"

@@ -15,9 +15,9 @@ from agentrl.trajectory import Group, Trajectory
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return averages over rollouts, without greedy rollouts. Branches of a rollout count as one rollout.
 
-    Mean rewards weight rollouts by :attr:`.Trajectory.token_weight`, so that they do not depend on the budget or on
-    forks. Other averages count every rollout, and every end of a forked rollout, once. The standard error treats groups
-    as clusters. Undefined metrics are omitted.
+    Mean rewards weight rollouts by :attr:`.Trajectory.token_weight`, so that mean rewards do not depend on the budget
+    or on forks. Other averages count every rollout, and every end of a forked rollout, once. The standard error treats
+    groups as clusters. Undefined metrics are omitted.
     """
     played = [item for group in groups for item in group.trajectories]
     rollouts = [item for group in groups for item in group.rollouts]
@@ -95,8 +95,8 @@ def clustered_reward_stderr(groups: Sequence[Group]) -> float:
 def between_problem_variance_fraction(groups: Sequence[Group]) -> float:
     """Return the fraction of reward variance between problems (ANOVA intraclass correlation).
 
-    The value may be negative for a single step, because the estimate is centered on 0 if rewards do not depend on the
-    problem. nan for fewer than two groups, if no group has two rollouts, and if all rewards are equal.
+    The value may be negative for a single step, because the estimate is centred on 0 if rewards do not depend on the
+    problem. Returns nan for fewer than two groups, if no group has two rollouts, and if all rewards are equal.
     """
     parts = [part for part in (_rewards(group.rollouts) for group in groups) if part]
     count = sum(map(len, parts))

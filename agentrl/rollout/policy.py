@@ -38,8 +38,8 @@ _TASKS_PER_ITERATION = 16
 class EventLoopThrottle:
     """Admits at most 16 tasks per iteration of the event loop, first come, first served.
 
-    Without it, all work that a batch of completions triggers (decoding, parsing, starting programs) would run in one
-    iteration and delay timers, new requests and cancellations. A task does not wait if the gate is free.
+    Without this limit, all work that a batch of completions triggers (decoding, parsing, starting programs) would run
+    in one iteration and delay timers, new requests and cancellations. A task does not wait if the gate is free.
     """
 
     def __init__(self) -> None:
@@ -94,7 +94,7 @@ class TurnBarrier:
         try:
             await future
         finally:
-            # Still present if the task was cancelled by its deadline while it waited.
+            # The future is still present if the task was cancelled by its deadline while it waited.
             if self._waiting.get(request_id) is future:
                 del self._waiting[request_id]
 
@@ -253,9 +253,9 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     may omit the reward. ``turn_barrier``: the gate before each turn, if any.
 
     ``branching``: where the rollout forks, with the ``measured`` widths. The prompt of a branch contains all tokens of
-    its parent. ``path``: the number of the branch at each fork, which keys its randomness. ``leaves`` and ``live``:
-    maximum number of leaves below the branch, and of branches that are played at the same time. ``earlier_tokens`` and
-    ``earlier_turns``: tokens and turns of the response before the branch.
+    its parent. ``path``: the number of the branch at each fork; the path keys the branch's randomness. ``leaves`` and
+    ``live``: maximum number of leaves below the branch, and of branches that are played at the same time.
+    ``earlier_tokens`` and ``earlier_turns``: tokens and turns of the response before the branch.
     """
 
     step: int

@@ -4,7 +4,8 @@
 a step, either on demand or from rollouts that run ahead of training in the background.
 
 A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued. No token of
-the group is older. A group is *due* in the batch by which its oldest token would be ``max_staleness`` batches old.
+the group is older than this. A group is *due* in the batch by which its oldest token would be ``max_staleness`` batches
+old.
 
 Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. All
 issued groups therefore fit into the batches up to the last batch in which a group is due, whatever their length, and
@@ -197,7 +198,7 @@ class RolloutSource(ABC):
         """Record the start of a group, and return its training step."""
 
     async def _next_job(self) -> tuple[Group, int] | None:
-        """Return the next rollout. All rollouts of a problem except the first wait until its prompt is measured."""
+        """Return the next rollout. After a problem's first rollout, wait until the problem's prompt is measured."""
         async with self._job_lock:
             if self._samples_left:
                 group = await self._queue.wait_for_newest_prompt_length()

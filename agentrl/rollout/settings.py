@@ -156,8 +156,8 @@ class RolloutSettings(BaseModel):
     )
     kv_on_update: Literal["recomputed", "kept"] = Field(
         "recomputed",
-        description="recomputed: running requests recompute their keys and values when the weights change; kept: they"
-        " keep them",
+        description="recomputed: running requests recompute their keys and values when the weights change; kept: "
+        "running requests keep their keys and values",
     )
     temperature: float = Field(
         1.0, gt=0, description="sampling temperature, which also applies to the log-probabilities in training"
@@ -254,8 +254,8 @@ class RewardSettings(BaseModel):
     functions: dict[Annotated[str, Field(pattern=r"^[^:\s]+(:[^:\s]+)?$")], float] = Field(
         default={},
         description="functions whose weighted sum is the reward of a trajectory: module:function or a registered "
-        "name, each with its weight. The name environment refers to the environment's reward, which is "
-        "used alone if this is empty",
+        "name, each with its weight. The name environment refers to the environment's reward. If "
+        "this setting is empty, the environment's reward is used alone",
     )
     deadline: float = Field(
         30.0,

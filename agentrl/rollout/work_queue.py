@@ -68,8 +68,8 @@ class WorkQueue:
     other problem is issued, so that indices do not depend on which environment starts fastest. After a restart, issued
     but untrained problems are issued first, with their previous indices.
 
-    Problems are drawn in blocks of ``settings.groups_per_round``, whose rollouts ``settings.budget`` distributes. A
-    problem that replaces a skipped one has the same number of rollouts.
+    Problems are drawn in blocks of ``settings.groups_per_round``. ``settings.budget`` distributes a block's rollouts
+    over its problems. A problem that replaces a skipped problem has the same number of rollouts.
     """
 
     def __init__(self, sampler: ProblemSampler, settings: RolloutSettings, *, updates_posteriors: bool = False) -> None:
@@ -120,7 +120,7 @@ class WorkQueue:
         newest = self._newest
         if self._newest_is_measured.is_set() or newest is None:
             return
-        # Compare both: the replacement of a skipped problem has the same index, and a problem may repeat.
+        # Compare index and problem: the replacement of a skipped problem has the same index, and a problem may repeat.
         if group.index != newest.index or group.problem is not newest.problem:
             return
         if tokens is not None and tokens > self._settings.max_prompt_tokens:
@@ -258,7 +258,7 @@ class WorkQueue:
         logger.warning(
             "problem %s is skipped: its prompt has %d tokens, more than rollout.max_prompt_tokens=%d%s",
             problem.id, tokens, self._settings.max_prompt_tokens,
-            "; further ones are only counted (groups/skipped_long_prompt)" if self._logged_count == _MAX_LOGGED else "",
+            "; later skips are only counted (groups/skipped_long_prompt)" if self._logged_count == _MAX_LOGGED else "",
         )  # fmt: skip
 
 

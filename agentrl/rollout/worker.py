@@ -164,8 +164,8 @@ class RolloutWorker:
 def subsample_groups(groups: tuple[Group, ...], count: int, *, step: int) -> tuple[Group, ...]:
     """Draw ``count`` of ``groups`` uniformly, keeping their order. The draw is deterministic for each step.
 
-    Of the groups played ahead, the last ones are present because they were short. Always leaving them out would bias
-    training towards longer groups.
+    Of the groups played ahead, the last groups are present because they were short. Always leaving out the last groups
+    would bias training towards longer groups.
     """
     if len(groups) <= count:
         return groups
@@ -176,7 +176,7 @@ def subsample_groups(groups: tuple[Group, ...], count: int, *, step: int) -> tup
 def problems_for_next_round(in_first_round: int, needed: int, *, collected: int, kept: int) -> int:
     """Return the number of problems for another round: enough to fill the batch at the fraction kept so far.
 
-    The number never exceeds that of the first round, which is also used if no group was kept.
+    The number never exceeds the number in the first round. If no group was kept, the number is as in the first round.
 
     >>> problems_for_next_round(8, 8, collected=8, kept=2)
     8

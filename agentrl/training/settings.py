@@ -33,8 +33,9 @@ class AlgorithmSettings(_Settings):
     """baseline at positions that only one trajectory of the group reaches. zero: 0; carry: the last baseline of two or
     more trajectories; self: the trajectory's return"""
     siblings: Literal["none", "only", "pooled"] = "none"
-    """baseline in forked rollouts. none: the estimator's, over the leaves of the group; only: over the sibling branches
-    of the token's nearest fork, without its own branch; pooled: over the siblings and the group's other rollouts"""
+    """baseline in forked rollouts. none: the estimator's baseline, over the leaves of the group; only: over the sibling
+    branches of the token's nearest fork, without the token's branch; pooled: over the siblings and the group's other
+    rollouts"""
     sibling_pool: float = Field(1.0, gt=0)
     """weight of the group's other rollouts with siblings=pooled, as a number of siblings"""
     energy: Literal["logit_proxy", "head_exact", "length"] = "logit_proxy"
@@ -136,7 +137,8 @@ class KLSettings(_Settings):
         if self.placement == "reward" and self.resolved_estimator.endswith("+"):
             raise ValueError(
                 f"estimator={self.estimator} differs from {self.resolved_estimator[:-1]} only in its gradient, "
-                "which placement=reward does not use: set k1 (the only exact one for rewards), abs, k2, k3 or full"
+                "which placement=reward does not use: set k1 (the only estimator that is exact for "
+                "rewards), abs, k2, k3 or full"
             )
         if self.controller == "adaptive" and self.coefficient == 0:
             raise ValueError(
@@ -167,8 +169,8 @@ class TeacherSettings(_Settings):
     """path and url of the teachers of problem sources, such as {code: {path: TEACHER}}; a source is named after its
     file, data set or generator. path is the teacher of all other sources"""
     top_tokens: int = Field(20, ge=1)
-    """with url: number of most likely tokens per position that exact objectives distinguish; all other tokens count as
-    one. vLLM limits the number by --max-logprobs (20)"""
+    """with url: number of most likely tokens per position that exact objectives distinguish; all other tokens are
+    merged into one. vLLM limits the number by --max-logprobs (20)"""
     objective: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
     """divergence between policy and teacher at each model token. reverse_kl: KL(policy || teacher); forward_kl:
     KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary, or
@@ -216,7 +218,7 @@ class TeacherSettings(_Settings):
 
     @property
     def local_paths(self) -> set[str | None]:
-        """The models that are loaded on the training ranks. None: the initial policy."""
+        """Paths of the teachers that are loaded on the training ranks. The entry None is the initial policy."""
         return {one.path for one in self.settings_by_source.values() if one.url is None}
 
     @property
@@ -379,7 +381,7 @@ class TrainingSettings(_Settings):
 
         In bfloat16, stage 0 would accumulate in bfloat16, and stage 1 would keep the accumulated gradients on the GPU.
         In float32 with an offloaded optimizer, stage 2 runs as 1, because DeepSpeed 0.19 accumulates wrong gradients at
-        stage 2 once a backward fills several reduction buckets. Both stages keep the gradients on the device.
+        stage 2 once a backward pass fills several reduction buckets. Both stages keep the gradients on the device.
         """
         if bfloat16:
             return max(self.zero_stage, 2)
@@ -416,8 +418,9 @@ class ColdstartSettings(_Settings):
     """number of copies of each formula problem, each with different numbers"""
     direct_share: float = Field(0.0, ge=0, le=1)
     """fraction of the demonstrations that state the answer immediately: in a box, also for agent programs, or, if the
-    environment is a class, by their last turn. A policy that imitates them guesses, so that reinforcement learning can
-    improve it by using the tool. The tiny preset sets it only for generated demonstrations"""
+    environment is a class, by their last turn. A policy that imitates such demonstrations guesses the answer.
+    Reinforcement learning can then improve the policy by making it use the tool. The tiny preset sets it only for
+    generated demonstrations"""
     direct_turn: Literal["first", "any"] = "first"
     """turn of a direct answer. first: the first turn; any: a random turn before the last, after observations that do
     not yet determine the answer. With any, the policy learns to give up early, and more often in longer tasks"""

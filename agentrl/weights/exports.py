@@ -1,7 +1,7 @@
 """Weights as files: policy directories, exports of each version, and the parameters of policies with adapters.
 
-Exported directories store the head as a separate parameter, even if it is tied to the embedding. At its start, vLLM on
-CPU packs the head's weight, and it silently keeps this copy unless new weights contain the head.
+Exported directories store the head as a separate parameter, even if it is tied to the embedding. vLLM on CPU packs the
+head's weight at startup and silently keeps this copy unless new weights contain the head.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agentrl.weights.verify import EMBEDDING_NAME, HEAD_NAME, Checksum, add_tied
 
 INDEX = "model.safetensors.index.json"
 SHARD_BYTES = 256 * 1024 * 1024
-"""Bytes of one file, and of memory needed for writing."""
+"""Size of one file, and of the memory needed to write it, in bytes."""
 
 
 def add_untied_head(tensors: Iterable[tuple[str, Tensor]]) -> Iterator[tuple[str, Tensor]]:
@@ -65,7 +65,7 @@ def write_untied_copy(model: Path, target: Path) -> Path:
 
 
 def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: int) -> Path:
-    """Write one version's weights to a new directory. Keeps the previous version, which an engine may read."""
+    """Write one version's weights to a new directory. Keeps the previous version, which an engine may be reading."""
     return write_version(folder, version, lambda partial: write_shards(partial, add_untied_head(tensors)))
 
 
@@ -120,7 +120,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tuple[str, Tensor]]:
     """Yield name and complete value of every parameter with adapters merged. The model is not changed.
 
-    Collective under ZeRO-3, like :func:`full_parameters`. Every rank holds a copy of the adapters in the meantime.
+    Collective under ZeRO-3, like :func:`full_parameters`. Every rank holds a copy of the adapters during the iteration.
     """
     factors = {name: value.clone() for name, value in full_parameters(module, wanted=is_adapter_factor)}
     for name, value in full_parameters(module, wanted=lambda name: not is_adapter_factor(name)):

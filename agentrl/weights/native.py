@@ -84,7 +84,7 @@ class ServersClient:
 
 
 def _in_thread(work: Callable[[], _Result]) -> Future[_Result]:
-    """Run ``work`` on the caller's GPU in a daemon thread, for which the exit of this process does not wait."""
+    """Run ``work`` on the caller's GPU in a daemon thread. The process can exit without waiting for it."""
     future: Future[_Result] = Future()
     device = torch.cuda.current_device() if torch.cuda.is_available() else None
 
@@ -116,18 +116,19 @@ def make_vllm_source(source: ParameterSource, sent: Callable[[], None] = lambda:
         def __iter__(self) -> Iterator[tuple[str, Tensor]]:
             for name, tensor in source:
                 sent()
-                # The sender packs tensors of several groups into one buffer, so each must outlive its group.
+                # Clone, because the sender packs tensors of several parameter groups into one buffer, and a gathered
+                # tensor is valid only until the next group.
                 yield name, tensor.clone()
 
     return _Source()
 
 
 class NativeTransfer:
-    """One rank's side of the native transfer. All ranks create one and call :meth:`send` together.
+    """One rank's side of the native transfer. Every rank creates one, and all ranks call :meth:`send` together.
 
     If a server exits during a transfer, the sender waits in NCCL, which has no time limit. Therefore the sender runs in
-    a thread. If a server's response fails or no parameter is sent for ``deadline`` seconds, the communicator is
-    aborted and the transfer raises WorldError. It cannot be used again: the other servers wait in NCCL too.
+    a thread. If a server's response fails or no parameter is sent for ``deadline`` seconds, the communicator is aborted
+    and the transfer raises WorldError. The transfer cannot be used again, because the other servers also wait in NCCL.
     """
 
     def __init__(

@@ -28,13 +28,13 @@ class TransferTarget:
     """
 
     opener: str = ""
-    """``module:function`` that opens a :class:`DirectTransfer`, called on every rank; empty: files."""
+    """``module:function`` that opens a :class:`DirectTransfer`, called on every rank. If empty, files are used."""
     backend: str = "file"
     """The name of the transfer method, for messages."""
     form: Literal["full", "merged", "adapter"] = "full"
     """Parameters that the engine loads: all, or for a policy with adapters, the merged model or the adapters only."""
     older_versions: int = 1
-    """Number of versions before the newest one whose files are kept."""
+    """Number of older versions whose files are kept in addition to the newest version."""
     addresses: tuple[str, ...] = ()
     world_sizes: tuple[int, ...] = ()
     """Number of GPU processes of each server."""
@@ -77,14 +77,14 @@ class ParameterSource:
     """
 
     def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, with_checksums: bool = True) -> None:
-        """With ``with_checksums``, compute checksums, which only one rank needs."""
+        """``with_checksums`` enables checksums. Only one rank needs them."""
         self._module = module
         self._group_elements = group_elements
         self._with_checksums = with_checksums
         self.checksums: dict[str, Checksum] = {}
 
     def shapes(self) -> list[ParameterShape]:
-        """Return name, dtype and complete shape of every parameter. Under ZeRO-3, a shard's shape is empty."""
+        """Return name, dtype and complete shape of every parameter, including parameters sharded by ZeRO-3."""
         return [
             ParameterShape(name=name, dtype=item.dtype, shape=tuple(getattr(item, "ds_shape", item.shape)))
             for name, item in self._module.named_parameters()

@@ -5,8 +5,8 @@ shards, pads or transposes parameters: sums of shards add up, and zeros contribu
 changes it. Several changes collide with probability 2^-64. A permutation is not detected.
 
 Checksums detect a parameter that did not arrive, arrived partially or is stale, if it has a name in a checkpoint. The
-probe covers all parameters and their order. At the start, the difference on the probe is measured at equal weights. It
-bounds the difference from then on.
+probe covers all parameters and their order. At the start, the difference on the probe is measured at equal weights.
+This measurement determines the bound for all later differences.
 
 Not guaranteed: an engine that provides no checksums may miss an update that moves the probe by less than that bound.
 """
@@ -36,7 +36,7 @@ HEAD_NAME = "lm_head.weight"
 EMBEDDING_NAME = "model.embed_tokens.weight"
 
 _MODULUS = 1 << 64
-# Elements processed at a time: mixing needs 24 bytes of memory for each.
+# Elements processed at a time. Mixing needs 24 bytes of memory per element.
 _CHUNK = 1 << 22
 # The constants of splitmix64's finalizer, as signed 64-bit integers.
 _FIRST = 0xBF58476D1CE4E5B9 - _MODULUS
@@ -104,7 +104,7 @@ def sum_checksums(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str,
 
 
 def add_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
-    """Return the checksums, with the embedding's also as the head's if the two are tied."""
+    """Return the checksums. If the head is missing because it is tied, it gets the embedding's checksum."""
     tied = EMBEDDING_NAME in found and HEAD_NAME not in found
     return {**found, HEAD_NAME: found[EMBEDDING_NAME]} if tied else dict(found)
 
@@ -224,8 +224,8 @@ class Verifier:
     ) -> str | None:
         """Return the problem with an engine that returns these checksums and scores, or None.
 
-        ``reported`` is empty if the engine provides no checksums. The first scores of an engine measure its bound,
-        because the weights are equal by construction then.
+        ``reported`` is empty if the engine provides no checksums. The first scores of an engine determine its bound,
+        because at that time the weights are equal by construction.
 
         >>> verifier = Verifier("bfloat16")
         >>> probe = Probe(token_ids=(1, 2, 3), log_probs=(-1.0, -2.0))

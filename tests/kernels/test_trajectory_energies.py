@@ -385,9 +385,9 @@ def test_unknown_models_and_shared_layers_are_refused() -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"token_mask": torch.ones(1, 4).bool()}, "row 0 at position 0, which no state predicts"),
-        ({"attention_mask": torch.tensor([[0, 0, 1, 1]])}, "row 0 at position 2, which no state predicts"),
-        ({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, "row 0 at position 2, which no state predicts"),
+        ({"token_mask": torch.ones(1, 4).bool()}, "row 0 at position 0, but no state predicts this token"),
+        ({"attention_mask": torch.tensor([[0, 0, 1, 1]])}, "row 0 at position 2, but no state predicts this token"),
+        ({"attention_mask": torch.tensor([[1, 1, 0, 0]])}, "row 0 at position 2, but no state predicts this token"),
         ({"temperature": 0.0}, "temperature must be positive"),
         ({"importance_weights": torch.ones(1, 3)}, r"importance_weights must be \[B, S\] = \(1, 4\); got \(1, 3\)"),
         ({"importance_weights": torch.full((1, 4), torch.nan)}, "importance_weights is nan in row 0 at position 2"),

@@ -202,7 +202,7 @@ async def test_prompts_that_are_all_too_long_mean_a_wrong_limit(caplog: pytest.L
     with caplog.at_level(logging.WARNING), pytest.raises(SettingsError, match=r"rollout\.max_prompt_tokens=5"):
         await worker(prompt=lambda _: "long prompt", max_prompt_tokens=5).next_batch(0)
     assert caplog.text.count("is skipped") == 10  # of a thousand
-    assert caplog.text.count("further ones are only counted") == 1
+    assert caplog.text.count("later skips are only counted") == 1
 
 
 async def test_past_the_step_deadline_it_says_what_is_missing_and_keeps_the_queue() -> None:

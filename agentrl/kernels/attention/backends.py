@@ -34,8 +34,9 @@ def attend(
     """Compute causal attention inside every document: query [1, H, L, E], key and value [1, G, L, E] -> [1, L, H, E].
 
     A token attends to the last ``window`` tokens of its document, including itself. With a ``cap``, scores z are capped
-    to cap tanh(z / cap). ``sinks`` [H] are the scores of one more key of each head, with the value zero, which every
-    token reads. If ranks share the row, L are this rank's tokens, and H must be a multiple of their number.
+    to cap tanh(z / cap). ``sinks`` [H] contains the score of one extra key for each head. Every token reads this key,
+    whose value is zero. If ranks share the row, L is the number of this rank's tokens, and H must be a multiple of the
+    number of ranks.
     """
     if (ranks := attention_pass.sequence) is None:
         return _attend_local_heads(attention_pass, query, key, value, scale, window, cap, sinks)
@@ -54,7 +55,7 @@ def _attend_local_heads(
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    # The kernels of `flash` return no log-sum-exp with a gradient, which sinks need.
+    # Sinks need a differentiable log-sum-exp, which the kernels of `flash` do not return.
     if now.backend == "flex" or (now.backend == "flash" and sinks is not None):
         return attend_flex(now.row, query, key, value, scale=scale, window=window, cap=cap, sinks=sinks)
     if now.backend == "flash":
@@ -168,7 +169,7 @@ def attend_flash(
 ) -> Tensor:
     """Run the backend `flash`: one call for segments of different lengths, with last queries and last keys aligned.
 
-    No shape is planned or compiled, so rows of new lengths have no cost on the host.
+    Nothing is planned or compiled for a shape, so a row of a new length costs no time on the host.
     """
     bounds = row.varlen_bounds
     if bounds.indices is not None:
@@ -274,7 +275,7 @@ def eager_attention(
     cap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Compute attention [n, H, w, E] where ``mask`` is True, with a float32 softmax. For caps and sinks as in `attend`.
+    """Compute attention [n, H, w, E] where ``mask`` is True, with a float32 softmax. Cap and sinks are as in `attend`.
 
     Materializes all scores [n, H, w, w].
     """

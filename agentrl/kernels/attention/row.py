@@ -45,7 +45,7 @@ class SequenceParallelGroup:
     def kv_tokens_to_heads(self, states: Tensor) -> Tensor:
         """Apply :meth:`tokens_to_heads` to G heads shared by queries.
 
-        Ranks that need the same head receive a copy each.
+        Every rank that needs a head receives a copy of it.
         """
         copies = math.lcm(states.shape[1], self.size) // states.shape[1]
         return self.tokens_to_heads(states.repeat_interleave(copies, 1) if copies > 1 else states)
@@ -119,10 +119,10 @@ class VarlenBounds(NamedTuple):
 class PackedRow:
     """B documents, each a prompt and a response, as S segments of one row of L tokens.
 
-    The segments form a tree. A segment continues another one or starts a document. A token attends to the tokens before
-    it in its segment, and to all tokens on the path to its segment. All segments that continue a segment, directly or
-    indirectly, follow it before any other segment. Segments stay on the host, where attention plans its calls; nothing
-    is read back from the device.
+    The segments form a tree. A segment continues another segment or starts a document. A token attends to the tokens
+    before it in its segment, and to all tokens on the path to its segment. All segments that continue a segment,
+    directly or indirectly, follow it before any other segment. Segments stay on the host, where attention plans its
+    calls; nothing is read back from the device.
 
     Two documents with the prompt (7, 8), and a third one whose prompt continues the first:
 
@@ -179,7 +179,7 @@ class PackedRow:
     def pad_to_multiple(self, multiple: int) -> PackedRow:
         """Pad the row to a multiple, so that the ranks sharing the row have equal numbers of tokens.
 
-        The padding is a last segment of zeros, which no document reads.
+        The padding is a final segment of zeros that no document attends to.
         """
         missing = -len(self.token_ids) % multiple
         if not missing:
@@ -234,7 +234,7 @@ class PackedRow:
     def end_of_attending_tokens(self) -> Tensor:
         """For each token, the row index after the last segment that continues the token's segment, [L].
 
-        A token attends to the tokens before it in the row whose reach exceeds its index.
+        A token attends to each earlier token of the row whose value here exceeds the attending token's index.
         """
         ends = (self.segment_starts + self.lengths).tolist()
         for number, parent in reversed([*enumerate(self.continued_segments.tolist())]):
@@ -310,7 +310,7 @@ class PackedRow:
 
 
 def _group_similar_counts(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Group indices whose counts differ by at most a fifth, or by a few tokens. Equal counts are whole documents."""
+    """Group indices whose counts differ by at most a fifth or a few tokens. Tuples of equal counts stay separate."""
     parts: dict[tuple[int, ...], list[int]] = {}
     for number, own in enumerate(counts):
         sizes = (int(math.log(count + 32, 1.25)) for count in own)  # padding short segments costs less than a call
@@ -338,13 +338,13 @@ class PrefixTree:
         """Add a document with a prompt of ``prompt_tokens`` tokens, and return the number of its shared tokens."""
         index = bisect_left(self._sorted, (document, 0))
         shared, owner = 0, -1
-        # In lexicographic order, a neighbor has the longest common prefix.
+        # In lexicographic order, a neighbour has the longest common prefix.
         for other, number in self._sorted[max(0, index - 1) : index + 1]:
             most = min(prompt_tokens, len(other) // 4)
             found = bisect_left(range(most), True, key=lambda n: document[: 4 * n + 4] != other[: 4 * n + 4])
             shared, owner = max((shared, owner), (found, number))
         while owner >= 0 and shared <= self.branches[owner][1]:
-            owner = self.branches[owner][0]  # to the document that itself stores the last shared token
+            owner = self.branches[owner][0]  # the document that itself stores the last shared token
         self._sorted.insert(index, (document, len(self.branches)))
         self.branches.append((owner, shared))
         return shared
@@ -404,8 +404,8 @@ def pack_padded(
     """Pack left-aligned documents in ``input_ids`` [B, S], and return (row, rows [N], columns [N]) on their device.
 
     ``mask`` [B, T] bool is True on the N response tokens of interest, whose rows and columns are returned in row-major
-    order. Tokens after a document's last True are omitted. ``prompt_lengths`` [B], each at least 1. For callers outside
-    the training step: reads the tensors back to the host.
+    order. Tokens after a document's last True are omitted. Each of the ``prompt_lengths`` [B] must be at least 1. For
+    use outside the training step only, because the tensors are read back to the host.
     """
     device, on_host = input_ids.device, mask.cpu()
     counts = torch.where(on_host, torch.arange(1, mask.shape[1] + 1, device="cpu"), 0).amax(-1)
@@ -475,7 +475,7 @@ def _compute_padded_states(row: PackedRow, transformer: nn.Module) -> Tensor:
     """Return the states [L, D] of a row whose documents are batch entries with padding on the right.
 
     A causal model's states do not depend on later tokens, so the padding needs no mask. A shared prefix is computed
-    with each document. One forward pass for each batch of documents of nearly equal lengths.
+    with each document. Runs one forward pass for each batch of documents of nearly equal lengths.
     """
     tables, places = row.document_batches_by_length
     parts = [transformer(input_ids=row.input_ids[0][table], use_cache=False).last_hidden_state for table in tables]

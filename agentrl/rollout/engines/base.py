@@ -42,7 +42,7 @@ class EngineError(RuntimeError):
 class Sampling:
     """Sampling parameters of one turn: the tempered distribution, restricted by ``min_p``, ``top_k`` and ``top_p``.
 
-    They apply in this order, each to the renormalized result of the previous limits. Temperature 0 means greedy
+    The limits apply in this order, each to the renormalized result of the previous limits. Temperature 0 means greedy
     sampling. ``returns_support``: return the tokens to which each distribution was restricted. ``routes_from``: return
     the routes of the context's tokens from this index on, and of the sampled tokens except the last; None: return no
     routes.
@@ -93,7 +93,7 @@ class Completion:
 class CacheUse:
     """Usage of an engine's KV cache: its capacity in ``tokens``, and the fraction ``used`` (0 to 1).
 
-    An engine with several caches reports the fraction of the fullest one.
+    An engine with several caches reports the fraction of the fullest cache.
 
     ``preemptions``: number of times since the start that a trajectory lost its keys and values for lack of room.
     """
@@ -276,7 +276,7 @@ class EngineFacts:
     """The setting, as ``key=value``, that makes the engine share GPUs with the training ranks; empty if it does not.
     With shared GPUs, one side is idle while the other computes."""
     remote: bool = False
-    """Whether servers may run on other machines, not started by the run."""
+    """Whether servers may run on other machines without being started by the run."""
     start_seconds: float = 0.0
     """Maximum seconds to open the engine, in addition to loading a model."""
 
@@ -303,7 +303,7 @@ class EnginePlugin(ABC):
 
     @abstractmethod
     def facts(self, rollout: RolloutSettings) -> EngineFacts:
-        """Return the engine's properties. Must be cheap: it is called often, also before a model is loaded."""
+        """Return the engine's properties. Must be cheap, because it is called often, even before a model is loaded."""
 
     @abstractmethod
     def managed(self, request: EngineSpecification) -> ManagedEngine:

@@ -22,9 +22,9 @@ class SlotCache(Cache):
     """Keys and values ``[rows, heads, length + 1, head_dim]`` per layer, contiguous and no longer than needed.
 
     Before a forward pass, the caller selects rows and the positions of their new tokens
-    (:meth:`select_entries_and_build_mask`). Each layer's ``update`` writes there and returns the keys and values that
-    the rows may attend to. The last column collects padding and is always masked. Stale entries past a row's length
-    need no clearing: the mask hides them until they are overwritten.
+    (:meth:`select_entries_and_build_mask`). Each layer's ``update`` writes at these positions and returns the keys and
+    values that the rows may attend to. The last column collects padding and is always masked. Stale entries past a
+    row's length need no clearing: the mask hides them until they are overwritten.
 
     A decoding step reads every column of every layer, so unused columns cost time. The length therefore grows with the
     longest row, by at least an eighth. To save memory, each layer that grows moves to the memory that the previous

@@ -3,7 +3,7 @@
 A request is sent to the server with the least work, including the prefix that the server would have to recompute.
 
 A server is stalled if it has requests but computes no tokens. A slow server is not treated as stalled. A time limit for
-requests would instead drop long turns on a busy server and keep short ones.
+requests would instead drop long turns on a busy server and keep short turns.
 """
 
 from __future__ import annotations

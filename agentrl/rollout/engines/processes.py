@@ -128,7 +128,7 @@ class NodeServer(ServerProcess):
         self._gone.set()
 
     def launch(self) -> None:
-        """Start the server on its node, or on a new one if the node is lost. Raises WorldError if no node has room."""
+        """Start the server on its node, or on a new node if it is lost. Raises WorldError if no node has room."""
         if self._node is None or not self._cluster.is_reachable(self._node):
             self._node = self._cluster.reserve_on_node(self._bundle)
         node = self._node

@@ -100,7 +100,7 @@ class JSONClient:
             raise InvalidResponseError(f"{self.address}{path}: {error}; the response is {_excerpt(content)}") from None
 
     async def _request(self, method: str, path: str, body: object, seconds: float | None) -> bytes:
-        # A long prompt is sent again with every turn: msgspec encodes its tokens ten times faster than json.
+        # A long prompt is sent again with every turn, and msgspec encodes its tokens ten times faster than json.
         sent = None if body is None else msgspec.json.encode(body)
         try:
             async with asyncio.timeout(seconds):
@@ -118,9 +118,9 @@ class JSONClient:
 
 
 class StreamClient:
-    """Client for an endpoint with streamed responses. The caller checks their status.
+    """Client for an endpoint with streamed responses. The caller checks the status of responses.
 
-    A response may last as long as its pieces arrive, each within ``read_timeout`` seconds.
+    The duration of a response is not limited, but each piece must arrive within ``read_timeout`` seconds.
     """
 
     def __init__(
@@ -224,7 +224,8 @@ class ServerIdentity:
     """Properties reported by a server.
 
     ``release``: the release of the server's software. ``version``: the result of :meth:`ServerClient.version`.
-    ``workers``: the number of its GPU processes. ``note``: a text for the console, such as the dtype of its logits.
+    ``workers``: the number of the server's GPU processes. ``note``: a text for the console, such as the dtype of its
+    logits.
     """
 
     release: str
@@ -266,7 +267,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def version_label(self) -> str | None:
-        """Return the label of the server's weights; None until :meth:`set_version_label` sets one."""
+        """Return the label of the server's weights; None until :meth:`set_version_label` sets a label."""
 
     @abstractmethod
     async def set_version_label(self, version: int) -> None:

@@ -43,9 +43,9 @@ def sample_tokens(
     """Draw one token per row by inverting the cumulative distribution.
 
     Takes ``logits`` [n, V], ``temperatures`` [n] and ``uniforms`` [n] float64 in [0, 1). ``restrict`` maps the
-    log-probabilities [n, V] of ``softmax(logits / temperature)`` to the sampling distribution's. Returns token ids [n],
-    their log-probabilities [n] (float32) and all log-probabilities [n, V] under the sampling distribution. At
-    temperature 0, the most likely token is selected (the first on a tie), with log-probability 0.
+    log-probabilities [n, V] of ``softmax(logits / temperature)`` to the log-probabilities of the sampling distribution.
+    Returns token ids [n], their log-probabilities [n] (float32) and all log-probabilities [n, V] under the sampling
+    distribution. At temperature 0, the most likely token is selected (the first on a tie), with log-probability 0.
     """
     greedy = temperatures == 0
     divisors = torch.where(greedy, 1.0, temperatures)
@@ -64,8 +64,8 @@ def restrict_to_likely_tokens(log_probs: Tensor, *, min_ps: Tensor, top_ks: Tens
     """Restrict each row to its likely tokens and renormalize it. All other log-probabilities are -inf.
 
     Keeps the tokens with at least the fraction ``min_p`` [n] of the largest probability (0: all). Of these, it keeps
-    the ``top_k`` [n] most likely ones (0: all), with ties broken by the smaller id. Of these, it keeps the smallest set
-    of most likely tokens whose renormalized probability reaches ``top_p`` [n] (1: all; Holtzman et al. 2020). A row
+    the ``top_k`` [n] most likely tokens (0: all), with ties broken by the smaller id. Of these, it keeps the smallest
+    set of most likely tokens whose renormalized probability reaches ``top_p`` [n] (1: all; Holtzman et al. 2020). A row
     without limits is unchanged.
 
     >>> row = torch.tensor([[0.5, 0.3, 0.2]]).log()

@@ -57,7 +57,7 @@ class ServedWeights:
         return f"{self._run_id}-{version}"
 
     def set_version(self, directory: Path | None, version: int) -> None:
-        """Set the current version. Servers load it from ``directory``; None: they have received its weights."""
+        """Set the current version. Servers load it from ``directory``; None: servers have received the weights."""
         self.version, self.directory, self.has_initial_weights = version, directory, False
         self.check = None  # the old check is for the old weights; a new one is set after verification
 

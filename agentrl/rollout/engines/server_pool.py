@@ -278,7 +278,7 @@ class ServerEngine:
     async def install(self, directory: Path | None, version: int) -> None:
         """Install the weights of ``version`` from ``directory``; None: they have been transferred to the servers.
 
-        Call :meth:`pause` first. Running requests continue; new ones wait for :meth:`resume`.
+        Call :meth:`pause` first. Running requests continue; new requests wait for :meth:`resume`.
         """
         self._weights.set_version(directory, version)
         asleep, self._is_asleep = self._is_asleep, False
@@ -333,7 +333,8 @@ class ServerEngine:
     async def _call_servers(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
         """Call every responding server. Servers that fail are marked as down.
 
-        If no server responds, wait until one recovers, and call it. Raises WorldError if none recovers in time.
+        If no server responds, wait until a server recovers, and call that server. Raises WorldError if no server
+        recovers in time.
         """
         while not (results := await self._call_responding_servers(call)):
             await self._wait_for_recovery()

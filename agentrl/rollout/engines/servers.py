@@ -1,7 +1,7 @@
 """The base class of server engines, for vLLM and for plug-ins.
 
-Servers are started by the run, or external. `ManagedServers` covers their lifecycle and weights, and
-:mod:`.server_pool` the requests. See docs/how-to/engines.md for a complete example.
+Servers are started by the run, or external. `ManagedServers` manages their lifecycle and weights, and
+:mod:`.server_pool` handles the requests. See docs/how-to/engines.md for a complete example.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ class ManagedServers(ABC):
     def server_plans(self, gpus: Sequence[str] | None) -> Sequence[ServerPlan]:
         """Return the plans of the ``settings.replicas`` servers to start. The default raises SettingsError.
 
-        ``gpus``: the GPUs to use; None: the GPUs of this machine, of which training uses the first
-        ``request.training_gpus``.
+        ``gpus``: the GPUs to use; None: the GPUs of this machine. Training uses the first ``request.training_gpus``
+        GPUs of this machine.
         """
         raise SettingsError(
             f"rollout.engine={self.request.rollout.engine} does not start servers: set {self.settings.prefix}.addresses"

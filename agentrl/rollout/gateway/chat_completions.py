@@ -64,7 +64,7 @@ def _require_valid_tool(tool: object) -> object:
 
 
 class ChatCompletionsRequest(ApiRequestBody):
-    """A chat request. A field with a single valid value describes behavior that cannot be changed.
+    """A chat request. A field with a single valid value describes behaviour that cannot be changed.
 
     ``tool_choice``, ``parallel_tool_calls`` and ``response_format`` are accepted but do not constrain the reply. A
     constraint would change the sampling distribution, and the trainer could not recompute the probabilities.

@@ -251,7 +251,7 @@ class AgentEnvironment(Environment):
         }
 
 
-# Without limits, because the episode limits its turns and time.
+# The gateway sets no limits, because the episode limits its turns and time.
 _UNLIMITED = AgentGatewaySettings(history="template", max_generations=2**31, deadline=1e9)
 
 

@@ -44,7 +44,7 @@ class ContainerCommand(AgentProgram):
         self._prepared: dict[str, tuple[TaskContainer, contextlib.AsyncExitStack]] = {}
 
     async def open(self, server: AgentGateway) -> None:
-        """Connect to Docker. Raises UnavailableError if it does not respond."""
+        """Connect to Docker. Raises UnavailableError if Docker does not respond."""
         self._gateway = server
         await self._containers.open()
 
@@ -64,8 +64,8 @@ class ContainerCommand(AgentProgram):
     async def run(self, problem: Problem, access: GatewayAccess) -> float:
         """Run the command, then the verifier. Returns the reward. Raises AgentFailureError.
 
-        The verifier also runs if the command fails after the policy has reached a limit, or is stopped by the task's
-        time limit although the engine never failed.
+        The verifier also runs in two other cases: the command fails after the policy has reached a limit, or the task's
+        time limit stops the command although the engine never failed.
         """
         assert self._gateway is not None, "the environment is not open"
         container, stack = self._prepared.pop(access.name)

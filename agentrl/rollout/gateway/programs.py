@@ -153,7 +153,7 @@ async def temporary_agent_directory() -> AsyncIterator[str]:
     try:
         yield directory
     finally:
-        # Shielded, so that a cancelled rollout still removes its files.
+        # Shield the removal, so that a cancelled rollout still removes its files.
         await asyncio.shield(asyncio.to_thread(shutil.rmtree, directory, ignore_errors=True))
 
 

@@ -46,7 +46,7 @@ class AgentRollout:
     stopped: Ended | None = None
     stop_reason: str = ""
     failure: str | None = None  # reason for a failure of the engine
-    abandon_reason: str | None = None  # reason for which the agent ended the rollout without a reward
+    abandon_reason: str | None = None  # reason why the agent ended the rollout without a reward
     reward: float | None = None
     finished_event: asyncio.Event = field(default_factory=asyncio.Event)
 
@@ -75,8 +75,8 @@ class AgentRollout:
     async def answer_request(self, request: AgentRequest, *, body: bytes, retry: bool, key: str | None) -> Generation:
         """Return the generation that answers a request. A marked retry receives the generation of the first request.
 
-        A disconnected client does not cancel the generation, because it may retry. Raises GatewayRequestError if the
-        request is rejected.
+        A disconnected client does not cancel the generation, because the client may retry. Raises GatewayRequestError
+        if the request is rejected.
         """
         digest = key or hashlib.sha256(body).hexdigest()
         task = self._tasks_by_request.get(digest) if retry or key is not None else None
@@ -243,7 +243,7 @@ class AgentRollout:
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
     def _choose_cache_sequence_id(self, parent: Generation | None, number: int) -> str:
-        """Return the sequence of a generation: its parent's sequence for the first continuation, else a new one."""
+        """Return the sequence of a generation: its parent's sequence for the first continuation, or a new sequence."""
         if parent is not None and parent.id not in self._continued_ids:
             self._continued_ids.add(parent.id)
             return parent.cache_sequence_id
@@ -252,7 +252,7 @@ class AgentRollout:
         return cache_sequence_id
 
     def _build_prompt(self, request: AgentRequest) -> tuple[Prompt, MismatchReason | None]:
-        """Return the prompt of a request, and the reason if it does not continue the last reply, else None."""
+        """Return the prompt of a request, and the reason if the prompt does not continue the last reply, or None."""
         parent, new_messages, mismatch = self.tree.match_request(request)
         if parent is not None:
             appended = self._append_to_parent(request, parent, new_messages)

@@ -176,8 +176,8 @@ class GenerationTree:
         """Return the branches with trained tokens, sorted by last generation.
 
         A branch is the list of its generations after the fork. A generation is continued by its first child that leads
-        to a trained token. Other such children start new sequences. Generations that lead to no trained token are left
-        out.
+        to a trained token. Its other children that lead to trained tokens start new sequences. Generations that lead to
+        no trained token are left out.
         """
         live: set[int] = set()
         for one in self.generations:

@@ -33,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 
 async def add_observations(demonstration: Demonstration, environment: Environment) -> Demonstration:
-    """Return the demonstration with observations from ``environment``. Observations by its author are kept.
+    """Return the demonstration with observations from ``environment``. Observations in the demonstration are kept.
 
     Raises SettingsError if the episode ends before the last turn.
     """
@@ -221,7 +221,7 @@ def warn_of_exceeded_token_limits(
 ) -> None:
     """Warn of prompts and demonstrations that exceed the token limits of rollouts.
 
-    Raises SettingsError if all ``prompts`` exceed the limit, because no problem could be trained.
+    Raises SettingsError if all ``prompts`` exceed the limit, because no problem would be left to train on.
     """
     rollout = settings.rollout
     longest = max(prompts, default=0)

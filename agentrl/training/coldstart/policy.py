@@ -47,8 +47,8 @@ class StartingPolicyScore:
     """Score of a policy right after its cold start, from one rollout per problem, sampled as in training.
 
     A rollout with a reward of at least 1 solves its problem. ``problems`` is the number of problems that were played,
-    and ``source`` their origin. ``low`` and ``high`` bound the fraction of problems like these that the policy solves
-    (95 % interval).
+    and ``source`` is the origin of the problems. ``low`` and ``high`` are the bounds of the 95 % interval for the
+    fraction of similar problems that the policy solves.
     """
 
     source: str
@@ -79,7 +79,7 @@ class StartingPolicyScore:
         if not self.solved and self.highest_reward > 0:
             line += f"; mean reward {self.mean_reward:.3f}"
         console.note(line)
-        # Without a solved problem, a reward of partial success is still something to reinforce.
+        # Even if no problem is solved, training can reinforce partial success that is rewarded.
         if self.solved < _TOO_FEW_SOLVED * self.problems and (self.solved or self.highest_reward <= 0):
             few = f"only {self.solved} of {self.problems} problems" if self.solved else "no problem"
             console.warning(

@@ -94,8 +94,8 @@ def shuffled_batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]
 def random_repetition_demonstration(vocabulary: Tensor, generator: torch.Generator) -> EncodedDemonstration:
     """Return 4 to 16 random tokens of ``vocabulary`` [V] as prompt, and their three repetitions as response.
 
-    Only copying can predict them. With a plain imitation of demonstrations, a small new model learns the form of tool
-    calls long before it learns to copy results, and often stops there.
+    Only copying can predict the repetitions. A small new model that only imitates demonstrations learns the form of
+    tool calls long before it learns to copy results, and often makes no further progress.
     """
     length = int(torch.randint(4, 17, (), generator=generator))
     ids = tuple(vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)].tolist())
@@ -114,8 +114,8 @@ def fine_tune(
     """Minimize the mean negative log-probability of the model's tokens, in place.
 
     The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead. The first
-    ``coldstart.copy_steps`` steps add repeated random tokens. Each step calls ``report`` with its number and its loss
-    on demonstrations.
+    ``coldstart.copy_steps`` steps add repeated random tokens. After each step, ``report`` is called with the step's
+    number and its loss on demonstrations.
     """
     cold = settings.coldstart
     _, world = start_distributed(deadline=settings.training.collective_deadline)
@@ -173,7 +173,7 @@ async def cold_start(
         demonstrations = [await add_observations(item, environment) for item in read]
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            # Nothing of it remains during training, which may be killed.
+            # Remove the directory, so that nothing remains if training is killed.
             _temporary_directory(output).cleanup()
         except OSError as error:
             raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
@@ -283,9 +283,10 @@ def shorten_to_direct_answers(
     boxed: bool = True,
     turn: Literal["first", "any"] = "first",
 ) -> tuple[Demonstration, ...]:
-    """Make a random ``share`` of the demonstrations end early with their answer, ``boxed`` or as in their last turn.
+    """Make a random ``share`` of the demonstrations end early with the answer, ``boxed`` or as in the last turn.
 
-    The answer replaces all turns from the ``first`` on, or from a random turn before the last on (``any``).
+    The answer replaces all turns from the first on (``first``), or all turns from a random turn before the last on
+    (``any``).
     """
     generator = random.Random(seed)
     shortened = []

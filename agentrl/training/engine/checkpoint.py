@@ -99,7 +99,7 @@ class CheckpointWriter:
         _write_on_all_ranks(folder, prepare)
         parts = {f"{name}/part-{self._rank:05d}.safetensors": item.copy_rank_state() for name, item in engines.items()}
         files = self._thread.submit(_write_parts, folder, parts)
-        # Copy the state, because the run continues to change it. The copy equals what read_run_state returns.
+        # Copy the state, because the run continues to change it. The copy is equal to the result of read_run_state.
         state = RunState(**json.loads(json.dumps(asdict(state))))
         self._pending = _PendingCheckpoint(state=state, folder=folder, files=files)
         asynchronous = self._settings.asynchronous

@@ -41,7 +41,8 @@ class RowExchange:
 
         ``home_ranks`` [B] is the home rank of each row.
 
-        Positions after a row's last True are not sent. Ranks are ranks of ``group``; None: of all processes.
+        Positions after a row's last True are not sent. Ranks are numbered within ``group``, or within all processes if
+        ``group`` is None.
         """
         ranks = torch.distributed.get_world_size(group) if torch.distributed.is_initialized() else 1
         self._group = group
@@ -102,7 +103,7 @@ def _flatten_rows(values: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _pad_rows(flat: Tensor, lengths: Tensor) -> Tensor:
-    """Invert :func:`_flatten_rows`: return rows as wide as the longest one, padded with zeros."""
+    """Invert :func:`_flatten_rows`: return rows as wide as the longest row, padded with zeros."""
     width = max(1, int(lengths.max())) if lengths.numel() else 1
     padded = flat.new_zeros(len(lengths), width)
     padded[_length_mask(lengths, width)] = flat

@@ -168,8 +168,9 @@ def moe_block_class_names(module: nn.Module) -> list[str]:
     """Return the full class names of ``module``'s mixture-of-experts blocks: modules with a list of ``experts``.
 
     ZeRO-3 gathers a module's weights in its forward, on all ranks together. Ranks whose tokens are routed to different
-    experts would gather different weights and hang or confuse them, so the weights of a block are gathered together.
-    Experts with one shared parameter need no such treatment, because every rank gathers it.
+    experts would gather different weights, and would hang or mix up the weights. Therefore the weights of a block are
+    gathered together. This is unnecessary if the experts share one parameter, because every rank gathers the shared
+    parameter.
     """
     lists = (nn.ModuleList, nn.ModuleDict)
     blocks = {type(block) for block in module.modules() if isinstance(block._modules.get("experts"), lists)}
@@ -192,8 +193,8 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
     # DeepSpeed calls collectives by names that torch has renamed.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
-    # On CPUs, DeepSpeed compiles a shared-memory all-reduce at its first start, which takes a compiler and a minute.
-    # DeepSpeed uses this all-reduce only for inference, so disable it.
+    # On CPUs, DeepSpeed compiles a shared-memory all-reduce at its first start, which requires a compiler and takes a
+    # minute. DeepSpeed uses this all-reduce only for inference, so disable it.
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
     defaults = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}
     if "RANK" not in os.environ:
@@ -239,7 +240,7 @@ def gather_from_ranks(value: _Value) -> list[_Value]:
 def run_on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
     """Call ``work`` on this rank and return every rank's value, in the order of ranks. Collective.
 
-    A WorldError on one rank is raised on all ranks, so that none waits in the next collective.
+    A WorldError on one rank is raised on all ranks, so that no rank waits in the next collective.
     """
     value: _Value | None = None
     problem: str | None = None
@@ -257,7 +258,7 @@ def run_on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
 def run_on_rank_zero(work: Callable[[], _Value]) -> _Value:
     """Call ``work`` on rank 0 only, and return its value on every rank.
 
-    Errors as in :func:`run_on_every_rank`. Collective.
+    Handles errors as :func:`run_on_every_rank` does. Collective.
 
     ``work`` must be fast, because the other ranks wait in a collective.
     """
@@ -270,7 +271,7 @@ def all_to_all(
 ) -> Tensor:
     """Send the r-th part of ``values``, of ``sent[r]`` entries, to rank r of ``group`` (None: all ranks). Collective.
 
-    Returns the parts received from all ranks, in the order of ranks, ``received[r]`` entries from rank r.
+    Returns the parts received from all ranks, in the order of ranks, with ``received[r]`` entries from rank r.
     """
     if len(sent) == 1:
         return values
@@ -283,8 +284,9 @@ class TrainingEngine(Generic[_Module_co]):
     """A module trained by DeepSpeed. ``backward`` accumulates gradients; ``step`` clips, applies and clears them.
 
     DeepSpeed averages gradients over ranks, so multiply a loss that is normalized over all ranks by :attr:`world_size`.
-    Sequence-parallel ranks compute the same loss, and each computes the gradient through its slice. Their sum is the
-    gradient of one loss. Sums over rows are all-reduced over ranks with different rows, :attr:`groups.peers`.
+    Sequence-parallel ranks compute the same loss, and each rank computes the gradient through its slice. The sum of
+    these gradients is the gradient of one loss. Sums over rows are all-reduced over ranks with different rows
+    (:attr:`groups.peers`).
     """
 
     def __init__(
@@ -407,7 +409,8 @@ class TrainingEngine(Generic[_Module_co]):
     def close(self) -> None:
         """Free the model and the optimizer's state once nothing else refers to them. The engine cannot train any more.
 
-        Otherwise, DeepSpeed's gradient hooks keep both alive, and each run in a program adds another copy.
+        Without this call, DeepSpeed's gradient hooks keep the model and the state alive, and each run in a program adds
+        another copy.
         """
         self._engine.destroy()
 
@@ -427,7 +430,7 @@ class TrainingEngine(Generic[_Module_co]):
 
 
 def read_model_for_training(path: str | Path, model: ModelSettings, training: TrainingSettings) -> PreTrainedModel:
-    """Read a causal language model for this rank, only its shard at ZeRO-3. Collective at ZeRO-3.
+    """Read a causal language model for this rank. At ZeRO-3, the rank keeps only its shard, and the call is collective.
 
     With ``model.lora.rank``, adapters are added and the weights of the model are frozen.
     """
@@ -447,7 +450,7 @@ def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettin
 
 
 def _count_dimensions(parameter: nn.Parameter) -> int:
-    """Return the number of dimensions of the whole parameter; a shard has one."""
+    """Return the number of dimensions of the whole parameter; a shard has one dimension."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 

@@ -24,7 +24,7 @@ class RankGroups:
 
     replica: int  # index of this rank's sequence-parallel group
     replicas: int
-    sequence: SequenceParallelGroup | None = None  # that group; None if every rank has different rows
+    sequence: SequenceParallelGroup | None = None  # of this rank; None if every rank has different rows
     peers: ProcessGroup | None = None  # one rank of each group; None: all ranks
 
     @property

@@ -1,4 +1,4 @@
-"""Heartbeats of training ranks. They detect stuck ranks, which are alive and therefore close no connection.
+"""Heartbeats of training ranks. They detect stuck ranks, whose processes are alive and therefore close no connection.
 
 A rank's main thread marks its progress in a :class:`Heartbeat`. Another thread sends the latest mark to the rollout
 worker once a second, and the worker's :class:`HeartbeatMonitor` finds the rank that is stuck.
@@ -15,7 +15,7 @@ from agentrl.cluster.local import THIS_MACHINE
 INTERVAL = 1.0
 """Seconds between two heartbeats of a rank, and between two checks by the worker."""
 
-# A micro-batch may take this many times as long as the longest one so far. At any time, a process may send no heartbeat
+# A micro-batch may take this many times as long as the longest one so far. A process may also go without a heartbeat
 # for this many times `cluster.deadline`, because a library that writes a large file can block Python threads.
 _TOLERANCE = 10.0
 # Seconds without a heartbeat after which a rank's process counts as not responding, and seconds without a check after
@@ -30,8 +30,7 @@ class HeartbeatState:
     ``position`` is the number of worker calls, and of marks since the last call. All ranks make the same calls and
     marks, so positions are comparable. ``allowed_seconds`` is the time in seconds until the next mark, unless the rank
     waits for ranks at the same or an earlier position. ``waits_for_worker`` is True if the rank waits only for the
-    worker.
-    ``progress_count`` counts the marks.
+    worker. ``progress_count`` is the number of marks.
     """
 
     node: str
@@ -177,8 +176,8 @@ class HeartbeatMonitor:
         """Return the ranks that block the run: the overdue ranks at the earliest position.
 
         A rank that waits in a collective is not overdue before the ranks that it may wait for. If the processes of some
-        of these ranks do not respond, only those are returned. A single rank that does not respond is not blocking: it
-        was suspended, for example with Ctrl-Z.
+        of these ranks do not respond, only the ranks of these processes are returned. A single rank that does not
+        respond is not blocking: it was suspended, for example with Ctrl-Z.
         """
         if self._checked is not None and now - self._checked > _RESPONSE_SECONDS:
             self._extend_allowances(now - self._checked, now)  # the worker was suspended, perhaps with all ranks

@@ -89,8 +89,8 @@ class MicroBatchBudget:
         """Record a smaller size if memory runs out inside the block.
 
         Raises OutOfMemoryError, or SettingsError if smaller micro-batches do not help: after a micro-batch of one
-        trajectory, and after a second failure outside micro-batches. The first failure may be due to memory that large
-        micro-batches fragmented.
+        trajectory, and after a second failure outside micro-batches. The first failure outside micro-batches may be due
+        to memory that large micro-batches fragmented.
         """
         try:
             yield

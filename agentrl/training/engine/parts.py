@@ -69,7 +69,7 @@ class ParameterShard:
     name: str
     start: int  # in the flat parameter
     length: int
-    flat: nn.Parameter  # weights in float32; the optimizer's state has tensors of its shape
+    flat: nn.Parameter  # weights in float32; the optimizer's state has tensors of the same shape
     offset: int  # in ``flat``
 
     def view_shard(self, whole: Tensor) -> Tensor:

@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-_EXIT_SECONDS = 30.0  # for ranks to exit after SIGTERM because a rank has failed
-_EXIT_SECONDS_AFTER_LOSS = 5.0  # for ranks to exit after SIGTERM because a rank or the rollout worker was lost
+_EXIT_SECONDS = 30.0  # seconds for ranks to exit after SIGTERM because a rank has failed
+_EXIT_SECONDS_AFTER_LOSS = 5.0  # seconds for ranks to exit after SIGTERM because a rank or the worker was lost
 _CAUSE_DELAY = 3.0  # seconds to wait for the cause of a failure that may be a consequence of another failure
 _POLL_INTERVAL = 0.2  # seconds between two polls of the ranks
 
@@ -55,7 +55,7 @@ _FINAL = (0, SettingsError.exit_code, EXIT_INTERRUPTED)
 
 
 def runs_in_separate_processes(settings: Settings) -> bool:
-    """Return True if ranks run in separate processes, not in this one."""
+    """Return True if ranks run in separate processes, not in this process."""
     cluster = settings.cluster
     return settings.training.num_processes > 1 or has_many_nodes(cluster.kind) or cluster.restarts > 0
 
@@ -66,8 +66,8 @@ def launch_ranks(settings: Settings, run_path: Path, *, resume: bool, poll: Call
     ``poll`` is called several times a second. If it raises, the ranks stop at the next safe point.
 
     Raises WorldError if a rank failed or a node was lost and no restart of ``cluster.restarts`` is left, and
-    OutOfMemoryError if the rank ran out of memory. Raises KeyboardInterrupt if the run was stopped and no rank has
-    reported it.
+    OutOfMemoryError if that rank ran out of memory. Raises KeyboardInterrupt if the run was stopped and no rank has
+    reported the stop.
     """
     console = Console(settings.telemetry)
     cluster = open_cluster(settings.cluster, _visible_gpus_of_process())

@@ -75,7 +75,7 @@ class BestPolicyExport:
             partial.rename(pending)
 
     def keep_only(self, best: EvaluationRecord | None) -> None:
-        """Keep the export of ``best``, the best saved evaluation, and remove all others."""
+        """Keep the export of ``best``, the best saved evaluation, and remove all other exports."""
         with os_errors_as_world_errors(self.path, "move the best policy to"):
             if best is not None and self._pending(best["step"]).is_dir():
                 shutil.rmtree(self.path, ignore_errors=True)
@@ -155,8 +155,8 @@ def evaluation_record(report: EvaluationReport) -> EvaluationRecord:
 class PolicyExport:
     """A policy to export: ``state`` holds all parameters of ``model`` after ``steps`` steps.
 
-    ``adapter`` holds the parameters of its adapters, if there are any, on the model ``base``. In ``state``, adapters
-    are merged.
+    ``adapter`` holds the parameters of the policy's adapters on the model ``base``, if there are any. In ``state``,
+    adapters are merged.
     """
 
     settings: Settings
@@ -168,7 +168,7 @@ class PolicyExport:
     steps: int
 
     def write(self, folder: Path, remark: str) -> None:
-        """Write the policy in the `transformers` format; ``remark`` ends the model card.
+        """Write the policy in the `transformers` format. The model card ends with ``remark``.
 
         Adapters are also written separately to ``adapter/``, in the format of PEFT.
         """

@@ -89,7 +89,7 @@ def check_and_describe_inputs(settings: Settings) -> list[str]:
 
 
 def check_teacher_sources(settings: Settings) -> None:
-    """Raise SettingsError if a source has no teacher although others have one, or if a teacher has no source."""
+    """Raise SettingsError if a source has no teacher although other sources do, or if a teacher has no source."""
     teachers = settings.teacher.settings_by_source
     sources = {source_name(entry) for entry in settings.data.train}
     unknown, without = settings.teacher.by_source.keys() - sources, sources - teachers.keys()

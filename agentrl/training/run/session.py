@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.evaluation.during_training import EvaluationReport
 
-# Number of further consecutive steps without a group to train after which the warning is repeated.
+# The warning is repeated after this many further consecutive steps without a group to train on.
 _EMPTY_STEPS_BETWEEN_WARNINGS = 10
 
 _UNEVALUATED = (
@@ -330,7 +330,7 @@ class TrainingSession:
     def _commit_step(self, step: int, updates: int, metrics: Metrics) -> None:
         """Record a finished step. The state of a run advances only here.
 
-        If the run is killed in between, ``--resume`` removes everything written after the previous checkpoint.
+        If the run is killed at any point, ``--resume`` removes everything written after the newest checkpoint.
         """
         self._service.accept_step(step)
         self._progress.step, self._progress.updates = step, updates

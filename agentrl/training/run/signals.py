@@ -44,7 +44,8 @@ def handle_stop_signals(
         request_stop()
 
     def handle(number: int, frame: object) -> None:
-        # The listener thread acts on signals. Python writes their numbers to its pipe only if a handler is installed.
+        # The listener thread acts on signals. Python writes signal numbers to the thread's pipe only if a handler is
+        # installed.
         nonlocal first_signal_at
         first_signal_at = first_signal_at or time.monotonic()
         if force_stop is None and time.monotonic() - first_signal_at >= _REPEAT_SECONDS:

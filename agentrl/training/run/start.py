@@ -186,7 +186,7 @@ def run_rank(
 def _log_to_file_under_launcher(settings: Settings, rank: int) -> contextlib.AbstractContextManager[TextIO | None]:
     """Log the output of a rank that an external launcher started. Ranks started by agentrl already have a log.
 
-    Returns the log if rank 0 writes to a terminal, because its output to the terminal is not logged.
+    Returns the open log on rank 0 if its output goes to a terminal, because terminal output is not logged.
     """
     log = log_file(settings.run_path.absolute(), THIS_MACHINE.node, "rank", rank)
     if PARENT_VARIABLE not in os.environ:

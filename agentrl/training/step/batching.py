@@ -97,7 +97,7 @@ class RowCosts:
 
 
 Unit = tuple[Sequence[Trajectory], ...]
-"""The trajectories of one micro-batch, or of all micro-batches of a group that is too large for one."""
+"""The trajectories of one micro-batch, or of all micro-batches of a group that is too large for one micro-batch."""
 
 
 def pack_into_micro_batches(
@@ -337,7 +337,8 @@ def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:
     reasons = []
     if algorithm.updates_per_step > 1:
         reasons.append(
-            f"{algorithm.updates_per_step} updates on the same trajectories need log-probabilities from before them"
+            f"{algorithm.updates_per_step} updates on the same trajectories need log-probabilities from before the "
+            "updates"
         )
     if needed.step_wide and not advantages_known_before_forward(settings):
         reasons.append(needed.reason)

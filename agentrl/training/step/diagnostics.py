@@ -24,7 +24,7 @@ from agentrl.weights.verify import NOISE_LIMITS, noise_bound
 Reduce = Callable[[Tensor], Tensor]
 
 FIDELITY_FLOORS = {"float32": 1e-3, "bfloat16": 3e-2}
-"""Smallest fidelity bound (nats) by dtype of the weights, also if less was measured at the start."""
+"""Smallest fidelity bound (nats) by dtype of the weights, even if the difference at the start was smaller."""
 
 
 def fidelity_bound(dtype: str, noise: float) -> float:
@@ -131,8 +131,8 @@ class HeadExactMonitor:
 
         Under sequence parallelism, ``hidden`` holds only the states of this rank's tokens.
 
-        A group's gradient is the mean over its rollouts. The tokens of a forked rollout have their weights in the tree.
-        Sequence-parallel ranks exchange their parts of the head's gradient, but no hidden states.
+        A group's gradient is the mean over its rollouts. The tokens of a forked rollout are weighted as in the
+        rollout's tree. Sequence-parallel ranks exchange their parts of the head's gradient, but no hidden states.
         """
         sequence = self._policy.sequence
         _, labels, sizes = torch.unique(batch.groups, return_inverse=True, return_counts=True)

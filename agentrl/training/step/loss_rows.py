@@ -172,7 +172,7 @@ class BatchCompleter:
         beta: float,
         meter: MetricAccumulator,
     ) -> list[list[Batch]]:
-        """Complete the micro-batches of each update, whose groups may span micro-batches and ranks. Collective.
+        """Complete the micro-batches of each update. Groups may span micro-batches and ranks. Collective.
 
         All trajectories of a group are sent to its home rank. An estimator that needs the whole step in one call
         receives all trajectories on rank 0.

@@ -71,7 +71,7 @@ class PolicyObjective:
         teacher_coefficient: float,
         ratio_is_one: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Compute this batch's part of the step's loss, and metrics that are means over the tokens of their loss mask.
+        """Compute this batch's part of the step's loss, and metrics that are means over the tokens of the loss mask.
 
         ``statistics``, each [B, T], are connected to the graph. ``ratio_is_one``: ``batch`` was scored with the same
         statistics, so the ratio of the current policy to the policy that scored the batch is 1.
@@ -166,8 +166,8 @@ class PolicyObjective:
 def _ratio_to_sampling_policy(log_probs: Tensor, batch: Batch, *, ratio_is_one: bool) -> Tensor | None:
     """Return the ratio of the current policy to the sampling policy [B, T], detached; None if every ratio is 1.
 
-    The factor between the sampling policy and the policy before the step is the weight of the rollout correction, with
-    its bounds.
+    The result is the ratio to the policy before the step, times the weights of the rollout correction. A weight, with
+    its bounds, replaces the ratio of the policy before the step to the sampling policy.
     """
     if ratio_is_one:
         return batch.correction_weights

@@ -57,8 +57,8 @@ class FrozenPolicy:
         """``forward`` computes the forward of ``policy``, whose parameters are frozen.
 
         ``needs_full_distribution`` enables the divergence over the whole vocabulary; ``beta`` selects the divergence
-        (:func:`.full_kl`). If the parameters are sharded, this requires a copy of the head on every rank. Rows of the
-        head beyond ``vocabulary`` are omitted, because they only pad the vocabulary: no tokenizer has these ids. With
+        (:func:`.full_kl`). If the parameters are sharded, every rank then needs a copy of the head. Rows of the head
+        beyond ``vocabulary`` are omitted, because they only pad the vocabulary: no tokenizer has these ids. With
         ``hinted``, the policy reads the rows with hints. ``refused_ids`` maps token ids that must not occur to error
         messages.
         """
@@ -82,8 +82,8 @@ class FrozenPolicy:
         The distributions of both policies are restricted to the batch's support, if there is one.
 
         Also returns the inputs of the divergence over the whole vocabulary, for model tokens in row-major order, or
-        None if it is not enabled. If ``chosen`` [B] is given, both contain only the tokens of these trajectories.
-        Raises SettingsError if a refused token id occurs.
+        None if this divergence is not enabled. If ``chosen`` [B] is given, both results contain only the tokens of the
+        chosen trajectories. Raises SettingsError if a refused token id occurs.
         """
         raise_for_refused_ids(batch, self._refused_ids, chosen)
         row = batch.teacher_row if self._hinted and batch.teacher_row is not None else batch.row
@@ -141,7 +141,7 @@ class TeachersBySource:
 
 
 def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: Tensor | None = None) -> None:
-    """Raise SettingsError with the message of ``refused_ids`` if one of its token ids occurs in a trajectory."""
+    """Raise SettingsError if a token id of ``refused_ids`` occurs in a trajectory, with the message for this id."""
     if refused_ids:
         row_ids = batch.row.token_ids.cpu()
         for number, length in enumerate(batch.response_lengths.tolist()):
@@ -263,9 +263,9 @@ class Critic:
         return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
 
     def backward(self, batch: Batch, *, tokens: int) -> dict[str, Tensor]:
-        """Accumulate the gradient of this micro-batch's part of the loss, a mean over the update's ``tokens``.
+        """Accumulate the gradient of this micro-batch's part of the loss.
 
-        Returns metrics as means over the model tokens of ``batch``.
+        The loss is a mean over the update's ``tokens``. Returns metrics as means over the model tokens of ``batch``.
         """
         mask, now = batch.counted_mask, self._forward(batch)[:, :-1]
         per_token, metrics = value_loss(

@@ -56,8 +56,8 @@ class ServedTeacher:
     def score_batch(self, batch: Batch, chosen: Tensor | None = None) -> tuple[Tensor, FrozenTopTokens | None]:
         """Return log-probabilities [B, T] of the sampled tokens, and the most likely tokens for exact objectives.
 
-        If ``chosen`` [B] is given, only these trajectories are scored. Raises WorldError if the server does not score
-        them within the deadline.
+        If ``chosen`` [B] is given, only the chosen trajectories are scored. Raises WorldError if the server does not
+        score the trajectories within the deadline.
         """
         raise_for_refused_ids(batch, self._refused_ids, chosen)
         prompts, ids = batch.prompt_lengths.tolist(), batch.input_ids.tolist()

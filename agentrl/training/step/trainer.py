@@ -215,7 +215,7 @@ class Trainer:
         batch = self._to_device(unit[-1])
         with _convert_memory_errors(batch):
             last, statistics, hidden = self._score_batch(batch, step)
-            # In the order of training and recording, so that advantages can be recomputed bitwise.
+            # Keep the order of training and recording, so that advantages can be recomputed bitwise.
             last, *others = self._completer.complete_groups([last, *earlier], beta=step.beta, meter=step.meter)
             self._record_metrics(step, last, hidden)
             self._accumulate_loss_gradient(step, statistics, last, normalizer, ratio_is_one=True)
@@ -302,10 +302,10 @@ class Trainer:
     def _run_policy_forward(
         self, batch: Batch, step: _Step, *, keep_hidden: bool = False
     ) -> tuple[TokenStatistics, Tensor | None, dict[str, Tensor]]:
-        """Run the policy's forward, after the forwards of frozen policies whose whole distribution it needs.
+        """Run the policy's forward, after the forwards of the frozen policies whose whole distribution the loss needs.
 
-        Returns (statistics, hidden states, log-probabilities by these frozen policies). Statistics [B, T] are zero off
-        model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
+        Returns (statistics, hidden states, log-probabilities under these frozen policies). Statistics [B, T] are zero
+        off model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
         """
         self._heartbeat.mark_pass_start()
         scored = {

@@ -121,8 +121,8 @@ class WorkerLoop:
             self._running = None
 
 
-# The probe consists of the statements of this many problems and of a text, because statements may be empty. Prompts are
-# not used, because they require starting an episode of each problem.
+# The probe consists of this many problem statements and a fixed text, because statements may be empty. Prompts are not
+# used, because building them would require starting an episode for each problem.
 _PROBE_PROBLEMS = 64
 _PROBE_TEXT = "The sum 12 + 345 = 357.\n```python\nprint(7 * 8)\n```\n"
 

@@ -55,7 +55,7 @@ _START_SECONDS = 600.0
 _CLOSE_SECONDS = 30.0
 # Seconds for a rank to report its own error and exit after the worker has exited.
 _REPORT_SECONDS = 30.0
-# Seconds for a rank to exit after the worker has reported a stuck rank, which is then the known cause.
+# Seconds for a rank to exit after the worker has reported a stuck rank. The cause is then known.
 _REPORT_SECONDS_AFTER_STUCK = 5.0
 
 
@@ -176,8 +176,8 @@ class RemoteRolloutService:
     def _send_beats_until_worker_exits(self) -> None:
         """Send a heartbeat every second until the worker exits or reports stuck ranks, then end this process.
 
-        The main thread first gets some seconds to exit by itself, unless this rank is stuck. It may be blocked in a
-        collective.
+        The main thread first gets some seconds to exit by itself, unless this rank is stuck. The main thread may be
+        blocked in a collective.
         """
         stuck = StuckRanks(ranks=[], message="the rollout worker or another rank has exited")
         seconds, code = _REPORT_SECONDS, EXIT_PEER_LOST

@@ -1,4 +1,4 @@
-"""Transfer of trained weights to an engine with a separate copy. Repeated once if the verification fails."""
+"""Transfer of trained weights to an engine with a separate copy. A transfer is repeated once if verification fails."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ class WeightSender:
         """Ensure that the engine has the initial policy, and return the noise between trainer and engine (nats).
 
         Call this when a run starts and when it resumes, while the trainer has the initial policy too. Raises
-        WeightMismatchError if the two are different policies.
+        WeightMismatchError if trainer and engine have different policies.
         """
         target = self._service.transfer_target()
         self._probe = self._service.probe_tokens()

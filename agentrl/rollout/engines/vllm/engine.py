@@ -46,8 +46,8 @@ def build_vllm_engine(
 ) -> ServerEngine:
     """Build an engine over vLLM servers, without a run's lifecycle.
 
-    ``label``: set the version label of servers that report none. ``adapter_rank``: the rank of LoRA adapters, or 0 for
-    full weights.
+    ``label``: set the version label of servers that report no label. ``adapter_rank``: the rank of LoRA adapters, or 0
+    for full weights.
     """
     return ServerEngine(
         servers,
