@@ -267,7 +267,7 @@ class Batch:
 
         response_mask, trained = to_device(mask), to_device(micro.trained)
         versions = to_device(np.repeat(micro.version_spans[:, 0], micro.version_spans[:, 1]))
-        # nonzero_static receives the number of model tokens from the host, which avoids a device synchronization.
+        # Pass the number of model tokens from the host to nonzero_static, to avoid a device synchronization.
         indices = torch.nonzero_static(response_mask, size=len(micro.log_probs))
         return cls(
             row=row.pad_to_multiple(multiple).to(device),
@@ -352,7 +352,7 @@ class Batch:
 
     @cached_property
     def input_ids(self) -> Tensor:
-        """Prompts and responses, [B, S] int64, left-aligned and padded with 0, for code that needs them unpacked."""
+        """Prompts and responses, [B, S] int64, left-aligned and padded with 0, for code that needs unpacked tokens."""
         documents = [self.row.document_token_indices(*item) for item in enumerate(self.response_lengths.tolist())]
         lengths = torch.tensor([len(document) for document in documents])
         indices = pad_sequence(documents, batch_first=True)

@@ -232,7 +232,10 @@ class Trajectory:
 
     @property
     def is_excluded(self) -> bool:
-        """True if the rollout failed for reasons outside the policy. Rewards, baselines and averages ignore these."""
+        """True if the rollout failed for reasons outside the policy.
+
+        Rewards, baselines and averages ignore such rollouts.
+        """
         return self.ended.is_excluded or (self.verdict is not None and self.verdict.is_excluded)
 
     def as_single_trajectory(self) -> Trajectory:
@@ -384,7 +387,7 @@ class Group:
 
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:
-        """The last trajectory of each rollout, to which the rollout's reward is assigned."""
+        """The last trajectory of each rollout. It receives the rollout's reward."""
         return tuple(item for item in self.trajectories if item.receives_reward)
 
     @property

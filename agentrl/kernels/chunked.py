@@ -20,8 +20,8 @@ from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative, write_tempere
 from agentrl.kernels.gradients import HeadGradientAccumulator, LogitGradientCoefficients, logit_gradient_coefficients
 from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
-# Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, which suffice to
-# use the tensor cores fully.
+# Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, enough to use the
+# tensor cores fully.
 BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 # Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
@@ -155,9 +155,9 @@ def _row_slices(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
 def _statistics_from_log_probs(log_p: Tensor, targets: Tensor, *, clamp: bool, slope: Tensor | None = None) -> Tensor:
     """Compute log_prob, entropy, sum_pi_squared and energy [4, R] from ln p [R, V].
 
-    `clamp` replaces -inf in ln p with a finite value, in place. `slope` [R, V] is the derivative of the cap, which
-    affects only the energy. The target is excluded from the sums and added last: if it has nearly all the mass,
-    ln p = -log1p(rest / own) and therefore 1 - p keep their relative accuracy.
+    `clamp` replaces -inf in ln p with a finite value, in place. `slope` [R, V], the derivative of the cap, affects only
+    the energy. The target is excluded from the sums and added last: if it has nearly all the mass, ln p = -log1p(rest /
+    own) and therefore 1 - p keep their relative accuracy.
     """
     index = targets.unsqueeze(-1)
     rough = log_p.gather(-1, index).squeeze(-1)

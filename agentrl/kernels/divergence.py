@@ -46,8 +46,8 @@ def full_kl(
     defined in the same way, with its own temperature (default: the same) and cap. hidden [N, D], head_weight [V, D],
     reference_hidden [N, E], reference_weight [V, E], biases [V] or None. The two hidden sizes may differ. A term with
     p(v) = 0 is 0. With beta = 1, the result is inf if p_ref(v) = 0 < p(v) for any v; with beta = 0, if p(v) = 0 <
-    p_ref(v). The result is float64 if any input is. A `support` restricts both distributions of a row to the same set,
-    over which they are renormalized.
+    p_ref(v). The result is float64 if any input is. A `support` restricts both distributions of a row to the same set
+    and renormalizes them.
 
     The gradient with respect to hidden, head_weight and bias is exact. For example, dKL(p || p_ref)/dx_v =
     p(v) (ln p(v) - ln p_ref(v) - KL) dz_v/dx_v / temperature for the head's output x_v. The reference receives no

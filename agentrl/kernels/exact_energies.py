@@ -51,7 +51,7 @@ def trajectory_energies(
     head may be a `FusedHead`. input_ids [B, S]: prompt and response, one trajectory per row. With `packed`, the model
     reads all trajectories as one row without padding. The model must then use the attention of `agentrl.models`.
     token_mask [B, S] bool: the *tokens* y_t whose log-probability counts. The state at position t - 1 predicts token t.
-    attention_mask [B, S] bool: False at padding in any position. Without it, every column is attended to, which is
+    attention_mask [B, S] bool: False at padding in any position. Without the mask, every column is attended to. This is
     correct for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
     Temperature and cap as in `token_statistics`.
 

@@ -88,7 +88,7 @@ def uses_chat_template(settings: EnvironmentRelatedSettings) -> bool:
 def build_chat_setup(
     settings: EnvironmentRelatedSettings, tokenizer: PreTrainedTokenizerBase, name: str
 ) -> ChatSetup | None:
-    """Return the chat template of the model ``name`` if the environment uses one, else None.
+    """Return the chat template of the model ``name`` if the environment uses a template, else None.
 
     Raises SettingsError if the environment needs a template and the model has no supported template.
     """

@@ -115,7 +115,7 @@ def between_problem_variance_fraction(groups: Sequence[Group]) -> float:
 
 
 def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
-    """Return the mean of ``-log p`` over sampled tokens, which estimates the sampling distribution's entropy."""
+    """Return the mean of ``-log p`` over sampled tokens, an estimate of the sampling distribution's entropy."""
     model = [item for row in trajectories for item in row.segments if item.origin == "model"]
     return -math.fsum(math.fsum(item.log_probs) for item in model) / sum(len(item.token_ids) for item in model)
 

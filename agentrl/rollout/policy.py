@@ -1,4 +1,4 @@
-"""Policies, which sample the turns of one rollout and enforce its limits.
+"""Policies. A policy samples the turns of one rollout and enforces the rollout's limits.
 
 :class:`TokenPolicy` is the only class that handles both tokens and text. A trajectory contains exactly the ids that the
 engine sampled. An observation is encoded once, separately, as plain text except for marks set by the protocol. Text is

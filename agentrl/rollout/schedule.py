@@ -1,4 +1,4 @@
-"""The schedule, which selects the groups to start and the groups of a batch, and the sources that play groups.
+"""The schedule of groups to start and of groups to train, and the sources that play groups.
 
 :class:`GroupSchedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies the groups of
 a step, either on demand or from rollouts that run ahead of training in the background.

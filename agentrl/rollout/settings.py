@@ -125,7 +125,7 @@ class RolloutSettings(BaseModel):
     budget: Budget = Field(
         "uniform",
         description="distribution of a step's rollouts over its problems. uniform: group_size each; neyman: by the "
-        "standard deviation of the gradient of a rollout, which minimizes the gradient's variance; variance: by "
+        "standard deviation of a rollout's gradient, to minimize the variance of the step's gradient; variance: by "
         "p (1 - p), where p is the probability of success. Every problem has the same weight in the loss",
     )
     budget_max: int | None = Field(

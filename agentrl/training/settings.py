@@ -419,8 +419,8 @@ class ColdstartSettings(_Settings):
     direct_share: float = Field(0.0, ge=0, le=1)
     """fraction of the demonstrations that state the answer immediately: in a box, also for agent programs, or, if the
     environment is a class, by their last turn. A policy that imitates such demonstrations guesses the answer.
-    Reinforcement learning can then improve the policy by making it use the tool. The tiny preset sets it only for
-    generated demonstrations"""
+    Reinforcement learning can then improve the policy by making it use the tool. The tiny preset sets direct_share only
+    for generated demonstrations"""
     direct_turn: Literal["first", "any"] = "first"
     """turn of a direct answer. first: the first turn; any: a random turn before the last, after observations that do
     not yet determine the answer. With any, the policy learns to give up early, and more often in longer tasks"""
@@ -430,7 +430,8 @@ class ColdstartSettings(_Settings):
     """number of supervised updates"""
     copy_steps: int = Field(0, ge=0)
     """number of first steps whose batches also contain repeated sequences of random tokens, as many as demonstrations.
-    A new model learns from them to copy, for example the result of a tool into the next call or the answer"""
+    A new model learns from these sequences to copy, for example the result of a tool into the next call or the
+    answer"""
     batch_size: int = Field(48, ge=1)
     """number of demonstrations per update"""
     learning_rate: float = Field(2e-3, gt=0)

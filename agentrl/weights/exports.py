@@ -83,7 +83,7 @@ def write_version(folder: Path, version: int, write: Callable[[Path], None], *, 
 
 
 def write_shards(target: Path, tensors: Iterable[tuple[str, Tensor]], *, max_bytes: int = SHARD_BYTES) -> None:
-    """Write tensors to files of at most ``max_bytes``, which bounds memory. A larger tensor gets a separate file."""
+    """Write tensors to files of at most ``max_bytes``, to bound memory. A larger tensor gets a separate file."""
     shard: dict[str, Tensor] = {}
     file_of: dict[str, str] = {}
     numbers = itertools.count(1)

@@ -33,7 +33,7 @@ _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 
 
 class ServersClient:
-    """A ``VLLMWeightSyncClient`` for several vLLM servers, which sends each call to all servers at once.
+    """A ``VLLMWeightSyncClient`` that sends each call to several vLLM servers at once.
 
     The workers join one NCCL group after the sender. The ranks of server ``i`` follow the ranks of earlier servers. The
     first failure ends all calls, because servers that still respond wait in NCCL for the failed server.
@@ -178,7 +178,7 @@ class NativeTransfer:
                 wait(futures, timeout=left, return_when=FIRST_COMPLETED)
             if self._client.failed.done():
                 if self._engine is not None:
-                    self._engine.shutdown()  # aborts the communicator, whose broadcast then returns
+                    self._engine.shutdown()  # aborts the communicator, so that its broadcast returns
                 wait([done], timeout=_ABORT_SECONDS)
                 self._client.failed.result()
             return done.result()

@@ -27,7 +27,7 @@ NOISE_FLOORS = {"float32": 1e-4, "bfloat16": 5e-3}
 """The smallest bound by dtype (nats, mean absolute difference on the probe) for any measured difference."""
 
 NOISE_LIMITS = {"float32": 1e-2, "bfloat16": 0.15}
-"""The largest difference by dtype that counts as noise between two computations of one policy."""
+"""The largest difference, by dtype, that counts as noise between two computations of one policy."""
 
 PROBE_TOKENS = 512
 _BOUND_FACTOR = 4.0  # ratio of the bound to the measured difference

@@ -124,7 +124,7 @@ class PackedRow:
     directly or indirectly, follow it before any other segment. Segments stay on the host, where attention plans its
     calls; nothing is read back from the device.
 
-    Two documents with the prompt (7, 8), and a third one whose prompt continues the first:
+    Two documents with the prompt (7, 8), and a third document whose prompt continues the first document:
 
     >>> ids = torch.tensor
     >>> row = pack_row([(ids([7, 8]), ids([1])), (ids([7, 8]), ids([2])), (ids([7, 8, 1, 5]), ids([3]))])
@@ -387,7 +387,7 @@ def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool
             length += stop - start
             parent, start = len(segments) - 1, stop
             ends[number, stop] = parent, length
-        # A stack: the document with the longest shared prefix, which continues the newest segment, is packed next.
+        # A stack. The document with the longest shared prefix continues the newest segment and is packed next.
         stack += sorted(own, key=lambda child: branches[child][1])
     return PackedRow(
         token_ids=torch.cat(segments),

@@ -1,4 +1,4 @@
-"""Interfaces of engines, which sample token ids with log-probabilities and policy versions.
+"""Interfaces of engines. An engine samples token ids with log-probabilities and policy versions.
 
 An :class:`Engine` samples. A :class:`ManagedEngine` controls its lifecycle, including weight updates. An
 :class:`EnginePlugin` is selected by ``rollout.engine``: a built-in engine, an engine registered with
@@ -264,7 +264,7 @@ class EngineFacts:
     returns_routes: bool = False
     """Whether the engine can return the experts of each token in every layer."""
     approximation: str = ""
-    """The setting, as ``key=value``, that makes the sampling policy differ from the trained one; empty: none."""
+    """The setting, as ``key=value``, that makes the sampling policy differ from the trained policy; empty: none."""
     prompt_limit: int | None = None
     """Length in tokens of the longest accepted prompt."""
     servers: int = 0

@@ -271,7 +271,7 @@ class ServerClient(ABC):
 
     @abstractmethod
     async def set_version_label(self, version: int) -> None:
-        """Set the label of the server's weights, which becomes the version of tokens sampled after the call."""
+        """Set the label of the server's weights. Tokens sampled after the call have this label as their version."""
 
     @abstractmethod
     async def load(self, directory: str) -> None:
@@ -291,7 +291,7 @@ class ServerClient(ABC):
         raise NotImplementedError
 
     async def count_computed_tokens(self) -> int | None:
-        """Return the number of tokens computed since the start; None, which disables stall detection, if unknown."""
+        """Return the number of tokens computed since the start, or None if unknown. None disables stall detection."""
         return None
 
     async def cache_use(self) -> CacheUse | None:

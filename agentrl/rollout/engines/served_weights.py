@@ -26,7 +26,7 @@ class ServedWeights:
     """
 
     updates_in_place = True
-    """True if a new version replaces the old one in place, also for running requests."""
+    """True if a new version replaces the old version in place, even for running requests."""
 
     def __init__(self, version: int, *, recompute: bool) -> None:
         """Set the initial version.
@@ -59,7 +59,7 @@ class ServedWeights:
     def set_version(self, directory: Path | None, version: int) -> None:
         """Set the current version. Servers load it from ``directory``; None: servers have received the weights."""
         self.version, self.directory, self.has_initial_weights = version, directory, False
-        self.check = None  # the old check is for the old weights; a new one is set after verification
+        self.check = None  # the old check is for the old weights; a new check is set after verification
 
     async def install(self, replica: ServerClient) -> None:
         """Install the current version on a server. Raises ServerCallError."""

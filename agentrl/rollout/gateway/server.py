@@ -55,8 +55,8 @@ _DIALECTS: dict[str, type[ApiRequestBody]] = {
 }
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE_SECONDS = 15.0  # seconds between comments in a stream while the engine samples
-_BODY_DEADLINE = 60.0  # for the body of a request, so that slow clients do not hold memory
-_IDLE_SECONDS = 60.0  # for the head of a request, so that silent clients do not hold connections
+_BODY_DEADLINE = 60.0  # seconds for the body of a request, so that slow clients do not hold memory
+_IDLE_SECONDS = 60.0  # seconds for the head of a request, so that silent clients do not hold connections
 _BACKLOG = 2048
 _EPOCH = "1970-01-01T00:00:00Z"
 _MAX_WAIT_SECONDS = 60.0  # seconds for which a worker may wait for a rollout
@@ -380,8 +380,8 @@ class AgentGateway:
 
     async def _post_finish(self, http: Request) -> Response:
         rollout = self._find_registered_rollout(http).rollout
-        # Require the gateway's key. Code written by the policy may have the rollout's key, with which it could exclude
-        # its own rollout.
+        # Require the gateway's key. Code written by the policy may have the rollout's key and could use this key to
+        # exclude its own rollout.
         if not _keys_equal(_read_api_key(http), self.key):
             raise GatewayRequestError(
                 "finishing a rollout requires the gateway's key", status=403, code="gateway_key_needed"

@@ -1,4 +1,4 @@
-"""The tree of one rollout's generations, with which requests are matched message by message.
+"""The tree of one rollout's generations. Requests are matched with the tree message by message.
 
 A generation is a node. It contains the messages after its parent's reply, the tokens of these messages, and the sampled
 tokens. A request continues the deepest generation whose path, including its reply, is a prefix of the request. Messages
@@ -203,7 +203,7 @@ def _reasoning_matches(generation: Generation, messages: Sequence[AgentMessage])
 
 
 def _choose_candidate_by_call_ids(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
-    """Return the candidate whose call ids occur most often in the request, and the newest one on a tie."""
+    """Return the candidate whose call ids occur most often in the request, and the newest candidate on a tie."""
     if len(candidates) == 1:
         return candidates[0]
     ids = {call.id for message in messages for call in message.calls} | {message.call_id for message in messages}

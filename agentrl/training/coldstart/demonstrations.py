@@ -106,7 +106,7 @@ def _parsed_calls(item: Demonstration) -> Iterator[tuple[int, ParsedCall]]:
 
 
 def environment_cache_key(settings: Settings) -> dict[str, str]:
-    """Return the cache key of a user's class, which determines the prompts and observations of a cold start."""
+    """Return the cache key of a user's class. The class determines the prompts and observations of a cold start."""
     if environment_tools(settings.env) is None:
         return {}
     source = resolve_environment(settings.env).source_code

@@ -202,7 +202,7 @@ def describe_loss_trend(losses: Sequence[float], *, final: int = 0) -> str:
     """Describe the trend of the loss: compare the last tenth of the steps with the tenth before it.
 
     The loss falls if the two means differ by more than two standard errors. The ``final`` steps, which include direct
-    answers, are ignored unless there are no others.
+    answers, are ignored unless there are no other steps.
 
     >>> describe_loss_trend([1.0, 1.2] * 20)
     'cold start: the loss is on a plateau (1.100, before 1.100)'

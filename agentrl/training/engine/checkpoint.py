@@ -192,7 +192,7 @@ def delete_old_checkpoints(root: Path, keep: int) -> None:
 
 
 def repair_checkpoints(root: Path) -> None:
-    """Rename complete checkpoints to their final names, and delete incomplete ones left by a killed process."""
+    """Rename complete checkpoints to their final names, and delete incomplete checkpoints left by a killed process."""
     for partial_folder in root.glob(".step-*.partial"):
         if not (partial_folder / _STATE).is_file():
             shutil.rmtree(partial_folder)
@@ -221,7 +221,7 @@ def check_reference_matches(checkpoint: Path, state: RunState, path: str | None)
 
 
 def _write_on_all_ranks(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
-    """Return every rank's result of ``work``. Every rank raises WorldError if writing fails on one. Collective."""
+    """Return every rank's result of ``work``. Every rank raises WorldError if one rank fails to write. Collective."""
 
     def guarded() -> _Value:
         with os_errors_as_world_errors(folder, "write a checkpoint to"):

@@ -135,7 +135,7 @@ class MetricAccumulator:
         self._sums: dict[str, Tensor] = {}
         self._weights: dict[str, Tensor] = {}
         self._largest: dict[str, Tensor] = {}
-        self._negated: set[str] = set()  # names whose smallest value is kept, as the largest negated one
+        self._negated: set[str] = set()  # names whose smallest value is kept, as the largest negated value
 
     def add_mean(self, name: str, value: Number, weight: Number) -> None:
         """Add ``value``, a mean over ``weight`` items: tokens, trajectories or updates."""

@@ -178,7 +178,7 @@ def moe_block_class_names(module: nn.Module) -> list[str]:
 
 
 def start_distributed(*, deadline: float) -> tuple[int, int]:
-    """Join the launcher's process group, or create one of size 1 without a launcher. Returns (rank, size).
+    """Join the launcher's process group, or create a group of size 1 without a launcher. Returns (rank, size).
 
     ``deadline``: seconds until a collective fails.
     """
@@ -222,7 +222,7 @@ def block_import(name: str) -> Iterator[None]:
 
 
 def leave_distributed() -> None:
-    """Leave the process group that :func:`start_distributed` joined, so that this process can join another one."""
+    """Leave the process group that :func:`start_distributed` joined, so that this process can join another group."""
     if torch.distributed.is_initialized():
         import deepspeed
 

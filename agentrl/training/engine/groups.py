@@ -34,7 +34,7 @@ class RankGroups:
 
 
 def get_rank_groups(training: TrainingSettings) -> RankGroups:
-    """Return this rank's process groups. The first call creates them and is collective.
+    """Return this rank's process groups. The first call creates the groups and is collective.
 
     Raises SettingsError if ``training.sequence_parallel`` does not divide the number of ranks.
     """

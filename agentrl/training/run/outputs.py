@@ -44,7 +44,7 @@ _RECORD = "best.json"
 
 
 def best_evaluation(evaluations: Sequence[EvaluationRecord]) -> EvaluationRecord | None:
-    """Return the evaluation with the highest avg@k, or the earliest one on a tie. Falsified evaluations are ignored.
+    """Return the evaluation with the highest avg@k (the earliest on a tie). Falsified evaluations are ignored.
 
     >>> one, two = {"step": 0, "mean": 0.5, "falsified": False}, {"step": 9, "mean": 0.5, "falsified": False}
     >>> best_evaluation([one, two, {"step": 9, "mean": 0.9, "falsified": True}])["step"]

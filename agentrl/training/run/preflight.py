@@ -176,7 +176,7 @@ def _reason_not_paddable(settings: Settings, config: PreTrainedConfig) -> str | 
 
 
 def _check_required_chat_template(settings: Settings) -> None:
-    """Raise SettingsError if the protocol needs a chat template and the model has no usable one."""
+    """Raise SettingsError if the protocol needs a chat template and the model has no usable template."""
     path = settings.model.path
     if path is None or not uses_chat_template(settings):
         return

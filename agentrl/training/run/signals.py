@@ -27,7 +27,7 @@ _REPEAT_SECONDS = 1.0
 def handle_stop_signals(
     request_stop: Callable[[], None], force_stop: Callable[[], None] | None, *, announce: bool
 ) -> Iterator[None]:
-    """Call ``request_stop`` at the first signal and ``force_stop`` at later ones, in a thread.
+    """Call ``request_stop`` at the first signal and ``force_stop`` at later signals, in a thread.
 
     Without ``force_stop``, a later signal raises KeyboardInterrupt in the main thread, so that a program that calls
     `agentrl.train` can continue. With ``announce``, print a message at the first signal; set it in one process of a run

@@ -38,8 +38,8 @@ _LARGE_GROUP_REASON = (
 class RankPlan:
     """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
 
-    An update consists of units: a micro-batch, or the micro-batches of a group that does not fit into one. There is one
-    update if ``statistics_pass_reasons`` is empty, and no update if no group is left to train.
+    An update consists of units: a micro-batch, or the micro-batches of a group that does not fit into one micro-batch.
+    There is one update if ``statistics_pass_reasons`` is empty, and no update if no group is left to train.
     """
 
     step: int

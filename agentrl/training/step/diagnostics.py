@@ -71,7 +71,7 @@ def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: 
     """Return signal strength and pure noise of a step as published: S = ||g||^2 and (P - S) / (N - 1).
 
     The total power P is a norm with respect to the logits. S is a norm with respect to the parameters, on the scale of
-    the loss. :class:`HeadExactMonitor` measures both in one space. With fewer than two trajectories, pure noise is
+    the loss. :class:`HeadExactMonitor` measures P and S in one space. With fewer than two trajectories, pure noise is
     omitted.
     """
     signal = gradient_norm * gradient_norm  # ** raises OverflowError for large norms
@@ -99,7 +99,7 @@ def record_algorithm_metrics(
 ) -> None:
     """Record an algorithm's metrics over ``weight`` tokens.
 
-    Names ending in ``_max`` or ``_min`` are reduced by max or min, all others by the mean.
+    Names ending in ``_max`` or ``_min`` are reduced by max or min, and all other metrics by the mean.
     """
     for name, number in metrics.items():
         if name.endswith("_max"):

@@ -227,7 +227,7 @@ class Trainer:
                 self._accumulate_loss_gradient(step, statistics, batch, normalizer, ratio_is_one=True)
 
     def _map_micro_batches(self, work: Callable[[_Item], _Result], micro_batches: Sequence[_Item]) -> list[_Result]:
-        """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if one does not fit."""
+        """Return the result of ``work`` for each micro-batch. Raises MicroBatchMemoryError if memory runs out."""
         results = []
         for item in micro_batches:
             with _convert_memory_errors(item):

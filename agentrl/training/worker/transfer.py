@@ -141,7 +141,7 @@ class WeightSender:
                 pass
 
     def _open_direct_transfer(self, target: TransferTarget) -> DirectTransfer:
-        """Return the open transfer, or a new one if the set of servers has changed."""
+        """Return the open transfer, or a new transfer if the set of servers has changed."""
         if self._direct is not None and self._direct[0] != target:
             self._direct[1].close()
             self._direct = None

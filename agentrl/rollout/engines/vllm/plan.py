@@ -30,7 +30,7 @@ WORKER_EXTENSION = "agentrl.rollout.engines.vllm.worker_extension.WorkerExtensio
 FLOAT32_HEAD = ("--hf-overrides", '{"head_dtype": "float32"}')
 """Options that make vLLM compute logits in float32, as training does, instead of rounding them to the model's dtype.
 
-Free on GPUs. On a CPU vLLM would convert the whole head for every token, so servers there keep the model's dtype.
+Free on GPUs. On a CPU vLLM would convert the whole head for every token, so servers on CPUs keep the model's dtype.
 """
 
 SLEEP_OPTIONS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")

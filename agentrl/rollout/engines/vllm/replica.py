@@ -119,7 +119,7 @@ class GenerateResponse(msgspec.Struct):
 
     vLLM 0.32 sends each token id three times and each log-probability twice, with ranks: 140 bytes per token. Decoding
     takes most of the worker's time per token. No objects are created for skipped fields, so the ids are read only from
-    the list ``token_ids``, which needs no loop in Python. json takes ten times as long as msgspec.
+    the list ``token_ids``, without a loop in Python. json takes ten times as long as msgspec.
     """
 
     choices: Annotated[list[_Choice], msgspec.Meta(min_length=1, max_length=1)]
@@ -239,7 +239,7 @@ def build_score_body(token_ids: Sequence[int], *, salt: str, adapter: str | None
 def read_cache_use(metrics: str) -> CacheUse:
     """Read a server's KV cache usage from its Prometheus metrics.
 
-    Returns the total capacity of the server's engines and the usage of the fullest one.
+    Returns the total capacity of the server's engines and the usage of the fullest engine.
 
     >>> read_cache_use('''# TYPE vllm:kv_cache_usage_perc gauge
     ... vllm:kv_cache_usage_perc{engine="0",model_name="policy"} 0.25
