@@ -112,9 +112,9 @@ class Trajectory:
     ``group`` identifies the trajectories that share a baseline. It is the problem's index, which is unique in a run.
 
     A rollout of an agent program may have several ``branches``. Each branch is a trajectory with the same ``group`` and
-    ``sample``. Every sampled token is a model token of one branch. If the prompt of a branch continues the conversation
-    of another branch, ``parent`` is the index of the other branch, and ``fork`` is the number of the other branch's
-    model tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens. A *forked*
+    ``sample``. Every sampled token is a model token of one branch. The prompt of a branch may continue the conversation
+    of another branch, its parent. ``parent`` is the parent's index, and ``fork`` is the number of the parent's model
+    tokens that the prompt contains. ``weight`` is the branch's fraction of the rollout's model tokens. A *forked*
     rollout is a tree of alternatives whose edges are the branches. A branch that ended as ``forked`` continues in
     several branches. Every other branch ends a path and has a separate reward. ``path_weight`` is the weight of the
     branch (:func:`assign_path_weights`), and None in rollouts that are not forked. In forked rollouts, the tokens in

@@ -1,4 +1,4 @@
-"""Kernels: token statistics without materialized logits, and exact trajectory energies. Only torch and Triton."""
+"""Kernels: token statistics without materialized logits, and exact trajectory energies. Needs only torch and Triton."""
 
 from agentrl.kernels.divergence import full_kl, top_divergence
 from agentrl.kernels.exact_energies import trajectory_energies

@@ -1,4 +1,4 @@
-"""token_statistics: selects the backend. All backends compute the same numbers as the reference in this module."""
+"""Token statistics from a selected backend. All backends compute the same numbers as the reference in this module."""
 
 from __future__ import annotations
 

@@ -8,8 +8,8 @@ the group is older than this. A group is *due* in the batch by which its oldest 
 old.
 
 Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. All
-issued groups therefore fit into the batches up to the last batch in which a group is due, whatever their length, and
-no group is ever dropped.
+issued groups therefore fit into the batches up to the last batch in which a group is due. This holds for groups of any
+length, so no group is ever dropped.
 
 Overtaking. Groups that finish early may be trained before earlier groups, as long as the remaining groups can
 still be trained in time. The condition is that for every k, at most k batches of remaining groups are due within the

@@ -184,8 +184,8 @@ def _to_reward_or_none(value: object, source: str) -> float | None:
 def _shared_agent_loop() -> LoopThread:
     """Return the event loop of this process's asynchronous agents.
 
-    The loop is never closed, because a run opens the agents several times, and the connections of an HTTP client that
-    the agent's module creates once belong to the loop.
+    The loop is never closed, because a run opens the agents several times. If the agent's module creates an HTTP client
+    once, the client's connections belong to the loop.
     """
     return LoopThread()
 
@@ -231,9 +231,9 @@ class _FunctionProgram(AgentProgram):
                     reported.add((at.filename, at.lineno))
                     logger.warning(
                         "agent %s: %s:%s blocked the event loop and all other rollouts for more than %g s: %s\n"
-                        "Use an asynchronous version of this call, asyncio.to_thread(...), or a plain function as the "
-                        "agent, which runs in a thread. If the call is already asynchronous, the machine is busy, and "
-                        "the warning is harmless",
+                        "Use an asynchronous version of this call or asyncio.to_thread(...), or make the agent a plain "
+                        "function, which runs in a thread. If the call is already asynchronous, the machine is busy, "
+                        "and the warning is harmless",
                         self._name,
                         at.filename,
                         at.lineno,

@@ -64,7 +64,7 @@ def check_and_describe_inputs(settings: Settings) -> list[str]:
     Raises SettingsError, ProblemLoadError or PluginError for invalid input, and EnvironmentContractError for missing
     columns.
     """
-    check_environment(settings)  # first, because its module may register an estimator or a loss
+    check_environment(settings)  # first, because the environment's module may register an estimator or a loss
     build_rewards(settings)
     check_trackers(settings.telemetry.trackers)
     _check_required_chat_template(settings)

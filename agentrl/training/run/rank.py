@@ -32,7 +32,7 @@ def train_rank_from_environment() -> int:
         overrides = [quoted_override("name", path.name), quoted_override("runs_dir", str(path.parent))]
         overrides += [text for text in sys.argv[2:] if text != "--resume"]
         settings = load_settings(overrides=overrides, resume=True)
-        check_environment(settings)  # first, because its module may register an estimator or a loss
+        check_environment(settings)  # first, because the environment's module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
     except AgentRLError as error:

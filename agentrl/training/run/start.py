@@ -62,7 +62,7 @@ def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = Non
             if kind == "environment":
                 set_variables_from_slurm()
                 require_launcher_variables()
-            check_environment(settings)  # its module may register an estimator or a loss
+            check_environment(settings)  # the environment's module may register an estimator or a loss
             check_teacher_sources(settings)
             first = os.environ["RANK"] == "0"
             run = _open_run(settings, resume) if first else None

@@ -1,9 +1,9 @@
 """The process of the rollout worker: ``python -m agentrl.training.worker.process CALLS CONTROL LISTENER``.
 
-The arguments are file descriptors that rank 0 passes: two pipes, for calls and for control messages (heartbeats and
-interrupts), and the socket on which every other rank opens two connections for the same purposes. The process exits
-when any rank exits or is stuck. It ignores signals, because launchers send them to every process. Ranks request a stop
-over their control connections.
+The arguments are file descriptors that rank 0 passes. CALLS and CONTROL are pipes for calls and for control messages
+(heartbeats and interrupts). LISTENER is the socket on which every other rank opens two connections for the same
+purposes. The process exits when any rank exits or is stuck. It ignores signals, because launchers send them to every
+process. Ranks request a stop over their control connections.
 """
 
 from __future__ import annotations

@@ -167,7 +167,7 @@ async def test_a_line_that_holds_the_event_loop_of_the_agents_is_named(
     place = f"agent rollout.gateway.agents:rude: {agents.__file__}:{first + len(lines) - 1} blocked the event loop"
     (message,) = [item.message for item in caplog.records if item.message.startswith(place)]
     assert "for more than 0.01 s: assert event.wait(60)\n" in message
-    assert "or a plain function as the agent, which runs in a thread" in message
+    assert "or make the agent a plain function, which runs in a thread" in message
 
 
 async def test_branches_stand_together_with_the_rollouts_reward_which_the_last_one_carries() -> None:
