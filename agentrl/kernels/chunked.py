@@ -156,8 +156,8 @@ def _statistics_from_log_probs(log_p: Tensor, targets: Tensor, *, clamp: bool, s
     """Compute log_prob, entropy, sum_pi_squared and energy [4, R] from ln p [R, V].
 
     `clamp` replaces -inf in ln p with a finite value, in place. `slope` [R, V], the derivative of the cap, affects only
-    the energy. The target is excluded from the sums and added last: if it has nearly all the mass, ln p = -log1p(rest /
-    own) and therefore 1 - p keep their relative accuracy.
+    the energy. The target is excluded from the sums and added last: if it has nearly all the mass,
+    ln p = -log1p(rest / own) and therefore 1 - p keep their relative accuracy.
     """
     index = targets.unsqueeze(-1)
     rough = log_p.gather(-1, index).squeeze(-1)

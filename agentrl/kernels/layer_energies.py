@@ -138,8 +138,8 @@ def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
 def gram_matrices_are_cheaper(tokens: int, inputs: int, outputs: int) -> bool:
     """Return True if two Gram matrices of the tokens cost less than the product [inputs, outputs].
 
-    The Gram matrices take 2 S^2 (D_in + D_out) operations and the product 2 S D_in D_out, so the condition is S < D_in
-    D_out / (D_in + D_out). A Gram matrix is then never larger than a quarter of the weight.
+    The Gram matrices take 2 S^2 (D_in + D_out) operations and the product 2 S D_in D_out, so the condition is
+    S < D_in D_out / (D_in + D_out). A Gram matrix is then never larger than a quarter of the weight.
 
     >>> gram_matrices_are_cheaper(200, 512, 512), gram_matrices_are_cheaper(300, 512, 512)
     (True, False)
