@@ -44,7 +44,7 @@ def _settings_argument(example: str) -> ArgumentInfo:
 Overrides = Annotated[list[str] | None, _settings_argument("rollout.group_size=8")]
 Config = Annotated[
     list[str] | None,
-    _option("FILE", "YAML file or name of a shipped config such as word_problems; later ones take precedence"),
+    _option("FILE", "YAML file or name of a shipped config such as word_problems; later files take precedence"),
 ]
 Env = Annotated[
     str | None,
@@ -94,7 +94,7 @@ def plan(
         float | None, _option("GB", "memory of one GPU; default: memory of this machine's GPU", minimum=1)
     ] = None,
     context: Annotated[
-        int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: as set", minimum=64)
+        int | None, _option("TOKENS", "maximum tokens of prompt plus response; default: from the settings", minimum=64)
     ] = None,
     write: Annotated[Path | None, _option("FILE", "write the overlay to FILE, for agentrl train --config FILE")] = None,
 ) -> None:

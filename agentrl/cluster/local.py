@@ -76,7 +76,7 @@ def tee_output_to_log(log: Path, *, keep_terminal_output: bool) -> None:
 
 
 def file_descriptors_to_log(*, keep_terminal_output: bool) -> tuple[int, ...]:
-    """Return the descriptors to log: standard error and standard output, unless it is a terminal that is kept."""
+    """Return the descriptors to log. Omits standard output if it is a terminal and ``keep_terminal_output`` is set."""
     return (_ERRORS,) if keep_terminal_output and os.isatty(_OUTPUT) else (_OUTPUT, _ERRORS)
 
 
@@ -128,7 +128,7 @@ class LogPrinter:
 _DRAIN_SECONDS = 2.0
 
 THIS_MACHINE = Reservation(number=0, node=socket.gethostname(), address="127.0.0.1")
-"""This machine, with no particular GPUs."""
+"""Reservation of this machine that names no GPUs."""
 
 
 class LocalProcess:

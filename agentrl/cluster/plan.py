@@ -62,7 +62,7 @@ def placement_table(
     beside: Sequence[Bundle] = (),
     everywhere: Bundle | None = None,
 ) -> list[list[str]]:
-    """Return a row per node: name, address, used and total GPUs, used and total CPUs, and their purpose.
+    """Return a row per node: name, address, used and total GPUs, used and total CPUs, and purpose.
 
     ``beside`` contains further bundles, which may share a node. ``everywhere`` is added to each node with room for it.
     Raises UnplaceableError if a bundle does not fit.

@@ -1,7 +1,7 @@
 """Cluster on Ray, which counts resources, places bundles and detects lost nodes. Only this module imports Ray.
 
 Ray starts one actor for each reservation. The actor starts the run's processes as its children, with the same code as
-on a single machine. The processes end with the actor, and Ray ends the actor with the command that created it.
+on a single machine. The processes end with the actor. Ray ends the actor when the command that created it exits.
 """
 
 from __future__ import annotations
@@ -420,7 +420,7 @@ def _connect_once(settings: ClusterSettings) -> None:
     except SystemExit:  # raised by Ray's handler on a SIGTERM while connecting
         raise KeyboardInterrupt from None
     except Exception as error:
-        # If a node starts too slowly, Ray raises RuntimeError or a plain Exception. Anything else is a bug.
+        # If a node starts too slowly, Ray raises RuntimeError or a plain Exception. Any other exception is a bug.
         if not isinstance(error, RuntimeError) and type(error) is not Exception:
             raise
         ray.shutdown()

@@ -76,7 +76,7 @@ def _objective_errors(settings: Settings) -> Iterator[str]:
     teacher = settings.teacher
     if teacher.url is not None or any(one.url is not None for one in teacher.by_source.values()):
         if (teacher.url is not None and teacher.path is None) or teacher.hint is not None:
-            yield "teacher.url needs teacher.path, the name under which the server serves the teacher, and no hint"
+            yield "teacher.url requires teacher.path (the teacher's name at the server) and cannot use teacher.hint"
         if (teacher.temperature or rollout.temperature) != 1 or rollout.restricts_sampling:
             yield (
                 "teacher.url: servers score at temperature 1 and over the whole vocabulary; set "
@@ -328,7 +328,7 @@ def _engine_errors(settings: Settings, command: Command) -> Iterator[str]:
     if command != "eval" and settings.training.deterministic and not facts.reproducible:
         yield (
             "training.deterministic=true requires rollout.engine=transformers, because servers batch requests in the "
-            "order of arrival, which affects the last digits of their log-probabilities"
+            "order of arrival, which affects the last digits of the log-probabilities"
         )
     if command == "train" and facts.approximation and not settings.correction.active:
         yield f"{facts.approximation} samples from a policy other than the trained one: set correction.weights=token"
@@ -350,7 +350,10 @@ def _partial_vocabulary_errors(settings: Settings, command: Command) -> Iterator
     )
     most = engine_facts(rollout).largest_support
     if most == 0:
-        yield f"{limits}: rollout.engine={rollout.engine} does not return the tokens that it samples from; reset them"
+        yield (
+            f"{limits}: rollout.engine={rollout.engine} does not return the tokens that it samples from; "
+            "reset these settings"
+        )
     elif most is not None and not 1 <= rollout.top_k <= most:
         yield (
             f"{limits}: rollout.engine={rollout.engine} returns at most {most} of the tokens that it samples from, so "
@@ -360,7 +363,7 @@ def _partial_vocabulary_errors(settings: Settings, command: Command) -> Iterator
         yield f"{limits}: training.head_backend=triton needs the whole vocabulary; set training.head_backend=auto"
     yield from _exact_energy_errors(settings, limits, "need the whole vocabulary")
     if command == "variance":
-        yield f"{limits}: the laboratory samples from the whole vocabulary; reset them"
+        yield f"{limits}: the laboratory samples from the whole vocabulary; reset these settings"
 
 
 def _route_replay_errors(settings: Settings) -> Iterator[str]:
@@ -422,7 +425,7 @@ def _branch_warnings(settings: Settings) -> Iterator[str]:
         yield (
             f"algorithm.estimator={name} does not define baselines across the branches of a rollout, so groups with a "
             "branched rollout use one baseline per rollout; algorithm.estimator=tir_otb supports token baselines for "
-            "them"
+            "such groups"
         )
 
 

@@ -45,7 +45,7 @@ REMOVED = {
     "rollout.branching.depth": "list the turns in rollout.branching.where, such as [1,2,3]",
     "sandbox.standby": "a server that exits is restarted automatically",
 }
-"""Removed settings: old name -> replacement behavior. Rejected, except in the config.yaml of an old run."""
+"""Removed settings: old name -> replacement behaviour. Rejected, except in the config.yaml of an old run."""
 _TYPE_NAMES = {"number": "a number", "integer": "a whole number", "string": "text", "boolean": "true or false"}
 
 

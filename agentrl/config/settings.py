@@ -134,8 +134,11 @@ _MAY_CHANGE = """
     teacher.url teacher.by_source.*.url cluster. checkpoint. evaluation. telemetry.
 """
 RESUME_MAY_CHANGE = tuple(_MAY_CHANGE.split())
-"""Keys that a resumed run may change; a final dot stands for all keys of a section, and * for any part of a key. They
-affect duration, location and resources of a run, but not the problems, the sampling distribution or the gradient."""
+"""Keys that a resumed run may change. A final dot stands for all keys of a section, and * for any part of a key.
+
+The keys affect duration, location and resources of a run, but not the problems, the sampling distribution or the
+gradient.
+"""
 
 
 def dump_yaml(settings: Settings) -> str:

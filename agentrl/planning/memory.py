@@ -22,11 +22,11 @@ from agentrl.models.shape import ModelShape
 GB = 10**9
 """``--memory`` and the messages of a plan use GB, like the names of GPUs."""
 CONTEXT = 2**30
-"""Assumed for each process on a GPU: CUDA context, NCCL's buffers, the libraries' kernels."""
+"""Bytes assumed for each process on a GPU: CUDA context, NCCL's buffers and the libraries' kernels."""
 SLACK = 0.05
 """Fraction of a GPU's memory assumed lost to fragmentation."""
 SERVER_OVERHEAD = 2 * 2**30
-"""Assumed for a GPU of a vLLM server: its context, profiled activations and CUDA graphs."""
+"""Bytes assumed for each GPU of a vLLM server: CUDA context, profiled activations and CUDA graphs."""
 REDUCE_BUCKET = 500_000_000
 """Maximum number of gradient elements that DeepSpeed collects before it reduces them."""
 
@@ -66,7 +66,7 @@ class TrainingSetup:
         return -(-self.tokens // self.sequence_parallel)
 
     def elements_per_rank(self, elements: int, *, from_stage: int) -> int:
-        """Return the elements per rank if ZeRO shards them from this stage on. The last shard is padded."""
+        """Return the elements per rank. ZeRO shards them from stage ``from_stage`` on; the last shard is padded."""
         return -(-elements // self.ranks) if self.stage >= from_stage else elements
 
 
@@ -217,8 +217,8 @@ def head_peak_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     - ``reference``: all logits and the tensors that autograd saves, ``5 x 4 N V``;
     - ``chunked``: a block of logits and three pieces of it. Up to ``2^23`` logits are kept whole. The gradient of a
       bfloat16 weight is accumulated in float32, ``4 D V``, on a GPU from a bfloat16 copy of the block;
-    - ``triton``: a tile of float32 logits. In bfloat16 also its gradient, and float32 gradients of the states and of a
-      slice of the weight.
+    - ``triton``: a tile of float32 logits and, in bfloat16, the tile's gradient and float32 gradients of the states and
+      of a slice of the weight.
     """
     tokens, size, logits = setup.tokens_per_rank, setup.dtype_bytes, setup.tokens_per_rank * shape.vocabulary
     trained = 0 if setup.lora_rank else shape.vocabulary
@@ -242,9 +242,10 @@ def kv_bytes_per_token(shape: ModelShape, element_bytes: int) -> int:
 
 
 def server_cache_tokens(shape: ModelShape, *, memory: int, share: float, gpus: int) -> int:
-    """Estimate the tokens that a vLLM server in bfloat16 holds on ``gpus`` GPUs of ``memory`` bytes.
+    """Estimate how many tokens fit in the cache of a bfloat16 vLLM server on ``gpus`` GPUs of ``memory`` bytes.
 
-    The server may use the fraction ``share`` of the memory. KV heads are replicated if there are fewer than GPUs.
+    The server may use the fraction ``share`` of the memory. KV heads are replicated if there are fewer KV heads than
+    GPUs.
     """
     weights = -(-shape.parameters * 2 // gpus)
     left = max(0, int(share * memory) - weights - SERVER_OVERHEAD)

@@ -1,6 +1,6 @@
 """``agentrl plan`` and the dry run's estimate: whether a run fits on its GPUs and, if not, which settings save memory.
 
-Both check the settings as they are and try no others.
+Both estimates are for the given settings. No other settings are tried.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def largest_micro_batch(self) -> int:
-        """Tokens of the largest micro-batch that fits, up to 65,536, which saturate a GPU; at least the configured."""
+        """Tokens of the largest micro-batch that fits: from the configured number to 65,536, which saturate a GPU."""
         for tokens in range(65_536, self.setup.tokens, -1024):
             if replace(self, setup=replace(self.setup, tokens=tokens)).rank.total <= usable_gpu_bytes(self.memory):
                 return tokens
@@ -222,7 +222,7 @@ def plan_command(
 
 
 def _check_parallel_sizes(settings: Settings, shape: ModelShape) -> None:
-    """Raise SettingsError if sequence parallelism does not fit ranks or heads, or tensor parallelism the heads."""
+    """Raise SettingsError if the ranks or heads cannot be divided as sequence or tensor parallelism requires."""
     training, parallel = settings.training, settings.rollout.vllm.tensor_parallel_size
     if training.num_processes % training.sequence_parallel:
         raise SettingsError(
@@ -238,7 +238,7 @@ def _check_parallel_sizes(settings: Settings, shape: ModelShape) -> None:
 
 
 def memory_estimate_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
-    """Return the dry run's memory estimate of a rank and, with servers, whether both fit on the GPUs."""
+    """Return the dry run's memory estimate of a rank. With servers, also whether ranks and servers fit."""
     gpu = torch.cuda.is_available()
     sizes = [torch.cuda.get_device_properties(0).total_memory] if gpu else [size * GB for size in _ASSUMED_SIZES]
     return _format_estimate([_make_plan(settings, shape, critic=critic, memory=size) for size in sizes])

@@ -18,7 +18,7 @@ class PosteriorState(TypedDict):
 
 
 def reward_as_success_fraction(reward: float) -> float:
-    """Return the reward limited to [0, 1], which counts as a fraction of a success."""
+    """Return the reward clipped to [0, 1]. It counts as a fraction of a success."""
     return min(max(reward, 0.0), 1.0)
 
 
@@ -44,7 +44,7 @@ class Posteriors:
         self._known: dict[str, list[float]] = {}
 
     def add_training_step(self, groups: Iterable[tuple[str, Sequence[float], Sequence[float]]]) -> None:
-        """Add the rollouts of one training step: key, rewards and energies of each group, one per rollout.
+        """Add the rollouts of one training step: for each group, its key and the reward and energy of each rollout.
 
         A group without rollouts adds nothing: its key remains unknown.
         """

@@ -131,7 +131,7 @@ def read_hub(name: str, *, split: str, subset: str | None, revision: str | None)
 def require_file(path: Path) -> None:
     """Raise ProblemFileError unless ``path`` is a file."""
     if path.is_dir():
-        raise ProblemFileError(f"{path}: is a folder, not a file")
+        raise ProblemFileError(f"{path} is a folder, not a file")
     if not path.exists():
         files = sorted(entry.name for entry in path.parent.glob(f"*{path.suffix}"))[:8] if path.parent.is_dir() else []
         hint = f"; files in this folder: {', '.join(files)}" if files else ""
@@ -208,7 +208,7 @@ def _read_messages(value: list[object], location: str) -> tuple[ChatMessage, ...
         if not isinstance(role, str) or not isinstance(content, str):
             raise ProblemFieldError(
                 f"{location}: message {number} of the problem is {str(item)[:80]!r}, but must be an object with "
-                'a text "role" and a text "content"'
+                'the strings "role" and "content"'
             )
         messages.append({"role": role, "content": content})
     return tuple(messages)
@@ -297,7 +297,7 @@ def _find_column_and_value(
         return empty, None
     raise ProblemFieldError(
         f"{location}: no field for the {wanted} (expected {', '.join(USUAL_FIELDS[wanted])});"
-        f" fields: {_field_names(row)}; set fields.{wanted} to the right one"
+        f" fields: {_field_names(row)}; set fields.{wanted} to the right column"
     )
 
 

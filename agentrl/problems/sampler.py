@@ -26,7 +26,7 @@ from agentrl_envs.types import Problem
 
 
 def hash_problem_info(info: Mapping[str, object]) -> str:
-    """Return a hash of a problem's other columns, or "" if it has no others."""
+    """Return a hash of ``Problem.info``, or "" if it is empty."""
     return hashlib.sha256(json.dumps(info, sort_keys=True).encode()).hexdigest() if info else ""
 
 
@@ -110,7 +110,7 @@ class Mixture:
 
 
 def _variance_priority(random: Random, alpha: float, beta: float) -> float:
-    # The largest of these values are a weighted sample without replacement (Efraimidis and Spirakis 2006).
+    # The problems with the largest values are a weighted sample without replacement (Efraimidis and Spirakis 2006).
     return math.log(1 - random.random()) * (alpha + beta) ** 2 / (alpha * beta)
 
 
@@ -123,7 +123,7 @@ _PRIORITIES: Final[dict[Curriculum, Callable[[Random, float, float], float]]] = 
     "variance": _variance_priority,
     "thompson": _thompson_priority,
 }
-"""Random priority of a problem from the parameters of its Beta posterior. The largest priorities are drawn."""
+"""Random priority of a problem by its Beta posterior. The problems with the highest priorities are drawn."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -156,8 +156,8 @@ class ProblemSampler:
     With the uniform ``curriculum``, every problem of a finite source is drawn once before any is drawn again, in an
     order that changes every epoch. The other curricula draw problems by their ``posteriors``. "variance" draws with
     weights ``p (1 - p)``. "thompson" samples a success probability ``p`` from each posterior and draws the problems
-    with the largest ``p (1 - p)``. A call then draws a problem twice only if a source has too few. ``decay``: see
-    :class:`.Posteriors`.
+    with the largest ``p (1 - p)``. A call then draws a problem twice only if a source has too few problems. ``decay``:
+    see :class:`.Posteriors`.
 
     >>> from agentrl.problems.arithmetic import ArithmeticSource
     >>> sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)

@@ -54,8 +54,8 @@ class ProblemSourceSettings(BaseModel):
     weight: float = Field(default=1.0, gt=0, description="relative sampling weight; weights need not sum to 1")
     fields: dict[str, str | None] = Field(
         default={},
-        description="columns of problem, answer and id, with dots for nested ones (prompt.0.content); empty: the usual "
-        "names. Any other key stores a column under that name in Problem.info; null drops the column",
+        description="columns of problem, answer and id, with dots for nested columns (prompt.0.content); empty: the "
+        "usual names. Any other key stores a column under that name in Problem.info; null drops the column",
     )
     limit: int | None = Field(
         default=None, ge=1, description="maximum number of problems, taken from the start; null: all"

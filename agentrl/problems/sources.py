@@ -2,7 +2,7 @@
 
 A LoadReport counts the rows that are left out (unanswered, repeated, excluded, in the other part of a split).
 
-A model trained on one problem has practiced every problem that differs from it only in numbers. Cold-start, training
+A model trained on one problem has practised every problem that differs from it only in numbers. Cold-start, training
 and evaluation data are therefore kept disjoint by *masked* statements, in which numbers are replaced.
 """
 
@@ -131,7 +131,7 @@ _ENVIRONMENT_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class LoadReport:
-    """Numbers of rows of a source that were kept, and that were left out for each reason."""
+    """Number of rows of a source that were kept, and number of rows that were left out for each reason."""
 
     name: str
     rows: int
@@ -143,7 +143,7 @@ class LoadReport:
     beyond_limit: int = 0
 
     def describe(self) -> str:
-        """Summarise the report in one line for the console, without counts of zero."""
+        """Summarize the report in one line for the console, without counts of zero."""
         removed = {
             "without an answer": self.unanswered,
             "repeated": self.repeated,

@@ -2,7 +2,7 @@
 
 A row is usable if its formula is one expression of integers that evaluates to the reference answer, and if every number
 of the formula occurs in the statement, as digits or as English words. The demonstration is one program,
-``final_answer((25+5)//6)``. Variants replace these numbers in statement and formula, such that all results remain
+``final_answer((25+5)//6)``. Variants replace these numbers in statement and formula, so that all results remain
 non-negative integers. Formulas consist of integers, ``+ - * /`` and parentheses. They are parsed without ``eval``.
 """
 
@@ -157,7 +157,7 @@ class NumberMention:
 
 
 def number_mentions(text: str) -> tuple[NumberMention, ...]:
-    """Return every integer in ``text``, in order, without decimals, ordinals and numbers inside words.
+    """Return every integer in ``text``, in order. Skips decimals, ordinals and numbers inside words.
 
     >>> [mention.value for mention in number_mentions("Twenty-six pens, 1,250 cups, 2.5 kg and the 3rd of two dozen.")]
     [26, 1250, 2]
@@ -230,7 +230,7 @@ MAGNITUDES = ((2, 12), (13, 99), (100, 999), (1000, 9999), (10_000, 99_999))
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FormulaReport:
-    """Counts of all rows, usable rows, demonstrations made from them, and unusable rows by reason."""
+    """Number of rows, usable rows and demonstrations, and number of unusable rows by reason."""
 
     rows: int
     usable: int
@@ -238,7 +238,7 @@ class FormulaReport:
     unusable: Mapping[str, int]
 
     def describe(self) -> str:
-        """Summarise the report in one line for the console."""
+        """Summarize the report in one line for the console."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.unusable.items()))
         return (
             f"{self.usable} of {self.rows} problems usable, {self.demonstrations} demonstrations; left out: {reasons}"

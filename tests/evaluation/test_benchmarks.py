@@ -95,7 +95,7 @@ def test_wrong_fields_show_those_there_are(tmp_path: Path) -> None:
     with pytest.raises(ProblemLoadError, match=r"mine\.jsonl:1: no field for the .*; fields: result, text") as raised:
         load_benchmark(str(file))
     # What it advises works.
-    advice = re.search(r"fields\.problem to the right one: use (.*) instead of --benchmarks", str(raised.value))
+    advice = re.search(r"fields\.problem to the right column: use (.*) instead of --benchmarks", str(raised.value))
     assert advice is not None
     given = advice[1].replace("problem=FIELD", "problem=text").replace("answer=FIELD", "answer=result").split()
     settings = load_settings(overrides=["model.path=a/b", *given], command="eval")

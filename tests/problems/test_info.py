@@ -110,7 +110,7 @@ def test_several_messages_are_kept_and_read_as_one_text(tmp_path: Path):
 )
 def test_a_list_that_is_no_conversation_is_one_clear_message(tmp_path: Path, prompt: list[Any]):
     with pytest.raises(
-        ProblemFieldError, match=r'shop.jsonl:1: message 0 of the problem is .*a text "role" and a text'
+        ProblemFieldError, match=r'shop.jsonl:1: message 0 of the problem is .*the strings "role" and "content"'
     ):
         load(tmp_path, [{"prompt": prompt, "answer": "3"}])
 
