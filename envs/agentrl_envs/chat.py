@@ -93,10 +93,10 @@ class TextsAroundMessages:
 class ChatFormat:
     """A chat template as strings, which may contain special tokens.
 
-    ``turn_end`` is the end-of-turn marker of the model, or "". ``before_response`` is the text between ``turn_end`` and
-    a tool response, which the template adds. ``user`` contains the texts around a user message that follows a model
-    turn, or None if the template does not support such a message. ``opening`` returns the texts around a prompt of
-    several messages. It is None if such prompts are written as one text. ``quoted`` is true if the template writes tool
+    ``turn_end`` is the end-of-turn marker of the model, or "". ``before_response`` is the template's text between
+    ``turn_end`` and a tool response. ``user`` contains the texts around a user message that follows a model turn, or
+    None if the template does not support such a message. ``opening`` returns the texts around a prompt of several
+    messages. It is None if such prompts are written as one text. ``quoted`` is true if the template writes tool
     responses as JSON strings. ``system`` is the text of the system message.
 
     >>> chat = ChatFormat(before_problem="<u>", after_problem="<a>", turn_end="<e>", before_response=".<t>",
@@ -158,7 +158,7 @@ class ChatFormat:
         ``ids`` are the call ids that the model wrote, if any.
         """
         parts = self._turn_end_parts()
-        # Some templates write a call's id before the response, other templates write it after the response.
+        # Some templates write a call's id before the response, others write it after the response.
         id_comes_first = CALL_ID_PLACEHOLDER in self.before_response
         previous_id = _DEFAULT_CALL_ID
         for number, text in enumerate(texts):
@@ -174,7 +174,7 @@ class ChatFormat:
     def format_user_reply(self, text: str) -> MarkedText:
         """Return the text between two model turns: the turn's end, a user message, and the start of the next turn."""
         if self.user is None:
-            raise EpisodeUsageError("this chat format cannot write a user message after a model turn: set user=")
+            raise EpisodeUsageError("this chat format cannot write a user message after a model turn: set its field user")
         before, after = self.user
         message: ChatMessage = {"role": "user", "content": text}
         return MarkedText(*self._turn_end_parts(), TemplateMark(before), text, TemplateMark(after), messages=[message])

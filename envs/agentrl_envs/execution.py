@@ -46,7 +46,7 @@ class _InfrastructureError(Exception):
 
 
 class EpisodeSandbox:
-    """Runs an episode's programs: each in a fresh interpreter or, with ``interpreter=session``, all in the same one.
+    """Runs an episode's programs: each in a fresh interpreter or, with ``interpreter=session``, all in one interpreter.
 
     A program that is killed or calls ``os._exit`` ends the session, and the next program starts a new one. An instance
     belongs to the event loop in which it was created.

@@ -1,4 +1,4 @@
-"""Parts of `Episode.fork`: copies that are closed if they fail, and copies by repeating the actions of an episode."""
+"""Helpers for `Episode.fork`: close an incomplete copy, and copy an episode by repeating its actions."""
 
 from __future__ import annotations
 

@@ -32,9 +32,9 @@ _LONGEST_SAMPLE = 64
 class UnicodeText(Text):
     """A text space for all of Unicode, up to ``max_length`` characters, including the empty text.
 
-    By default, gymnasium's `Text` accepts only letters and digits. With all of Unicode as charset, creating it takes
-    seconds and hundreds of megabytes. This space samples up to 64 characters from a small charset, and accepts every
-    text that UTF-8 can encode. It cannot be flattened, because it has no fixed table of characters.
+    By default, gymnasium's `Text` accepts only letters and digits. With all of Unicode as charset, creating a `Text`
+    takes seconds and hundreds of megabytes. This space samples up to 64 characters from a small charset, and accepts
+    every text that UTF-8 can encode. It cannot be flattened, because it has no fixed table of characters.
     """
 
     def __init__(self, max_length: int, *, seed: int | np.random.Generator | None = None) -> None:

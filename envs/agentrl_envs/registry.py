@@ -29,7 +29,7 @@ TRL_PREFIX = "trl:"
 
 
 def install_command(name: str) -> str:
-    """Return the command that installs an extra. The command keeps the installed version, even if editable."""
+    """Return the command that installs an extra. The command keeps the installed version, even if it is editable."""
     return f"pip install '{DISTRIBUTION}[{name}]'"
 
 
@@ -55,8 +55,8 @@ class Registry(Generic[Item]):
     """Maps names to objects that settings can select. ``kind`` is the noun for an entry in messages.
 
     ``builtin`` maps the built-in names to ``module:attribute`` paths. ``group`` is the entry-point group of installed
-    packages, or "". With ``paths=True``, ``module:attribute`` is valid as a name. ``removed`` maps the part before the
-    colon of names that earlier versions supported to their replacement, for the message.
+    packages, or "". With ``paths=True``, ``module:attribute`` is valid as a name. ``removed`` is for names that earlier
+    versions supported: it maps the part before the colon to a replacement, which the message names.
     """
 
     def __init__(
@@ -230,7 +230,7 @@ def describe_error(error: BaseException) -> str:
 
 
 PLUGIN_GROUP = "agentrl.plugins"
-"""Entry points of installed packages; each names a module to import."""
+"""Entry-point group of installed packages. Each entry point names a module to import."""
 
 
 def load_plugins(names: Iterable[str]) -> None:

@@ -96,7 +96,7 @@ class ChatSettings(BaseModel):
     chat: Literal["auto", "always", "never"] = Field(
         default="auto",
         description="auto: protocol hermes and environments with custom tools use the model's chat template, and the "
-        "other protocols are plain text; always: all use the template; never: all are plain text",
+        "other protocols are plain text; always: every protocol uses the template; never: every protocol is plain text",
     )
     system_prompt: str = Field(
         default="",
@@ -341,7 +341,7 @@ class VerifiersSettings(BaseModel):
 
 
 class NoSettings(BaseModel):
-    """Settings of an environment without settings."""
+    """Empty settings, for an environment that has none."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -369,7 +369,7 @@ class GraderSettings(BaseModel):
     deadline: float = Field(
         default=5.0,
         gt=0,
-        description="CPU seconds to parse the reference answer, and again to compare an answer with it",
+        description="CPU seconds to parse the reference answer, and separately to compare an answer with it",
     )
     start_deadline: float = Field(
         default=120.0, gt=0, description="CPU seconds that a process may take to import its libraries"

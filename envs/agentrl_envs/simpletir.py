@@ -1,8 +1,8 @@
 """SimpleTIR: the model solves a problem by writing Python, reading the output and trying again.
 
 All protocols (`agentrl_envs.protocols`) use the same episode. Its base class, `ToolEpisode`, is also the base of
-episodes of a user's class. A correct answer has reward 1, everything else has reward 0. The driver handles token limits
-and the end of sequence. The episode handles text.
+episodes of a user's class. A correct answer has reward 1, and everything else has reward 0. The driver handles token
+limits and the end of sequence. The episode handles text.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolEpisode(ABC):
-    """One problem under one protocol. Closes its tools and its interpreter session, but not the shared sandbox.
+    """Base of episodes: one problem under one protocol. Closes the tools and the session, but not the shared sandbox.
 
     Subclasses define `begin`, which creates the tools and returns the prompt, and `play_turn`.
     """
@@ -176,8 +176,8 @@ class SimpleTIREpisode(ToolEpisode):
     async def play_turn(self, action: str) -> Step:
         """Execute the turn's program or calls, and grade its answer if it has one.
 
-        The protocol defines the end after a turn without a program, a call or an answer. The driver replaces this value
-        if a token limit cut the turn or the model ended the turn without an answer.
+        The protocol defines how an episode ends after a turn without a program, a call or an answer. The driver
+        replaces this end if a token limit cut the turn or the model ended the turn without an answer.
         """
         turn = self._protocol.parse(action)
         if turn.program is not None:

@@ -198,7 +198,7 @@ def _parse_llama(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
     while (start := _LLAMA_CALL_START.search(text, position)) is not None:
         value, end = _read_json(text, start.end())
         if end is None:
-            error = 'a call is a JSON object with a text "name" and an object "parameters", and nothing else'
+            error = 'a call is a JSON object with a string "name" and an object "parameters", and nothing else'
             yield ParsedCall(start=start.start(), end=len(text), error=error)
             return
         position = end
@@ -208,7 +208,7 @@ def _parse_llama(text: str, parameters: Parameters) -> Iterator[ParsedCall]:
 def _call_from_object(value: object, start: int, end: int, *keys: str) -> ParsedCall:
     """Convert a JSON value to a call. The arguments are the value of the first key in ``keys`` that is present."""
     if not isinstance(value, dict) or not isinstance(value.get("name"), str):
-        error = f'a call is a JSON object with a text "name" and an object "{keys[0]}"'
+        error = f'a call is a JSON object with a string "name" and an object "{keys[0]}"'
         return ParsedCall(start=start, end=end, error=error)
     arguments = next((value[key] for key in keys if key in value), None)
     call_id = value.get("id")

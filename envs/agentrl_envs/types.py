@@ -24,7 +24,7 @@ class Ended(StrEnum):
     TURN_LIMIT = "turn_limit"
     TOKEN_LIMIT = "token_limit"
     DEADLINE = "deadline"
-    FORKED = "forked"  # a branch of a forked rollout that continues in other branches
+    FORKED = "forked"  # the rollout forked, and continues in branches
     CANCELLED = "cancelled"
     INFRASTRUCTURE_FAILURE = "infrastructure_failure"
 

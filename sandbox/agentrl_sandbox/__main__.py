@@ -1,4 +1,4 @@
-"""Entry point of ``python -m agentrl_sandbox``, which is the command ``agentrl-sandbox``."""
+"""Entry point of ``python -m agentrl_sandbox``, equivalent to the command ``agentrl-sandbox``."""
 
 import sys
 

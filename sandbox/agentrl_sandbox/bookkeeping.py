@@ -85,7 +85,7 @@ def _result_bytes(execution: Execution) -> int:
 
 _Owner = TypeVar("_Owner")
 _Identifier = TypeVar("_Identifier")
-_MAX_SESSIONS = 65_536  # recorded as open, because their end may have been missed, and as ended
+_MAX_SESSIONS = 65_536  # of open sessions, whose end may have been missed, and of ended sessions
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -42,7 +42,7 @@ class FrameError(ValueError):
 
 def pack_frame(header: Mapping[str, object], *blobs: bytes) -> bytes:
     full_header = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
-    # Escapes could triple the size of file names, which the size limits of messages do not account for.
+    # Do not escape: escapes could triple the size of file names, which would break the size limits of messages.
     text = json.dumps(full_header, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:
@@ -159,7 +159,7 @@ def _why_name_is_invalid(name: str) -> str:
 
 
 class InvalidCallError(ValueError):
-    """A call's arguments are invalid: the timeout, the path of a file, or the size."""
+    """A call's arguments are invalid: the timeout, the path of a file, or the size of the call."""
 
 
 class CallHeader(TypedDict):

@@ -54,9 +54,9 @@ __all__ = [
 async def open_sandbox(settings: SandboxSettings) -> Sandbox:
     """Open the sandbox at ``settings.url`` and check its isolation.
 
-    If the scheme is not built in, it is the name of an entry point in the group ``agentrl.sandboxes``, whose function
-    is called with the settings and returns a `Sandbox` (``async def function(settings)``). Raises UnisolatedError if a
-    property is missing (unless ``allow_unisolated``) and StartError if the sandbox does not start.
+    If the scheme is not built in, it is the name of an entry point in the group ``agentrl.sandboxes``: an ``async def
+    function(settings)`` that returns a `Sandbox`. Raises UnisolatedError if a property is missing (unless
+    ``allow_unisolated``) and StartError if the sandbox does not start.
     """
     if settings.scheme == "local":
         return await open_local(settings)

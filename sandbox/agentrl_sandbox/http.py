@@ -83,7 +83,7 @@ class RetryTimer:
 
 
 class ServiceSandbox(CallSandbox, ABC):
-    """Base class that implements ``Sandbox`` with requests, which are retried up to ``retry_deadline``."""
+    """Base class that implements ``Sandbox`` with requests. Requests are retried until ``retry_deadline``."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         self._settings = settings
@@ -227,7 +227,7 @@ class HttpSandbox(ServiceSandbox):
             limit.reschedule(0)
 
     async def read_state(self) -> JsonObject:
-        """Return the state of the service. Raises BusyError if it is not ready, StartError if it is another service."""
+        """Return the state of the service. Raises BusyError if it is not ready, StartError if it is not a sandbox."""
         state = await self._send_request(ServiceRequest(method="GET", path="/ready", read=dict))
         if isinstance(state, dict) and isinstance(state.get("isolation"), dict):
             return state

@@ -67,7 +67,7 @@ class SeveralSandboxes(ServiceSandbox):
         return Isolation.combine([service.isolation for service in self._services if service.isolation.layers])
 
     async def check_without_retries(self) -> None:
-        """Check all services. Services that do not respond may join later, but a faulty one is an error."""
+        """Check all services. Services that do not respond may join later, but a faulty service is an error."""
         await asyncio.gather(*map(self._check_health, self._services))
         for service in self._services:
             if not isinstance(service.error, BusyError | None):

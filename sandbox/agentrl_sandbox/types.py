@@ -100,7 +100,7 @@ class Isolation:
 
     @classmethod
     def combine(cls, isolations: Sequence[Isolation]) -> Isolation:
-        """Combine the isolation of sandboxes. Properties hold if all sandboxes, and at least one, have them.
+        """Combine the isolation of sandboxes. A property holds if there are sandboxes and all of them have it.
 
         >>> layers = {"no_network": "seccomp"}, {"no_network": None}, {"no_network": "Landlock"}
         >>> one, two, three = (Isolation(layers=found, mode="none") for found in layers)

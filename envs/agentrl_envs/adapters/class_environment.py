@@ -252,7 +252,7 @@ class ClassEpisode(ToolEpisode):
         )
 
     async def play_turn(self, action: str) -> Step:
-        """Execute the turn's calls, or pass its text to ``step`` of the class. Without either, the episode ends."""
+        """Execute the turn's calls, or else pass its text to ``step``. Without calls and ``step``, the episode ends."""
         turn = self._protocol.parse(action)
         if turn.calls:
             observation, calls = await self.call_tools(turn.calls, action)

@@ -20,7 +20,8 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     """Return the factory of the environment ``name``.
 
     A gymnasium environment class, a subclass of `Environment` and a function that returns an `Environment` are
-    configured by `GymnasiumSettings`. Raises PluginError, or UnknownNameError with the valid names and the nearest one.
+    configured by `GymnasiumSettings`. Raises PluginError, or UnknownNameError with the valid names and the nearest
+    name.
     """
     prefix, _, rest = name.partition(":")
     if prefix in ADAPTERS:

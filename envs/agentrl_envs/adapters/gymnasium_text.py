@@ -30,7 +30,7 @@ EnvFactory = Callable[[], TextEnv]
 
 
 class GymnasiumEpisode:
-    """One episode of a gymnasium text environment, which it creates and closes."""
+    """One episode of a gymnasium text environment. Creates and closes the environment."""
 
     def __init__(self, problem: Problem, *, make: EnvFactory, threads: BlockingCallPool, call_deadline: float) -> None:
         self.problem = problem

@@ -1,7 +1,7 @@
 """Tasks in Harbor's format: ``--env harbor:DIRECTORY``. Each rollout has a container of the local Docker engine.
 
 The built-in agent has one tool, ``bash``, which runs commands in the container. The reward is the result of the task's
-verifier. A command as agent runs in the same containers (`agentrl.rollout.gateway.harbor`).
+verifier. If a command is the agent, it runs in the same containers (`agentrl.rollout.gateway.harbor`).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _UNLIMITED = 1e9  # seconds. The container enforces the limit of a command; wait
 
 
 class TaskShell:
-    """State of the built-in agent in one task: the tool and its container, which starts with the first command."""
+    """State of the built-in agent in one task: the tool and its container. The first command starts the container."""
 
     def __init__(self, containers: TaskContainers, problem: Problem, seconds: float) -> None:
         self.done = False
@@ -36,7 +36,7 @@ class TaskShell:
         self._problem = problem
         self._seconds = seconds
         self._used = 0.0  # seconds that commands took
-        self._lock = asyncio.Lock()  # a turn may contain several commands, which run in their order
+        self._lock = asyncio.Lock()  # a turn may contain several commands, which run in order
         self._container: TaskContainer | None = None
 
     def reset(self) -> None:

@@ -41,7 +41,8 @@ _MOST_OUTPUT = _MEGABYTE
 _MOST_REWARD = 1 << 16  # bytes of the verifier's reward file
 _GRACE = 30.0  # seconds that Docker may need beyond the time limit of a command
 _HELPER_SECONDS = 60.0
-# The first line is the process group of the command. A plain pipe to `head` would wait for background processes.
+# The first line of the output is the process group ID, used to kill the command. The output is not limited by a pipe
+# to `head`, because the pipe would wait for background processes.
 _RUN = 'echo $$; exec timeout -k 1 "$0" bash -c "$1" 2>&1'
 _TIMED_OUT, _SIGNALED = 124, 128  # exit codes: of `timeout`; of a signal, minus its number
 # Sends a socket that listens in the helper's network to this process, which then serves it without the helper.
@@ -118,7 +119,7 @@ class TaskContainers:
         return container
 
     def _find_or_build_image(self, task: HarborTask) -> str:
-        """Return the name of the task's image. Builds it unless an image of the same files exists."""
+        """Return the name of the task's image. Builds the image unless an image of the same files exists."""
         environment = task.config.environment
         if environment.docker_image is not None:
             try:
@@ -190,7 +191,7 @@ class TaskContainer:
             self._user = client.images.get(self.image).attrs["Config"].get("User") or "root"
             self._container = client.containers.create(
                 self.image,
-                # As process 1, it ignores signals from inside the container, and reaps processes without a parent.
+                # As process 1, bash ignores signals from inside the container, and reaps processes without a parent.
                 ["bash", "-c", "while read -r; do :; done"],
                 user="root",  # else root would have no capabilities in the commands that prepare the verifier
                 stdin_open=True,  # closed when this process ends, which ends the loop
@@ -247,7 +248,7 @@ class TaskContainer:
                     full = True
                     group = kept.partition(b"\n")[0].decode()
                     kill = partial(self._run_without_limits, f"kill -9 -- -{group} {group}", user)
-                    # In a thread, because this command cannot start until the output of the other command is read.
+                    # Kill in a thread: this command cannot start until the output of the other command is read.
                     threading.Thread(target=_call_ignoring_docker_errors, args=(kill,), daemon=True).start()
         code = int(self._containers.client.api.exec_inspect(run)["ExitCode"] or 0)
         late = code >= _TIMED_OUT and time.monotonic() - began >= timeout
@@ -260,7 +261,7 @@ class TaskContainer:
         )
 
     def _run_without_limits(self, command: str, user: str) -> None:
-        """Run a command of bash without limits. Works even if no further process can be forked."""
+        """Run a bash command without limits, even if no further process can be forked."""
         with self._start_process(["bash", "-c", command], user, {}) as (_, chunks):
             for _ in chunks:
                 pass
@@ -388,7 +389,7 @@ class TaskContainer:
         if release is None:
             return
         try:
-            # Shielded, so that a cancelled rollout still removes its container.
+            # Shield the removal, so that a cancelled rollout still removes its container.
             with contextlib.suppress(UnavailableError):
                 await asyncio.shield(asyncio.ensure_future(self._containers.call_docker(self._remove)))
         finally:
@@ -420,10 +421,10 @@ def _build_archive(paths: Mapping[str, Path]) -> bytes:
 
 
 def _read_output_frames(stream: BinaryIO) -> Iterator[bytes]:
-    """Yield the output in a stream of frames, each of which has a head of 8 bytes.
+    """Yield the output in a stream of frames. Each frame begins with a header of 8 bytes.
 
-    ``stream``: the buffered stream of a response. The SDK reads the socket below it, and so loses output that arrives
-    together with the head of the response, for example while this machine is busy.
+    ``stream``: the buffered stream of a response. The SDK instead reads the socket below the buffer. It loses output
+    that arrives together with the response's headers, for example while this machine is busy.
     """
     while len(head := stream.read(8)) == 8:
         left = int.from_bytes(head[4:], "big")

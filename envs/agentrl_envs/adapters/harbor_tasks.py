@@ -35,7 +35,7 @@ _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)\s*(?:\n|\Z))
 
 
 def _resolve_variable(value: str) -> str:
-    """Replace ``${NAME}`` or ``${NAME:-DEFAULT}`` by this process's environment variable, as Harbor does."""
+    """Replace ``${NAME}`` or ``${NAME:-DEFAULT}`` by the environment variable of this process, as Harbor does."""
     reference = _REFERENCE.fullmatch(value)
     found = value if reference is None else os.environ.get(reference[1], reference[2])
     if found is None:
@@ -77,7 +77,7 @@ class _Environment(BaseModel):
     @field_validator("memory_mb", mode="before")
     @classmethod
     def _parse_megabytes(cls, size: object) -> object:
-        """Convert ``memory = "2G"`` of schema version 1.0 to megabytes. Numbers are megabytes, also as text."""
+        """Convert ``memory = "2G"`` of schema version 1.0 to megabytes. A number, even as text, is in megabytes."""
         if not isinstance(size, str) or size.strip().isdecimal():
             return size
         match = _SIZE.fullmatch(size)

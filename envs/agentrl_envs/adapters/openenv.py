@@ -1,7 +1,7 @@
 """Environments on OpenEnv servers: ``--env openenv:http://HOST:PORT``, with the extra ``openenv``.
 
 The text of a turn is inserted into a text field of the server's action. The observation is a text field of the server's
-observation. The schemas of the server or the settings determine these fields. A problem is a seed of the environment
+observation. The server's schemas, or the settings, determine these fields. A problem is a seed of the environment
 (``builtin:seeds``). The columns of a row are passed to the server's ``reset`` by name.
 
 Messages are JSON over one WebSocket per session, as in OpenEnv 0.10. The server responds to ``reset`` and ``step`` with
@@ -125,7 +125,7 @@ class OpenEnvServer:
         self._proxied = self._parts.hostname not in _LOCAL_HOSTS
         self._session_limit: int | None = None  # maximum number of sessions; None until the server reports it
         self._open_sessions = 0
-        self._forked_sessions = 0  # sessions of episodes that have been forked, and end after their forks
+        self._forked_sessions = 0  # sessions of forked episodes, which end after their forks
         self._ended = asyncio.Event()
 
     async def fetch_schemas(self) -> Mapping[str, object]:
@@ -155,7 +155,8 @@ class OpenEnvServer:
         """Wait for a free session.
 
         Returns the session and the response to ``reset``. The caller must call `close_session`. ``fork``: the session
-        is for a fork. Raises UnavailableError if all sessions belong to forked episodes, which would wait forever.
+        is for a fork. Raises UnavailableError if all sessions belong to forked episodes, because the wait would never
+        end.
         """
         wait = _MIN_WAIT
         while True:
@@ -184,7 +185,7 @@ class OpenEnvServer:
         self._forked_sessions += 1
 
     async def close_session(self, session: OpenEnvSession, *, forked: bool = False) -> None:
-        """End a session, so that the next episode in the queue can start. ``forked``: after `record_fork`."""
+        """End a session, so that the next episode in the queue can start. ``forked`` is true after `record_fork`."""
         self._forked_sessions -= forked
         try:
             await session.close()
@@ -364,7 +365,7 @@ class OpenEnvEpisode:
         return True
 
     async def start(self) -> str:
-        """Begin a session, possibly after waiting for a free one.
+        """Begin a session. Waits for a free session if necessary.
 
         Raises UnavailableError if the server is unavailable and EnvironmentContractError if the reset fails.
         """

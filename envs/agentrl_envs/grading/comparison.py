@@ -139,7 +139,7 @@ def _is_inequality_or_union(answer: Answer) -> bool:
 
 
 def _matches_with_decimal_comma(answer: str, reference: Answer) -> bool:
-    """Compare, with the answer's comma as a decimal point. In a reference answer, a comma is always a separator."""
+    """Compare, reading a comma in the answer as a decimal point. In a reference answer, a comma is a separator."""
     answer = answer.strip()
     return _DECIMAL_COMMA.fullmatch(answer) is not None and answers_match(
         reference, parse_answer(answer.replace(",", "."))
@@ -195,7 +195,7 @@ def _number_in_words(words: Words) -> Number | None:
 
 
 def _same_time(reference: Answer, answer: Answer) -> bool:
-    """Compare times of day. A missing ``am`` or ``pm`` matches both, and 22:30 equals 10:30 pm.
+    """Compare times of day. A missing ``am`` or ``pm`` matches either, and 22:30 equals 10:30 pm.
 
     ``3:10`` also equals the ratio or fraction 3/10, and ``9 a.m.`` equals 9.
     """
@@ -420,7 +420,7 @@ def _same_assigned_name(reference: Expression, answer: Expression) -> bool:
 
 
 def _states_value_of_left_side(relation: Relation) -> bool:
-    """Return True if a relation states the value of its left side: a name, a number, or names added and multiplied.
+    """Return True if a relation gives its left side (a name, a number, or names added and multiplied) a value.
 
     ``a + b = 7`` states 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` are equations to solve, and ``ax + by = c`` is a
     relation of variables.

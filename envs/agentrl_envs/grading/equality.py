@@ -153,7 +153,7 @@ def _equal_at_point(left: Expression, right: Expression, point: dict[str, Fracti
 
 
 def _digits_for_comparison(value: Scalar) -> int | None:
-    """Return the digits of precision needed to compare numbers of this size, or None if they would be too many.
+    """Return the digits of precision needed to compare numbers of this size, or None if too many are needed.
 
     The precision covers digits after the decimal point: 2^{2005} + 1 agrees with 2^{2005} in its first 600 digits.
     """
@@ -228,7 +228,7 @@ _CONVERSION_CONFIG = latex2sympy2.ConversionConfig(lowercase_symbols=False)
 _MATH_VERIFY_NOTATION = re.compile(
     r"\\(?:i*int|lim|cap|setminus|backslash|mathbb|ne|neq|notin|Gamma|partial|sum|prod|det|le|leq|ge|geq)(?![A-Za-z])|[<>|]"
 )
-# math-verify silently drops these, so it would compare less than the whole text.
+# math-verify silently drops this notation, so it would compare less than the whole text.
 _DROPPED_BY_MATH_VERIFY = re.compile(r"['\"$]|\\[lc]?dots|\\text|\\mbox|\\x1e|\\x1f|\\approx|[A-Z]{2}|\d\s+\d")
 
 

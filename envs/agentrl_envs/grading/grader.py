@@ -87,7 +87,7 @@ class NoVerdictError(Exception):
 
 
 class ComparisonTimeoutError(NoVerdictError):
-    """The comparison exceeded its CPU time."""
+    """The comparison exceeded its CPU time limit."""
 
 
 class WorkerDiedError(NoVerdictError):
@@ -182,7 +182,7 @@ class GradingProcess:
 
 
 def _worker_environment(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the worker's environment variables, which set one thread and fixed hash seeds."""
+    """Return the worker's environment variables: one thread, a fixed hash seed, and some of ``environment``."""
     kept = {name: environment[name] for name in _INHERITED_VARIABLES if name in environment}
     return kept | {"PYTHONHASHSEED": "0", "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 
@@ -274,11 +274,12 @@ logger = logging.getLogger(__name__)
 class Grader:
     """Grades answers. Supports thousands of concurrent calls. Belongs to one event loop.
 
-    Equal strings and plain numbers are decided in this process, all others by value, in up to ``settings.workers``
-    processes. If a comparison exceeds its CPU time, its process ends and the verdict is `Verdict.ANSWER_TIMEOUT`. This
-    verdict counts as wrong, because otherwise a policy could exclude rollouts with slow answers. The verdict is the
-    same if the process dies twice (out of memory, a crash in C code). If the reference answer alone fails, or a process
-    hangs without computing, the verdict is `Verdict.GRADER_TIMEOUT`, which excludes the rollout.
+    Equal strings and plain numbers are decided in this process, and other answers by value, in up to
+    ``settings.workers`` processes. If a comparison exceeds its CPU time, its process ends and the verdict is
+    `Verdict.ANSWER_TIMEOUT`. This verdict counts as wrong, because otherwise a policy could exclude rollouts with slow
+    answers. The verdict is the same if the process dies twice (out of memory, a crash in C code). If the reference
+    answer alone fails, or a process hangs without computing, the verdict is `Verdict.GRADER_TIMEOUT`, which excludes
+    the rollout.
 
     Not guaranteed: recognition of every pair of equal answers. Equality of expressions is undecidable in general.
     """

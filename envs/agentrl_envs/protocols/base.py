@@ -92,7 +92,7 @@ class TextProtocol(ABC):
 
     @property
     def end_after_empty_turn(self) -> Ended:
-        """The end of an episode after a turn with neither a call nor an answer: by default normal, with reward 0."""
+        """How an episode ends after a turn with neither a call nor an answer: by default normally, with reward 0."""
         return Ended.STOPPED
 
     def user_message(self, statement: str) -> str:
@@ -135,7 +135,7 @@ def chat_if_required(settings: SimpleTIRSettings | ReasoningSettings, chat: Chat
     if settings.chat != "always":
         return None
     if chat is None:
-        raise EpisodeUsageError("environment.chat=always requires the policy's chat template: pass chat=")
+        raise EpisodeUsageError("environment.chat=always requires the policy's chat template: pass it as chat")
     return chat
 
 

@@ -44,7 +44,7 @@ class HermesProtocol(TextProtocol):
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        """Empty, because the model ends its turn itself, after any number of calls."""
+        """Empty, because the model itself ends its turn, after any number of calls."""
         return ()
 
     def turn_complete(self, text: str) -> bool:
@@ -141,7 +141,7 @@ def make_hermes_protocol(settings: SimpleTIRSettings, chat: ChatFormat | None, t
             [schema.as_openai_function() for schema in tools.schemas], system=settings.system_prompt
         )
     if chat is None:
-        raise EpisodeUsageError("protocol hermes requires the policy's chat template: pass chat=")
+        raise EpisodeUsageError("protocol hermes requires the policy's chat template: pass it as chat")
     return (PlainTextCallsProtocol if plain else HermesProtocol)(
         instruction=settings.effective_instruction,
         observation_limit=settings.observation_limit,

@@ -7,8 +7,8 @@ the turn's program. Blocks in other languages are text.
 turn without a program ends at the end of sequence or at a token limit, which the driver handles.
 
 **Precedence of answers.** A turn's program runs even if the model's text already contains a boxed answer. A complete
-``\boxed{...}`` that the program prints (as `final_answer` does) takes precedence. It was computed, and it is the last
-box in the conversation, which published graders use.
+``\boxed{...}`` that the program prints (as `final_answer` does) takes precedence. It was computed. It is also the last
+box in the conversation, and published graders use the last box.
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ class SimpleTIRProtocol(TextProtocol):
     def source_to_run(self, problem: Problem, program: str) -> str:
         """Return `final_answer`, the problem's setup and the program as one module.
 
-        A ``from __future__`` import in the program is therefore a syntax error, which the model reads like any other.
+        A ``from __future__`` import in the program is therefore a syntax error, which the model reads like any other
+        error.
         """
         return prepend_setup(_FINAL_ANSWER, prepend_setup(problem.setup, program))
 

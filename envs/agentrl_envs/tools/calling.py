@@ -50,7 +50,7 @@ UNREACHABLE_ERRORS = frozenset(
 """Exceptions of libraries that may not be installed, which indicate that a service does not respond."""
 
 BLOCKED_SECONDS = 1.0
-"""An ``async`` tool that blocks the event loop for longer than this is reported."""
+"""Seconds for which an ``async`` tool may block the event loop before it is reported."""
 
 _reported_tools: set[str] = set()
 

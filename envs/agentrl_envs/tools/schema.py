@@ -1,7 +1,7 @@
-"""Schemas of tools, which are derived from signatures and docstrings and validate the model's arguments.
+"""Tool schemas, derived from signatures and docstrings. They validate the model's arguments.
 
-The schemas equal those of ``transformers.utils.get_json_schema`` for the types that both support. That function is not
-used because it imports torch.
+For types that ``transformers.utils.get_json_schema`` supports too, the schemas are equal. That function is not used
+because it imports torch.
 """
 
 from __future__ import annotations

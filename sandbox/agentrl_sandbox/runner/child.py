@@ -150,7 +150,7 @@ def enter_user_namespace_as_root(extra_flags: int = 0) -> None:
 
 
 def visible_files_and_devices(readable: Iterable[str]) -> tuple[list[str], list[str]]:
-    """Return the files and the devices visible to programs. No path is inside another."""
+    """Return the files and the devices visible to programs. No path is inside another path."""
     wanted = [path for path in _SYSTEM if not os.path.islink(path)]
     for path in readable:
         wanted += [os.path.abspath(path), os.path.realpath(path)]

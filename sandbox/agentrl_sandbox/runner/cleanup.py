@@ -230,7 +230,7 @@ def _user_can_list(user: int, path: str) -> bool:
 
 
 def _make_scratch_directories(config: RunnerConfig) -> str:
-    """Create one directory per slot. Its user may write through the group but not change the permissions."""
+    """Create one directory per slot. The slot's user may write (as its group) but not change the permissions."""
     directory = tempfile.mkdtemp(prefix="agentrl-sandbox-")
     separate_users = has_separate_users(config)
     os.chmod(directory, 0o711 if separate_users else 0o700)

@@ -92,7 +92,8 @@ class OutputCapture:
             self._tail_size -= len(self._tail.popleft())
 
 
-# Limits that the kernel does not enforce: the total memory of a program's processes, and files without a mount.
+# Limits that the kernel does not enforce: the total memory of a program's processes and, without namespaces, the size
+# and number of its scratch files.
 #
 # A program controls the cost of the checks, so expensive checks use at most a tenth of the server's time.
 

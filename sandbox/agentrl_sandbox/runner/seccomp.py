@@ -203,7 +203,7 @@ lock it for all programs; ``lockf`` works."""
 
 DENIED_WITHOUT_SEPARATE_USER = _parse_system_call_groups(_DENIED_CALLS_WITHOUT_SEPARATE_USER)
 """Calls that are also denied if programs share the server's user: changes of files that Landlock does not prevent, and
-leaving the process group, through which a fork bomb is killed."""
+leaving the process group, because fork bombs are killed by process group."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # all CLONE_NEW* flags of clone(2)

@@ -87,7 +87,7 @@ def main() -> None:
 def _continue_as_namespace_init(config: RunnerConfig, descriptor: int) -> None:
     """Continue as the first process of a new user and PID namespace. Only that process returns.
 
-    Without root, a zygote can return from a program's PID namespace only to one that it owns.
+    Without root, a zygote can return from a program's PID namespace only to a PID namespace that it owns.
     """
     enter_user_namespace_as_root(extra_flags=kernel.CLONE_NEWPID)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -104,7 +104,7 @@ def _continue_as_namespace_init(config: RunnerConfig, descriptor: int) -> None:
 
 
 class ForkServer:
-    """Event loop that runs programs and sessions in forks of its zygotes, and the state of these."""
+    """Event loop that runs programs and sessions in forks of its zygotes, and stores their state."""
 
     def __init__(self, config: RunnerConfig, client: socket.socket) -> None:
         self._config = config
@@ -281,7 +281,7 @@ class ForkServer:
         self._epoll.register(descriptor, select.EPOLLIN)
 
     def remove_reader(self, descriptor: int) -> None:
-        """Stop listening to a descriptor. No effect if it is not listened to."""
+        """Remove the handler of a descriptor. No effect if it has none."""
         if self._handlers.pop(descriptor, None) is not None:
             self._epoll.unregister(descriptor)
 
@@ -348,7 +348,7 @@ class ForkServer:
         self._finish_and_reply(program, ending)
 
     def _replace_zygote(self, zygote: ZygoteHandle) -> None:
-        """Replace a dead zygote, whose programs died with it. Raises RuntimeError if the zygote never became ready."""
+        """Replace a dead zygote. Its programs died with it. Raises RuntimeError if the zygote never became ready."""
         self._epoll.unregister(zygote.fileno())
         del self._zygotes_by_descriptor[zygote.fileno()]
         status = zygote.kill_and_reap()

@@ -10,8 +10,9 @@ Programs can tamper with this process, so the server trusts it only to report th
 Between programs the session init stops this process.
 
 The session init is forked from a warm interpreter, isolates itself like a program, and runs no untrusted code. It
-stops, kills and reaps the interpreters. Because they run as the same user, it forbids tracing, and the kernel blocks
-signals from its namespace. It reports only facts about processes that the kernel confirms.
+stops, kills and reaps the interpreters. The interpreters run as the same user as the session init. Therefore the
+session init forbids tracing, and the kernel blocks signals from its namespace. It reports only facts about processes
+that the kernel confirms.
 
     server -> init   {"op": "resume", "id"} · {"op": "stop", "id"} · {"op": "kill", "id"}
                      {"op": "expect", "id"} with an announcement socket (SO_PASSCRED), to which a fork writes
@@ -424,9 +425,9 @@ class SessionInit:
     def _kill_leftovers(self) -> None:
         """Kill orphans and the descendants of idle interpreters. Raises TimeoutError.
 
-        All are stopped before any is killed. Stopped processes still count against RLIMIT_NPROC, so a fork bomb
-        cannot outrun the loop. A process may end before it is stopped and leave a child that the same scan misses, so
-        the loop ends with a scan whose processes had all ended before it.
+        All processes are stopped before any is killed. Stopped processes still count against RLIMIT_NPROC, so a fork
+        bomb cannot outrun the loop. A process may end before it is stopped and leave a child that the same scan misses.
+        The loop therefore repeats until a scan finds only processes that had ended before the scan.
         """
         deadline = time.monotonic() + _KILL_SECONDS
         stopped: set[int] = set()

@@ -64,13 +64,13 @@ class SessionFamily:
     unsent: deque[tuple[bytes, tuple[int, ...]]] = field(default_factory=deque)  # commands with their descriptors
 
     def send_command(self, operation: str, session: int, descriptors: tuple[int, ...] = ()) -> None:
-        """Send a command to the session init. Ignored if the session init has exited, which its zygote reports."""
+        """Send a command to the session init. Ignored if the session init has exited; its zygote reports the exit."""
         message = json.dumps({"op": operation, "id": session}).encode()
         self.unsent.append((message, tuple(map(os.dup, descriptors))))
         self.send_queued_commands()
 
     def send_queued_commands(self) -> None:
-        """Send commands in order until the buffer of the socket is full, which holds about 280 commands."""
+        """Send commands in order until the socket's buffer of about 280 commands is full."""
         while self.unsent:
             message, descriptors = self.unsent[0]
             try:
@@ -152,13 +152,13 @@ def _pid_in_namespace(pid: int) -> int:
 
 
 SESSION_ZYGOTE = "science"
-"""The interpreter from which sessions are forked, because a session's imports are unknown when it opens."""
+"""Sessions are forked from this kind of interpreter, because their imports are unknown when they open."""
 
 END_SECONDS = 5.0
 """Seconds for the session init to stop or kill a process. After that, the session init is killed."""
 
 SECONDS_PER_SESSION = 0.05
-"""Added to END_SECONDS for each session of the family, because all of them may be closed at once."""
+"""Seconds added to END_SECONDS for each session of the family, because all sessions may be closed at once."""
 
 
 class ServerCallbacks(Protocol):

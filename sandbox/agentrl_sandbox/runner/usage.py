@@ -20,8 +20,8 @@ from dataclasses import dataclass, field
 # namespace or as a subreaper, so its process tree is complete.
 #
 # Kernel memory of a program has no separate limit, and most hosts do not allow the sandbox to create a memory cgroup.
-# So page tables are measured, and buffers are counted at their full size, which the system call filter prevents
-# programs from enlarging (``seccomp``).
+# Therefore page tables are measured, and buffers are counted at their full size. The system call filter (``seccomp``)
+# prevents programs from enlarging buffers.
 
 _PAGE = resource.getpagesize()
 _MAX_PROCESSES = 8192  # twice the maximum of max_processes
@@ -30,7 +30,7 @@ _PIPE_BYTES = 16 * _PAGE  # capacity of a pipe
 _MAPPING_BYTES = 256  # bytes of the kernel's record of a mapped range
 _MAX_MAPPING_BYTES_READ = 256 << 10  # maximum bytes read of a list of mappings; ordinary programs have 50 kB
 _MAX_MAPPINGS = 65_530  # vm.max_map_count
-# Bytes counted for a lock or a descriptor watched by epoll. Each takes 200 bytes, but the higher count limits the
+# Bytes counted for a lock or a descriptor watched by epoll. Such a record takes 200 bytes. The higher count limits the
 # length of the lists, because reading long lists would slow down the server.
 _COUNTED_RECORD_BYTES = 16 << 10
 _MAX_RECORD_BYTES_READ = 1 << 20  # maximum bytes read of one descriptor's list

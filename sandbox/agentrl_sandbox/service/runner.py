@@ -34,7 +34,7 @@ async def serve_runner(
     """Run until SIGTERM or SIGINT, then finish running requests. Raises SandboxError if it cannot start.
 
     ``name`` is unique in the directory ``sockets``. The runner also exits ``linger`` seconds after the last gateway
-    disconnected, and with the process ``parent``.
+    disconnected, and when the process ``parent`` exits.
     """
     links.check_answers_fit(settings)
     if parent is not None:
