@@ -63,7 +63,7 @@ def train(
     config: Config = None,
     reward: Annotated[str | None, _option("MODULE:NAME", "function (problem, conversation, verdict) -> float")] = None,
     num_processes: Annotated[int | None, _option("N", "training ranks on this machine")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="resume the run called name, or the newest run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="resume the run name=NAME, or the newest run")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print settings, passes and memory, then exit")] = False,
 ) -> None:
     """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
@@ -279,7 +279,7 @@ def study(
     output: Annotated[Path | None, _option("DIR", "directory for the runs and the report; default: runs/NAME")] = None,
     jobs: Annotated[int | None, _option("N", "number of concurrent runs; default: from FILE", minimum=1)] = None,
     baseline: Annotated[
-        str | None, _option("VARIANT", "variant to compare all others with; default: from FILE")
+        str | None, _option("VARIANT", "variant to compare the other variants with; default: from FILE")
     ] = None,
     retry: Annotated[bool, typer.Option("--retry", help="restart failed runs")] = False,
     report_only: Annotated[bool, typer.Option("--report", help="report on the existing runs without training")] = False,
@@ -335,7 +335,7 @@ def view(
     paths: Annotated[
         list[Path] | None,
         typer.Argument(
-            help="runs, evaluations, or folders of them; default: runs", metavar="[PATH]...", show_default=False
+            help="runs, evaluations, or their parent folders; default: runs", metavar="[PATH]...", show_default=False
         ),
     ] = None,
     port: Annotated[

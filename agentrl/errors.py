@@ -70,7 +70,7 @@ class OutOfMemoryError(WorldError):
 def append_help_link(message: str) -> str:
     """Append a line with the address of the message's entry in docs/how-to/troubleshooting.md, if there is one.
 
-    The heading of an entry is the message that it explains, with `...` for values. If several entries match, the one
+    The heading of an entry is the message that it explains, with `...` for values. If several entries match, the entry
     with the longest heading is used.
 
     >>> append_help_link("the run directory runs/first is not empty")

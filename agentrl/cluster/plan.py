@@ -17,7 +17,8 @@ def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> lis
     """Assign each bundle to a different node. Raises UnplaceableError, which lists the missing resources.
 
     The first bundle must be at least as large as every other bundle in every resource. All other bundles must be equal.
-    Then choosing the smallest sufficient node for each bundle succeeds whenever an assignment exists.
+    Under these conditions, choosing the smallest sufficient node for each bundle succeeds whenever an assignment
+    exists.
     """
     free = sorted(nodes, key=lambda node: (node.gpus, node.cpus, node.address))
     chosen = []

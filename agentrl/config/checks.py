@@ -26,7 +26,7 @@ Command = Literal["train", "coldstart", "eval", "variance", "check-data", "regra
 def check_settings(settings: Settings, command: Command = "train") -> None:
     """Raise SettingsError with one line for each contradiction and each missing setting that ``command`` requires."""
     if command in ("check-data", "regrade", "plan"):
-        return  # these commands require no model or no rollouts, or accept incomplete settings
+        return  # these commands need no model, need no rollouts, or accept incomplete settings
     problems = [*_missing_settings(settings, command)]
     if command != "eval":  # an evaluation does not train, and it checks prompts and model before sampling
         problems += [*_length_errors(settings), *_objective_errors(settings)]

@@ -37,7 +37,7 @@ CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "KILL", "SETGID", "SETUID")
 
 
 class DockerSandbox(RunnerPool):
-    """A sandbox in a container, which is replaced if it exits. Created by ``open_docker``."""
+    """A sandbox in a container. Replaces a container that exits. Created by ``open_docker``."""
 
     def __init__(self, settings: SandboxSettings, client: docker.DockerClient) -> None:
         self._settings = settings

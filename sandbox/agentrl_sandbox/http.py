@@ -313,7 +313,7 @@ class HttpSandbox(ServiceSandbox):
         for name in self._settings.model_fields_set & set(LIMITS):
             wanted, there = getattr(self._settings, name), state.get("limits", {}).get(name)
             if there is None:
-                raise StartError(f"the sandbox at {self.url} does not report {name}, which must be {wanted}")
+                raise StartError(f"the sandbox at {self.url} does not report {name} (required: {wanted})")
             if there != wanted:
                 raise StartError(
                     f"the sandbox at {self.url} has {name}={there:g}, not {wanted}: change the limit where "

@@ -38,7 +38,7 @@ class SandboxSettings(BaseModel):
         "container; http://HOST:PORT: a service, whose limits apply; ray://: a service on every node of "
         "the Ray cluster (cluster=ray); SCHEME://...: a sandbox from another package. Programs are "
         "distributed over several services, given as a list "
-        "or separated by commas; if a service is lost, its calls are sent to the others",
+        "or separated by commas; if a service is lost, its calls are sent to the other services",
     )
     timeout: float = Field(10.0, gt=0, le=3600, description="seconds of wall-clock time for each program")
     memory_mb: int = Field(

@@ -93,7 +93,11 @@ def test_ids_are_those_that_the_model_writes() -> None:
     [
         ("hermes", "<tool_call>{1}</tool_call>", "there must be one JSON object"),
         ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "is not closed by </tool_call>"),
-        ("hermes", "<tool_call>[]</tool_call>", 'a call is a JSON object with a string "name" and an object "arguments"'),
+        (
+            "hermes",
+            "<tool_call>[]</tool_call>",
+            'a call is a JSON object with a string "name" and an object "arguments"',
+        ),
         ("qwen_coder", '<tool_call>{"name": "f"}</tool_call>', "there must be <function=NAME>"),
         ("qwen_coder", "<tool_call><function=f>stray</function></tool_call>", "there must be <function=NAME>"),
         ("qwen_coder", "<tool_call><function=f></function>", "is not closed by </tool_call>"),

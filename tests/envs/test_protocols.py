@@ -190,7 +190,7 @@ def test_hermes_a_thought_that_the_template_opens_and_nobody_closes_says_nothing
 def test_hermes_answers_so_many_calls_of_one_turn() -> None:
     turn = HERMES.parse(call("a") + call("b") + call("c") + call("d"))
     assert turn.calls[:2] == (request("a"), request("b"))
-    assert errors(turn) == ["ToolCallError: more than 2 calls in one turn; the others were not run"]
+    assert errors(turn) == ["ToolCallError: more than 2 calls in one turn; the other calls were not run"]
 
 
 def test_hermes_a_malformed_call_leaves_the_others() -> None:

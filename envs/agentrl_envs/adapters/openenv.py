@@ -386,7 +386,7 @@ class OpenEnvEpisode:
     async def step(self, action: str) -> Step:
         """Execute one step on the server.
 
-        The error message of a rejected action is the observation, and the episode continues.
+        If the server rejects the action, the error message is the observation, and the episode continues.
         """
         if self._session is None or self._ended:
             raise EpisodeUsageError(

@@ -57,7 +57,7 @@ class HermesProtocol(TextProtocol):
         calls = [self._check_call(call) for call in self._find_calls(visible)]
         if len(calls) > self.max_calls:
             calls[self.max_calls :] = [
-                _malformed_call(f"more than {self.max_calls} calls in one turn; the others were not run")
+                _malformed_call(f"more than {self.max_calls} calls in one turn; the other calls were not run")
             ]
         return ParsedTurn(program=None, answer=None if calls else last_boxed_answer(visible), calls=tuple(calls))
 
