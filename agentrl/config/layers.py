@@ -155,7 +155,7 @@ def _settings_of_resumed_run(run: Path, files: list[Layer], top: list[Override])
         changes = "\n".join(f"  {line}" for line in conflicts)
         raise SettingsError(
             f"--resume: {run} was started with different settings (saved -> requested):\n{changes}\n"
-            "omit these settings to continue the run as saved, or start a new run without --resume; --resume may change: "
+            "omit these settings to continue as saved, or start a new run without --resume; --resume may change: "
             + ", ".join(key + "*" if key.endswith(".") else key for key in RESUME_MAY_CHANGE)
         )
     return settings

@@ -174,7 +174,7 @@ class ChatFormat:
     def format_user_reply(self, text: str) -> MarkedText:
         """Return the text between two model turns: the turn's end, a user message, and the start of the next turn."""
         if self.user is None:
-            raise EpisodeUsageError("this chat format cannot write a user message after a model turn: set ChatFormat.user")
+            raise EpisodeUsageError("the chat format has no user message after a model turn: set ChatFormat.user")
         before, after = self.user
         message: ChatMessage = {"role": "user", "content": text}
         return MarkedText(*self._turn_end_parts(), TemplateMark(before), text, TemplateMark(after), messages=[message])

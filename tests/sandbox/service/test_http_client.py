@@ -237,7 +237,7 @@ async def test_a_request_is_repeated_after_an_unreadable_answer(unreadable):
 
 async def test_a_limit_that_the_service_does_not_tell_is_refused():
     async with answering(json.dumps(READY).encode()) as (url, _):
-        with pytest.raises(StartError, match="does not report memory_mb .required: 100"):
+        with pytest.raises(StartError, match=r"does not report memory_mb \(required: 100\)"):
             await open_sandbox(SandboxSettings(url=url, allow_unisolated=True, memory_mb=100))
 
 
