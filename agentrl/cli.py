@@ -284,7 +284,7 @@ def study(
     retry: Annotated[bool, typer.Option("--retry", help="restart failed runs")] = False,
     report_only: Annotated[bool, typer.Option("--report", help="report on the existing runs without training")] = False,
 ) -> None:
-    """Train a grid of settings and seeds, and compare them with intervals. The same command resumes a study."""
+    """Train a grid of settings and seeds, and compare the results with intervals. The same command resumes a study."""
     from agentrl.lab.study.command import study_command
     from agentrl.training.run.signals import sigterm_as_ctrl_c
 

@@ -135,7 +135,7 @@ class LocalProcess:
     """A child process in a separate session, so that it does not receive signals from the terminal."""
 
     def __init__(self, spec: ProcessSpec, reservation: Reservation, handles: Sequence[int] = ()) -> None:
-        """Start the process, which inherits the file descriptors ``handles``."""
+        """Start the process. It inherits the file descriptors ``handles``."""
         self.spec = spec
         self.reservation = reservation
         command = [sys.executable, *spec.arguments]

@@ -14,7 +14,7 @@ class UnplaceableError(SettingsError):
 
 
 def assign_nodes(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> list[ClusterNode]:
-    """Assign each bundle to a different node. Raises UnplaceableError, which lists the missing resources.
+    """Assign each bundle to a different node. Raises UnplaceableError with the missing resources.
 
     The first bundle must be at least as large as every other bundle in every resource. All other bundles must be equal.
     Under these conditions, choosing the smallest sufficient node for each bundle succeeds whenever an assignment

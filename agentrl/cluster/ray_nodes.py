@@ -351,7 +351,8 @@ class RayCluster:
         for host, reservation in zip(hosts, reservations, strict=True):
             self._add_node(host, reservation)
         self._numbers = itertools.count(len(hosts))
-        # The largest bundle stays first. All others are sorted by address, so that ranks find their local files again.
+        # The largest bundle stays first. All other bundles are sorted by address, so that ranks find their local files
+        # again.
         return [reservations[0], *sorted(reservations[1:], key=lambda reservation: reservation.address)]
 
     def _wait_for_nodes(self, bundles: Sequence[Bundle], deadline: float) -> None:

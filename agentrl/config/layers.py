@@ -145,7 +145,7 @@ def _reset_overridden_sources(preset: Layer, top: Sequence[Override]) -> Layer:
 
 
 def _settings_of_resumed_run(run: Path, files: list[Layer], top: list[Override]) -> Settings:
-    """Apply the requested changes to a run's saved settings. Raises SettingsError, which lists forbidden changes."""
+    """Apply the requested changes to a run's saved settings. Raises SettingsError with a list of forbidden changes."""
     saved = [_migrate_saved_layer(layer) for layer in read_overlay_chain(str(run / "config.yaml"))]
     identity: list[Override] = [(["name"], run.name), (["runs_dir"], str(run.parent))]
     before = _merge_and_validate(saved, identity, "train")

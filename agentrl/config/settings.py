@@ -142,7 +142,7 @@ gradient.
 
 
 def dump_yaml(settings: Settings) -> str:
-    """Format all resolved settings as YAML, which ``--config`` reads back as equal settings."""
+    """Format all resolved settings as YAML. Reading the YAML with ``--config`` gives equal settings."""
     return yaml.safe_dump(settings.model_dump(mode="json"), sort_keys=False, allow_unicode=True, width=120)
 
 

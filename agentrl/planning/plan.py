@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def largest_micro_batch(self) -> int:
-        """Tokens of the largest micro-batch that fits: from the configured number to 65,536, which saturate a GPU."""
+        """Tokens of the largest micro-batch that fits: from the configured number to 65,536 (saturates a GPU)."""
         for tokens in range(65_536, self.setup.tokens, -1024):
             if replace(self, setup=replace(self.setup, tokens=tokens)).rank.total <= usable_gpu_bytes(self.memory):
                 return tokens

@@ -163,7 +163,7 @@ class ExerciseSource:
 
 
 def split_of_numbers(family: str, numbers: Numbers) -> Split:
-    """Return the split of a problem, which depends only on its family and the numbers in its statement."""
+    """Return the split of a problem. Depends only on the family and on the numbers in the statement."""
     content = family + "|" + ",".join(f"{key}={numbers[key]}" for key in sorted(numbers))
     digest = hashlib.blake2b(content.encode(), digest_size=8).digest()
     return "heldout" if int.from_bytes(digest, "big") % HELDOUT_DIVISOR == 0 else "train"

@@ -371,8 +371,8 @@ def load_demonstrations(
 ) -> LoadedDemonstrations:
     """Load demonstrations from ``builtin:NAME``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
 
-    ``count`` and ``families`` (None for all) apply to generators, whose training split is used. ``variants`` applies to
-    formulas. Raises ProblemLoadError or one of its subclasses.
+    ``count`` and ``families`` (None for all) apply to generators. Generators use their training split. ``variants``
+    applies to formulas. Raises ProblemLoadError or one of its subclasses.
     """
     if spec.startswith(BUILTIN):
         require_builtin_source(spec, "demonstrations", tuple(GENERATORS))

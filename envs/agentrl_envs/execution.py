@@ -185,7 +185,7 @@ def infrastructure_failure_call(seconds: float) -> ToolCall:
 
 async def _run_with_retries(run: Callable[[], Awaitable[_Result]], settings: ExecutionSettings) -> _Result:
     """Retry ``run`` after sandbox failures, and return the result of the first successful attempt."""
-    # Do not use stamina: even without a retry, it takes ten times as long as all other work of a turn.
+    # Do not use stamina: even without a retry, stamina takes ten times as long as the rest of a turn.
     wait = settings.sandbox_retry_wait
     for attempt in range(settings.sandbox_attempts - 1):
         try:

@@ -1,4 +1,4 @@
-"""Environment factories, which define the settings, chat-template use and tools of each environment name.
+"""Environment factories. A factory defines the settings, chat-template use and tools of an environment name.
 
 `agentrl_envs.adapters.environments.resolve_environment` returns the factory for a name. Creating a factory or an
 environment acquires no resources, so a run can check its settings first.
@@ -76,7 +76,7 @@ class EnvironmentFactory(ABC, Generic[Section]):
 
     @property
     def source_code(self) -> bytes:
-        """The source code of a custom environment, which identifies its version; empty if unknown."""
+        """The source code of a custom environment, to identify its version. Empty if unknown."""
         return b""
 
     def problem_columns(self, problem: Problem) -> dict[str, object]:

@@ -108,7 +108,7 @@ class TimedRewardFunction:
     """One reward function with its time limit."""
 
     def __init__(self, path: str, *, deadline: float) -> None:
-        """Import the function at ``path``, which is ``module:function`` or a registered name.
+        """Import the function at ``path`` (``module:function`` or a registered name).
 
         Raises PluginError unless the object is a function of three arguments.
         """

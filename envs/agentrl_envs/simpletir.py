@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 class ToolEpisode(ABC):
     """Base of episodes: one problem under one protocol. Closes the tools and the session, but not the shared sandbox.
 
-    Subclasses define `begin`, which creates the tools and returns the prompt, and `play_turn`.
+    Subclasses define `begin` (create the tools and return the prompt) and `play_turn`.
     """
 
     def __init__(

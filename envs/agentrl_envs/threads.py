@@ -26,7 +26,7 @@ class BlockingCallPool:
     """Runs up to ``threads`` blocking calls at once.
 
     A call that exceeds its deadline continues in its thread and keeps its slot, because Python cannot stop a thread.
-    The thread is a daemon thread, which does not prevent the process from exiting.
+    The daemon thread does not prevent the process from exiting.
     """
 
     def __init__(self, threads: int, *, name: str) -> None:
@@ -37,7 +37,7 @@ class BlockingCallPool:
     async def run(self, call: Callable[[], Result], *, timeout: float | None = None, call_name: str = "") -> Result:
         """Run ``call`` in a thread and return its result or raise its exception.
 
-        Raises TimeoutError after ``timeout`` seconds, which include the wait for a slot.
+        Raises TimeoutError after ``timeout`` seconds, including the wait for a slot.
         """
         async with asyncio.timeout(timeout):
             await self._slots.acquire()
@@ -78,7 +78,7 @@ class ObjectThread:
     async def run(self, call: Callable[[], Result], *, timeout: float | None = None, call_name: str = "") -> Result:
         """Run ``call`` and return its result or raise its exception. ``call_name`` is used in messages.
 
-        Raises TimeoutError after ``timeout`` seconds, which include the wait for earlier calls.
+        Raises TimeoutError after ``timeout`` seconds, including the wait for earlier calls.
         """
         if not self._is_started:
             self._is_started = True
@@ -107,7 +107,7 @@ class ObjectThread:
             raise UnavailableError(message, seconds=STUCK_SECONDS) from None
 
     def close(self, final_call: Callable[[], object] | None = None) -> None:
-        """End the thread after all queued calls and after ``final_call``, whose exceptions are ignored."""
+        """End the thread after all queued calls and ``final_call``. Exceptions of ``final_call`` are ignored."""
         if final_call is not None:
             self._calls.put(lambda: _call_ignoring_errors(final_call))
         self._calls.put(None)

@@ -25,7 +25,7 @@ from typing import NoReturn
 from jsonschema import Draft202012Validator
 
 _PYTHON_CONSTANTS = {"True": True, "False": False, "None": None, "null": None}
-"""Python constants, which templates of the Qwen3-Coder family write instead of JSON constants."""
+"""Python constants that templates of the Qwen3-Coder family write instead of JSON constants."""
 
 
 def parse_parameter(text: str, name: str, parameters: Mapping[str, object] | None) -> object:
@@ -90,7 +90,7 @@ class ParsedCall:
 
 
 def _no_schema(name: str) -> None:
-    """Return None, which means that the schema is unknown."""
+    """Return None: the schema is unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -42,7 +42,7 @@ class FrameError(ValueError):
 
 def pack_frame(header: Mapping[str, object], *blobs: bytes) -> bytes:
     full_header = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
-    # Do not escape: escapes could triple the size of file names, which would break the size limits of messages.
+    # Do not escape: escapes could triple the size of file names and exceed the size limits of messages.
     text = json.dumps(full_header, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:
@@ -196,7 +196,7 @@ class Call:
     fetch_files: tuple[str, ...] = ()
 
     def digest(self) -> bytes:
-        """Return a hash of all arguments, which distinguishes calls with the same ``request_id``."""
+        """Return a hash of all arguments, to distinguish calls with the same ``request_id``."""
         header, blobs = self.frame()
         result = hashlib.sha256()
         for part in (*blobs, json.dumps(header).encode()):

@@ -185,7 +185,7 @@ class HttpSandbox(ServiceSandbox):
             raise StartError(f"the sandbox at {self.url} cannot run programs: {first.stderr}")
 
     async def close(self) -> None:
-        """Close the connections, which kills running programs."""
+        """Close the connections and thereby kill running programs."""
         self._closed = True
         for connection in (*self._idle, *self._active):
             await connection.aclose()

@@ -22,7 +22,7 @@ PLUGINS = "agentrl.sandboxes"
 
 
 PROGRAM_LIMITS = ("memory_mb", "max_processes", "scratch_mb", "output_limit", "flood_limit")
-"""Settings that can change the result of a program, and with it an evaluation."""
+"""Settings that can change the result of a program and thus of an evaluation."""
 LIMITS = (*PROGRAM_LIMITS, "fetch_limit", "max_sessions", "session_idle_timeout")
 """Settings that limit programs and sessions. Clients can compare a service's limits but not change them."""
 
@@ -205,7 +205,7 @@ class GatewaySettings(BaseModel):
 def read_settings(
     model: type[_Model], environment: Mapping[str, str], arguments: Iterable[str], *, without: Iterable[str] = ()
 ) -> _Model:
-    """Read settings from nonempty variables ``SANDBOX_NAME`` and arguments ``name=value``, which take precedence.
+    """Read settings from nonempty variables ``SANDBOX_NAME`` and arguments ``name=value``. Arguments take precedence.
 
     Fields in ``without`` cannot be set. Raises ServiceSettingsError if a setting is invalid.
     """

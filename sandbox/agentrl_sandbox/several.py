@@ -122,7 +122,7 @@ class SeveralSandboxes(ServiceSandbox):
             await self._check_health(service)
 
     async def _check_health(self, service: _MonitoredService) -> None:
-        """Check a service's health and, if it is not in use, its isolation."""
+        """Check a service's health and, if the service is not in use, its isolation."""
         deadline = self._settings.service_deadline
         try:
             async with asyncio.timeout(min(_CHECK_SECONDS, deadline)):

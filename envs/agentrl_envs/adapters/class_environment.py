@@ -1,4 +1,4 @@
-"""Environments defined by a class with ``reset``, whose other public methods are tools.
+"""Environments defined by a class with a ``reset`` method. All other public methods are tools.
 
     class Shop:
         def __init__(self, sandbox=None, grade=None): ...   # passed if they are parameters

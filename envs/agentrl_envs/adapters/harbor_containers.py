@@ -45,7 +45,7 @@ _HELPER_SECONDS = 60.0
 # to `head`, because the pipe would wait for background processes.
 _RUN = 'echo $$; exec timeout -k 1 "$0" bash -c "$1" 2>&1'
 _TIMED_OUT, _SIGNALED = 124, 128  # exit codes: of `timeout`; of a signal, minus its number
-# Sends a socket that listens in the helper's network to this process, which then serves it without the helper.
+# Opens a listening socket in the helper's network and sends it to this process, which needs no helper from then on.
 _LISTEN = """
 import socket, sys
 listener = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
@@ -348,7 +348,7 @@ class TaskContainer:
     async def open_listener(self, port: int, image: str) -> socket.socket:
         """Return a socket of this process that listens on ``127.0.0.1:port`` in the container's network.
 
-        A helper container of ``image``, which needs ``python3``, opens the socket. Raises UnavailableError.
+        A helper container of ``image`` opens the socket. The image must contain ``python3``. Raises UnavailableError.
         """
         return await self._containers.call_docker(
             partial(self._open_listener, port, image), timeout=_HELPER_SECONDS + _GRACE
@@ -397,7 +397,7 @@ class TaskContainer:
 
     def _remove(self) -> None:
         with self._lock:
-            # In this order, so that the call waits until the container is removed.
+            # Remove the container before closing stdin, so that the call waits until the container is removed.
             if self._container is not None:
                 _call_ignoring_docker_errors(self._container.remove, force=True)
             if self._stdin is not None:

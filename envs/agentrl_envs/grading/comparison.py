@@ -129,7 +129,7 @@ def _is_set(answer: Answer) -> bool:
 
 
 def _is_inequality_or_union(answer: Answer) -> bool:
-    """Return True if the answer is an inequality or a union, which have many notations."""
+    """Return True if the answer is of a kind with many notations: an inequality or a union."""
     match answer:
         case Relation():
             return "=" not in answer.signs

@@ -205,7 +205,7 @@ def _equal_after_rounding(left: Expression, right: Expression, first: Scalar, se
 def _values_agree_after_rounding(first: Scalar, second: Scalar, *, scaled: bool) -> bool:
     """Return True if two values agree after rounding.
 
-    ``scaled`` is true for values at a chosen point of the symbols, whose magnitude is arbitrary.
+    ``scaled`` is true if the symbols have chosen values, so that the magnitude of the result is arbitrary.
     """
     exact = isinstance(first, Fraction) and isinstance(second, Fraction)
     with mp.workdps(_PRECISIONS[0]):

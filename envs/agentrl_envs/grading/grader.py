@@ -33,7 +33,7 @@ _MAX_THREADS = 8
 
 
 class CustomGrader:
-    """A custom grader, ``grader.function=module:function``, which replaces the comparison with the reference answer.
+    """A custom grader (``grader.function=module:function``). Replaces the comparison with the reference answer.
 
     Calls ``function(answer, problem)`` in a thread and expects a score from 0 to 1.
     """
@@ -296,7 +296,7 @@ class Grader:
 
     @property
     def needs_no_reference(self) -> bool:
-        """True for a custom function, which may not use a reference answer."""
+        """True for a custom function, because it can grade without a reference answer."""
         return self._custom is not None
 
     async def score(self, answer: str, problem: Problem) -> tuple[Verdict, float]:

@@ -59,7 +59,7 @@ for _sign, _others in (line.split() for line in _SIGN_REPLACEMENTS.replace("\n",
     _CHARACTER_REPLACEMENTS |= dict.fromkeys(
         map(ord, _others), f"{_sign} " if re.search(r"\\[a-z]+$", _sign) else _sign
     )
-# Normalization does not change these numbers, so they are returned at once.
+# Normalization does not change numbers of this form, so they are returned at once.
 _PLAIN_NUMBER = re.compile(r"(\$?)([+-]?\d+(?:,\d+)*(?:\.\d+)?)\1", re.ASCII)
 _MATH_DELIMITERS = [pair.split() for pair in (r"$$ $$", "$ $", r"\( \)", r"\[ \]", "** **", "__ __", "` `", "* *")]
 _BOX_COMMAND = re.compile(r"\\f?box(?:ed)?(?![A-Za-z])\s*")

@@ -44,7 +44,7 @@ class SimpleTIRProtocol(TextProtocol):
 
     @property
     def end_after_empty_turn(self) -> Ended:
-        """A void turn, whose rollout is dropped."""
+        """A void turn. Its rollout is dropped."""
         return Ended.VOID_TURN
 
     def turn_complete(self, text: str) -> bool:

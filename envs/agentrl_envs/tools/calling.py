@@ -47,7 +47,7 @@ UNREACHABLE_ERRORS = frozenset(
         "requests.exceptions.Timeout",
     }
 )
-"""Exceptions of libraries that may not be installed, which indicate that a service does not respond."""
+"""Exceptions of optional libraries. They indicate that a service does not respond."""
 
 BLOCKED_SECONDS = 1.0
 """Seconds for which an ``async`` tool may block the event loop before it is reported."""

@@ -100,7 +100,7 @@ def _parse_parameter_section(body: str) -> dict[str, str]:
 def _remove_titles(value: object) -> object:
     """Remove the titles that pydantic derives from names.
 
-    Keeps a property named ``title``, whose value is not a string.
+    Keeps a property named ``title``: its value is not a string.
     """
     if isinstance(value, dict):
         return {key: _remove_titles(item) for key, item in value.items() if key != "title" or not isinstance(item, str)}

@@ -1,1 +1,1 @@
-"""The fork server, which runs in separate processes and imports only the standard library and this package."""
+"""The fork server. Runs in separate processes, and imports only the standard library and this package."""

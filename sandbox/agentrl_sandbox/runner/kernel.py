@@ -117,7 +117,7 @@ def die_with_parent(signal_number: int) -> None:
 def adopt_orphans(*, needed: bool) -> None:
     """Become the parent of every orphaned descendant.
 
-    Old versions of gVisor do not support this, which is an error only if ``needed``.
+    Old versions of gVisor do not support adoption. Raises OSError in this case only if ``needed``.
     """
     try:
         _prctl(_PR_SET_CHILD_SUBREAPER, 1)
@@ -172,7 +172,7 @@ def switch_user(user: int) -> None:
 def file_access_as(user: int | None) -> Iterator[None]:
     """Access files and /proc with a user's rights (None: unchanged), without becoming a target of the user's signals.
 
-    A change of the file system user resets ``die_with_parent``, which is restored at the end.
+    A change of the file system user resets ``die_with_parent``. The setting is restored at the end.
     """
     if user is None:
         yield

@@ -219,7 +219,7 @@ class Ending:
 def prepare_program(order: RequestedRun, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
     """Start a program's deadline and open its pipes. Returns the program and the descriptors for the child.
 
-    The descriptors, which the caller closes, are the memory file, stdout, stderr, the status pipe (outside sessions),
+    The caller closes these descriptors: the memory file, stdout, stderr, the status pipe (outside sessions),
     and the fetch file if there is one.
     """
     descriptors = [create_task_file(order.call)]

@@ -1,4 +1,4 @@
-"""A session's processes: its interpreter, and the init process, which is the parent of the interpreter and its forks.
+"""A session's processes: the interpreter, its forks, and the init process, their parent.
 
 The interpreter runs programs one at a time in one ``__main__``, and forks on request.
 
@@ -242,7 +242,7 @@ def _fork_again_for_adoption() -> None:
 
 
 def _fork_without_warning() -> int:
-    """Fork without Python's warning about threads, which do not exist in the fork.
+    """Fork without Python's warning about threads: no thread continues in the fork.
 
     ``random`` reseeds itself in every fork, so its state is restored: a fork of a session keeps its origin's state.
     """
@@ -375,7 +375,7 @@ class SessionInit:
         self._poll.register(announcement, select.POLLIN)
 
     def _accept_announced_fork(self, descriptor: int) -> None:
-        """Check that the announced process, which the kernel identifies, is a child of this process."""
+        """Check that the announced process is a child of this process. The kernel identifies the process."""
         session, announcement = self._expected_forks.pop(descriptor)
         self._poll.unregister(descriptor)
         with announcement:

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 # Memory and tasks of a program and all its processes.
 #
-# RLIMIT_AS limits each process, but not their sum. A program adopts its orphans, as the first process of its PID
-# namespace or as a subreaper, so its process tree is complete.
+# RLIMIT_AS limits each process, but not all processes together. A program adopts its orphans, as the first process of
+# its PID namespace or as a subreaper, so its process tree is complete.
 #
 # Kernel memory of a program has no separate limit, and most hosts do not allow the sandbox to create a memory cgroup.
 # Therefore page tables are measured, and buffers are counted at their full size. The system call filter (``seccomp``)

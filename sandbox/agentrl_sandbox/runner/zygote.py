@@ -39,8 +39,8 @@ from agentrl_sandbox.runner.session_process import run_session_init
 
 # Makes the objects of a warm interpreter immortal, so that forks share more memory.
 #
-# Reading an object changes its reference count, which copies the page in a child. From CPython 3.12 on (PEP 683), the
-# references of an immortal object are not counted.
+# Reading an object changes its reference count and thereby copies the page in a child. From CPython 3.12 on (PEP 683),
+# the references of an immortal object are not counted.
 
 
 def make_objects_immortal() -> None:

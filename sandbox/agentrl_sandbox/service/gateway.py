@@ -132,7 +132,7 @@ class GatewayState:
 
 
 def build_app(gateway: GatewayState) -> FastAPI:
-    """Create the application, whose lifespan opens and closes the pool."""
+    """Create the application. Its lifespan opens and closes the pool."""
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:

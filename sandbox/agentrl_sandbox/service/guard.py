@@ -103,7 +103,7 @@ class RequestGuard:
                 return b"".join(parts)
 
     async def _run_application(self, scope: Scope, body: bytes, receive: Receive, send: Send) -> None:
-        """Run the application. If the client disconnects, cancel it, which kills its program."""
+        """Run the application. If the client disconnects, cancel the application and thereby kill the program."""
         parts = [{"type": "http.request", "body": body, "more_body": False}]
         left: asyncio.Future[Message] = asyncio.ensure_future(receive())
 

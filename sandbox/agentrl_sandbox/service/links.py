@@ -160,7 +160,7 @@ def hello_header(settings: SandboxSettings, isolation: Isolation) -> dict[str, o
 
 
 def parse_runner_message(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
-    """Parse a runner's message and its execution, which may be None. Raises FrameError for an invalid message."""
+    """Return a runner's message and, if it reports one, the execution. Raises FrameError for an invalid message."""
     header, blobs = frame
     try:
         message = _MESSAGE.validate_python(header)
@@ -227,7 +227,7 @@ class RunnerLink(asyncio.Protocol):
 
     @property
     def in_flight(self) -> int:
-        """Number of unanswered requests, including cancelled requests, whose programs may still be exiting."""
+        """Number of unanswered requests. Includes cancelled requests, because their programs may still be exiting."""
         return len(self._waiting)
 
     def has_room_for(self, count: int) -> bool:

@@ -127,7 +127,7 @@ class RunnerService:
         return ConnectionFromGateway(self)
 
     async def wait_until_unused(self, seconds: float | None) -> None:
-        """Wait until no gateway has been connected for ``seconds``, or forever if it is None."""
+        """Wait until no gateway has been connected for ``seconds``, or forever if ``seconds`` is None."""
         while True:
             self.changed.clear()
             timeout = seconds if not self.gateways else None
