@@ -65,7 +65,7 @@ class ProcessSpec:
     - ``log``: file for its output; default: the output of the starting process
     - ``show_output``: output is written to the log and to the output of the starting process
     - ``keep_terminal_output``: standard output is not logged if it is a terminal
-    - ``supervised``: its descendants end with it, and it ends with the starting process
+    - ``supervised``: the process ends with the starting process, and its descendants end with the process
     """
 
     role: str

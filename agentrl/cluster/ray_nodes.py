@@ -112,7 +112,7 @@ class NodeProcessActor:
             process.wait_or_kill(0.0)
 
     def _kill_processes_without_calls(self) -> None:
-        # If the command loses contact with this node, it restarts the ranks elsewhere. Stop the ranks here.
+        # If the command loses contact with this node, the command restarts the ranks elsewhere. Stop the ranks here.
         while True:
             time.sleep(_RETRY_INTERVAL)
             if time.monotonic() - self._last_call > self._deadline:

@@ -324,7 +324,8 @@ def _merge_and_validate(below: Sequence[Layer], top: Sequence[Override], command
     env = _require_known_env(basics["env"])
     merged = interpolate_variables(_merge_all(env, below, top))
     try:
-        # Strict JSON validation rejects 8.0, "8" and true as integers, but converts lists to tuples, strings to enums.
+        # Strict JSON validation rejects 8.0, "8" and true as integers, but converts lists to tuples and strings to
+        # enums.
         settings = settings_model(env).model_validate_json(json.dumps(merged), strict=True)
     except ValidationError as error:
         raise settings_error(error, env, [*below, *_command_line_layers(top)]) from error

@@ -216,7 +216,7 @@ def head_peak_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
     - ``reference``: all logits and the tensors that autograd saves, ``5 x 4 N V``;
     - ``chunked``: a block of logits and three pieces of it. Up to ``2^23`` logits are kept whole. The gradient of a
-      bfloat16 weight is accumulated in float32, ``4 D V``, on a GPU from a bfloat16 copy of the block;
+      bfloat16 weight is accumulated in float32, ``4 D V`` (on a GPU, from a bfloat16 copy of the block);
     - ``triton``: a tile of float32 logits and, in bfloat16, the tile's gradient and float32 gradients of the states and
       of a slice of the weight.
     """

@@ -180,7 +180,7 @@ def plan_command(
         limits = {"max_prompt_tokens": prompt, "max_response_tokens": context - prompt}
         limits["max_turn_tokens"] = min(rollout.max_turn_tokens, context - prompt)
         rollout = rollout.model_copy(update=limits)
-    # DeepSpeed frees the GPU for a colocated server at stages 1 and 2 only. Dedicated servers get half of the GPUs.
+    # DeepSpeed frees the GPU for a colocated server only at stages 1 and 2. Dedicated servers get half of the GPUs.
     facts, stage = engine_facts(rollout), training.effective_zero_stage(bfloat16=settings.model.dtype == "bfloat16")
     colocated = stage in (1, 2) and bool(facts.in_process or facts.shares_gpus)
     ranks = gpus if colocated else gpus - gpus // 2

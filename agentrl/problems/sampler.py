@@ -2,7 +2,7 @@
 
 The source of the n-th draw and the order of a finite source in its k-th epoch depend only on the seed. A position
 therefore consists of a few numbers, and an endless source is never materialized. With a curriculum, draws also depend
-on the posteriors of the problems, which are part of the saved position.
+on the posteriors of the problems. The saved position contains the posteriors.
 """
 
 from __future__ import annotations

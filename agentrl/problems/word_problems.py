@@ -2,7 +2,7 @@
 
 A row is usable if its formula is one expression of integers that evaluates to the reference answer, and if every number
 of the formula occurs in the statement, as digits or as English words. The demonstration is one program,
-``final_answer((25+5)//6)``. Variants replace these numbers in statement and formula, so that all results remain
+``final_answer((25+5)//6)``. Variants replace the formula's numbers in statement and formula, so that all results remain
 non-negative integers. Formulas consist of integers, ``+ - * /`` and parentheses. They are parsed without ``eval``.
 """
 
@@ -259,9 +259,9 @@ def formula_demonstrations(
 ) -> tuple[list[Demonstration], FormulaReport]:
     """Create demonstrations from the usable rows of a JSONL file: ``variants`` per row.
 
-    The first variant of a row is the original. The others have new numbers, and their ids end in ``~1``, ``~2``, ...
-    Raises ProblemFileError for a missing file or a malformed line, ProblemFieldError for a row without a statement, and
-    EmptyProblemsError if no row is usable.
+    The first variant of a row is the original. The other variants have new numbers, and their ids end in ``~1``,
+    ``~2``, ... Raises ProblemFileError for a missing file or a malformed line, ProblemFieldError for a row without a
+    statement, and EmptyProblemsError if no row is usable.
     """
     if variants < 1:
         raise ValueError(f"variants must be at least 1, got {variants}")

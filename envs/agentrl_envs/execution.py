@@ -124,7 +124,7 @@ class EpisodeSandbox:
     async def fork(self) -> EpisodeSandbox:
         """Return the sandbox of a forked episode, with a copy of the session. Raises UnavailableError.
 
-        Waits for room in a full sandbox as long as `execute` does.
+        If the sandbox is full, waits for room as long as `execute` does.
         """
         twin = EpisodeSandbox(self._sandbox, self._settings)
         session = self._session

@@ -46,9 +46,9 @@ MALFORMED = "malformed"
 class Verdict(StrEnum):
     """Result of grading an answer. Only ``CORRECT`` earns a reward.
 
-    ``ANSWER_TIMEOUT``: the answer caused the comparison to exceed the grader's CPU time or memory. It counts as wrong.
-    ``GRADER_TIMEOUT``: the reference answer alone exceeds the limits, or grading processes hang. ``GRADER_TIMEOUT`` and
-    ``UNPARSABLE_GOLD`` exclude the rollout, because they do not depend on the answer.
+    ``ANSWER_TIMEOUT``: the answer caused the comparison to exceed the grader's CPU time or memory. The answer counts as
+    wrong. ``GRADER_TIMEOUT``: the reference answer alone exceeds the limits, or grading processes hang.
+    ``GRADER_TIMEOUT`` and ``UNPARSABLE_GOLD`` exclude the rollout, because they do not depend on the answer.
     """
 
     CORRECT = "correct"

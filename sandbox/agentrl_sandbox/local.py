@@ -150,8 +150,8 @@ class ForkServerProcess(asyncio.Protocol):
     ) -> Frame[ServerReply]:
         """Send one message and wait for the answer.
 
-        The grace period is a separate wait, so that after a long pause of the event loop, answers that are already in
-        the socket are read before the server counts as hung.
+        The grace period is a separate wait. After a long pause of the event loop, answers that are already in the
+        socket are therefore read before the server counts as hung.
         """
         if self._transport is None or self.exited:
             raise ServerExitedError("the sandbox's server has exited")

@@ -1,8 +1,8 @@
 """Probes of the isolation properties, with real programs that attempt forbidden operations.
 
-A probe observes, inside and outside the sandbox, whether the attack succeeded or the program ended without success. A
-probe that was interrupted is inconclusive: it is repeated with more time and never counts as missing isolation, because
-the machine may just be slow.
+A probe observes, inside and outside the sandbox, whether the attack succeeded or the program ended without success. An
+interrupted probe is inconclusive, because the machine may just be slow: the probe is repeated with more time and never
+counts as missing isolation.
 """
 
 from __future__ import annotations

@@ -11,8 +11,9 @@
 
         def get_reward(self) -> float: ...                  # optional: called at the end
 
-Each rollout has a separate instance, whose synchronous methods all run in one thread. Methods may be ``async``. An
-instance that sets ``done`` ends its rollout. Environments for TRL's ``environment_factory`` have this form.
+Each rollout has a separate instance. The synchronous methods of an instance all run in one thread. Methods may be
+``async``. An instance that sets ``done`` ends its rollout. Environments for TRL's ``environment_factory`` have this
+form.
 """
 
 from __future__ import annotations

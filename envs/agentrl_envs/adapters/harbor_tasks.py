@@ -158,7 +158,7 @@ def read_task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
 def check_agent_files(files: str | None, directory: str) -> None:
     """Raise PluginError unless ``environment.agent_files`` is a directory without tasks of ``directory``.
 
-    It must also not be the tests or the solution of a task.
+    Nor may the directory be the tests or the solution of a task.
     """
     if files is None:
         return

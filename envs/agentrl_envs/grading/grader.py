@@ -1,7 +1,7 @@
 """The grader: a coroutine that compares an answer with the reference answer and returns a `Verdict`.
 
 Comparisons that need no algebra are decided in this process (`quick_verdict`): equal spellings, plain numbers and plain
-words. All other comparisons run in worker processes (`agentrl_envs.grading.worker`), which exchange JSON lines with
+words. All other comparisons run in worker processes (`agentrl_envs.grading.worker`). Workers exchange JSON lines with
 this process and are killed at their deadlines. ``grader.function`` replaces the comparison with a custom function.
 """
 
@@ -196,9 +196,9 @@ _BRACKETS = re.compile(r"[()\[\]{}]")
 def quick_verdict(answer: str, reference: str) -> Verdict | None:
     r"""Return the verdict if it is certain without algebra, otherwise None.
 
-    Equal spellings are correct. Integers and ratios are compared exactly, a decimal to six decimal places, two decimals
-    to the places of the shorter one. Numbers may have a sign, leading zeros and thousands separators. Words are
-    compared by their letters.
+    Equal spellings are correct. Integers and ratios are compared exactly. A decimal is compared to six decimal places,
+    and two decimals to the places of the shorter decimal. Numbers may have a sign, leading zeros and thousands
+    separators. Words are compared by their letters.
 
     >>> quick_verdict("025", "25"), quick_verdict("1,234", "1234"), quick_verdict("0.5", r"\dfrac{1}{2}")
     (<Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>, <Verdict.CORRECT: 'correct'>)

@@ -67,7 +67,7 @@ _BALANCED_BRACES = r"[^{}]*(?:\{[^{}]*(?:\{[^{}]*(?:\{[^{}]*\}[^{}]*)*\}[^{}]*)*
 _ARGUMENT = rf"\{{({_BALANCED_BRACES})\}}"
 _COLOR_COMMAND = r"\\color\s*\{[^{}]*\}\s*"
 _UPRIGHT_TEXT = r"\\(?:text|mathrm)\s*\{\s*"
-# (substring of every match, pattern, replacement). Patterns whose substring is missing are skipped, for speed.
+# Triples (substring of every match, pattern, replacement). Patterns whose substring is missing are skipped, for speed.
 _REWRITES: tuple[tuple[str, re.Pattern[str], str], ...] = tuple(
     (needed, re.compile(pattern), replacement)
     for needed, pattern, replacement in (

@@ -141,7 +141,7 @@ def chat_if_required(settings: SimpleTIRSettings | ReasoningSettings, chat: Chat
 
 ProtocolFactory = Callable[[SimpleTIRSettings, ChatFormat | None, ToolSet], TextProtocol]
 """Signature of the functions that `register_protocol` accepts. They receive the tools in
-`environment.tools`, which hermes lists in its prompt."""
+`environment.tools`; hermes lists these tools in its prompt."""
 
 
 def make_protocol(

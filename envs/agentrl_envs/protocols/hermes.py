@@ -2,7 +2,7 @@ r"""Protocol for tool calls, with messages rendered by the model's chat template
 
 The model writes one or more calls in the format of its model family (`agentrl_envs.tool_call_formats`) and ends its
 turn with the template's end-of-turn marker. The responses follow in the order of the calls, rendered by the template as
-messages of the role ``tool``. A turn without a call is the last turn. The last ``\boxed{...}`` in it is the answer.
+messages of the role ``tool``. A turn without a call is the last turn. Its last ``\boxed{...}`` is the answer.
 
 **Reasoning.** Text before the last ``</think>`` and text after an unclosed ``<think>`` contain neither calls nor
 answers. It does not matter whether the model or the template wrote the tag. Reasoning remains in the conversation, even
@@ -35,7 +35,7 @@ _LONE_SURROGATE = re.compile("[\ud800-\udfff]")
 class HermesProtocol(TextProtocol):
     """Protocol for tool calls in a conversation rendered by a chat template.
 
-    Executes the first ``max_calls`` calls of a turn, and responds to all others with one error message.
+    Executes the first ``max_calls`` calls of a turn, and responds to all other calls with one error message.
     """
 
     chat: ChatFormat

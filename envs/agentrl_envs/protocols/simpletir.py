@@ -4,7 +4,7 @@ r"""The SimpleTIR protocol: Python in fenced blocks, output after ``Code executi
 the turn's program. Blocks in other languages are text.
 
 **End of a turn.** A turn ends at the first closed fence. Text that the engine sampled after the fence is ignored. A
-turn without a program ends at the end of sequence or at a token limit, which the driver handles.
+turn without a program ends at the end of sequence or at a token limit; the driver handles these cases.
 
 **Precedence of answers.** A turn's program runs even if the model's text already contains a boxed answer. A complete
 ``\boxed{...}`` that the program prints (as `final_answer` does) takes precedence. It was computed. It is also the last

@@ -15,8 +15,8 @@ from collections.abc import Iterator, Sequence
 
 # The fetch file is a memory file that returns fetched files. It cannot grow, and its contents are untrusted.
 #
-# It contains the length of the rest (8 bytes), then for each file its index in the requested names (4 bytes), its size
-# (8 bytes) and its content. The length is written last, and until then no file counts as fetched.
+# The fetch file contains the length of the rest (8 bytes), then for each file its index in the requested names (4
+# bytes), its size (8 bytes) and its content. The length is written last, and until then no file counts as fetched.
 
 _LENGTH = struct.Struct("!Q")
 _RECORD = struct.Struct("!IQ")

@@ -1,6 +1,6 @@
 """Execution of a program as ``__main__`` in this process, with the exit status that Python would return.
 
-Also the memory file through which a child receives its program, and fresh random states.
+Also contains the memory file through which a child receives its program, and the reseeding of random generators.
 """
 
 from __future__ import annotations

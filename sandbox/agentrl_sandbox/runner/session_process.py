@@ -268,7 +268,7 @@ def run_session_init(limits: ChildLimits, slot: int, session: int, descriptors: 
         server = _install_descriptors(descriptors)
         try:
             scratch = isolate_child(limits, slot)
-            # One more process than the limit, because the session init counts too.
+            # Allow one more process than the limit, because the session init counts too.
             resource.setrlimit(resource.RLIMIT_NPROC, (limits.max_processes + 1, limits.max_processes + 1))
             kernel.forbid_tracing()
             limits.reseed_generators()

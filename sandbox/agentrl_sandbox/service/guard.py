@@ -1,8 +1,8 @@
 """Rejection of unauthorized, cross-site, slow and large requests, before the application processes them.
 
-A web page cannot freely choose the Host header, the Origin and the content type that a browser sends. So a foreign Host
-(DNS rebinding) or Origin is rejected, and a body must be JSON, which a page cannot send to another site without a
-preflight request. All paths that run programs also require the bearer token.
+A web page cannot freely choose the Host header, the Origin and the content type that a browser sends. Therefore a
+foreign Host (DNS rebinding) or Origin is rejected. A body must be JSON: a page cannot send JSON to another site without
+a preflight request. All paths that run programs also require the bearer token.
 """
 
 from __future__ import annotations
