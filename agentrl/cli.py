@@ -348,7 +348,7 @@ def view(
     ] = None,
     groups: Annotated[int | None, _option("N", "maximum number of groups per step in --export", minimum=1)] = None,
 ) -> None:
-    """Show runs and evaluations in the browser: curves, trajectories and tokens. Only reads files."""
+    """Show runs and evaluations in the browser: curves, trajectories and tokens. Changes no files."""
     from agentrl.evaluation.settings import parse_integers
     from agentrl.viewer.serve import export_command, view_command
 

@@ -41,7 +41,7 @@ class ClusterBackend(ABC):
 
 
 class LocalBackend(ClusterBackend):
-    """All processes run on this machine."""
+    """Runs all processes on this machine."""
 
     def open(self, settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
         from agentrl.cluster.local import LocalCluster
@@ -50,7 +50,7 @@ class LocalBackend(ClusterBackend):
 
 
 class RayBackend(ClusterBackend):
-    """Processes run on the nodes of a Ray cluster."""
+    """Runs processes on the nodes of a Ray cluster."""
 
     many_nodes = True
 

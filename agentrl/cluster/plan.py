@@ -102,7 +102,7 @@ def _format_resources(gpus: int, cpus: float) -> str:
 
 
 def _describe_shortage(bundles: Sequence[Bundle], nodes: Sequence[ClusterNode]) -> str:
-    """Describe the required and available GPUs if there are too few, otherwise the CPUs."""
+    """Describe the shortage: required and available GPUs or, if there are enough GPUs, CPUs."""
     gpus, count = bundles[-1].gpus, len(bundles)
     few = sum(node.gpus >= gpus for node in nodes) < count or not any(node.gpus >= bundles[0].gpus for node in nodes)
     if few and bundles[0].gpus:

@@ -432,7 +432,7 @@ def _connect_once(settings: ClusterSettings) -> None:
 
 
 def _wait_for_result(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds: float) -> _Value:
-    """Wait for the result of an actor's method. Raises NodeLostError if none arrives, and the method's exceptions."""
+    """Wait for the result of an actor's method. Raises its exceptions, and NodeLostError without a response."""
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:

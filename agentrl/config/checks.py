@@ -191,7 +191,7 @@ def _protocol_errors(settings: Settings, command: Command) -> Iterator[str]:
         )
     rerendered = isinstance(environment, ToolChatSettings) and environment.history == "template"
     if rerendered and settings.evaluation.falsified:
-        yield "evaluation.falsified=true is not supported with environment.history=template: reset one of them"
+        yield "evaluation.falsified=true is not supported with environment.history=template: reset one of the settings"
     if command != "eval" and (settings.model.path is None or settings.coldstart.demonstrations is not None):
         yield (
             f"{setting} requires a model {'that supports tool calls' if hermes else 'with a chat template'}: "
@@ -221,7 +221,7 @@ def _agent_errors(settings: Settings, command: Command) -> Iterator[str]:
 
 
 def _container_deadlocks(settings: Settings) -> Iterator[str]:
-    """Yield settings with which rollouts wait for each other's containers forever."""
+    """Yield settings that make rollouts wait forever for each other's containers."""
     if not (settings.env.startswith(HARBOR) and settings.training.deterministic):
         return
     default = ContainerSettings.model_fields["containers"].default

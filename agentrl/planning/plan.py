@@ -139,7 +139,7 @@ class Plan:
         return None
 
     def describe_fit(self) -> str:
-        """Return one line if the plan fits, and a description of the shortage otherwise."""
+        """Return one line if the plan fits, or else a description of the shortage."""
         shortage = self.describe_shortage()
         if shortage is not None:
             return f"on {self.machine}: does not fit: {shortage}"
@@ -227,7 +227,7 @@ def _check_parallel_sizes(settings: Settings, shape: ModelShape) -> None:
     if training.num_processes % training.sequence_parallel:
         raise SettingsError(
             f"training.sequence_parallel={training.sequence_parallel} does not divide the {training.num_processes} "
-            "training ranks of these GPUs: change it or --gpus"
+            "training ranks of these GPUs: change this setting or --gpus"
         )
     if (reason := reason_sequence_parallel_unsupported(shape.config, training.sequence_parallel)) is not None:
         raise SettingsError(reason)
@@ -238,7 +238,7 @@ def _check_parallel_sizes(settings: Settings, shape: ModelShape) -> None:
 
 
 def memory_estimate_lines(settings: Settings, shape: ModelShape, *, critic: bool) -> Iterator[str]:
-    """Return the dry run's memory estimate of a rank. With servers, also whether ranks and servers fit."""
+    """Return the dry run's lines about memory: the estimate of a rank and, with servers, whether the run fits."""
     gpu = torch.cuda.is_available()
     sizes = [torch.cuda.get_device_properties(0).total_memory] if gpu else [size * GB for size in _ASSUMED_SIZES]
     return _format_estimate([_make_plan(settings, shape, critic=critic, memory=size) for size in sizes])

@@ -99,8 +99,8 @@ class Mixture:
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
             raise ProblemLoadError(
-                f"two sources of a mixture are named {repeated[0]!r}: use one entry with the summed weight or, for "
-                "different files, different file names"
+                f"two sources of a mixture are named {repeated[0]!r}: use one entry with the sum of the weights or, "
+                "for different files, different file names"
             )
 
     @classmethod

@@ -131,7 +131,7 @@ class ToolEpisode(ABC):
         return observation, tuple(call for _, call in answered)
 
     async def call_tool(self, request: ToolRequest | MalformedCall) -> tuple[str, ToolCall]:
-        """Return the result that the model reads and the call's telemetry. An invalid call results in its message."""
+        """Return the result that the model reads and the call's telemetry. An invalid call returns its message."""
         if isinstance(request, MalformedCall):
             return request.message, ToolCall(outcome=MALFORMED, seconds=0.0)
         assert self._tools is not None

@@ -52,7 +52,7 @@ class SeveralSandboxes(ServiceSandbox):
 
     A service that fails a health check or a call receives no new calls until a health check succeeds. If it fails for
     ``service_deadline`` seconds, it is lost: its pending calls are cancelled and its sessions end. A program without a
-    session then runs again at another service, which is safe because it leaves no state.
+    session then runs again at another service. The second run is safe, because such a program leaves no state.
     """
 
     def __init__(self, settings: SandboxSettings) -> None:

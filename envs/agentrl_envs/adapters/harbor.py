@@ -40,7 +40,7 @@ class TaskShell:
         self._container: TaskContainer | None = None
 
     def reset(self) -> None:
-        """Do nothing. The prompt does not need the container, which starts with the first command."""
+        """Do nothing. The prompt does not need the container; the first command starts it."""
 
     async def bash(self, command: str) -> str:
         """Run a command in a new bash shell and return its output. Files are kept between commands.
@@ -73,7 +73,7 @@ class TaskShell:
 
 
 class HarborEnvironment(Environment):
-    """Episodes of the built-in terminal agent."""
+    """Environment of the built-in terminal agent."""
 
     def __init__(self, terminals: Environment, containers: TaskContainers) -> None:
         self._terminals = terminals

@@ -187,7 +187,7 @@ def load_environment(name: str, config: dict[str, object]) -> vf.Env:
 
 
 def main() -> None:
-    """Run a worker for the gateway in the environment variables."""
+    """Run a worker for the gateway that the environment variables specify."""
     options: WorkerOptions = json.loads(os.environ["AGENTRL_VERIFIERS"])
     environment = load_environment(sys.argv[1], options["config"])
     asyncio.run(RolloutWorker(environment, os.environ["AGENTRL_GATEWAY_URL"], options["concurrency"]).play_rollouts())

@@ -68,7 +68,7 @@ class HermesProtocol(TextProtocol):
         )
 
     def observation(self, text: str, results: Sequence[str]) -> str:
-        """Return the responses, in every case between template marks."""
+        """Return the responses between template marks, however the turn ended."""
         return self.format_results(text, results)
 
     def format_user_reply(self, text: str) -> str:

@@ -70,7 +70,7 @@ class ToRLProtocol(TextProtocol):
 
 
 def _turn_with_last_program(blocks: list[PythonBlock]) -> ParsedTurn:
-    """Return the turn that runs the last of the blocks before an ``output`` fence."""
+    """Return the turn that runs the last block before an ``output`` fence."""
     if not blocks:
         return malformed_turn(_NO_PROGRAM)
     program = blocks[-1].program

@@ -75,7 +75,7 @@ class ChildTask:
 
 
 def read_task_file(descriptor: int) -> ChildTask:
-    """Read a memory file up to the files."""
+    """Read a memory file up to the contents of the files."""
     header = json.loads(_read_exactly(descriptor, int.from_bytes(_read_exactly(descriptor, 8), "big")))
     return ChildTask(
         source=_read_exactly(descriptor, header["source"]),

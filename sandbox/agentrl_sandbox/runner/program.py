@@ -50,7 +50,7 @@ class OutputCapture:
         self._tail_size = 0
 
     def read_and_check_open(self, max_bytes: int) -> bool:
-        """Read available data, about ``max_bytes`` bytes at most. Returns True while the stream is open."""
+        """Read available data, up to about ``max_bytes`` bytes. Returns True while the stream is open."""
         bytes_read = 0
         while self.open and bytes_read < max_bytes:
             try:
@@ -293,7 +293,7 @@ _MAX_MESSAGE = 65_536
 
 
 class ZygoteHandle:
-    """A warm interpreter, to which the server sends programs and from which it reads reports."""
+    """The server's handle to a warm interpreter: sends programs and reads reports."""
 
     def __init__(self, kind: str, config: RunnerConfig) -> None:
         self.kind = kind

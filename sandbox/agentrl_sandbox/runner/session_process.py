@@ -229,7 +229,7 @@ class SessionInterpreter:
 
 
 def _fork_again_for_adoption() -> None:
-    """Fork again and end this process. Returns in the fork after it has been adopted."""
+    """Fork again and end this process. Returns in the fork after the session init has adopted it."""
     intermediate = os.getpid()
     try:
         made = _fork_without_warning()

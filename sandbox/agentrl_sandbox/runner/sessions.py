@@ -1,9 +1,9 @@
 """Server-side sessions: open, run, fork and end sessions.
 
-A session's interpreter runs untrusted code. The server accepts one message from it: the end of the current program,
-once, with the program's serial number. Any other message ends the session. The server itself enforces deadlines and the
-limits of output and memory. The session init reports exits that the kernel confirms, and stops the interpreter between
-programs.
+A session's interpreter runs untrusted code. The server accepts one message from the interpreter: the end of the current
+program, once, with the program's serial number. Any other message ends the session. The server itself enforces
+deadlines and the limits of output and memory. The session init reports exits that the kernel confirms, and stops the
+interpreter between programs.
 """
 
 from __future__ import annotations

@@ -119,7 +119,7 @@ def _proc_paths(pid: int, name: str) -> Iterator[str]:
 
 @dataclass(kw_only=True, slots=True)
 class KernelMemoryQuota:
-    """The remaining memory of a program, minus the kernel memory that its processes may hold.
+    """The memory left to a program after deducting the kernel memory that its processes may hold.
 
     Requires the rights of the processes' user, and counts only memory that is visible with these rights. Descriptors in
     flight between sockets are not counted. The kernel allows a user twice RLIMIT_NOFILE such descriptors.
@@ -347,7 +347,7 @@ def _open_subdirectory(parent: int, name: str) -> int | None:
 
 
 def _grant_access_and_open(parent: int, name: str) -> int:
-    """Grant the owner access through a path descriptor, which cannot be redirected, and open the directory."""
+    """Grant the owner access through a path descriptor (cannot be redirected), and open the directory."""
     here = os.open(name, os.O_PATH | _DIRECTORY_FLAGS, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{here}", 0o700)

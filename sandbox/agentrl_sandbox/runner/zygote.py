@@ -1,7 +1,7 @@
 """A warm interpreter that forks one child for each program.
 
-The zygote never reads a program's source, which the child receives in a memory file. It communicates with the server
-over a SEQPACKET socket, with one JSON object per message:
+The zygote never reads a program's source: the child receives the source in a memory file. It communicates with the
+server over a SEQPACKET socket, with one JSON object per message:
 
     server -> zygote   {"op": "spawn", "id", "slot", "cpu"} with descriptors [program file, stdout, stderr, status]
                        and [fetch file] if files are fetched
@@ -11,7 +11,7 @@ over a SEQPACKET socket, with one JSON object per message:
                        {"op": "exit", "id", "status", "cpu"} · {"op": "clean", "id"}
 
 An exit is reported after the last process of the program has ended. The server checks for leftover files and a helper
-removes them, because children are copies of this process and not even the name of a file may enter its memory.
+removes them. Children are copies of the zygote, so not even the name of a file may enter the zygote's memory.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ _MAX_DESCRIPTORS = 5
 
 
 def main() -> None:
-    """Entry point: ``main KIND CONFIG SOCKET_DESCRIPTOR PARENT_PID``, KIND being ``bare`` or ``science``."""
+    """Entry point: ``main KIND CONFIG SOCKET_DESCRIPTOR PARENT_PID``. KIND is ``bare`` or ``science``."""
     kind, config_text, descriptor, parent = sys.argv[1:5]
     kernel.die_with_parent(signal.SIGKILL)
     if os.getppid() != int(parent):
@@ -150,7 +150,8 @@ def _add_site_builtins() -> None:
 def _redirect_anonymous_mmap_to_files() -> None:
     """Make ``mmap.mmap(-1, length)`` map a file in the scratch directory, so that it counts toward the scratch limit.
 
-    The system call filter denies shared memory without a file, because it would persist after no process maps it.
+    The system call filter denies shared memory without a file, because such memory would persist after the last process
+    has unmapped it.
     """
     mmap_module = importlib.import_module("mmap")
 

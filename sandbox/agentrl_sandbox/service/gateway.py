@@ -218,7 +218,7 @@ def _add_state_endpoints(app: FastAPI, gateway: GatewayState) -> None:
 def _add_program_endpoints(app: FastAPI, gateway: GatewayState) -> None:
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
-        """Run a program. It is killed if the client disconnects."""
+        """Run a program. If the client disconnects, the program is killed."""
         return _json_response(execution_to_json(await gateway.run(request.to_call(), request.request_id)))
 
 
