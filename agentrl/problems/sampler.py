@@ -55,7 +55,7 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Create a source. Raises EmptyProblemsError without problems, and ProblemLoadError if two share an id."""
+        """Create a source. Raises EmptyProblemsError if empty, and ProblemLoadError if two problems share an id."""
         if not problems:
             raise EmptyProblemsError(f"{name}: the source contains no problems")
         seen: set[str] = set()
