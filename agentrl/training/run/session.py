@@ -181,7 +181,7 @@ class TrainingSession:
             self._engine,
             objective,
             temperature=settings.rollout.temperature,
-            fidelity_bound=math.inf,  # until start() measures it
+            fidelity_bound=math.inf,  # until print_setup_and_restore() measures the noise
             reference=reference,
             teacher=teacher,
             critic=self._critic,
