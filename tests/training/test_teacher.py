@@ -224,7 +224,7 @@ def test_hints_that_cannot_be_read() -> None:
 def test_a_server_needs_a_name_and_the_whole_distribution_at_temperature_1() -> None:
     url = ["teacher.url=http://127.0.0.1:1/v1", "teacher.path=t"]
     load_settings(overrides=url)
-    with pytest.raises(SettingsError, match=r"teacher\.url needs teacher\.path"):
+    with pytest.raises(SettingsError, match=r"teacher\.url requires teacher\.path"):
         load_settings(overrides=url[:1])
     for more in ("rollout.temperature=0.7", "rollout.top_k=5"):
         with pytest.raises(SettingsError, match="servers score at temperature 1 and over the whole vocabulary"):
