@@ -31,6 +31,7 @@ def stand_in(patch: pytest.MonkeyPatch, *, torch_kernel: bool = False) -> None:
 def varlen(q: Tensor, k: Tensor, v: Tensor, **given: Any) -> Tensor:
     """What flash-attn's function of that name computes, segment by segment: queries are the last of their keys."""
     assert given["causal"]
+    assert q.shape[-1] == k.shape[-1] == v.shape[-1]
     groups, cap = q.shape[1] // k.shape[1], given["softcap"]
     bounds = [given["cu_seqlens_q"].tolist(), given["cu_seqlens_k"].tolist()]
     parts = []

@@ -140,7 +140,7 @@ def test_shared_prefixes_have_the_gradient_of_separate_rows_in_float32(kind: str
 
 @pytest.mark.on_device
 @pytest.mark.parametrize("backend", ["flex", "flash"])
-@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2", "gpt_oss"])
+@pytest.mark.parametrize("kind", ["qwen3", "mistral", "gemma2", "gpt_oss", "mimo_v2_flash"])
 def test_the_kernels_of_gpus_give_what_sdpa_gives_for_shared_prefixes(
     kind: str, backend: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:

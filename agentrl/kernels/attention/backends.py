@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
-from torch.nn.functional import scaled_dot_product_attention
+from torch.nn.functional import pad, scaled_dot_product_attention
 
 from agentrl.kernels.attention.row import AttentionPass, PackedRow
 from agentrl.kernels.records import KernelInputError
@@ -169,9 +169,12 @@ def attend_flash(
 ) -> Tensor:
     """Run the backend `flash`: one call for segments of different lengths, with last queries and last keys aligned.
 
-    Nothing is planned or compiled for a shape, so a row of a new length costs no time on the host.
+    Nothing is planned or compiled for a shape, so a row of a new length costs no time on the host. The kernels need
+    heads of equal widths, so narrower values (MiMo-V2-Flash, DeepSeek-V3) are padded with zeros.
     """
-    bounds = row.varlen_bounds
+    bounds, width = row.varlen_bounds, value.shape[-1]
+    if width < query.shape[-1]:
+        value = pad(value, (0, query.shape[-1] - width))
     if bounds.indices is not None:
         key, value = key.index_select(2, bounds.indices), value.index_select(2, bounds.indices)
     attended = varlen_attention_function()(
@@ -189,7 +192,7 @@ def attend_flash(
         deterministic=torch.are_deterministic_algorithms_enabled(),  # its backward pass
     )
     states = attended[0] if isinstance(attended, tuple) else attended
-    return states[None]
+    return states[None, ..., :width]
 
 
 @cache
