@@ -141,7 +141,9 @@ def test_a_failed_call_raises_with_its_message(run: Run) -> None:
 
 def test_an_interrupt_saves_and_resume_continues_with_a_loaded_model(run: Run, tmp_path: Path) -> None:
     many = {name: section for name, section in SMALL.items() if name not in ("model", "coldstart")}
-    many["training"] = {"steps": 500, "threads": 1}
+    many["training"] = {"steps": 500, "threads": 1, "zero_stage": 3}
+    many["kl"] = {"coefficient": 0.001}  # a second model
+    engines = count_engines()
     agent = AutoModelForCausalLM.from_pretrained(run.policy)
     tokenizer = AutoTokenizer.from_pretrained(run.policy)
 
@@ -170,6 +172,8 @@ def test_an_interrupt_saves_and_resume_continues_with_a_loaded_model(run: Run, t
     assert caught.value.args == (done + 1,)
     resumed = agentrl.train(name="long", runs_dir=tmp_path, resume=True, training={"steps": done + 1})
     assert resumed.metrics.index[-1] == done + 1
+    del caught  # its traceback refers to the engine
+    assert count_engines() == engines
 
 
 def test_a_missing_model_is_an_error_of_the_call(tmp_path: Path) -> None:

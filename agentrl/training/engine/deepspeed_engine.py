@@ -227,6 +227,18 @@ def leave_distributed() -> None:
         import deepspeed
 
         deepspeed.comm.destroy_process_group()  # also drops DeepSpeed's references to its subgroups
+        _clear_caches_of_zero_3()
+
+
+def _clear_caches_of_zero_3() -> None:
+    """Clear a list and a cached method of DeepSpeed that otherwise keep every module under ZeRO-3."""
+    from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, PartitionedParameterCoordinator
+
+    FWD_MODULE_STACK.clear()
+    cached = vars(PartitionedParameterCoordinator).get("_PartitionedParameterCoordinator__params_to_release")
+    for cell in getattr(cached, "__closure__", None) or ():
+        if hasattr(cell.cell_contents, "cache_clear"):
+            cell.cell_contents.cache_clear()
 
 
 def gather_from_ranks(value: _Value) -> list[_Value]:
