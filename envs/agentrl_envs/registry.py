@@ -99,10 +99,12 @@ class Registry(Generic[Item]):
 
         Does not import ``module:attribute``.
         """
+        if name in self.names():  # also if a package registers a removed name
+            return
         replacement = self._removed.get(name.partition(":")[0])
         if replacement is not None:
             raise PluginError(f"{self.kind} {name!r} was removed: {replacement}")
-        if not (name in self.names() or (self._paths and name.removeprefix(TRL_PREFIX).count(":") == 1)):
+        if not (self._paths and name.removeprefix(TRL_PREFIX).count(":") == 1):
             raise UnknownNameError(self.kind, name, self.names(), paths=self._paths)
 
     def __getitem__(self, name: str) -> Item:

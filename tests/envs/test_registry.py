@@ -82,6 +82,15 @@ def test_an_unknown_name_is_answered_with_the_nearest_and_all() -> None:
         registry["json:dumps"]
 
 
+def test_a_removed_name_is_answered_with_its_replacement_until_a_package_registers_it() -> None:
+    registry = Registry[object]("thing", paths=True, removed={"json": "use toml"})
+    for name in ("json", "json:dumps"):
+        with pytest.raises(PluginError, match=f"^thing '{name}' was removed: use toml$"):
+            registry[name]
+    registry.add("json", 5)
+    assert registry["json"] == 5
+
+
 def test_a_path_is_imported_where_paths_are_names() -> None:
     import json
 
