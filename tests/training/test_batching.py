@@ -98,20 +98,21 @@ def test_the_tokens_before_a_fork_count_once() -> None:
     assert pieces == [[(0, 0), (0, 1)], [(0, 2)], [(1, 0)]]
 
 
-@pytest.mark.parametrize("how", ["padded", "eob"])
+@pytest.mark.parametrize("how", ["padded", "padded teacher", "eob"])
 def test_prefixes_that_every_trajectory_computes_count_for_each(how: str) -> None:
     root = replace(row(20), branches=5, path_weight=1.0, ended=Ended.FORKED)
     leaves = [replace(branch(number, root, 7, 7), path_weight=0.25) for number in range(1, 5)]  # 24 tokens each
     made = Group(problem=PROBLEM, index=0, trajectories=(root, *leaves))
     settings = objective(estimator="eob" if how == "eob" else "tir_otb")
-    (plan,) = plan_step([made], settings, budget=48, ranks=1, padded_rows=how == "padded")
+    padded = {"padded_rows": how == "padded", "other_padded_rows": how == "padded teacher"}
+    (plan,) = plan_step([made], settings, budget=48, ranks=1, **padded)
     for update in plan.updates:
         for micro in (micro for unit in update for micro in unit):
             batch = Batch.from_micro_batch(micro)
             documents = (batch.row.document_token_indices(*item) for item in enumerate(batch.response_lengths.tolist()))
             # With the packed tokens, one failure would divide the micro-batches by the size of a group.
             assert sum(map(len, documents)) == batch.budgeted_tokens <= 48
-    assert ("policy/prefix_sharing" in plan.metrics) == (how == "eob")
+    assert ("policy/prefix_sharing" in plan.metrics) == (how != "padded")
 
 
 def test_attention_makes_one_long_trajectory_as_costly_as_many_short_ones() -> None:

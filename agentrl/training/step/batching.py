@@ -189,18 +189,20 @@ def plan_step(
     ranks: int,
     attention_length: float = math.inf,
     padded_rows: bool = False,
+    other_padded_rows: bool = False,
     teacher_prompt: Callable[[Trajectory], tuple[int, ...]] | None = None,
     metrics: Mapping[str, float] | None = None,
 ) -> list[RankPlan]:
     """Return the plan of every rank for the ``groups`` of one step. Without groups, the plans have no updates.
 
-    ``version`` is the version of the trained policy. ``attention_length``: see :class:`RowCosts`. ``padded_rows``: a
-    model on the ranks reads padded trajectories (``model.rows``). ``metrics`` are the metrics of the rollouts.
-    ``teacher_prompt``: see :meth:`.MicroBatch.from_trajectories`.
+    ``version`` is the version of the trained policy. ``attention_length``: see :class:`RowCosts`. ``padded_rows``: the
+    policy reads padded trajectories (``model.rows``); ``other_padded_rows``: another model on the ranks does.
+    ``metrics`` are the metrics of the rollouts. ``teacher_prompt``: see :meth:`.MicroBatch.from_trajectories`.
     """
     algorithm = settings.algorithm
     exact_energies = "trajectory_energy" in estimator_requirements(settings).inputs
-    costs = RowCosts(attention_length=attention_length, share_prefixes=not (padded_rows or exact_energies))
+    share_prefixes = not (padded_rows or other_padded_rows or exact_energies)
+    costs = RowCosts(attention_length=attention_length, share_prefixes=share_prefixes)
     largest = max((costs.count_tokens(group.trajectories) for group in groups), default=0)
     reasons = statistics_pass_reasons(settings)
     # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
@@ -236,7 +238,7 @@ def plan_step(
             home_ranks=homes,
             greedy_returns=greedy,
             teacher_prompt=teacher_prompt,
-            share_prefixes=costs.share_prefixes,
+            share_prefixes=share_prefixes,
         )
         # Ranks run the same number of passes. Ranks with fewer micro-batches repeat a micro-batch with weight 0.
         filler = packed([min(rows, key=lambda row: row.length)], counted=False)

@@ -189,7 +189,8 @@ class LocalRolloutService:
         configs = [(model, read_model_config_if_available(model)) for model in settings.models_on_training_ranks]
         config = configs[0][1]
         self._attention_length = math.inf if config is None else document_length_where_attention_dominates(config)
-        self._padded_rows = any(one is not None and uses_padded_rows(model, one) for model, one in configs)
+        self._padded_rows, *others = (one is not None and uses_padded_rows(model, one) for model, one in configs)
+        self._other_padded_rows = any(others)
         algorithm = settings.algorithm
         self._worker = RolloutWorker(
             driver=self._driver,
@@ -271,6 +272,7 @@ class LocalRolloutService:
             ranks=self._ranks // sharing,
             attention_length=self._attention_length,
             padded_rows=self._padded_rows,
+            other_padded_rows=self._other_padded_rows,
             teacher_prompt=None if self._settings.teacher.hint is None else self._teacher_prompt,
         )
         return [plan for plan in plans for _ in range(sharing)]
