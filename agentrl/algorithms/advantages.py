@@ -34,7 +34,7 @@ def compute_advantages(
 
     Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
     options record. All trajectories of a group must be in one call. If `estimator_needs(...).step_wide` (whitening,
-    pooled baselines, and gpg's c), the rows of the whole optimizer step, of all ranks, must be in one call. Unless the
+    pooled baselines, and gpg's c), the rows of the whole optimizer step on all ranks must be in one call. Unless the
     estimator's span is "step", each rank may instead call this function with its own groups, and `communicator`
     connects these calls. A rank without groups passes no rows.
 
@@ -66,7 +66,7 @@ def _compute_by_blocks(
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_whole_groups(inputs))
-    takes_part = entry.span == "ranks" and calls is not None  # even without rows: the other calls wait for its sums
+    takes_part = entry.span == "ranks" and calls is not None  # even without rows: the others wait for these sums
     at_once = takes_part or (bool(blocks) and entry.span != "group")
     whole = None
     if at_once:

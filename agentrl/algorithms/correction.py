@@ -110,9 +110,9 @@ def rollout_correction(
 ) -> Correction:
     """Compute weights, loss mask and diagnostics from log-probabilities [B, T]. Each row is a whole sequence.
 
-    Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's
-    mask is a subset of `loss_mask` (default: the response mask). With `self_normalize`, weights are divided
-    by their mean over the tokens in the loss (`token`) or the sequences with such a token. `normalizer` is the sum of
+    Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's mask is a subset
+    of `loss_mask` (default: the response mask). With `self_normalize`, weights are divided by their mean over the
+    tokens in the loss (`token`) or over the sequences with a token in the loss. `normalizer` is the sum of
     `correction_weight_sums` over the step's micro-batches and ranks. Without it, this call is the whole step.
 
     Metrics are float64 scalars over the model tokens of this call. They include the metrics of `mismatch_metrics` and
@@ -271,10 +271,10 @@ def _row_means(values: Tensor, model_mask: Tensor) -> Tensor:
 def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Compute mismatch metrics of log-probabilities [B, T] over model tokens. Without tokens, all are 0 except ess = 1.
 
-    Of log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`; `kl_k1`
+    With log_rho = train - rollout (clamped to +-20 where it is exponentiated): `mean_abs_difference`; `kl_k1`
     mean(-log_rho) and `kl_k3` mean(rho - log_rho - 1), estimates of KL(rollout || train); `chi2` mean(rho^2) - 1; `ess`
     (sum rho)^2 / (n sum rho^2); `log_ppl_gap` |mean train - mean rollout| of every trajectory, averaged over
-    trajectories with a model token; `tokens`, their number.
+    trajectories with a model token; `tokens`, the number of model tokens.
 
     Raises InvalidInputError for wrong shapes and for a non-finite log-probability at a model token.
     """
@@ -302,7 +302,8 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
     """Compute exp(-mean ln p), averaged over trajectories with model tokens. Without such trajectories, it is 0.
 
-    `train_perplexity`, `rollout_perplexity` (with exponents of at most 20), and `trajectories`, their number.
+    `train_perplexity`, `rollout_perplexity` (with exponents of at most 20), and `trajectories`, the number of
+    trajectories averaged.
     """
     mask = validated_response_mask(train_log_probs, rollout_log_probs, response_mask)
     lengths = mask.sum(-1)

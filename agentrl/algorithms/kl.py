@@ -37,9 +37,9 @@ def kl_penalty(
 
     As a *loss* on tokens sampled by p, the expected gradient is: 0 for k1; the gradient of ||p - p_ref||_1 for abs; of
     the forward KL(p_ref || p) for k3; of KL(p || p_ref), given the prefix, for k2, `full` and every `X+`. For tokens
-    sampled by another policy, pass the `ratio` of p to this policy. The penalty is multiplied by its detached value,
-    and the same holds. In the *reward*, only k1 is exact: see `reward_kl`. Where `mask` is False, the penalty is 0 and
-    no value is read.
+    sampled by another policy, pass the `ratio` of p to this policy. The penalty is then multiplied by the detached
+    ratio, and its expected gradient is the same. In the *reward*, only k1 is exact: see `reward_kl`. Where `mask` is
+    False, the penalty is 0 and no value is read.
 
     Raises InvalidOptionError for an unknown estimator, InvalidInputError for mismatched shapes, and MissingInputError
     if `full` is needed and None.

@@ -69,9 +69,9 @@ def reward_kl(
 ) -> RewardKL:
     """Compute r_t - beta kl_t at model tokens; other positions are unchanged. All tensors are [B, T] and detached.
 
-    `log_probs` come from the policy that sampled. With k1, the expected gradient equals that for R - beta KL of whole
-    trajectories. abs, k2 and k3 penalise other functions of the policy. `full` credits a token only with divergence at
-    later tokens. Estimators `X+` differ from X only in their gradient and are not available here.
+    `log_probs` come from the policy that sampled. With k1, the expected gradient is the same as for R - beta KL of
+    whole trajectories. abs, k2 and k3 penalize other functions of the policy. `full` credits a token only with
+    divergence at later tokens. Estimators `X+` differ from X only in their gradient and are not available here.
 
     Raises InvalidOptionError for an unknown estimator or negative beta, InvalidInputError for invalid tensors, and
     MissingInputError if `full` is needed and None.

@@ -192,7 +192,7 @@ def prepared_process_state() -> Iterator[None]:
         yield
     finally:
         if running is not None:
-            asyncio.set_event_loop(running)  # asyncio.run sets it to None
+            asyncio.set_event_loop(running)  # asyncio.run sets the current loop to None
         asyncio._set_running_loop(running)
         if path is None:
             del os.environ["PYTHONPATH"]

@@ -296,7 +296,7 @@ def _load_benchmark_set(name: str, data_dir: Path | None, *, answered: bool) -> 
 
 
 def _copy_sets_for_falsified_observations(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
-    """Copy the sets to measure falsified observations, without problems whose observations reveal no value."""
+    """Copy the sets for falsified observations, leaving out problems whose observations reveal no value."""
     revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
     return [
         ProblemSet(name=one.name + FALSIFIED_SUFFIX, problems=problems, revision=one.revision, falsified=True)

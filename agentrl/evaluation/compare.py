@@ -158,12 +158,12 @@ def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats)
 
 
 def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """Return Student's t interval over problems, widened by four pseudo-problems: two gains and two equal losses.
+    """Return Student's t interval over problems, widened by four pseudo-problems: two gains and two losses.
 
-    The pseudo-problems increase the variance and leave the mean unchanged. Their size is the root mean square of the
-    nonzero gains, or 1 if all gains are 0. If few problems change, a sample often contains few or none of these
-    problems, so Student's interval alone is too narrow (``benchmarks/coverage.py``). Agresti and Coull (1998) add two
-    successes and two failures to a proportion for the same reason.
+    The pseudo-problems increase the variance and leave the mean unchanged. The size of each gain and loss is the root
+    mean square of the nonzero gains, or 1 if all gains are 0. If few problems change, a sample often contains few or
+    none of these problems, so Student's interval alone is too narrow (``benchmarks/coverage.py``). Agresti and Coull
+    (1998) add two successes and two failures to a proportion for the same reason.
     """
     problems = len(n1)
     if problems == 1:

@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """Result of one evaluation: avg@k over all problems and by family, and the groups with every trajectory."""
+    """Result of one evaluation: avg@k over all problems and by family, and all groups with their trajectories."""
 
     step: int
     samples: int

@@ -31,7 +31,7 @@ def list_differences(
 ) -> list[tuple[str, object, object]]:
     """List every difference as (dotted key, first value, second value). ``ignored_keys`` may be prefixes.
 
-    An empty mapping equals a missing one, because the keys of its later content are listed separately.
+    Empty mappings are ignored: if only one side has content under a key, each key of this content is listed.
     """
     before, after = ({key: value for key, value in dotted_keys(one).items() if value != {}} for one in (first, second))
     return [
@@ -135,7 +135,7 @@ def _prompt_format(settings: EvaluationSections) -> str:
 
 
 def build_configured_engine_record(settings: EvaluationSections) -> JSONObject:
-    """Return the record of the engine as far as ``settings`` determine it."""
+    """Return the part of the engine's record that ``settings`` determine."""
     endpoint = settings.evaluation.endpoint
     if endpoint.url is not None:
         return {"name": "endpoint", "url": endpoint.url, "api": endpoint.api}

@@ -227,8 +227,8 @@ class ModelSampler:
             self._raise_too_long(problem, longest, "rollout.kv_cache_tokens", facts.kv_slots)
         if facts.prompt_limit is not None and longest > facts.prompt_limit:
             raise SettingsError(
-                f"{_problem_name(problem)}: its prompt has {longest} tokens, but the servers are started for prompts "
-                f"of rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
+                f"{_problem_name(problem)}: its prompt has {longest} tokens, but the servers are started with "
+                f"rollout.max_prompt_tokens={rollout.max_prompt_tokens}; set it to at least {longest}"
             )
         return unfit
 
@@ -240,7 +240,7 @@ class ModelSampler:
             valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
         raise SettingsError(
             f"{_problem_name(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without "
-            f"it, rollout.max_response_tokens) allows {more} more, which exceeds {name} ({limit}); valid: "
+            f"it, rollout.max_response_tokens) allows {more} more, but their sum exceeds {name} ({limit}); valid: "
             + (", or ".join(valid) or "shorter prompts")
         )
 

@@ -202,7 +202,8 @@ class ProblemVotes:
 async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: AnswerGrader) -> ProblemVotes:
     """Count the votes on one problem from each sample's answer and verdict.
 
-    A wrong answer joins the first group that the grader considers equal, in order of decreasing frequency of spellings.
+    Wrong answers are grouped in order of decreasing frequency of their spelling. Each joins the first group that the
+    grader considers equal.
     The outcome therefore depends on the order of samples only between equally frequent spellings.
     """
     votes = [

@@ -229,7 +229,7 @@ _SYNC_EVERY = 5.0  # seconds
 
 
 class RolloutLog:
-    """Appends rollouts to a file, from which the constructor removes an incomplete last frame.
+    """Appends rollouts to a file. The constructor removes an incomplete last frame.
 
     The directory's lock excludes other writers.
     """

@@ -146,7 +146,7 @@ class TrajectoryGradients:
         return statistics.log_probs, hidden
 
     def _backward(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[Tensor]:
-        """Compute the gradient for each of ``advantages``, with one forward pass and one backward pass each."""
+        """Compute the gradient for each of ``advantages``, with one forward pass and one backward pass per gradient."""
         distinct, inverse = self._sample.distinct_response_index[rows].unique(return_inverse=True)
         mask = self._sample.batch.response_mask[distinct]
         log_probs, _ = self._forward(distinct, keep_hidden=False)
@@ -163,7 +163,7 @@ class TrajectoryGradients:
 
 
 class _GroupProductAccumulator:
-    """Accumulate the inner products of group gradients, which are added as vectors or as coefficients of scores."""
+    """Accumulates inner products of group gradients. Each is added as a vector or as coefficients of the scores."""
 
     def __init__(self, gram: Tensor) -> None:
         self._gram = gram

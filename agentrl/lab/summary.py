@@ -55,7 +55,7 @@ class EstimatorResult:
 def summarize_estimators(
     problems: Sequence[ProblemMoments], *, resamples: int, seed: int, baseline: str | None = None
 ) -> list[EstimatorResult]:
-    """Summarise each estimator at each group size, sorted by group size, then by noise."""
+    """Summarize each estimator at each group size, sorted by group size, then by noise."""
     count = len(problems)
     draws = np.random.default_rng(seed).integers(0, count, size=(resamples, count))
     weights = np.stack([np.bincount(row, minlength=count) for row in draws]).astype(float)  # [R, J]
@@ -132,7 +132,7 @@ def _compare_token_baseline(line: EstimatorResult, best: EstimatorResult) -> str
     if line is best:
         return f"The token baseline {line.estimator} is the best"
     how = "within" if line.to_best.low <= 1.0 else "outside"
-    return f"The best token baseline is {line.estimator}, with {line.to_best} times that noise, {how} the interval"
+    return f"The best token baseline is {line.estimator}, with {line.to_best} times the least noise, {how} the interval"
 
 
 def as_records(lines: Sequence[EstimatorResult]) -> list[dict[str, object]]:

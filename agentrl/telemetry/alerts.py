@@ -195,9 +195,9 @@ def staleness(rows: Sequence[Metrics]) -> str | None:
 @_register_rule(
     metrics=("reward/mean", "eval/avg_at_k"),
     when="any of: from step 3 on, the mean of `reward/mean` over the last 2 to 5 steps is below half of its value in "
-    "the first steps, by more than 4 standard errors; its 5-step mean is below its best by more than 5 of the largest "
-    "standard errors and half of the range; `eval/avg_at_k` is below its value before training by more than 4 standard "
-    "errors",
+    "the first steps, by more than 4 standard errors; its 5-step mean is below its best by more than 5 standard "
+    "errors, computed from the largest `reward/stderr`, and by more than half of the range; `eval/avg_at_k` is below "
+    "its value before training by more than 4 standard errors",
     advice="lower optimizer.learning_rate and start again, or resume from a checkpoint before the fall; if the "
     "learning rate is not the cause, read the trajectories of those steps",
 )
@@ -435,8 +435,8 @@ def standstill(rows: Sequence[Metrics]) -> str | None:
 
 @_register_rule(
     metrics=(DISK_FREE,),
-    when="less than 1 GiB is free on the disk of the run directory, or it will be full within 20 steps at the pace of "
-    "the last 20",
+    when="less than 1 GiB is free on the disk of the run directory, or the disk will be full within 20 steps at the "
+    "pace of the last 20",
     advice="lower checkpoint.keep; raise telemetry.trajectories_every and telemetry.tokens_every; free space",
 )
 def disk(rows: Sequence[Metrics]) -> str | None:

@@ -32,7 +32,7 @@ class Console:
         probe = RichConsole(file=file)
         self.live = settings.console == "auto" and probe.is_terminal
         # In a notebook, rich would render each line as an HTML block. Without force_terminal=False, it would also emit
-        # color codes, because Jupyter kernels set FORCE_COLOR.
+        # colour codes, because Jupyter kernels set FORCE_COLOR.
         plain = RichConsole(file=file, width=_PLAIN_WIDTH, force_jupyter=False, force_terminal=False)
         self._rich = probe if probe.is_terminal else plain
 

@@ -3,8 +3,8 @@
 Shaded bands and error bars are 95 % intervals: ``reward/mean`` +- 1.96 ``reward/stderr``, and ``eval/low`` to
 ``eval/high``. Evaluations, studies and measurements style their figures with this module.
 
-Plots, viewer and reports share the palette, whose dark version only the viewer uses. Any two of its colors differ by at
-least 20 in CIELAB, also under simulated deuteranopia (tests/telemetry/test_palette.py). Lines also differ in their
+Plots, viewer and reports share the palette, whose dark version only the viewer uses. Any two of its colours differ by
+at least 20 in CIELAB, also under simulated deuteranopia (tests/telemetry/test_palette.py). Lines also differ in their
 dashes.
 """
 
@@ -39,7 +39,7 @@ def line_style(index: int) -> tuple[int, tuple[float, ...]]:
 
 
 def palette_css() -> str:
-    """Return a style sheet with colors and dashes, ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
+    """Return a style sheet with colours and dashes, ``--line-1`` to ``--line-16`` and ``--dash-1`` to ``--dash-16``."""
 
     def dashes(index: int) -> str:
         return " ".join(f"{length * _VIEWER_LINE_WIDTH:g}" for length in line_style(index)[1]) or "none"
@@ -165,7 +165,7 @@ def add_legend_below(axes: Axes, columns: int = 2) -> None:
 
 
 def line_plot_options(index: int) -> dict[str, Any]:
-    """Return the color and dashes of the n-th line of a plot as matplotlib arguments."""
+    """Return the colour and dashes of the n-th line of a plot as matplotlib arguments."""
     color, dashes = line_style(index)
     return {"color": LIGHT[color], "linestyle": (0, dashes) if dashes else "-"}
 
@@ -178,7 +178,7 @@ def save_figure(figure: Figure, path: Path) -> Path:
 
 
 def _draw_metric(axes: Axes, rows: Sequence[Row], key: str, label: str | None, index: int = 0) -> bool:
-    """Draw the n-th line: the values in a pale color with a bold running mean, or only the values if there are few."""
+    """Draw the n-th line: the values in a pale colour with a bold running mean, or only the values if there are few."""
     steps, values = extract_metric_series(rows, key)
     if not steps:
         return False

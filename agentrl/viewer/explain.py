@@ -196,7 +196,7 @@ def explain_command(path: Path, *, step: int, trajectory: int, token: int) -> li
 
 
 def compute_baseline_weights(step: StoredStep, trajectory: StoredTrajectory, index: int) -> dict[RowKey, float]:
-    """Compute the weight of each rollout's return in the baseline of one model token, by the key of its last branch.
+    """Compute the weight of each rollout's return in a token's baseline, by the key of the rollout's last branch.
 
     A rollout's weight is the baseline for a return of 1 of this rollout and 0 of all others. Returns an empty mapping
     if the estimator uses no group baseline, or if the baseline is not a weighted sum of the returns.

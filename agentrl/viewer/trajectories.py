@@ -302,7 +302,7 @@ def _token_fields(stored: StoredStep, item: StoredTrajectory, rows: Sequence[JSO
 
 
 def _sibling_record(stored: StoredStep, item: StoredTrajectory, row: dict[str, object]) -> dict[str, object]:
-    """Summarise a trajectory of the group, with curves over its model tokens if it was trained on."""
+    """Summarize a trajectory of the group, with curves over its model tokens if it was trained on."""
     facts = ("number", "sample", "branch", "path_weight", "reward", "ended", "verdict", "answer", "turns", "tokens")
     about: dict[str, object] = {name: row[name] for name in (*facts, "dropped")}
     about["parent"] = item.record.get("parent", -1)

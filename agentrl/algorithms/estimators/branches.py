@@ -88,7 +88,7 @@ class TokenTrees:
     def sum_along_paths(self, values: Tensor) -> Tensor:
         """Sum values [R, W], 0 off the mask, over the tokens on the path from the root to each token, inclusive.
 
-        Each round doubles the number of tokens that every token has summed.
+        Each round doubles the number of tokens in every partial sum.
         """
         back = self.previous_token.masked_fill(~self.mask, -1)
         sums = values.clone()
@@ -212,7 +212,7 @@ def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
 class InputsByRollout(AdvantageInputs):
     """Inputs with one row [W] for each of R rollouts."""
 
-    branched: Tensor  # [R] bool: a rollout of its group has branches
+    branched: Tensor  # [R] bool: a rollout of the same group has branches
     previous: Tensor  # [R, W] int64 index in the row of the model token before each one; -1: none
 
 
@@ -225,8 +225,8 @@ class RolloutRowMapping:
     previous: Tensor  # [B, T] index of the model token before it on its path from the root; -1: none
     rollout: Tensor  # [B] the rollout of each row
     first: Tensor  # [R] the first row of each rollout
-    last: Tensor  # [R] its last row
-    branched: Tensor  # [R] bool: a rollout of its group has branches
+    last: Tensor  # [R] the last row of each rollout
+    branched: Tensor  # [R] bool: a rollout of the same group has branches
 
     @classmethod
     def from_inputs(cls, inputs: AdvantageInputs) -> RolloutRowMapping | None:

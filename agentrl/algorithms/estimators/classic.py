@@ -130,7 +130,7 @@ def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
     """Compute A = c (R - mean), c = B / trajectories in groups with unequal rewards, or 1 (arXiv 2504.02546).
 
-    B counts the trajectories of the step. A group of one: A = c R; its rewards are equal.
+    B counts the trajectories of the step. A group of one has equal rewards: A = c R.
     """
     totals = inputs.totals
     lowest, highest = inputs.groups.broadcast_group_min(totals), -inputs.groups.broadcast_group_min(-totals)
@@ -220,8 +220,8 @@ def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     if the episode ended, the critic's value of the next token if it was truncated. The returns, the critic's targets,
     are A + V. A is whitened afterwards by default (`normalize`).
 
-    In branched rollouts, every path from the root to a leaf is such a row, with the rollout's `bootstrap_values` at its
-    end. A token on several paths has the mean of its advantages.
+    In branched rollouts, every path from the root to a leaf is treated as a row, with the rollout's `bootstrap_values`
+    at its end. A token on several paths has the mean of its advantages.
     """
     layout, rewards = inputs.layout_and_rewards
     values = layout.gather_tokens(inputs.token_field("values"))  # [B, K]

@@ -34,7 +34,7 @@ class EstimatorInputs:
     rows: Tensor  # [B] row indices for messages
     communicator: Communicator = LOCAL_COMMUNICATOR  # access to the step's other groups
     weighted: bool = (
-        True  # False: the estimator does not depend on `masked_importance_weights`, which may be unknown yet
+        True  # False: the estimator does not depend on `masked_importance_weights`, which may not be known yet
     )
 
     @classmethod
@@ -143,9 +143,9 @@ class EstimatorInputs:
     def returns(self, gamma: float) -> Tensor:
         """Compute G on every model token, [B, T]: the reward-to-go, discounted by model tokens.
 
-        In branched rollouts, it is computed on every path from the root to a leaf, as laid out by `layout_and_rewards`.
-        A token on several paths has their mean. Without a discount, this equals all rewards except those before the
-        token.
+        In branched rollouts, G is computed on every path from the root to a leaf, as laid out by `layout_and_rewards`.
+        A token on several paths has the mean over these paths. Without a discount, G is the sum of all rewards except
+        those before the token.
         """
         if gamma == 1.0 and self.token_trees is not None:
             before = self.token_trees.sum_along_paths(self.rewards) - self.rewards
@@ -159,8 +159,8 @@ class EstimatorInputs:
     def layout_and_rewards(self) -> tuple[CompactLayout | LeafPaths, Tensor]:
         """Layout of the model tokens as sequences, and their rewards: [B, K], or [L, D] with branches.
 
-        A row is a trajectory. In branched rollouts, it is a path from the root to a leaf, whose last reward includes
-        the rewards of the rollout off this path.
+        A row is a trajectory. In branched rollouts, it is a path from the root to a leaf. The last reward of a path
+        includes the rollout's rewards off this path.
         """
         if self.token_trees is None:
             return self.layout, self.layout.gather_tokens(self.rewards)
@@ -233,7 +233,7 @@ def blocks_of_whole_groups(inputs: AdvantageInputs) -> Iterator[Tensor]:
 def blocks_of_equally_sized_groups(group_ids: Tensor, row_length: int) -> Iterator[Tensor]:
     """Yield row indices in non-empty blocks of whole groups of one size. The rows of a group are contiguous.
 
-    A block contains as many groups as fit into a cache, at least one. Therefore passes over it are cheap, and no
+    A block contains as many groups as fit into a cache, at least one. Passes over a block are therefore cheap, and no
     intermediate result has the size of the batch.
     """
     groups = Groups.from_ids(group_ids)

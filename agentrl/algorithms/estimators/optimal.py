@@ -5,8 +5,9 @@ plain mean if energies vanish. sum (W + eps) A = 0 over all entries that share a
 (docs/reference/formulas.md 4).
 
 `ogb_pooled` uses the step's other groups as a prior. The optimal baseline is a ratio of expectations, E[W R] / E[W].
-A small group estimates both badly: if one outcome is rare, often none of its trajectories has it. So each expectation
-is shrunk towards its mean over all other groups of the step, as if the group had `pool` more trajectories.
+A small group estimates both expectations badly: if an outcome is rare, often no trajectory of the group has it. Each
+expectation is therefore shrunk towards its mean over all other groups of the step, as if the group had `pool` more
+trajectories.
 """
 
 from __future__ import annotations
@@ -48,11 +49,11 @@ def optimal_global_baseline(inputs: EstimatorInputs, options: GlobalBaselineOpti
 
 @register_estimator("eob", options=ExactEnergyOptions, weighted=True, requires=("trajectory_energy",), group_based=True)
 def exact_optimal_baseline(inputs: EstimatorInputs, options: ExactEnergyOptions) -> Advantages:
-    """Compute A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2, the exact input.
+    """Compute A = R - b, b = sum (E + eps) R / sum (E + eps), E = ||sum_t rho_t grad log p_t||^2.
 
-    The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E has no fixed unit, so eps is multiplied by the
-    group's mean energy. This mean includes the trajectory itself, so `leave_one_out` leaves a bias of order eps. A
-    group of one: A = R.
+    The optimal constant baseline (Greensmith et al., JMLR 5, 2004). E is the exact `trajectory_energy`. It has no fixed
+    unit, so eps is multiplied by the group's mean energy. This mean includes the trajectory itself, so `leave_one_out`
+    leaves a bias of order eps. A group of one: A = R.
     """
     energy = inputs.trajectory_field("trajectory_energy", allow_negative=False)
     weights = _add_epsilon(inputs, energy.unsqueeze(-1), inputs.groups.broadcast_group_mean(energy), options).squeeze(

@@ -1,8 +1,8 @@
 """The registry of estimators: their options and traits.
 
-Traits state which inputs an estimator needs and how much of the step at once. The trainer, the variance laboratory and
-the viewer read the traits and never test for a name. Add an estimator with the decorator; its options are the fields of
-a frozen dataclass:
+Traits state the inputs that an estimator needs, and the rows that one call must contain. The trainer, the variance
+laboratory and the viewer read the traits and never test for a name. Add an estimator with the decorator; its options
+are the fields of a frozen dataclass:
 
     @register_estimator("mean", options=ScalarOptions)
     def mean(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages: ...
@@ -59,7 +59,7 @@ class EstimatorNeeds:
     """Requirements of an estimator for given options.
 
     `inputs`: AdvantageInputs fields in addition to the three required ones; `token_energy` may be replaced by log_probs
-    and sum_pi_squared. `step_wide`: the rows of the whole optimizer step, of all ranks, must be in one call; otherwise
+    and sum_pi_squared. `step_wide`: the rows of the whole optimizer step on all ranks must be in one call; otherwise
     the rows of each group. `reason` is the cause, empty if not step_wide. `weighted`: advantages depend on
     `importance_weights` and `loss_mask`, where these are given.
     """
@@ -135,13 +135,13 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
 
         By default, a call receives one or more complete groups. With span="step", it receives all rows of the step, on
         rank 0. With span="ranks", it receives all rows of its rank, and exchanges sums with other ranks through
-        `inputs.communicator`. `aggregation` is the default of `algorithm.aggregation`, for losses that admit it. Set
+        `inputs.communicator`. `aggregation` is the default of `algorithm.aggregation`, for losses that support it. Set
         `equal_groups` if groups of equal rewards have advantages other than 0, so that they are not dropped. Set
         `group_based` if the baseline is computed from the group's trajectories, `per_token` if the advantages of a
         trajectory's tokens differ, and `by_column` if a branched rollout has one baseline.
 
         docs/reference/estimators.md has a worked example. Raises NameTakenError if the name is taken, UnknownNameError
-        if a required input does not exist, InvalidOptionError if a span or an aggregation does not.
+        if a required input does not exist, and InvalidOptionError for an invalid span or aggregation.
         """
         check_choice(f"span of estimator {name!r}", span, get_args(Span))
         check_choice(f"aggregation of estimator {name!r}", aggregation, (None, *AGGREGATIONS))

@@ -102,7 +102,7 @@ def step_selection(
 def default_aggregation(loss: str, estimator: str) -> str:
     """Return the default aggregation of a loss and an estimator, as in their papers.
 
-    The estimator's trait `aggregation` decides if the loss supports it, otherwise the loss's default. Raises
+    Returns the estimator's trait `aggregation` if the loss supports it, otherwise the loss's default. Raises
     UnknownNameError for an unknown loss or estimator.
     """
     traits = LOSSES.traits(loss)

@@ -268,7 +268,7 @@ def advantage_log_prob_covariances(inputs: LossInputs) -> Tensor:
 def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draws: Tensor) -> Tensor:
     """Select random tokens that ppo does not clip and whose covariance is in (low, high), [B, T] bool.
 
-    The number is `covariance_fraction` of *all* tokens, at least one, or all such tokens if they are fewer.
+    The number is `covariance_fraction` of *all* tokens, at least one, or all such tokens if there are fewer.
     """
     product = advantage_log_prob_covariances(inputs)
     inside = (product > options.covariance_low) & (product < options.covariance_high)
@@ -294,7 +294,7 @@ def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: T
 
 @register_loss("clip_cov", options=ClipCovarianceOptions, traits=LossTraits(selection=select_for_clip_cov))
 def clip_cov(inputs: LossInputs, options: ClipCovarianceOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute `ppo`, with loss 0 for the selected tokens. They still count in the normalizer."""
+    """Compute `ppo`, with loss 0 for the selected tokens. These tokens still count in the normalizer."""
     selected = _required_selection(inputs)
     loss = torch.where(selected, 0.0, clipped_surrogate(inputs.ratio, inputs.advantages, options))
     fractions = clip_fractions(inputs, inputs.ratio, options)

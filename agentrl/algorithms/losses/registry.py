@@ -43,9 +43,9 @@ def aggregate(
     `seq_mean_token_sum_norm`  sum / (sequences * length), `length` a constant of the settings
 
     `weights` [B]: the fraction of a sequence that each row represents, if a sequence (an agent's rollout) is split into
-    rows. Rows then count as this fraction of a sequence, and their means have this weight. Without it, every row is a
-    sequence. `path_weights` [B]: the weight of each row's tokens in a forked rollout, in sums and
-    counts of tokens. `weights` already contain it.
+    rows. Rows then count as this fraction of a sequence, and their means have this weight. Without `weights`, every row
+    is a sequence. `path_weights` [B]: the weight of each row's tokens in a forked rollout, in sums and counts of
+    tokens. `weights` already contain it.
 
     `problem_weights` [B]: the weight of each row's tokens and sequence, in sums and counts. If it is inversely
     proportional to the number of sequences of the row's problem, all problems have the same weight in the sum.

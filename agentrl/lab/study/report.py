@@ -197,7 +197,7 @@ def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
 
 
 def study_figure(record: StudyRecord) -> Figure:
-    """Draw all variants in one panel, or in one panel per variant if there are more variants than colors."""
+    """Draw all variants in one panel, or in one panel per variant if there are more variants than colours."""
     variants = curves_by_variant(record)
     seeds = sorted({len(runs) for runs in variants.values()})
     count = " to ".join(map(str, dict.fromkeys((seeds[0], seeds[-1]))))
@@ -252,7 +252,7 @@ def _steps_and_means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], 
 
 
 def _scores_by_step_or_tokens(runs: Sequence[RunCurve], tokens: int | None = None) -> dict[int, list[float]]:
-    """Return the scores of all runs by step, or, if ``tokens`` is set, at nine numbers of sampled tokens up to it."""
+    """Return the scores of all runs by step or, with ``tokens``, at nine numbers of sampled tokens up to ``tokens``."""
     points: dict[int, list[float]] = {}
     for run in runs:
         if tokens is not None:

@@ -157,5 +157,5 @@ def _execute_run(
 
 def _last_line(run: StudyRun) -> str:
     lines = run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    lines = [line for line in lines if not line.startswith("help: ")]  # the message stands above it
+    lines = [line for line in lines if not line.startswith("help: ")]  # the error is on the line above
     return lines[-1] if lines else "the log is empty"

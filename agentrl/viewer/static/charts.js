@@ -19,7 +19,7 @@ const FONT = 6.4; // pixels of a digit
 const MARGIN = { top: 16, right: 10, bottom: 32 };
 export const LINE_STYLES = 16; // lines that can be distinguished: as many as /palette.css defines
 
-// Color and dashes of the n-th line, as in plots (agentrl/telemetry/plots.py).
+// Colour and dashes of the n-th line, as in plots (agentrl/telemetry/plots.py).
 export function lineStyle(index) {
   const number = (index % LINE_STYLES) + 1;
   return { color: `var(--line-${number})`, dash: `var(--dash-${number})` };

@@ -227,7 +227,7 @@ function metricOf(name) {
 
 export const labelOf = (name) => metricOf(name).label || name;
 
-// Returns the unit that all these metrics share, or an empty string.
+// Returns the unit that all these metrics share, or an empty string if their units differ.
 export function unitOf(names) {
   const units = new Set(names.map((name) => metricOf(name).unit));
   return units.size === 1 ? [...units][0] : "";

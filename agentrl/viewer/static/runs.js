@@ -6,7 +6,7 @@ import { choice, duration, el, interval, notices, number, section, table, visibl
 import { axisTitle, curveChoices, curveState, metricLine, metricsOf, progress, resultText, stateTag } from "./run.js";
 
 const FIRST = "reward/mean";
-const SHOWN_AT_FIRST = 8; // the number of colors
+const SHOWN_AT_FIRST = 8; // the number of colours
 const REFRESH = 5; // seconds
 const STORED_STYLES = "line styles of runs";
 
@@ -15,7 +15,7 @@ export async function runsScreen({ query, signal, remember }) {
   const state = { ...curveState(query), search: query.get("search") ?? "" };
   state.metric ||= FIRST;
   const asked = query.get("runs")?.split("~").slice(0, LINE_STYLES);
-  const chosen = new Set(asked); // in order of selection, so that earlier runs keep their colors
+  const chosen = new Set(asked); // in order of selection, so that earlier runs keep their colours
   const styles = storedStyles();
   const series = new Map();
   const [runs, rows, evaluations] = [[], [], []];
@@ -119,7 +119,7 @@ export async function runsScreen({ query, signal, remember }) {
 }
 
 // Assigns a line style to every run in `shown`. A run keeps its style unless an earlier run has it, and otherwise gets the
-// first free one, so up to eight runs have different colors.
+// first free one, so up to eight runs have different colours.
 function assignStyles(styles, shown) {
   const taken = new Set();
   const most = Math.max(SHOWN_AT_FIRST, shown.length);
@@ -133,7 +133,7 @@ function assignStyles(styles, shown) {
   try {
     localStorage.setItem(STORED_STYLES, JSON.stringify([...styles]));
   } catch {
-    // Without storage, colors are assigned again at the next visit.
+    // Without storage, colours are assigned again at the next visit.
   }
 }
 

@@ -1,4 +1,4 @@
-// Model tokens as elements: their fields, their colors, and selection by pointer or keyboard.
+// Model tokens as elements: their fields, their colours, and selection by pointer or keyboard.
 
 import { el, visible } from "./dom.js";
 
@@ -38,8 +38,8 @@ export function isConstant(values) {
   return values.every((value) => value === null || value === first);
 }
 
-// The color scale of a field: { low, high, below, above, shade(value) }. Values above the origin are blue and values below
-// are orange, stronger with distance; the farthest two per cent share the strongest color. Constant fields are colored
+// The colour scale of a field: { low, high, below, above, shade(value) }. Values above the origin are blue and values below
+// are orange, stronger with distance; the farthest two per cent share the strongest colour. Constant fields are coloured
 // too.
 export function scaleOf(name, values) {
   const numbers = numbersOf(values).sort((a, b) => a - b);
@@ -57,7 +57,7 @@ export function scaleOf(name, values) {
 const STRONGEST_COLOR = 0.75;
 const colorOf = (name, strength) => `rgb(var(${name}) / ${(STRONGEST_COLOR * Math.min(1, Math.max(0, strength))).toFixed(3)})`;
 
-// The colors of a scale from low to high, as a CSS background.
+// The colours of a scale from low to high, as a CSS background.
 export function gradientOf({ below, above }) {
   const colors = [...(below ? [colorOf("--down", 1)] : []), "transparent", ...(above ? [colorOf("--up", 1)] : [])];
   return `linear-gradient(to right, ${colors.length > 1 ? colors : "transparent, transparent"})`;
@@ -124,7 +124,7 @@ export class TokenView {
     this.onchoose(index, this.items[index], passing);
   }
 
-  // Colors every token by its value of a field. Returns the scale.
+  // Colours every token by its value of a field. Returns the scale.
   color(name, values) {
     const scale = scaleOf(name, values);
     this.items.forEach(({ item }, index) => {

@@ -16,7 +16,7 @@ export function rolloutTree(page, address) {
   const leaves = Math.max(...[...positions.values()].map(({ row }) => row)) + 1;
   const drawn = branches.map((item) => branchElement(item, positions, scale, item.number === page.row.number, address));
   const picture = svg("svg", { class: "tree", width: levels * COLUMN + REST, height: leaves * ROW + 14, role: "group", "aria-label": "Branches of the rollout" }, drawn);
-  const hint = "G: return from the first token of the branch. b: mean baseline. W: energy of its tokens. The color shows the mean advantage. A click opens the tokens.";
+  const hint = "G: return from the first token of the branch. b: mean baseline. W: energy of the branch's tokens. The colour shows the mean advantage. A click opens the tokens.";
   return [el("p", { class: "hint" }, hint), el("div", { class: "wide", tabIndex: 0, role: "region", "aria-label": "Tree" }, picture)];
 }
 
