@@ -75,8 +75,8 @@ how training reads trajectories (`model.rows`):
 | `padded` | padded on the right, in batches of nearly equal lengths | a causal model with a linear head |
 | `auto` | `packed` if the small copy is exact with it, else `padded` | |
 
-Statistics, losses and checks are the same. `padded` computes a shared prefix for each path through it, but
-`training.micro_batch_tokens` counts it once, so lower the setting if memory does not suffice. `padded` does not support
+Statistics, losses and checks are the same. `padded` computes a shared prefix for each path through it, and
+`training.micro_batch_tokens` counts it for each path. `padded` does not support
 `training.sequence_parallel` and `training.zero_stage=3`. The built-in engine supports
 only packed types. Other types need `rollout.engine=vllm` and a version of vLLM that supports them.
 """

@@ -214,7 +214,7 @@ class TokenFile:
             self.facts = TokenMetadata(**content)
 
     def rows(self, groups: Collection[int] | None = None) -> Iterator[TrajectoryTokens]:
-        """Yield the rows of ``groups`` (default: all) in the order of the file. Reads only the blocks that contain them."""
+        """Yield the rows of ``groups`` (default: all), in file order. Reads only the blocks that contain them."""
         for block in range(self._file.num_row_groups):
             if groups is not None:
                 stored = self._read_block(block, ["group"])["group"].to_pylist()
