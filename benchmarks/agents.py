@@ -3,12 +3,12 @@
     python benchmarks/agents.py [--clients openai openai_own responses messages agents_sdk smolagents verifiers]
 
 The task is to say whether a number is even or odd. A cold start on 600 demonstrations, seven of twenty of them wrong,
-teaches the form; rewards teach which answer is right. `openai_own` opens an HTTP client for each rollout, where the
-others share one. The client `verifiers` needs AGENTRL_VERIFIERS_PYTHON, the Python of an environment with verifiers
-0.4. Each client's agent is in `benchmarks/agents_clients.py`.
+teaches the form; rewards teach which answer is right. `openai_own` opens an HTTP client for each rollout; in each other
+client, all rollouts share one. The client `verifiers` needs AGENTRL_VERIFIERS_PYTHON, the Python of an environment with
+verifiers 0.4. Each client's agent is in `benchmarks/agents_clients.py`.
 
-Target: the mean reward of the last five steps is at least 0.1 above that of the first five, after ten steps or more;
-else the exit code is 1.
+Target: the mean reward of the last five steps is at least 0.1 above the mean reward of the first five, after ten steps
+or more. Otherwise, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from agents_clients import INSTRUCTION, SMOLAGENTS_INSTRUCTION
 CLIENTS = ("openai", "openai_own", "responses", "messages", "agents_sdk", "smolagents", "verifiers")
 TARGET = 0.1
 WRONG = 0.35
-# The words in which each client asks, and how its agent reads an answer.
+# How each client words the question, and how its agent reads an answer.
 ASKED = {
     "openai": ("{}", "{}"),
     "openai_own": ("{}", "{}"),
@@ -83,12 +83,12 @@ SETTINGS = [
 
 
 def answer_of(number: int) -> str:
-    """The right answer."""
+    """Return the right answer."""
     return "odd" if number % 2 else "even"
 
 
 def write_data(folder: Path, client: str) -> None:
-    """Problems, and demonstrations in the client's words."""
+    """Write problems, and demonstrations in the client's wording."""
     draw = random.Random(0)
     question, reply = ASKED[client]
     with (folder / "problems.jsonl").open("w") as problems, (folder / "demonstrations.jsonl").open("w") as shown:
@@ -99,7 +99,7 @@ def write_data(folder: Path, client: str) -> None:
             turn = {"model": reply.format(said)}
             shown.write(json.dumps({"problem": question.format(text), "answer": right, "turns": [turn]}) + "\n")
     (folder / "numbers_taskset.py").write_text(TASKS)
-    # Not from here: this file has the name of the Agents SDK's package.
+    # The agents run outside this folder, because this file has the name of the Agents SDK's package.
     shutil.copy(Path(__file__).with_name("agents_clients.py"), folder)
 
 
@@ -110,7 +110,7 @@ def train(client: str, steps: int, folder: Path) -> tuple[list[float], list[floa
     further = ["coldstart.steps=240"] if client == "smolagents" else []  # its replies are programs
     if client == "verifiers":
         env = "verifiers:numbers_taskset"
-        # Each of its rollouts starts a process.
+        # Each rollout of this client starts a process.
         further = [f"environment.python={os.environ['AGENTRL_VERIFIERS_PYTHON']}", "rollout.problems_per_step=4"]
     command = [sys.executable, "-m", "agentrl.cli", "train", "--env", env, *SETTINGS, *further]
     environment = {**os.environ, "PYTHONPATH": str(folder), "XDG_CACHE_HOME": str(folder / "cache")}

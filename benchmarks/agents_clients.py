@@ -74,7 +74,7 @@ async def agents_sdk(problem: Problem, *, base_url: str, api_key: str, model: st
 
 
 def smolagents(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
-    """A CodeAgent of smolagents, which answers by a program, with a system prompt that is short."""
+    """A CodeAgent of smolagents with a short system prompt. It answers by a program."""
     from smolagents import AgentError, CodeAgent, LogLevel, OpenAIModel
 
     policy = OpenAIModel(model_id=model, api_base=base_url, api_key=api_key)

@@ -1,11 +1,11 @@
-"""Train the tiny preset so that runs fail in known ways, and healthy runs, and print a table of their alerts.
+"""Train runs of the tiny preset that fail in known ways, and healthy runs, and print a table of their alerts.
 
     python benchmarks/alerts.py [--cases healthy frozen ...] [--seeds 0 1 2] [KEY=VALUE ...]
     python benchmarks/alerts.py --replay RUN ...
 
-Runs are short: 8 problems x 8 trajectories a step, without evaluation. ``--replay`` applies the present rules, step by
-step, to the metrics of existing runs; RUN is a run or a folder of runs. Its table also shows the alerts that fired in
-training (``alerts.jsonl``), which include disk and memory. The exit status is 1 if any alert fired.
+Runs are short: 8 problems x 8 trajectories per step, without evaluation. ``--replay`` applies the current rules, step
+by step, to the metrics of existing runs; RUN is a run or a folder of runs. Its table also shows the alerts that fired
+in training (``alerts.jsonl``), including disk and memory. The exit status is 1 if any alert fired.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from agentrl import register_loss
 
 @register_loss("shifted_rows")
 def shifted_rows(inputs, options):
-    """reinforce with the mask and the advantages of the row above: of another trajectory."""
+    """Compute reinforce with the mask and the advantages of another trajectory, the row above."""
     mask, advantages = inputs.mask.roll(1, 0), inputs.advantages.roll(1, 0)
     return -(advantages * mask) * inputs.log_probs, {}
 '''
@@ -81,7 +81,7 @@ def replay(paths: Iterable[Path]) -> int:
 
 
 def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDirectory:
-    """One run in ``folder``; what it says goes to standard error."""
+    """Train one run in ``folder``. Its output goes to standard error."""
     plugin = folder / "broken_mask.py"
     plugin.write_text(BROKEN_MASK)
     own = (f"plugins=[{plugin}]", f"runs_dir={folder}", "name=run", f"seed={seed}")
@@ -92,7 +92,7 @@ def train(case: str, seed: int, folder: Path, overrides: Iterable[str]) -> RunDi
 
 
 def line(name: str, run: RunDirectory) -> str:
-    """A row of the table, from the metrics of a run."""
+    """Return a row of the table from the metrics of a run."""
     fired = "; ".join(f"`{alert.alert}` {alert.step}: {alert.message}" for alert in first_alerts(run))
     return f"| {name} | {len(select_training_rows(run.metrics()))} | {fired or 'none'} |"
 

@@ -1,8 +1,8 @@
-"""What the algorithms cost, one section at a time:
+"""Measure the cost of the algorithms, one section at a time:
 
     python benchmarks/algorithms.py advantages [--rows 2048] [--width 8192] [--repeats 3] [--threads 2] [NAME ...]
 
-Each section is a module `algorithms_SECTION.py` beside this one with its targets in its docstring; `SECTION --help`
+Each section is a module `algorithms_SECTION.py` in this folder, whose docstring states its targets. `SECTION --help`
 lists its options.
 """
 

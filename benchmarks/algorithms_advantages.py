@@ -1,9 +1,9 @@
-"""compute_advantages of every estimator on one step's rows: time and peak memory.
+"""Measure time and peak memory of compute_advantages for every estimator, on one step's rows.
 
-The rows are those of tool-integrated answers: turns of model tokens with observations between them, lengths that
-differ, groups of 16, an outcome reward, float32 inputs. The table has the best and the median of the repeats by the
-clock (other programs on the machine only add to it), the processor seconds of the best, and the peak resident memory
-that one call adds to its inputs, the three results included (`least` is those three alone). The target: at most 1 s on
+The rows resemble tool-integrated answers: turns of model tokens with observations between them, different lengths,
+groups of 16, an outcome reward, float32 inputs. The table has the best and the median wall-clock time of the repeats
+(other programs can only increase it), the CPU seconds of the best repeat, and the peak resident memory that one call
+adds to its inputs, including the three results (`least` is the memory of the results alone). The target: at most 1 s on
 two cores at 2,048 rows of 8,192 positions, for every estimator.
 """
 
@@ -29,7 +29,7 @@ _VARIANTS: tuple[tuple[str, dict[str, object]], ...] = (
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One estimator: seconds by the clock, processor seconds, megabytes."""
+    """Measurement of one estimator: wall-clock seconds, CPU seconds, megabytes."""
 
     best: float
     median: float
@@ -38,8 +38,8 @@ class Measured:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The options of this section."""
-    parser.add_argument("names", nargs="*", metavar="NAME", help="estimators; all without any")
+    """Add the options of this section."""
+    parser.add_argument("names", nargs="*", metavar="NAME", help="estimators; default: all")
     parser.add_argument("--rows", type=int, default=2048)
     parser.add_argument("--width", type=int, default=8192)
     parser.add_argument("--group-size", type=int, default=16)
@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def make_inputs(rows: int, width: int, group_size: int) -> AdvantageInputs:
-    """Turns of about 700 tokens and observations of about 100, rows of a quarter to the full width."""
+    """Make rows of a quarter to the full width, with turns of about 700 tokens and observations of about 100."""
     generator = torch.Generator().manual_seed(0)
     turns = torch.rand(rows, width // 400 + 2, 2, generator=generator)
     lengths = (turns * torch.tensor([700.0, 100.0]) + torch.tensor([350.0, 50.0])).long()
@@ -93,7 +93,7 @@ def make_inputs(rows: int, width: int, group_size: int) -> AdvantageInputs:
 
 
 def measure(name: str, inputs: AdvantageInputs, options: dict[str, object], repeats: int) -> Measured:
-    """Repeats after one warm-up, which gives the peak memory."""
+    """Measure the repeats after one warm-up, which determines the peak memory."""
     memory = peak_megabytes(name, inputs, options)
     times = []
     for _ in range(repeats):
@@ -105,9 +105,9 @@ def measure(name: str, inputs: AdvantageInputs, options: dict[str, object], repe
 
 
 def peak_megabytes(name: str, inputs: AdvantageInputs, options: dict[str, object]) -> float:
-    """What one call adds at its peak (Linux)."""
+    """Return the memory that one call adds at its peak (Linux)."""
     with open("/proc/self/clear_refs", "w", encoding="ascii") as reset:
-        reset.write("5")  # the peak starts anew
+        reset.write("5")  # reset the peak
     before = _kilobytes("VmRSS")
     compute_advantages(name, inputs, **options)
     return (_kilobytes("VmHWM") - before) / 1024

@@ -1,15 +1,15 @@
-"""Host time of one attention layer over packed rows of new lengths, for each backend, and what would be planned anew.
+"""Measure the host time of an attention layer over packed rows of new lengths, and count new shapes, by backend.
 
     python benchmarks/attention_host.py                    16 micro-batches of 8 documents, 16,384 tokens each
     python benchmarks/attention_host.py --shared           with prompts that four documents share
 
-This is the host's part of a layer on a GPU: the Python of `agentrl.kernels.attention` and the operations that it
-starts. Attention kernels do not run; stand-ins count their calls. Heads have a single number per token and rows few
-tokens, so the other operations compute next to nothing. Each micro-batch runs `--layers` layers, forward and backward.
+This is the host's part of a layer on a GPU: the Python code of `agentrl.kernels.attention` and the operations that it
+starts. Attention kernels do not run; stand-ins count their calls. Heads have a single number per token, and rows have
+few tokens, so all other operations take almost no time. Each micro-batch runs `--layers` layers, forward and backward.
 The preparation of a row, once for all its layers, is measured at `--tokens`.
 
 A new shape is a combination of the sizes and strides of the kernel's inputs that no earlier micro-batch had. A library
-that plans for each shape (cuDNN: 22 to 37 ms each) would plan so often.
+that plans each shape (cuDNN: 22 to 37 ms each) would make one plan for each new shape.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import Tensor
 from agentrl.kernels.attention import AttentionBackend, AttentionPass, PackedRow, attend, backends, pack_row
 
 HEADS, GROUPS = 2, 1
-_FEW_TOKENS = 512  # in a layer: the host's time does not depend on them, and computing takes next to none
+_FEW_TOKENS = 512  # per layer: host time does not depend on their number
 Kernel = Callable[..., Tensor]
 
 
@@ -44,7 +44,7 @@ class Counter:
         began = time.perf_counter()
         self.calls += 1
         self.shapes.add(tuple((tuple(one.shape), one.stride()) for one in (query, key, value)))
-        # Connected to all three, so that the backward pass reaches what prepared them.
+        # Connected to all three inputs, so that the backward pass reaches the operations that prepared them.
         result = query + key.flatten()[0] + value.flatten()[0]
         self.seconds += time.perf_counter() - began
         return result
@@ -62,7 +62,7 @@ def counting(counter: Counter) -> Iterator[None]:
 
 
 def drawn(tokens: int, documents: int, seed: int, *, shared: bool) -> PackedRow:
-    """A row of documents of log-normal lengths (sigma 1) that add up to ``tokens``."""
+    """Return a row of documents of log-normal lengths (sigma 1) that add up to ``tokens``."""
     draw = random.Random(seed)
     shares = [draw.lognormvariate(0, 1) for _ in range(documents)]
     lengths = [max(9, int(tokens * share / sum(shares))) for share in shares]
@@ -72,7 +72,7 @@ def drawn(tokens: int, documents: int, seed: int, *, shared: bool) -> PackedRow:
 
 
 def measure(backend: AttentionBackend, options: argparse.Namespace) -> str:
-    """One line of the table."""
+    """Measure a backend and return its line of the table."""
     counter = Counter()
     prepared: list[float] = []
     layers: list[float] = []

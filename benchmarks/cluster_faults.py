@@ -1,10 +1,10 @@
-"""What a run does when something of it is lost: when it notices, when it trains again, and whether its metrics change.
+"""Measure how a run reacts to faults: when it notices, when it trains again, and whether its metrics change.
 
     sudo python benchmarks/cluster_faults.py [--faults rank worker host cut head apart sandbox server]
                                              [--deadline 20]
 
 Two network namespaces are the hosts A and B, each with a training rank; Ray's head and the command are in A. A service
-manager starts Ray again on a host where it has ended. One run meets these faults, each once another step is trained:
+manager restarts Ray on a host where Ray has ended. The first run meets these faults, each after another trained step:
 
 rank     the rank of B is killed
 worker   the rollout worker is killed
@@ -12,7 +12,7 @@ host     every process of B is killed
 cut      B is cut off for a minute
 head     every process of Ray on A is killed
 
-A second run, whose command is in B, meets
+A second run, with the command in B, meets
 
 apart    A, with Ray's head, is cut off for a minute
 
@@ -22,10 +22,10 @@ sandbox  one of the services is killed
 
 A fourth run, of one process, generates with two vLLM servers:
 
-server   one of them is killed; it is started again beside the other
+server   one server is killed, and restarted beside the other
 
-`noticed` is the time until the console says what was lost, `trains again` until the next step is recorded. The metrics
-of each run, without times, are compared with those of a run that nothing disturbed. Needs root.
+`noticed` is the time until the console names the fault, and `trains again` the time until the next step is recorded.
+The metrics of each run, without times, are compared with the metrics of an undisturbed run. Needs root.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ COLD = ["coldstart.steps=120", "coldstart.batch_size=24"]
 
 @dataclass
 class Running:
-    """A run of the command, and what it has said so far."""
+    """A run of the command, with its output so far."""
 
     line: CommandLine
     name: str
@@ -106,12 +106,12 @@ class Running:
             raise SystemExit("".join(self.said))
 
     def stop(self) -> None:
-        """Ctrl-C."""
+        """Send Ctrl-C."""
         self.process.send_signal(signal.SIGINT)
         self.process.wait(LONGEST)
 
     def meet(self, strike: Callable[[], None], notices: str, resumes: str | None = None) -> tuple[str, float, float]:
-        """Strike after another step: what the console says, and after how many seconds it trains again."""
+        """Cause a fault after a step. Returns the message, and the seconds until it appears and until the next step."""
         self.another_step()
         so_far, began = len(self.said), time.monotonic()
         strike()
@@ -175,7 +175,7 @@ class Hosts:
         ]
 
     def _keep(self, host: Host) -> None:
-        """Start Ray again where its processes have ended, until the host is removed."""
+        """Restart Ray if its processes have ended, until the host is removed."""
         with contextlib.suppress(subprocess.CalledProcessError):
             while True:
                 time.sleep(1)
@@ -197,7 +197,7 @@ def _command(process: psutil.Process) -> list[str]:
 
 
 def difference(line: CommandLine, name: str, undisturbed: str) -> str:
-    """How far the metrics of two runs lie apart."""
+    """Describe the difference between the metrics of two runs."""
     rows, others = (
         [{key: value for key, value in row.items() if not key.startswith(TIMINGS)} for row in line.metrics(one)]
         for one in (name, undisturbed)

@@ -1,9 +1,9 @@
-"""What a node costs the command that starts and watches its ranks by Ray.
+"""Measure the cost of a node for the command that starts and watches its ranks with Ray.
 
     python benchmarks/cluster_watch.py [--ranks 8] [--seconds 20]
 
-A Ray cluster of this machine runs so many idle processes. `start` is the wall-clock time of starting one; `watching` is
-the command's CPU time for a node, beside that of a connection to Ray without processes, which is `idle`.
+A Ray cluster on this machine runs `--ranks` idle processes. `start` is the wall-clock time of starting one process.
+`watching` is the command's CPU time for a node, and `idle` the CPU time of a connection to Ray without processes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SLEEP = "import time; time.sleep(3600)"
 
 
 def cpu_ms(handles: Sequence[ProcessHandle], seconds: float) -> float:
-    """CPU milliseconds of this process a second."""
+    """Return the CPU milliseconds of this process per second."""
     began, cpu = time.monotonic(), time.process_time()
     while time.monotonic() < began + seconds:
         if any(handle.wait(0.0) is not None for handle in handles):

@@ -4,15 +4,15 @@
     npm install --prefix examples/harbor/agent ai @ai-sdk/openai @ai-sdk/anthropic zod
     python benchmarks/coding_agents.py [--image IMAGE] [--clients claude codex]
 
-The policy makes each agent write a file, edit it, run a command, and answer. In the clients named `*_subagent`, a
-sub-agent does this; in those named `*_compact`, the agent then compacts its history. The agents start with the scripts
-of `examples/harbor/agent`, in a container that reaches nothing but the gateway. For every token with loss, the script
+The policy makes each agent write a file, edit it, run a command, and answer. In clients named `*_subagent`, a sub-agent
+does this. In clients named `*_compact`, the agent then compacts its history. The agents start with the scripts of
+`examples/harbor/agent`, in a container that reaches nothing but the gateway. For every token with loss, the script
 compares all tokens before it with the tokens that the engine received for this reply. It also compares the token's
 log-probability under a tiny model, given what the engine received, with a forward pass over the trained sequence.
 
 Target: the task's verifier rewards each agent with 1, each sampled token is trained exactly once, and the
-log-probabilities differ by less than 1e-5, where a wrong token in the context makes a difference of 1e-4 or more; else
-the exit code is 1.
+log-probabilities differ by less than 1e-5. (A wrong token in the context makes a difference of 1e-4 or more.)
+Otherwise, the exit code is 1.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ console.log(text, await streamed.text);
 
 DONE = "I wrote it."
 GO_ON = "AGENTRL_STATEMENT='Go on.' bash /agent"
-# Less than the conversation with LONG_OUTPUT, and more than its summary.
+# Smaller than the conversation with LONG_OUTPUT, and larger than its summary.
 CONTEXT = {"provider": {"gateway": {"models": {"policy": {"limit": {"context": 14_000, "output": 500}}}}}}
 LONG_OUTPUT = "seq 3000"
 PATCH = "apply_patch <<'END'\n*** Begin Patch\n{}\n*** End Patch\nEND"
@@ -116,7 +116,7 @@ def call(name: str, **arguments: object) -> str:
 
 
 def session(*commands: str) -> str:
-    """Return a command that runs commands with the same home directory, in which a client stores its session."""
+    """Return a command that runs commands with a common home directory, so that they share the client's session."""
     return "mktemp() { echo /tmp/home; }; export -f mktemp; mkdir -p /tmp/home; " + " && ".join(commands)
 
 

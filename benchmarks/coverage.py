@@ -123,7 +123,7 @@ TABLES = {"scores": print_scores, "moves": print_moves, "seeds": print_seeds}
 
 
 def coverage(population: Population, problems: int, n: int, *, runs: int, seed: int) -> tuple[float, list[float]]:
-    """Expected successes on the fixed problems, and the share of runs in which each of four intervals holds."""
+    """Return the expected successes on the fixed problems, and how often each of four intervals holds."""
     rng = np.random.default_rng(seed)
     fixed = population(rng, problems)
     many = population(rng, 1_000_000)
@@ -144,7 +144,7 @@ def coverage(population: Population, problems: int, n: int, *, runs: int, seed: 
 
 
 def moved(rates: Floats) -> Floats:
-    """Another policy's success rates."""
+    """Return the success rates of another policy."""
     return rates + 0.2 * (0.5 - rates)
 
 

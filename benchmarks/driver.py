@@ -1,22 +1,23 @@
-"""What one turn costs the driver: 4,096 trajectories of 5 turns in flight, engine and sandbox of fixed latency.
+"""Measure the driver's cost per turn, with 4,096 trajectories in flight and fixed latencies of engine and sandbox.
 
     python benchmarks/driver.py [--trajectories 4096] [--turns 5] [--repeat 3]
 
-Real are the driver, the tokenizer and the records; the engine answers a written turn after ``--engine-latency``
-seconds, the sandbox a written result after ``--sandbox-latency``. Two kinds of run: ``simpletir`` has the SimpleTIR
-environment between driver and sandbox (parsing, retries, grading), ``episode`` a written episode.
+The driver, the tokenizer and the records are real. The engine returns a scripted turn after ``--engine-latency``
+seconds, and the sandbox a scripted result after ``--sandbox-latency`` seconds. There are two kinds of run:
+``simpletir`` has the SimpleTIR environment between driver and sandbox (parsing, retries, grading), ``episode`` a
+scripted episode.
 
-CPU time is that of the whole process (``time.process_time``), fakes and event loop included, other programs on the
-machine not. Event-loop lag is how late a sleeper of 5 ms wakes: the stretch in which nothing else could run. On a busy
-machine part of it is the wait for a core; "own lag" leaves that out (at most the CPU time used since the sleep began).
-"shortest" is the sum of a trajectory's latencies, which no driver can undercut.
+CPU time is the time of the whole process (``time.process_time``), including fakes and event loop, but not of other
+programs. Event-loop lag is the delay after which a sleep of 5 ms ends: the time in which no other task could run. On a
+busy machine, the lag includes the wait for a core. "own lag" leaves this wait out: it is at most the CPU time used
+since the sleep began. "shortest" is the sum of a trajectory's latencies, a lower bound for every driver.
 
     python benchmarks/driver.py --step 512 16384
 
 prints the cost of one step's tokens outside the model, stage by stage, from the responses of a vLLM server to the
 padded tensors of a training rank: CPU seconds of one thread for all trajectories, measured on ``--measured`` of them.
-The sum is split into the decoding and encoding of JSON by msgspec, which is C and proportional to the bytes that vLLM
-sends, and the rest, which is Python with its calls to NumPy and torch. Goal of the rest: 2 s for 8 million tokens.
+The sum has two parts. Decoding and encoding JSON with msgspec is C code, and proportional to the bytes that vLLM sends.
+The rest is Python with its calls to NumPy and torch. The goal for the rest is 2 s for 8 million tokens.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ ANSWER = "So the speed is known.\n```py\nfinal_answer(4)\n```"
 
 @dataclass(frozen=True, kw_only=True)
 class Measurement:
-    """One run; times in seconds."""
+    """Measurement of one run, with times in seconds."""
 
     cpu: float
     wall: float
@@ -87,7 +88,7 @@ def p99_ms(seconds: list[float]) -> float:
 
 
 class FixedEngine(ScriptedEngine[int]):
-    """Answers every turn after a fixed time: programs, then in the last turn the answer."""
+    """Engine that returns every turn after a fixed time: programs, and the answer in the last turn."""
 
     def __init__(self, codec: TextCodec, *, turns: int, latency: float) -> None:
         super().__init__()
@@ -110,7 +111,7 @@ class FixedEngine(ScriptedEngine[int]):
 
 
 class ScriptedSandbox:
-    """Every program ends after a fixed time; ``final_answer(4)`` prints its box."""
+    """Sandbox in which every program ends after a fixed time. ``final_answer(4)`` prints its box."""
 
     isolation = Isolation(layers={}, mode="none")
 
@@ -131,7 +132,7 @@ class ScriptedSandbox:
 
 
 class ScriptedEpisode:
-    """Runs every turn's program in the sandbox and knows which turn is the last; nothing is parsed or graded."""
+    """Episode with a fixed number of turns. Runs every turn's program in the sandbox, without parsing or grading."""
 
     stop_strings = ("\n```",)
 
@@ -176,7 +177,7 @@ class ScriptedEnvironment(Environment):
 
 
 async def watch_lag(lags: list[float], own_lags: list[float]) -> None:
-    """Append how late each short sleep ends."""
+    """Append the delay of each short sleep."""
     while True:
         due, cpu = time.perf_counter() + _PROBE, time.process_time()
         await asyncio.sleep(_PROBE)
@@ -251,7 +252,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     seconds: dict[str, float] = {}
 
     def stage(name: str, work: Callable[[], _Value]) -> _Value:
-        """The result of ``work``. The time is the least of three."""
+        """Return the result of ``work``, and store the shortest of three times."""
         spent = []
         for _ in range(3):
             began = time.thread_time()
@@ -293,7 +294,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
 
 
 def server_answer(segment: dict[str, Any]) -> bytes:
-    """The answer of vLLM 0.32 at /inference/v1/generate that gave a model's segment."""
+    """Return the response of vLLM 0.32 at /inference/v1/generate that produced a model's segment."""
     ids, log_probs = segment["token_ids"], segment["log_probs"]
     content = [
         {**(own := {"token_id": token, "logprob": value, "rank": 1}), "top_logprobs": [own]}

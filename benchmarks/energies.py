@@ -1,12 +1,12 @@
-"""Exact trajectory energies against one forward and backward of the same batch, and against a pass for every row.
+"""Compare the time of exact trajectory energies with a forward and backward pass of the batch, and with a pass per row.
 
     python benchmarks/energies.py [--rows 8] [--length 512] [--hidden 512] [--repeats 5] [--threads 2]
 
 All three use one random Qwen2 with tied embeddings in float32: `energies` is `trajectory_energies`; `training` is the
-training forward with the fused head, and the backward of a loss of log-probabilities; `one by one` is what the
-definition asks for, a forward and a backward a row and the sum of squares of all gradients. Half of every row counts,
-in runs, as the model's tokens between observations. Times are medians of repeats in which the three take turns, of the
-clock and of processor time, which other programs on the machine disturb less. The target: `energies` at most 1.5 times
+training forward with the fused head, and the backward of a loss of log-probabilities; `one by one` follows the
+definition: a forward and a backward pass per row, and the sum of squares of all gradients. Half of the tokens of every
+row are model tokens, in runs between observations. Times are medians of repeats in which the three alternate:
+wall-clock time, and CPU time, which depends less on other programs. The target: `energies` at most 1.5 times
 `training`. The largest relative difference between the two kinds of energies is printed too.
 """
 
@@ -24,7 +24,7 @@ from agentrl.models.policy import PolicyModel
 
 
 class Case:
-    """A model, a batch, and the three ways to spend a pass on it."""
+    """A model, a batch, and the three computations that are compared."""
 
     def __init__(self, *, rows: int, length: int, hidden: int, layers: int, vocabulary: int) -> None:
         torch.manual_seed(0)
@@ -66,7 +66,7 @@ class Case:
 
 
 def timed(run: Callable[[], object]) -> tuple[float, float]:
-    """Seconds of the clock and of this process."""
+    """Return wall-clock seconds and CPU seconds of this process."""
     clock, own = time.perf_counter(), time.process_time()
     run()
     return time.perf_counter() - clock, time.process_time() - own
@@ -90,7 +90,7 @@ def main() -> None:
         layers=given.layers,
         vocabulary=given.vocabulary,
     )
-    difference = (case.energies() / case.one_by_one() - 1).abs().max()  # and all are warm
+    difference = (case.energies() / case.one_by_one() - 1).abs().max()  # also warms up
     case.training()
     sides: dict[str, Callable[[], object]] = {
         "energies": case.energies,

@@ -1,15 +1,16 @@
-"""A whole evaluation with everything real but the model: minutes, memory, and scores that equal closed forms.
+"""Run a complete evaluation with a scripted model: measure time and memory, and compare scores with closed forms.
 
     python benchmarks/evaluation.py --data-dir DIR [--benchmarks aime24,aime25,amc23,math500] [--n 32]
 
-The engine is scripted: of the ``n`` rollouts of problem ``i`` exactly ``(7 i + 3) mod (n + 1)`` are right, the others
-give one of three wrong answers. Every rollout runs one program in the real sandbox, then answers: whole numbers by a
-second program, other answers in a box. Driver, tokenizer, protocol, sandbox, grader, log, results, plots and report
-are the real ones; DIR holds the benchmarks' files.
+The engine is scripted: of the ``n`` rollouts of problem ``i`` exactly ``(7 i + 3) mod (n + 1)`` are right, and all
+others give one of three wrong answers. Every rollout runs one program in the sandbox, then answers: whole numbers by a
+second program, other answers in a box. Driver, tokenizer, protocol, sandbox, grader, log, results, plots and report are
+real. DIR contains the benchmarks' files.
 
-avg@n, pass@k and maj@n must equal what the script implies (exact fractions); else the exit code is 1. Memory is the
-resident set of this process and of all its children, sampled every second: what it is once a tenth of the rollouts are
-over, at the end, and at most. Target: minutes, and growth of less than 20 % from that tenth to the end.
+avg@n, pass@k and maj@n must equal the values that the script implies (exact fractions). Otherwise, the exit code is 1.
+Memory is the resident set of this process and of all its children, sampled every second. It is printed after a tenth of
+the rollouts, at the end, and at its maximum. Target: a duration of minutes, and growth of less than 20 % from the first
+tenth to the end.
 """
 
 from __future__ import annotations
@@ -48,20 +49,20 @@ WRONG = ("1234567", "7654321", "-99")
 
 
 def right_of(place: int, n: int) -> int:
-    """How many of the ``n`` rollouts of the ``place``-th problem are right."""
+    """Return the number of right rollouts among the ``n`` rollouts of the ``place``-th problem."""
     return (7 * place + 3) % (n + 1)
 
 
 def answer_of(problem: Problem, place: int, rollout: int, n: int) -> str:
-    """What the ``rollout``-th rollout of a problem answers."""
+    """Return the answer of the ``rollout``-th rollout of a problem."""
     right = right_of(place, n)
     return problem.answer if rollout < right else WRONG[(rollout - right) % len(WRONG)]
 
 
 class AnsweringEngine(ScriptedEngine[tuple[Problem, int, int]]):
-    """Knows the problem by the prompt; a trajectory's number among its problem's decides what it answers.
+    """Engine whose answer depends on the problem, identified by the prompt, and on the trajectory's number.
 
-    Of each trajectory under way it knows the problem, the problem's place and the trajectory's number.
+    For each running trajectory, it stores the problem, the problem's place and the trajectory's number.
     """
 
     def __init__(self, codec: TextCodec, sets: Sequence[ProblemSet], n: int) -> None:
@@ -109,7 +110,7 @@ def scripted_sampler(settings: Any, sets: Sequence[ProblemSet]) -> ModelSampler:
 
 
 def expected(one: ProblemSet, n: int, ks: Sequence[int]) -> dict[str, Fraction]:
-    """avg@n, pass@k and maj@n of a benchmark, from the script alone."""
+    """Return avg@n, pass@k and maj@n of a benchmark, computed from the script alone."""
     problems = len(one.problems)
     found = {f"avg@{n}": Fraction(0), f"maj@{n}": Fraction(0)} | {f"pass@{k}": Fraction(0) for k in ks}
     for place in range(problems):
@@ -125,14 +126,14 @@ def expected(one: ProblemSet, n: int, ks: Sequence[int]) -> dict[str, Fraction]:
 
 
 def measured(results: Mapping[str, Any], name: str, n: int, ks: Sequence[int]) -> dict[str, float]:
-    """The same figures of a finished evaluation."""
+    """Return the same figures from a finished evaluation."""
     one = results["benchmarks"][name]
     found = {f"avg@{n}": one["avg"]["mean"], f"maj@{n}": one["maj"]}
     return found | {f"pass@{k}": one["pass"][str(k)]["value"] for k in ks}
 
 
 def cpu_seconds() -> tuple[float, float]:
-    """CPU time of this process, and of its descendants that have ended and been waited for."""
+    """Return the CPU time of this process, and of its descendants that have ended and been waited for."""
     own, others = resource.getrusage(resource.RUSAGE_SELF), resource.getrusage(resource.RUSAGE_CHILDREN)
     return own.ru_utime + own.ru_stime, others.ru_utime + others.ru_stime
 
@@ -144,7 +145,7 @@ class Memory:
         self.samples: list[tuple[float, float]] = []  # (bytes of the log, megabytes)
 
     async def watch(self, log: Path) -> None:
-        """Sample until cancelled; progress is read from the log's growth, so the run is left alone."""
+        """Sample until cancelled. Progress is read from the growth of the log, so the run is not affected."""
         while True:
             await asyncio.sleep(1.0)
             self.samples.append((log.stat().st_size if log.exists() else 0, self.now()))
@@ -160,7 +161,7 @@ class Memory:
         return total / 2**20
 
     def at_share(self, share: float) -> float:
-        """Megabytes when the log had this share of its final size."""
+        """Return the megabytes at the time when the log had this share of its final size."""
         end = self.samples[-1][0]
         return next(megabytes for size, megabytes in self.samples if size >= share * end)
 
@@ -178,7 +179,7 @@ def main() -> int:
     parser.add_argument("--data-dir", type=Path, required=True)
     parser.add_argument("--benchmarks", default="aime24,aime25,amc23,math500")
     parser.add_argument("--n", type=int, default=32)
-    parser.add_argument("--problems", type=int, default=None, help="only the first so many of each benchmark")
+    parser.add_argument("--problems", type=int, default=None, help="use only the first N problems of each benchmark")
     parser.add_argument("--output", type=Path, default=None)
     parser.add_argument("settings", nargs="*", help="further key=value settings")
     options = parser.parse_args()
@@ -224,7 +225,7 @@ def summary(
     seconds: tuple[float, float],
     sizes: tuple[float, float],
 ) -> int:
-    """Print what was measured; 1 where a score differs from its closed form."""
+    """Print the measurements. Returns 1 if a score differs from its closed form, otherwise 0."""
     ks = default_pass_ks(n)
     wrong = [
         f"{one.name} {name}: {found[name]!r}, expected {float(value)!r}"

@@ -1,11 +1,12 @@
-"""What the advantages of groups spread over ranks cost each rank: bytes sent and memory, on real gloo ranks.
+"""Measure the cost of advantages of groups that are spread over ranks: bytes sent and memory, on real gloo ranks.
 
     python benchmarks/exchange.py [--ranks 1 2 4 8] [--groups 64] [--size 16] [--tokens 8192]
 
-As many trajectories as groups times size, their lengths drawn evenly up to the given number of tokens, are dealt out to
-the ranks one by one, so that every group lies on all of them. TIR-OTB's advantages are then made as a statistics pass
-makes them. `inputs` are the rank's own tensors, `sent` what it sends there and back, `peak` how far its resident memory
-rises above its inputs until it has its own advantages. All in MiB, of the rank with the most.
+`--groups` times `--size` trajectories, with lengths drawn uniformly up to `--tokens`, are distributed over the ranks
+one by one, so that every group is spread over all ranks. TIR-OTB's advantages are then computed as in a statistics
+pass. `inputs` is the size of the rank's own tensors, `sent` the size of its messages in both directions, and `peak` the
+rise of its resident memory above its inputs until it has its own advantages. All figures are in MiB, for the rank with
+the largest figure.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MICRO_BATCH = 8  # rows
 
 
 def micro_batches(rank: int, ranks: int, options: argparse.Namespace) -> list[AdvantageInputs]:
-    """The rank's rows, padded to the longest of each micro-batch."""
+    """Return the rank's rows, padded to the longest row of each micro-batch."""
     draw = torch.Generator().manual_seed(1)
     lengths = torch.randint(1, options.tokens + 1, (options.groups * options.size,), generator=draw)
     own = torch.arange(rank, len(lengths), ranks)
@@ -55,7 +56,7 @@ def rows_of(numbers: Tensor, lengths: Tensor, size: int) -> AdvantageInputs:
 
 
 def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, results: Any) -> None:
-    """One rank's figures in bytes."""
+    """Measure one rank's figures, in bytes."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     torch.distributed.init_process_group("gloo", rank=rank, world_size=ranks)
@@ -75,7 +76,7 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
 
 
 class Counting:
-    """A collective that remembers how many bytes it sent to other ranks."""
+    """Collective that counts the bytes that it sends to other ranks."""
 
     def __init__(self, swap: Any, rank: int) -> None:
         self._swap, self._rank = swap, rank
@@ -91,7 +92,7 @@ def size_of(inputs: AdvantageInputs) -> int:
 
 
 def resident() -> int:
-    """Resident memory now; the high-water mark starts again from here."""
+    """Return the resident memory, and reset its high-water mark."""
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
     return memory("VmRSS")

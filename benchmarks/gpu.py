@@ -1,13 +1,14 @@
 """Measure the GPU code on this machine: each figure beside its expectation from first principles, in ten minutes.
 
-    python benchmarks/gpu.py                          all parts, the most telling first
+    python benchmarks/gpu.py                          all parts, the most informative first
     python benchmarks/gpu.py --only head attention    these parts
     python benchmarks/gpu.py --device cpu             the same code with tiny shapes; no time or size is judged
 
-Each part runs in a process of its own, which returns its memory. A part that lacks a package or a device is skipped. A
-part that raises has failed, and a part that exceeds its seconds is cut off. The next part runs in any case. `--output`
-(default: gpu.json) receives all results in one file, rewritten after each part. The exit code is 1 if a part failed or
-was cut off, or a figure is not as expected. `gpu_pack.py` packs all of it for a machine without a network.
+Each part runs in a separate process, so that its memory is released. A part that lacks a package or a device is
+skipped. A part that raises has failed, and a part that exceeds its seconds is cut off. The next part runs in any case.
+`--output` (default: gpu.json) receives all results in one file, rewritten after each part. The exit code is 1 if a part
+failed or was cut off, or a figure is not as expected. `gpu_pack.py` packs the benchmark for a machine without a
+network.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ PARTS = {
     "train_0_5b": Part(module="gpu_train", seconds=70, about="a training of a random 0.5B model"),
     "colocated": Part(module="gpu_train", seconds=150, about="a training beside vLLM on the same GPU"),
 }
-"""In the order in which they run. ``colocated`` needs vLLM and uses what is left of the ten minutes."""
+"""The parts in the order in which they run. ``colocated`` needs vLLM and uses the rest of the ten minutes."""
 
 
 class Skip(Exception):
@@ -137,13 +138,13 @@ def main() -> None:
 
 
 def good(found: dict[str, Any]) -> bool:
-    """Whether a part ran or was skipped, and each of its figures is as expected."""
+    """Return True if a part ran or was skipped, and all its figures are as expected."""
     verdicts = [figure["verdict"] for figure in found["figures"]]
     return found["state"] in ("ran", "skipped") and "NOT AS EXPECTED" not in verdicts
 
 
 def run_part(function: str, device: str, seconds: float) -> dict[str, Any]:
-    """Run ``module:function`` in a process group of its own; end the group after ``seconds``. Returns its record."""
+    """Run ``module:function`` in a separate process group, and end the group after ``seconds``. Returns its record."""
     if seconds <= 0:
         return outcome([], "cut off", 0.0, "no time was left")
     began = time.monotonic()

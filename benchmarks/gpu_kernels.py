@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from agentrl.models.policy import PolicyModel
 
 PEAK = 989e12
-"""Dense bfloat16 operations a second that NVIDIA publishes for the H100 SXM and the H200."""
+"""Dense bfloat16 operations per second that NVIDIA publishes for the H100 SXM and the H200."""
 Attend = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 
 
@@ -141,7 +141,7 @@ def documents(total: int, seed: int) -> list[int]:
 
 
 def _own_attention(device: torch.device) -> tuple[Attend, str]:
-    """Attention as training computes it, and the backend that ``model.attention=auto`` chooses."""
+    """Return attention as training computes it, and the backend that ``model.attention=auto`` selects."""
     from transformers import Qwen2Config
 
     from agentrl.kernels.attention import AttentionPass, attend, pack_row
@@ -161,7 +161,7 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-    """torch's function, even where flash-attn is installed."""
+    """Return torch's function, even if flash-attn is installed."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
@@ -191,7 +191,7 @@ def _both(attend: Attend, states: tuple[Tensor, Tensor, Tensor], lengths: Sequen
 
 
 def _milliseconds(run: Callable[[], object]) -> float:
-    """Wall time of one call, with what it queued on the GPU."""
+    """Return the wall time of one call, including the work that it queued on the GPU."""
     if torch.cuda.is_initialized():
         torch.cuda.synchronize()
     began = time.perf_counter()
@@ -304,7 +304,7 @@ def determinism(device: torch.device) -> Iterator[Figure | str]:
 
 
 def _as_in_training(policy: PolicyModel) -> None:
-    """Change the weights to bfloat16 and the attention to what ``model.attention=auto`` chooses."""
+    """Change the weights to bfloat16, and the attention to the backend that ``model.attention=auto`` selects."""
     from agentrl.models.attention import choose_packed_attention
 
     policy.to(torch.bfloat16)

@@ -36,14 +36,14 @@ PACKAGES = [
     "pytest<9.2", "pytest-asyncio", "pytest-xdist", "execnet", "pluggy", "iniconfig", "hypothesis", "sortedcontainers",
 ]
 # fmt: on
-"""With what each of them requires beyond torch and transformers: pip does not resolve, so that it cannot add torch."""
+"""Includes requirements beyond torch and transformers. pip resolves no dependencies, so it cannot add torch."""
 # fmt: off
 PRESENT = [
     "torch", "transformers", "numpy", "safetensors", "tokenizers", "tqdm",
     "pyyaml", "sympy", "typing-extensions", "pyarrow",
 ]
 # fmt: on
-"""What the machine has: torch and transformers with their requirements, and pyarrow, which is too large to pack."""
+"""Packages of the machine: torch and transformers with their requirements, and pyarrow, which is too large to pack."""
 UNUSED = ["agentrl-sandbox", "docker", "matplotlib"]
 """Requirements of the project that no part imports; the sandbox is part of the source."""
 PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64", "manylinux1_x86_64")
@@ -78,7 +78,7 @@ exec "$python" "$here/source/benchmarks/gpu.py" "$@"
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=Path("gpu-kit"), help="replaced if it is a kit")
-    parser.add_argument("--wheels", type=Path, help="where the wheels are kept for the next time")
+    parser.add_argument("--wheels", type=Path, help="folder that keeps the wheels for the next time")
     options = parser.parse_args()
     folder: Path = options.folder
     if folder.exists() and not (folder / "run.sh").exists():

@@ -1,4 +1,4 @@
-"""Parts of gpu.py that train random models on one rank: the speed and memory of steps, and out of memory."""
+"""Parts of gpu.py that train random models on one rank: the speed and memory of steps, and out-of-memory errors."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ def _steps(name: str, device: torch.device) -> Iterator[Figure | str]:
 
 
 def operations(shape: ModelShape, lengths: Sequence[int]) -> float:
-    """Of forward and backward: 6 a weight and token; causal attention has 6 H E l^2 a layer and document."""
+    """Return the operations of forward and backward: 6 per weight and token, and 6 H E l^2 per layer and document."""
     attention = sum(6 * shape.layers * shape.heads * shape.head_dim * length**2 for length in lengths)
     looked_up = 0 if shape.config.get_text_config().tie_word_embeddings else shape.vocabulary * shape.hidden
     return 6 * (shape.parameters - looked_up) * sum(lengths) + attention
@@ -124,7 +124,7 @@ def _setup(tokens: int) -> TrainingSetup:
 
 
 def _fitting(name: str, tokens: int) -> ModelShape:
-    """The shape of a model with as many of its layers as fit on this GPU."""
+    """Return the shape of a model with as many of its layers as fit on this GPU."""
     whole = read_model_shape(ModelSettings(path=name))
     memory = usable_gpu_bytes(torch.cuda.get_device_properties(0).total_memory)
     for layers in range(whole.layers, 0, -1):
@@ -182,7 +182,7 @@ def _step(engine: TrainingEngine[PackedOrPadded], shape: ModelShape, lengths: Se
 
 
 def shortage(device: torch.device) -> Iterator[Figure | str]:
-    """Errors of torch and cuBLAS for lack of memory are recognized."""
+    """Check that out-of-memory errors of torch and cuBLAS are recognized."""
     try:
         with convert_memory_errors(tokens=2, trajectories=2):
             _exhaust(device)
@@ -200,7 +200,7 @@ def _exhaust(device: torch.device) -> None:
 
 
 def _library_shortages(device: torch.device) -> Iterator[Figure | str]:
-    """An error of cuBLAS for lack of memory: its workspace is allocated outside torch's cache."""
+    """Cause an out-of-memory error of cuBLAS, which allocates its workspace outside torch's cache."""
     if device.type != "cuda":
         yield "cuBLAS without memory: skipped: needs a GPU"
         return

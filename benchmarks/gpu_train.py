@@ -40,8 +40,8 @@ def kernel_tests(device: torch.device) -> Iterator[Figure | str]:
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"
         command = [sys.executable, "-m", "pytest", "-q", "-rs", "-p", "no:cacheprovider", f"--junitxml={report}"]
-        # Warnings of other releases of torch and transformers are no failures here. A bare machine lacks the plug-in
-        # that reruns tests, so neither it nor the options of the project that need it are used.
+        # Warnings of other releases of torch and transformers do not count as failures here. A bare machine lacks the
+        # plug-in that reruns tests, so neither the plug-in nor the options of the project that need it are used.
         command += ["-p", "no:rerunfailures", "-o", "addopts=--import-mode=importlib", "-o", "filterwarnings="]
         command += ["--rootdir", str(ROOT), "--continue-on-collection-errors"]
         if real and importlib.util.find_spec("xdist"):

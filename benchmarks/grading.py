@@ -1,11 +1,12 @@
-"""How fast the grader is, cache cold, beside math-verify alone in one process.
+"""Compare the speed of the grader, with a cold cache, with math-verify alone in one process.
 
     AGENTRL_DATA_DIR=DIR python benchmarks/grading.py [--workers 2] [--limit 1500]
 
 *Integers*: pairs of whole numbers, half of them equal, spelled in different ways. *MATH*: answers of ``math500`` and
-``math35_train`` that are no plain numbers, spelled otherwise or to be calculated (``math_pairs``), no pair twice.
-Targets through the pool on two cores: 2,000 a second on integers, 300 on MATH. The other side is ``math_verify.parse``
-of both and ``verify``, on every fifth pair, in this process; on a busy machine compare the gradings per CPU second.
+``math35_train`` that are not plain numbers, respelled or as calculations (``math_pairs``), without repeated pairs.
+Targets through the pool on two cores: 2,000 gradings per second on integers, 300 on MATH. The other side is
+``math_verify.parse`` of both answers and ``verify``, on every fifth pair, in this process. On a busy machine, compare
+the gradings per CPU second.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ Pairs = list[tuple[str, str]]
 
 
 def integer_pairs(count: int, rng: random.Random) -> Pairs:
-    """``(answer, gold)``, no two alike."""
+    """Return distinct pairs ``(answer, gold)``."""
     numbers = rng.sample(range(10_000_000), count)
     return [
         (rng.choice(["{:,}", "{}.0", "{:09d}", "${}$"]).format(number + index % 2), str(number))
@@ -37,9 +38,9 @@ def integer_pairs(count: int, rng: random.Random) -> Pairs:
 
 
 def math_pairs(data_dir: Path, limit: int, rng: random.Random) -> tuple[Pairs, Pairs]:
-    """``(answer, gold)`` with the answers of MATH that are no plain numbers: spelled otherwise, and to be calculated.
+    """Return ``(answer, gold)`` with the answers of MATH that are not plain numbers: respelled, and as calculations.
 
-    The second kind is half another problem's answer and half the same with something added that comes to nothing.
+    Half of the calculations are another problem's answer, and half are the same answer plus a term with the value 0.
     """
     rows = [json.loads(line) for name in ("math500", "math35_train") for line in (data_dir / f"{name}.jsonl").open()]
     golds = sorted({row["answer"] for row in rows if row["answer"] and not is_plain_number(row["answer"])})
@@ -51,13 +52,13 @@ def math_pairs(data_dir: Path, limit: int, rng: random.Random) -> tuple[Pairs, P
 
 
 def spell_otherwise(answer: str) -> str:
-    """As models write it: other fractions, no sizes, other blanks, math signs around it."""
+    """Respell an answer as models write it: other fractions and blanks, no sizes, math delimiters around it."""
     answer = answer.replace(r"\frac", r"\dfrac").replace(r"\left", "").replace(r"\right", "")
     return f"$ {answer.replace(',', ', ')} $"
 
 
 async def through_the_pool(pairs: Pairs, workers: int) -> tuple[float, float, Counter[Verdict]]:
-    """Wall and CPU seconds, those of the processes included, and the verdicts. Processes are started before."""
+    """Return wall and CPU seconds, including the processes, and the verdicts. The processes are started before."""
     grader = Grader(GraderSettings(workers=workers))
     await asyncio.gather(*(grader.grade(f"sqrt({index})", "7") for index in range(2, 2 + workers)))
     pids = grader.idle_worker_pids
@@ -71,7 +72,7 @@ async def through_the_pool(pairs: Pairs, workers: int) -> tuple[float, float, Co
 
 
 def alone(pairs: Pairs) -> tuple[float, float, Counter[bool]]:
-    """math-verify as it comes but for its timeouts, in this process."""
+    """Run math-verify in this process, unchanged except for its timeouts."""
     import logging
 
     from math_verify import parse, verify
@@ -87,13 +88,13 @@ def alone(pairs: Pairs) -> tuple[float, float, Counter[bool]]:
 
 
 def cpu_seconds(pid: int) -> float:
-    """User and system time of a process."""
+    """Return the user and system time of a process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def main() -> None:
-    """Print one row a workload and side."""
+    """Print one row for each workload and side."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--workers", type=int, default=2)
     parser.add_argument("--limit", type=int, default=800)

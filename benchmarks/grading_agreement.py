@@ -64,7 +64,7 @@ def parametrized(family: str, table: ast.expr) -> Iterator[Case]:
 
 
 def is_one_box(gold: str, answer: str) -> bool:
-    """Whether the answer has one box, and the gold answer one box or one formula."""
+    """Return True if the answer has one box, and the gold answer one box or one formula."""
     boxes = gold.count(r"\boxed")
     formulas = len(re.findall(r"(?<!\\)\$+", gold)) // 2
     one_gold = boxes == 1 if boxes else formulas <= 1 and len(gold) < 200

@@ -1,13 +1,13 @@
-"""Mutated answers through the grader: no crash, no hang, and nothing correct whose content was changed.
+"""Grade mutated answers: no crash, no hang, and no correct verdict for changed content.
 
     AGENTRL_DATA_DIR=DIR python benchmarks/grading_fuzz.py [--mutations 100000] [--seed 0] [--workers 2]
 
 Answers are made from the gold answers of MATH (``math500.jsonl``, ``math35_train.jsonl``) in two ways. *Changed*: a
 digit replaced, a term added, the sign turned, another answer beside it. *Damaged*: characters lost, doubled, swapped,
-inserted, two answers spliced. A correct verdict is suspicious when the answer has other letters and numbers than the
-gold answer and no known leniency explains it (``explained``); each is printed, and any makes the exit code 1, but for
-those that were looked at and are right (``LOOKED_AT``). So does a grading process that dies. Large numbers are best run
-in pieces, each with its own seed.
+inserted, two answers spliced. A correct verdict is suspicious if the letters and numbers of the answer differ from the
+gold answer and no known leniency explains the difference (``explained``). Suspicious verdicts are printed. The exit
+code is 1 if there are any, except verdicts that were inspected and are right (``LOOKED_AT``), or if a grading process
+dies. Run large numbers of mutations in parts, each with a different seed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Mutation = Callable[[str, str, random.Random], str]
 
 
 def another_digit(gold: str, other: str, rng: random.Random) -> str:
-    """One digit replaced."""
+    """Replace one digit."""
     places = [match.start() for match in re.finditer(r"\d", gold)]
     if not places:
         return other_beside(gold, other, rng)
@@ -49,24 +49,24 @@ def another_digit(gold: str, other: str, rng: random.Random) -> str:
 
 
 def one_more(gold: str, other: str, rng: random.Random) -> str:
-    """A term added behind."""
+    """Append a term."""
     return f"{gold} + {rng.choice(['1', '2', '0.5', 'x', '10'])}"
 
 
 def turned(gold: str, other: str, rng: random.Random) -> str:
-    """The sign turned, the answer doubled or put under one."""
+    """Change the sign, double the answer, or put it into the denominator of a fraction."""
     return rng.choice(["-({})", "2 \\cdot ({})", "\\frac{{1}}{{7 + {}}}"]).format(gold)
 
 
 def other_beside(gold: str, other: str, rng: random.Random) -> str:
-    """Another answer offered as well."""
+    """Offer another answer as well."""
     return rng.choice(["{}, {}", "{} or {}", "{} \\text{{ or }} {}", "{}; {}", "{} {}"]).format(
         *rng.sample([gold, other + "7"], 2)
     )
 
 
 def damaged(gold: str, other: str, rng: random.Random) -> str:
-    """One to four characters lost, doubled, swapped or inserted."""
+    """Remove, double, swap or insert one to four characters."""
     text = gold
     for _ in range(rng.randint(1, 4)):
         place = rng.randrange(len(text) + 1)
@@ -83,14 +83,14 @@ def damaged(gold: str, other: str, rng: random.Random) -> str:
 
 
 def spliced(gold: str, other: str, rng: random.Random) -> str:
-    """The beginning of one answer and the end of another."""
+    """Join the beginning of one answer and the end of another."""
     return gold[: rng.randrange(len(gold) + 1)] + other[rng.randrange(len(other) + 1) :]
 
 
 MUTATIONS: tuple[Mutation, ...] = (another_digit, one_more, turned, other_beside, damaged, damaged, damaged, spliced)
 
 
-# Answers that came up, have other letters and numbers than the gold answer, and are right.
+# Right answers that occurred, although their letters and numbers differ from the gold answer.
 LOOKED_AT: dict[tuple[str, str], str] = {
     (r"y^2 - 4x - 6y + 9 = 0ac{37}{50}", r"y^2 - 4x - 6y + 9 = 0"): "letters times 0",
     ("-13:1", "-13"): "the ratio is -13",
@@ -139,10 +139,10 @@ LOOKED_AT: dict[tuple[str, str], str] = {
 
 
 def tokens(text: str) -> list[str]:
-    """Numbers without needless zeros and single letters, in their order.
+    """Return numbers without redundant zeros, and single letters, in order.
 
-    Left out are the names of commands that set text or fractions, units and other words behind a number (math-verify's
-    published leniency), and what stands left of an equals sign.
+    Leaves out the names of commands that set text or fractions, units and other words after a number (math-verify's
+    published leniency), and the left side of an equation.
     """
     text = re.sub(r"(?<!\d)['\"$]|['\"$](?!\d)", "", normalize_spelling(text)).replace("\\\\", "\\").replace("%", "")
     text = re.sub(r"(?<=[\da-z}])\s*\\(?:text|mbox|mathrm|textbf|textnormal)\b.*", "", text, flags=re.DOTALL)
@@ -155,7 +155,7 @@ def tokens(text: str) -> list[str]:
 
 
 def explained(answer: str, gold: str, mutation: str) -> bool:
-    """Whether the content is the same; damage may move a factor, which is no change (``a4`` for ``4a``)."""
+    """Return True if the content is the same. Damage may move a factor, which is no change (``a4`` for ``4a``)."""
     if gold.partition("_")[0] == answer:  # the base left out
         return True
     left, right = tokens(answer), tokens(gold)
@@ -163,7 +163,7 @@ def explained(answer: str, gold: str, mutation: str) -> bool:
 
 
 class Deaths(logging.Handler):
-    """What the grader says of processes that ended in the middle of a comparison."""
+    """Log handler that collects messages about processes that ended during a comparison."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -175,7 +175,7 @@ class Deaths(logging.Handler):
 
 
 async def run(mutations: int, seed: int, workers: int, data_dir: Path) -> int:
-    """Grade them all, print the table and return the number of suspicious verdicts."""
+    """Grade all answers, print the table and return the number of suspicious verdicts."""
     golds = sorted({answer for name in ("math500", "math35_train") for answer in answers(data_dir / f"{name}.jsonl")})
     rng = random.Random(seed)
     grader = Grader(GraderSettings(workers=workers, deadline=5.0))

@@ -1,11 +1,11 @@
-r"""Wrong neighbours and respellings of real gold answers: how many of the first pass the grader, of the second do not.
+r"""Count accepted wrong neighbours and refused respellings of real gold answers.
 
     AGENTRL_DATA_DIR=DIR python benchmarks/grading_neighbours.py [--each 3] [--seed 0] [--workers 2]
 
-Gold answers are those of MATH, AIME and AMC, every one that is no plain integer and as many that are. Each kind below
-makes of a gold answer, by its text alone, something that is wrong (``WRONG``) or the same (``SAME``), or nothing. A
-wrong neighbour that passes is printed, and so is a respelling that fails; those that were looked at and turned out to
-be the other thing stand in ``LOOKED_AT`` with the reason, and are not counted.
+The gold answers are all answers of MATH, AIME and AMC that are not plain integers, and as many integers. From the text
+of a gold answer alone, each kind of change makes a wrong answer (``WRONG``), an equal answer (``SAME``), or nothing.
+Accepted wrong neighbours and refused respellings are printed. ``LOOKED_AT`` lists inspected cases in which the grader
+was right after all, with the reason. These cases are not counted.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LOOKED_AT: dict[tuple[str, str], str] = {
 
 
 def gold_answers(data_dir: Path, rng: random.Random) -> list[str]:
-    """All that are no plain integers, and as many integers."""
+    """Return all gold answers that are not plain integers, and as many integers."""
     found: set[str] = set()
     for name in ("math500", "math35_train", "aime24", "aime25", "amc23"):
         rows = (data_dir / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()
@@ -45,7 +45,7 @@ def gold_answers(data_dir: Path, rng: random.Random) -> list[str]:
 
 
 def made(golds: list[str], makers: Iterable[Maker], each: int, rng: random.Random) -> list[tuple[str, str, str]]:
-    """``(kind, answer, gold)``, none twice."""
+    """Return distinct ``(kind, answer, gold)``."""
     found: dict[tuple[str, str], str] = {}
     for gold in golds:
         for maker in makers:
@@ -57,7 +57,7 @@ def made(golds: list[str], makers: Iterable[Maker], each: int, rng: random.Rando
 
 
 async def graded(cases: list[tuple[str, str, str]], workers: int) -> list[Verdict]:
-    """Every case's verdict."""
+    """Return the verdict of every case."""
     grader = Grader(GraderSettings(workers=workers))
     slots = asyncio.Semaphore(256)
 
@@ -72,7 +72,7 @@ async def graded(cases: list[tuple[str, str, str]], workers: int) -> list[Verdic
 
 
 def report(title: str, cases: list[tuple[str, str, str]], verdicts: list[Verdict], *, correct: bool) -> None:
-    """One line a kind, and every case that went wrong."""
+    """Print a line for each kind, and every case that went wrong."""
     totals = Counter(kind for kind, _, _ in cases)
     missed = [
         (case, verdict)

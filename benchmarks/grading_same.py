@@ -86,7 +86,7 @@ def as_decimal(gold: str, other: str, rng: random.Random) -> str | None:
 
 
 def as_python(gold: str, other: str, rng: random.Random) -> str | None:
-    """For roots, fractions and powers of integers."""
+    """Respell roots, fractions and powers of integers as Python."""
     if re.search(r"[\d.a-z]\s*\\[dt]?frac|[a-z]\s*\\(?:sqrt|pi)|\\pi\s*\\sqrt", gold):
         return None  # mixed numbers, and products that programs do not print like this
     text = re.sub(

@@ -1,4 +1,4 @@
-"""What gold answers are made of: numbers, fractions, brackets and letters in LaTeX."""
+"""Parts of gold answers: numbers, fractions, brackets and letters in LaTeX."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import re
 from collections.abc import Callable
 
 Maker = Callable[[str, str, random.Random], str | None]
-"""Makes another answer of a gold one, with a second gold answer and random numbers, or nothing."""
+"""Function of a gold answer, a second gold answer and random numbers. Returns another answer, or None."""
 
 INTEGER = re.compile(r"-?\d+")
 FRACTION = re.compile(r"(-?)\\[dt]?frac\{(\d+)\}\{(\d+)\}")
@@ -16,7 +16,7 @@ LETTERS = re.compile(r"(?<![\\A-Za-z{])[A-Za-z](?![A-Za-z}])")
 
 
 def pieces(gold: str) -> list[str]:
-    """What stands between commas outside of brackets."""
+    """Split an answer at commas outside brackets."""
     found, depth, last = [], 0, 0
     for match in re.finditer(r"[(\[{]|[)\]}]|,(?!\\!)", gold):
         if match.group() == ",":
@@ -29,7 +29,7 @@ def pieces(gold: str) -> list[str]:
 
 
 def bracketed(gold: str) -> tuple[str, list[str], str] | None:
-    """A tuple's or an interval's brackets and parts."""
+    """Return the brackets and parts of a tuple or an interval, or None."""
     match = BRACKETED.fullmatch(gold.strip())
     if match is None or any(bracket in match[2] for bracket in ("(", ")", "[", "]")):
         return None
@@ -38,7 +38,7 @@ def bracketed(gold: str) -> tuple[str, list[str], str] | None:
 
 
 def plain(gold: str) -> bool:
-    """An expression alone: no words, relation, bracket, comma or second sign."""
+    """Return True for a single expression, without words, relation, bracket, comma or second sign."""
     return not re.search(
         r"[,=<>\[\]:;$%_]|\\(?:text|textnormal|mbox|begin|pm|cup|leq?|geq?|in|approx|infty)(?![a-z])|\\\$|[A-Z]{2}",
         gold,

@@ -21,7 +21,7 @@ def another_digit(gold: str, other: str, rng: random.Random) -> str | None:
 
 def digit_lost(gold: str, other: str, rng: random.Random) -> str | None:
     places = [match.start() for match in re.finditer(r"(?<=[1-9])\d|(?<!\d)[1-9](?=[1-9])", gold)]
-    if "." in gold or ":" in gold or "approx" in gold:  # a zero behind a point says nothing
+    if "." in gold or ":" in gold or "approx" in gold:  # a zero after a point may not change the value
         return None
     return None if not places else (lambda place: gold[:place] + gold[place + 1 :])(rng.choice(places))
 

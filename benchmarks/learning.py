@@ -1,10 +1,10 @@
-"""Does the default run learn? Runs `agentrl train --env simpletir` for several seeds and prints a table.
+"""Measure whether the default run learns: run `agentrl train --env simpletir` for several seeds and print a table.
 
     python benchmarks/learning.py --seeds 0,1,2
 
-Each seed is a whole run of its own: cold start (in a cache of its own, so never that of an earlier run), evaluation,
-training, evaluation, and the evaluation with falsified observations on the families that reveal a value by execution
-only.
+Each seed is a complete run: cold start (with a separate cache, so it is never taken from an earlier run), evaluation,
+training, evaluation, and the evaluation with falsified observations, only on the families that reveal a value by
+execution.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def main() -> None:
 
 def arguments(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2], help="with commas between them; 0,1,2 by default")
+    parser.add_argument("--seeds", type=numbers, default=[0, 1, 2], help="separated by commas; default: 0,1,2")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
     parser.add_argument("--config", help="a shipped configuration or a file; none: the tiny preset")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
@@ -40,7 +40,7 @@ def numbers(text: str) -> list[int]:
 
 
 def run(seed: int, options: argparse.Namespace) -> dict[str, Any]:
-    """One run from nothing; returns what its files say of it."""
+    """Train one run from scratch. Returns the figures in its files."""
     name = f"{options.config or 'learning'}-seed-{seed}-{time.strftime('%H%M%S')}"
     command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir"]
     command += ["--config", options.config] if options.config else []

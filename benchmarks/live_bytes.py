@@ -1,4 +1,4 @@
-"""Peak bytes of the tensors that live, counted as torch counts a GPU's, on any device."""
+"""Peak bytes of live tensors on any device, counted as torch counts them on a GPU."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from torch.utils._pytree import tree_leaves
 class LiveBytes(TorchDispatchMode):
     """While active, count the bytes of live storages that operations made on ``device``.
 
-    A storage counts once, however many views it has, from the operation that made it until its last tensor is freed.
-    One that existed before counts from the first view that is taken of it: :meth:`leave_out` those that shall not
-    count. Memory that a kernel takes and returns within one operation is not seen.
+    A storage counts once, however many views it has, from the operation that made it until its last tensor is freed. A
+    storage that existed before counts from the first view that is taken of it. Use :meth:`leave_out` for tensors that
+    must not count. Memory that a kernel allocates and frees within one operation is not counted.
     """
 
     def __init__(self, device: str = "cpu") -> None:
@@ -55,7 +55,7 @@ class LiveBytes(TorchDispatchMode):
         weakref.finalize(storage, self._gone, key, size).atexit = False
 
     def restart(self) -> None:
-        """Set the peak to the bytes that live now."""
+        """Reset the peak to the current bytes."""
         self.peak = self.live
 
     def _gone(self, key: int, size: int) -> None:

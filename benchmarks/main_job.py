@@ -1,11 +1,12 @@
-"""The tiny main job of this checkout against that of another one: CPU seconds of training a step, paired.
+"""Compare the tiny main job of this checkout and of another: paired CPU seconds of training a step.
 
     git worktree add ../before 72792a4a
     python benchmarks/main_job.py --other ../before --pairs 3 --steps 20
 
 Each run is `agentrl train --env simpletir` for ``--steps`` deterministic steps on one rank, from a cold-started policy
 (``--policy``, made first if it is missing), without evaluations. The runs alternate, and each has one core. Training is
-what lies between a step's plan and its optimizer update; rollouts are apart. CPU seconds: the machine may be busy.
+measured from a step's plan to its optimizer update, without rollouts. CPU seconds are compared, because the machine may
+be busy.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-# Runs in either checkout: the command line, with a stop watch around the trainer.
+# Runs in either checkout: the command line, with a timer around the trainer.
 TIMED = """
 import json, os, sys, time
 from agentrl.training.step.trainer import Trainer
@@ -64,7 +65,7 @@ def main() -> None:
 
 
 def run(tree: Path, policy: Path, folder: Path, steps: int) -> list[dict[str, float]]:
-    """CPU and wall-clock seconds of each step's training after the first, which warms up."""
+    """Return CPU and wall-clock seconds of training for each step after the first, which is a warm-up."""
     folder.mkdir()
     output = folder / "seconds.jsonl"
     arguments = ["train", "--env", "simpletir", "--config", "arithmetic", f"model.path={policy}", f"runs_dir={folder}"]
@@ -80,7 +81,7 @@ def run(tree: Path, policy: Path, folder: Path, steps: int) -> list[dict[str, fl
 
 
 def cold_started(folder: Path) -> Path:
-    """The cold start of the preset that is trained."""
+    """Return the cold-started policy of the preset that is trained."""
     policy = folder / "policy"
     command = [sys.executable, "-m", "agentrl.cli", "coldstart", "--config", "arithmetic"]
     subprocess.run([*command, "--output", str(policy)], cwd=HERE, check=True)

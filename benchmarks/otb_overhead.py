@@ -1,11 +1,11 @@
-"""What the optimal token baseline costs a training step more than GRPO. Target: at most 3 %.
+"""Measure the extra cost of the optimal token baseline over GRPO in a training step. Target: at most 3 %.
 
     python benchmarks/otb_overhead.py --repetitions 20
 
 One rank trains the embedded tiny policy on random conversations of up to three turns, with the micro-batches of the
 tiny preset. Steps of both estimators alternate on the same trajectories; a step is the forward, the advantages, the
-backward pass and the update, without rollouts, which cost both the same. Both read their statistics from the same
-kernel, so what differs is how advantages are formed. Read the median ratio of CPU time.
+backward pass and the update, without rollouts, which cost the same for both. Both get their statistics from the same
+kernel and differ only in how advantages are computed. Compare by the median ratio of CPU time.
 """
 
 from __future__ import annotations
@@ -74,19 +74,19 @@ def side(estimator: str, record: Sequence[Group]) -> tuple[Trainer, RankPlan]:
 
 
 def timed(trainer: Trainer, plan: RankPlan) -> tuple[float, float]:
-    """CPU and wall seconds of one step."""
+    """Return CPU and wall seconds of one step."""
     began, cpu = time.perf_counter(), time.process_time()
     trainer.train(plan)
     return time.process_time() - cpu, time.perf_counter() - began
 
 
 def _order(turn: int) -> tuple[str, ...]:
-    """Neither side always comes first."""
+    """Return the order of the sides, which alternates."""
     return ESTIMATORS if turn % 2 else ESTIMATORS[::-1]
 
 
 def tiny_model() -> object:
-    """The embedded policy, untrained."""
+    """Return the embedded policy, untrained."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(0)

@@ -46,11 +46,11 @@ Side = Callable[[], None]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="a run's directory, whose trajectories are taken")
+    parser.add_argument("--run", type=Path, help="directory of a run whose trajectories are used")
     parser.add_argument("--step", type=int, default=1)
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--budget", type=int, default=4096)
-    parser.add_argument("--repetitions", type=int, default=7, help="pairs, after one to warm up")
+    parser.add_argument("--repetitions", type=int, default=7, help="pairs of measurements, after one warm-up")
     parser.add_argument("--sharing", type=float, nargs="+", help="ratios of trees; compares shared with separate rows")
     parser.add_argument("--length", type=int, default=512, help="tokens of a path")
     parser.add_argument("--record", type=Path, help="JSON file for the figures of --sharing")
@@ -146,13 +146,13 @@ def one_row(documents: Sequence[tuple[Tensor, Tensor]], *, share: bool) -> Side:
 
 
 def memory(name: str) -> float:
-    """A number of this process in Linux's words, MiB."""
+    """Return a memory figure of this process in MiB, by its name in /proc."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) / 1024
 
 
 def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
-    """All groups through the policy."""
+    """Run all groups through the policy."""
     policy = PolicyModel(tiny_model())
     batches = [
         Batch.from_micro_batch(MicroBatch.from_trajectories(rows))
@@ -169,7 +169,7 @@ def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
 
 
 def padded(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
-    """All groups through the same model and head, in padded rows."""
+    """Run all groups through the same model and head, in padded rows."""
     policy = PolicyModel(tiny_model())
     bins: list[list[Trajectory]] = []
     for group in sorted(groups, key=lambda rows: max(row.length for row in rows), reverse=True):
@@ -193,7 +193,7 @@ def padded(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
 
 
 def tiny_model() -> object:
-    """The embedded policy, untrained."""
+    """Return the embedded policy, untrained."""
     from transformers import Qwen2ForCausalLM
 
     torch.manual_seed(0)
@@ -201,7 +201,7 @@ def tiny_model() -> object:
 
 
 def played(run: Path, step: int) -> list[list[Trajectory]]:
-    """The groups of a step of a run."""
+    """Return the groups of a step of a run."""
     groups: dict[int, list[Trajectory]] = {}
     for record in RunDirectory(run).read_trajectories(step):
         item = Trajectory.from_record(record)
@@ -211,7 +211,7 @@ def played(run: Path, step: int) -> list[list[Trajectory]]:
 
 
 def drawn(groups: int) -> list[list[Trajectory]]:
-    """Groups of eight: 32 prompt tokens, and responses whose length is log-normal with median 64 and sigma 1."""
+    """Return groups of eight: 32 prompt tokens, and responses of log-normal length with median 64 and sigma 1."""
     draw = random.Random(1)
 
     def trajectory(problem: Problem, group: int, sample: int, prompt: tuple[int, ...]) -> Trajectory:

@@ -1,11 +1,11 @@
-"""The planner's estimate against the memory of real training steps under DeepSpeed: at most 15 % apart.
+"""Compare the planner's estimate with the memory of real training steps under DeepSpeed. Target: at most 15 % apart.
 
     python benchmarks/plan.py [--only TEXT]
 
-Each shape trains in processes of its own, one for each rank, on the CPU: two updates of two micro-batches, of which the
-last counts. `tensors` is the peak of all tensors that live, counted one by one as torch counts a GPU's: the
-estimate is compared with that. `resident` is the peak of the process's resident memory (Linux) over what it had before
-it made the model; pages that nothing has written, such as most of DeepSpeed's gradient bucket, are not in it.
+Each shape trains on the CPU in separate processes, one for each rank: two updates of two micro-batches. The second
+update counts. `tensors` is the peak of all live tensors, counted as torch counts them on a GPU; the estimate is
+compared with this peak. `resident` is the rise of the process's peak resident memory (Linux) since before it created
+the model. It does not include pages that were never written, such as most of DeepSpeed's gradient bucket.
 """
 
 from __future__ import annotations
@@ -149,7 +149,7 @@ def compare(number: int, case: Case) -> None:
 
 
 def _on_ranks(number: int, ranks: int) -> list[str]:
-    """The last line that each rank prints."""
+    """Return the last line that each rank prints."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -171,7 +171,7 @@ def _on_ranks(number: int, ranks: int) -> list[str]:
 
 
 def measured(case: Case) -> Peak:
-    """The peaks of this rank in the second update."""
+    """Return the peaks of this rank in the second update."""
     start_distributed(deadline=600.0)
     torch.set_num_threads(1)
     shape = case.shape
@@ -209,7 +209,7 @@ def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
 
 
 def micro_batch(engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: int) -> None:
-    """Forward and backward of rows that are packed into one."""
+    """Run forward and backward of rows that are packed into one."""
     ids = torch.randint(0, shape.vocabulary, (_ROWS, tokens // _ROWS))
     mask = torch.ones_like(ids[:, 4:], dtype=torch.bool)
     packed = pack_padded(ids, torch.full((_ROWS,), 4), mask, multiple=engine.module.row_length_multiple)
@@ -218,7 +218,7 @@ def micro_batch(engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: 
 
 
 def resident(name: str) -> int:
-    """VmRSS or VmHWM of this process, in bytes."""
+    """Return VmRSS or VmHWM of this process, in bytes."""
     lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(f"{name}:")) * 1024
 

@@ -1,11 +1,11 @@
-"""What a step costs the rollout worker as ranks, groups and tokens grow: planned, and sent to simulated ranks.
+"""Measure the cost of a step for the rollout worker: planning it and sending it to simulated ranks.
 
     python benchmarks/plan_scale.py [--groups 512] [--size 16] [--tokens 16384] [--ranks 64] [--turns 8]
 
-Trajectories of about `tokens` tokens (drawn evenly from a half to all of it), alternately the model's and observed, are
-planned for all ranks and sent through pipes, one after the other, to a process that reads and drops them, as the worker
-sends its plans. Seconds are of this process's CPU: they do not grow with what else the machine does. `bytes a token` is
-what a rank receives; `memory` is what the process holds with all trajectories, and its peak.
+Trajectories of half of `--tokens` to `--tokens` tokens, with alternating turns and observations, are planned for all
+ranks. As in the worker, the plans are sent through pipes one after the other; here, a process reads and discards them.
+Seconds are CPU seconds of this process, so other programs hardly affect them. `bytes a token` is the size of what a
+rank receives. `memory` is the memory of the process with all trajectories, and its peak.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""What rollouts cost, one section at a time:
+"""Measure the cost of rollouts, one section at a time:
 
     python benchmarks/rollout.py simulated
     python benchmarks/rollout.py vllm
     python benchmarks/rollout.py transfer
 
-Each section is a module `rollout_SECTION.py` beside this one with its targets in its docstring; `SECTION --help` lists
+Each section is a module `rollout_SECTION.py` in this folder, whose docstring states its targets. `SECTION --help` lists
 its options.
 """
 

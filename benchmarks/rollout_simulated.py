@@ -1,20 +1,21 @@
-"""Wall time of a step by schedule, in virtual time: hours of training take seconds and come out the same everywhere.
+"""Measure the wall time of a step by schedule, in virtual time: hours take seconds, and results are reproducible.
 
-The engine gives ``--tokens-per-second`` to all running requests together, at most ``--request-tokens-per-second`` to
-one, and queues what its ``--kv-tokens`` do not hold. A turn's length is lognormal, a tool's latency Pareto up to the
-tool's time limit; training takes the step's model tokens over ``--training-tokens-per-second``, new weights
-``--update-seconds`` in which nothing is sampled. Driver, rollout worker and schedules are the real ones; trainer and
-engine have hardware of their own, the same in all rows.
+The engine samples ``--tokens-per-second`` for all running requests together and at most ``--request-tokens-per-second``
+for one, and queues requests that do not fit into ``--kv-tokens``. The length of a turn is lognormal, and the latency of
+a tool follows a Pareto distribution up to the tool's time limit. Training takes the step's model tokens divided by
+``--training-tokens-per-second``. New weights take ``--update-seconds``, in which nothing is sampled. Driver, rollout
+worker and schedules are real. Trainer and engine have separate hardware, the same in all rows.
 
 lock-step      a barrier before and after the tools of every turn, as most trainers have; then training
-synchronous    no barrier but the step's end; then training
+synchronous    a barrier only at the step's end; then training
 overlapped     the next batch is played while one is trained
 asynchronous   rollouts never wait unless they would be more than ``--max-staleness`` steps ahead
 
-"rollouts" are seconds of one step's rollouts alone, "step" its whole time: the mean over ``--steps`` steps that follow
-``--warm-up`` others. "bound" is the model tokens of the trained trajectories over the engine's throughput. Goals, at 5
-turns: lock-step's rollouts take at least 1.6 times those of synchronous; a synchronous step at least 1.5 times an
-asynchronous one; an asynchronous step at most 1.15 times the bound.
+"rollouts" is the time of a step's rollouts and "step" the time of the whole step, in seconds: means over ``--steps``
+steps after ``--warm-up`` steps. "bound" is the number of model tokens of the trained trajectories divided by the
+engine's throughput. Goals at 5 turns: lock-step rollouts take at least 1.6 times as long as synchronous rollouts, a
+synchronous step at least 1.5 times as long as an asynchronous step, and an asynchronous step at most 1.15 times the
+bound.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ from agentrl.rollout.settings import RolloutSettings
 from agentrl.rollout.worker import RolloutWorker
 
 SCHEDULES = ("lock-step", "synchronous", "overlapped", "asynchronous")
-# Tokens of an observation, at most.
+# Maximum number of tokens of an observation.
 _OBSERVED = 64
 
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Means over steps: seconds of its rollouts (nan where they run beside training) and of all, and the bound."""
+    """Mean seconds per step: its rollouts (nan if they run beside training), the whole step, and the bound."""
 
     rollouts: float
     step: float
@@ -52,7 +53,7 @@ class Timing:
 def build(args: argparse.Namespace, codec: TextCodec, turns: int, schedule: str) -> tuple[
     RolloutWorker, SimulatedEngine
 ]:  # fmt: skip
-    """The real worker and driver over a simulated engine and environment."""
+    """Build the real worker and driver over a simulated engine and environment."""
     hardware = Hardware(
         tokens_per_second=args.tokens_per_second,
         request_tokens_per_second=args.request_tokens_per_second,
@@ -91,7 +92,7 @@ def build(args: argparse.Namespace, codec: TextCodec, turns: int, schedule: str)
 
 
 async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule: str) -> Timing:
-    """A run as the trainer makes it, and the means over its later steps."""
+    """Run steps as the trainer does, and return the means over the later steps."""
     worker, engine = build(args, codec, turns, schedule)
     loop = asyncio.get_running_loop()
     worker.record_install(0)

@@ -1,7 +1,7 @@
-"""Minutes of rollouts in seconds: an event loop whose clock jumps, a serving engine and tools of drawn latency.
+"""Simulation of rollouts in virtual time: an event loop with a jumping clock, an engine, and tools of random latency.
 
-Only the engine and the tools are simulated; the driver, its records and the schedules are the real ones. Nothing here
-waits, so figures are exact and the same on every machine.
+Only the engine and the tools are simulated; the driver, its records and the schedules are real. Nothing waits in real
+time, so figures are exact and the same on every machine.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ Latency = Callable[[random.Random], float]
 
 
 class _JumpingSelector(selectors.SelectSelector):
-    """Where the loop would sleep, its clock moves instead."""
+    """Selector that advances the clock of the loop instead of sleeping."""
 
     now = 0.0
 
     def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
         if timeout is None:
-            raise RuntimeError("everybody waits and no timer is set: this would never end")
+            raise RuntimeError("all tasks wait and no timer is set, so the loop would never end")
         self.now += max(0.0, timeout)
         return super().select(0)
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop that takes its next timer's time for the present one as soon as nothing else is to do.
+    """Event loop that advances its clock to the next timer if no task is ready.
 
-    For coroutines that wait for timers and for each other only: threads, sockets and processes would find the clock
-    far ahead of them.
+    Supports only coroutines that wait for timers and for each other. For threads, sockets and processes, the clock
+    would run far ahead.
     """
 
     def __init__(self) -> None:
@@ -60,7 +60,7 @@ def run_virtual(main: Coroutine[Any, Any, T]) -> T:
 
 
 def train_codec() -> TextCodec:
-    """A tokenizer for texts that nobody reads."""
+    """Train a tokenizer for placeholder texts."""
     codec = TextCodec(train_tokenizer(["aaaa bbbb"] * 4, vocabulary_size=300))
     codec.decode(())
     return codec
@@ -68,7 +68,7 @@ def train_codec() -> TextCodec:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """What serves the policy: tokens a second of all requests together and of one alone, tokens of KV cache."""
+    """Capacity of the engine: tokens per second of all requests together and of one request, and tokens of KV cache."""
 
     tokens_per_second: float
     request_tokens_per_second: float
@@ -83,7 +83,7 @@ class _Request:
     began: list[tuple[int, float]] = field(default_factory=list)  # versions, and the service at which each took over
 
     def spans(self) -> tuple[tuple[int, int], ...]:
-        """Versions and how many tokens each sampled."""
+        """Return the versions with the number of tokens that each sampled."""
         first = self.began[0][1]
         starts = [round(service - first) for _, service in self.began] + [self.tokens]
         lengths = [after - before for before, after in pairwise(starts)]
@@ -93,8 +93,8 @@ class _Request:
 class SimulatedEngine:
     """Shares ``hardware`` evenly among the requests that run; those that do not fit into the KV cache queue.
 
-    ``length`` says how many tokens a turn has, of the request's seed. Prompts cost no time, as if all prefixes were
-    cached. While the engine is held nobody gets tokens.
+    ``length`` returns the number of tokens of a turn from the request's seed. Prompts cost no time, as if all prefixes
+    were cached. While the engine is paused, no request receives tokens.
     """
 
     def __init__(self, hardware: Hardware, length: Callable[[int], int]) -> None:
@@ -143,13 +143,13 @@ class SimulatedEngine:
     # -- weights --------------------------------------------------------------------------------------------------
 
     def pause(self) -> None:
-        """Nobody gets tokens until :meth:`resume`."""
+        """Stop sampling until :meth:`resume`."""
         self._settle()
         self._held = True
         self._settle()
 
     def resume(self, version: int) -> None:
-        """Go on with the weights of ``version``."""
+        """Continue with the weights of ``version``."""
         self._settle()
         for _, _, request in self._running:
             request.began.append((version, self._service))
@@ -164,7 +164,7 @@ class SimulatedEngine:
         return min(self._hardware.request_tokens_per_second, self._hardware.tokens_per_second / len(self._running))
 
     def _settle(self) -> None:
-        """Account for the time since the last look, let out who is done and in who fits, set the next timer."""
+        """Account for the elapsed time, remove complete requests, admit requests that fit, and set the next timer."""
         loop = asyncio.get_running_loop()
         self._service += self._rate() * (loop.time() - self._since)
         self._since = loop.time()
@@ -211,7 +211,7 @@ class SimulatedEngine:
 
 
 class LockStep:
-    """A barrier that opens when all who have joined and not left have come to it."""
+    """Barrier that opens when all current members have reached it."""
 
     def __init__(self) -> None:
         self._players = 0
@@ -238,7 +238,7 @@ class LockStep:
 
 
 class SimulatedEpisode:
-    """``turns`` turns with a tool call after each; ``barrier`` stands before every call and every further turn."""
+    """Episode of ``turns`` turns, each with a tool call. ``barrier`` precedes every call and every further turn."""
 
     stop_strings = ("b",)
 
@@ -288,7 +288,7 @@ class SimulatedEpisode:
 
 
 class SimulatedEnvironment(Environment):
-    """Makes the episodes; their latencies are drawn of ``seed``, the problem and how often it was played."""
+    """Creates the episodes. Their latencies depend on ``seed``, the problem and how often it was played."""
 
     def __init__(
         self,

@@ -1,12 +1,12 @@
-"""What sending weights by files costs: seconds and peak extra memory against the size of the model.
+"""Measure the cost of sending weights as files: seconds and peak extra memory by model size.
 
-A random float32 model with a tied head is written as the run does it (``write_export``: shards of 256 MiB, the head as
-a tensor of its own), set to zero, and read back into place as the ``transformers`` engine does it; every parameter must
-have its values again. Each size runs in a process of its own. Memory is the kernel's high-water mark of resident memory
-over what was resident before: heap, and while reading also the pages of the file that is mapped. Files go to
-``--folder``; reading finds them in the page cache.
+A random float32 model with a tied head is written as by a run (``write_export``: shards of 256 MiB, with the head as a
+separate tensor), set to zero, and read back in place as by the ``transformers`` engine. Every parameter must then have
+its original values. Each size runs in a separate process. Memory is the rise of the kernel's high-water mark of
+resident memory: heap, and while reading also the mapped pages of the file. Files are written to ``--folder``; when they
+are read, they are in the page cache.
 
-Goal: peak extra memory does not grow with the model once that is larger than a few shards.
+Goal: peak extra memory does not grow with the size of models that are larger than a few shards.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from agentrl.weights.sources import full_parameters
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """Of a Qwen2 model."""
+    """Shape of a Qwen2 model."""
 
     vocabulary: int
     hidden: int
@@ -47,7 +47,7 @@ SIZES = {
 
 
 def random_model(shape: Shape) -> Any:
-    """A model of noise; no forward is run."""
+    """Return a model with random weights. It runs no forward pass."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -69,13 +69,13 @@ def random_model(shape: Shape) -> Any:
 
 
 def resident(name: str) -> int:
-    """Bytes of this process that ``/proc/self/status`` gives as ``name``: VmRSS, or its peak VmHWM."""
+    """Return the bytes of this process under ``name`` in ``/proc/self/status``: VmRSS, or its peak VmHWM."""
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024
 
 
 def measured(work: Callable[[], None]) -> tuple[float, float]:
-    """Seconds of ``work`` and MiB of memory that it needed beyond what was resident."""
+    """Return the seconds of ``work``, and the MiB that it needed in addition to the resident memory."""
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before, began = resident("VmRSS"), time.perf_counter()
     work()
@@ -83,7 +83,7 @@ def measured(work: Callable[[], None]) -> tuple[float, float]:
 
 
 def transfer(size: str, folder: Path) -> None:
-    """Send and take one model's weights; prints a row of the table."""
+    """Send and receive one model's weights, and print a row of the table."""
     model = random_model(SIZES[size])
     sums = {name: parameter.double().sum().item() for name, parameter in model.named_parameters()}
     bytes_ = sum(parameter.nbytes for parameter in model.parameters())

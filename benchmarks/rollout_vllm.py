@@ -1,10 +1,10 @@
-"""Real vLLM servers: tokens a second of multi-turn rollouts over those of as many tokens without tools.
+"""Compare the tokens per second of rollouts with and without tools on real vLLM servers.
 
 Starts ``--replicas`` servers of a random tiny policy with ``agentrl serve-policy`` and plays one step on them with the
 real driver and engine, in turn: with tools, ``--turns`` turns of ``--turn-tokens`` tokens with a tool's latency and a
-short observation after each; without, as many tokens in one turn. Latencies are drawn from a Pareto distribution and
-waited for, without work for the CPU that the servers compute on. Both fill the trajectory's token limit. Ratios below 1
-are what turns, prefixes that come back and trajectories that wait for tools cost.
+short observation after each; without, as many tokens in one turn. Latencies are drawn from a Pareto distribution.
+Waiting uses no CPU time, so the servers have the whole CPU. Both kinds of rollout fill the trajectory's token
+limit. A ratio below 1 is the cost of turns, of repeated prefixes and of waiting for tools.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _PROMPT = "How much is 12 + 345? "
 
 
 def random_policy(folder: Path) -> tuple[Path, TextCodec, int]:
-    """A policy of random weights, its tokenizer and the size of its vocabulary."""
+    """Write a policy with random weights. Returns its directory, its tokenizer and the size of its vocabulary."""
     settings = TinyModelSettings(vocabulary_size=300, hidden_size=64, layers=2, heads=2, intermediate_size=128)
     tokenizer = train_tokenizer([_PROMPT], vocabulary_size=300)
     model = build_tiny_model(settings, tokenizer, seed=5)
@@ -50,7 +50,7 @@ def random_policy(folder: Path) -> tuple[Path, TextCodec, int]:
 
 @contextmanager
 def servers(policy: Path, folder: Path, args: argparse.Namespace) -> Iterator[list[str]]:
-    """The addresses of servers that answer."""
+    """Start the servers, and yield their addresses when they respond."""
     lengths = [f"rollout.{name}={value}" for name, value in token_limits(args).items()]
     command = [sys.executable, "-m", "agentrl.cli", "serve-policy", "--model", str(policy), *lengths]
     command += ["model.dtype=float32", "rollout.engine=vllm"]
@@ -69,7 +69,7 @@ def servers(policy: Path, folder: Path, args: argparse.Namespace) -> Iterator[li
 
 
 def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
-    """Wait for a server to say its address."""
+    """Wait until a server prints its address."""
     deadline = time.monotonic() + _START
     while (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())) is None:
         if process.poll() is not None or time.monotonic() > deadline:
@@ -79,7 +79,7 @@ def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
 
 
 def token_limits(args: argparse.Namespace) -> dict[str, int]:
-    """Prompt, turn and trajectory."""
+    """Return the token limits of prompt, turn and trajectory."""
     whole = args.turns * args.turn_tokens
     return {"max_prompt_tokens": 64, "max_turn_tokens": whole, "max_response_tokens": whole}
 
@@ -87,7 +87,7 @@ def token_limits(args: argparse.Namespace) -> dict[str, int]:
 async def play(
     addresses: list[str], codec: TextCodec, vocabulary: int, args: argparse.Namespace, *, step: int, tools: bool
 ) -> tuple[int, float]:
-    """Model tokens and seconds of one step."""
+    """Return model tokens and seconds of one step."""
     limits = token_limits(args) | ({"max_turn_tokens": args.turn_tokens} if tools else {})
     vllm = VLLMSettings(placement="external", addresses=addresses)
     settings = RolloutSettings(engine="vllm", vllm=vllm, concurrency=args.trajectories, **limits)
@@ -135,7 +135,7 @@ def run(args: argparse.Namespace) -> None:
         with servers(policy, Path(name), args) as addresses:
             ratios = []
             print("without tools: tokens   tokens/s   with tools: tokens   tokens/s   ratio")
-            asyncio.run(play(addresses, codec, vocabulary, args, step=0, tools=True))  # what is compiled late
+            asyncio.run(play(addresses, codec, vocabulary, args, step=0, tools=True))  # warm-up: late compilation
             for step in range(1, args.repeat + 1):
                 plain, seconds = asyncio.run(play(addresses, codec, vocabulary, args, step=step, tools=False))
                 tooled, longer = asyncio.run(play(addresses, codec, vocabulary, args, step=step, tools=True))

@@ -81,7 +81,7 @@ Call = Callable[[int], Awaitable[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Calls of one kind for a while; seconds."""
+    """Calls of one kind in a round, in seconds."""
 
     wall: float
     latencies: tuple[float, ...]
@@ -96,7 +96,7 @@ class Round:
 
 
 async def load(call: Call, *, concurrency: int, seconds: float) -> Round:
-    """``concurrency`` callers that call again as soon as they are answered; every answer is checked."""
+    """Run ``concurrency`` callers, each of which calls again as soon as it is answered. Every answer is checked."""
     latencies: list[float] = []
     numbers = iter(range(1 << 60))
     until = time.perf_counter() + seconds
@@ -116,7 +116,7 @@ async def load(call: Call, *, concurrency: int, seconds: float) -> Round:
 
 
 def fork_loop(program: str, *, seconds: float) -> Round:
-    """One process, one fork a program."""
+    """Measure one process with one fork per program."""
     source = PROGRAMS[program].format(number="NUMBER")
     imports = "import sympy" if program == "sympy" else ""
     code = FORK_LOOP.format(seconds=seconds, source=source, imports=imports)
@@ -136,7 +136,7 @@ def sandboxed(sandbox: Sandbox, program: str) -> Call:
 
 
 def command(prefix: list[str], program: str) -> Call:
-    """A program by a command of its own."""
+    """Run a program in a separate command."""
 
     async def call(number: int) -> str:
         process = await asyncio.create_subprocess_exec(
@@ -150,7 +150,7 @@ def command(prefix: list[str], program: str) -> Call:
 
 @contextmanager
 def service() -> Iterator[tuple[str, psutil.Process]]:
-    """A gateway with one runner on a free port."""
+    """Start the service with one runner on a free port."""
     process = subprocess.Popen(
         [sys.executable, "-m", "agentrl_sandbox", "serve", "--port", "0", "--no-token"],
         stdout=subprocess.PIPE,
@@ -166,7 +166,7 @@ def service() -> Iterator[tuple[str, psutil.Process]]:
 
 
 def resident_mb(process: psutil.Process) -> float:
-    """Memory of a process and all below it, shared pages counted once a process (PSS)."""
+    """Return the memory of a process and its descendants. Shared pages are divided among processes (PSS)."""
     total = 0
     for one in (process, *process.children(recursive=True)):
         try:
@@ -225,7 +225,7 @@ def _ms(found: list[Round], share: float) -> float:
 
 
 async def _queue(remote: Sandbox, process: psutil.Process, count: int) -> None:
-    """All at once."""
+    """Send all calls at the same time."""
     call = sandboxed(remote, "print")
     memory: list[tuple[int, float]] = []
     done = 0

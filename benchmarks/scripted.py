@@ -1,4 +1,4 @@
-"""What the benchmarks' scripted engines have in common: all that does not depend on the script."""
+"""Common code of the benchmarks' scripted engines: everything that does not depend on the script."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ State = TypeVar("State")
 
 
 class ScriptedEngine(Generic[State]):
-    """An engine but for ``generate``. ``playing`` is what a subclass remembers of each trajectory under way."""
+    """Engine without ``generate``. ``playing`` holds the state of a subclass for each running trajectory."""
 
     def __init__(self) -> None:
         self.playing: dict[str, State] = {}
@@ -30,7 +30,7 @@ class ScriptedEngine(Generic[State]):
 
 
 def written(codec: TextCodec, text: str, *, ended: bool = False) -> Completion:
-    """A turn of this text, cut at a stop string or ended by the end of sequence."""
+    """Return a turn with this text, cut at a stop string or ended by the end of sequence."""
     ids = codec.encode(text) + ((codec.eos_id,) if ended else ())
     return Completion(
         token_ids=ids,

@@ -1,4 +1,4 @@
-"""Print how the product is cut into modules: a table for orientation, not a target.
+"""Print a table about the modules of a source tree, for orientation. The figures are not targets.
 
     python benchmarks/structure.py [FOLDER ...]
 
@@ -19,18 +19,18 @@ RECORDS = {"dataclass", "NamedTuple", "TypedDict", "BaseModel", "Settings"}
 
 
 def names_in(node: ast.AST) -> Counter[str]:
-    """How often each name or attribute occurs below a node."""
+    """Count how often each name or attribute occurs below a node."""
     names = Counter(each.id for each in ast.walk(node) if isinstance(each, ast.Name))
     return names + Counter(each.attr for each in ast.walk(node) if isinstance(each, ast.Attribute))
 
 
 def is_record(node: ast.ClassDef) -> bool:
-    """Whether a class is a dataclass, a named tuple, a typed dictionary or a model of settings."""
+    """Return True if a class is a dataclass, a named tuple, a typed dictionary or a model of settings."""
     return any(RECORDS & set(names_in(each)) for each in [*node.decorator_list, *node.bases])
 
 
 def imported_modules(tree: ast.Module) -> set[str]:
-    """Dotted names that a module imports, anywhere; of ``from a import b`` both ``a`` and ``a.b``."""
+    """Return the dotted names that a module imports, anywhere. ``from a import b`` yields ``a`` and ``a.b``."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -79,7 +79,7 @@ def main(roots: list[Path]) -> None:
 
 
 def share(lines: dict[Path, int], some: list[Path], total: int) -> str:
-    """The lines of some files as a share of all."""
+    """Return the lines of some files as a share of all lines."""
     return f"{100 * sum(lines[path] for path in some) / total:.0f} %"
 
 

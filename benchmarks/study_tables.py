@@ -23,7 +23,7 @@ OTHER_VARIANTS = (
 
 
 def main(names: list[str]) -> None:
-    """Write the tables of the named records, by default of all."""
+    """Write the tables of the named records (default: all)."""
     for name in names or [*sorted(path.stem for path in STUDIES.glob("*.json")), "variance"]:
         text = variance() if name == "variance" else study(name)
         (STUDIES / f"{name}.md").write_text(text, encoding="utf-8")
@@ -31,7 +31,7 @@ def main(names: list[str]) -> None:
 
 
 def study(name: str) -> str:
-    """The report of a study, and its differences from the second baseline."""
+    """Return the report of a study, with its differences from the second baseline."""
     record = STUDIES / f"{name}.json"
     with tempfile.TemporaryDirectory() as folder:
         reports = []
@@ -50,7 +50,7 @@ def study(name: str) -> str:
 
 
 def variance() -> str:
-    """What benchmarks/variance.py prints, with the noise relative to three estimators."""
+    """Return the output of benchmarks/variance.py, with the noise relative to three estimators."""
     parts = [
         "# The variance laboratory\n\nRendered by `python benchmarks/study_tables.py variance` from the records.\n"
     ]

@@ -1,8 +1,9 @@
 """Measure the cost of telemetry: the trajectories and the token statistics of a step, and the slices of a trace.
 
-``python benchmarks/telemetry.py [--rows 128] [--tokens 4096] [--run RUN]``. The values are random as those of a real
-step are: log-probabilities, energies and entropies to their last digit, returns equal within a trajectory. With a run
-(one with ``telemetry.trace=true`` for the second), also the share of a step's time that its statistics and slices take.
+``python benchmarks/telemetry.py [--rows 128] [--tokens 4096] [--run RUN]``. The values are as random as in a real step:
+log-probabilities, energies and entropies in all digits, and equal returns within a trajectory. With ``--run``, the
+program also prints the share of a step's time that token statistics and slices take; the share of slices needs a run
+with ``telemetry.trace=true``.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def trajectories_cost(trajectories: int, tokens: int) -> None:
 
 
 def statistics_cost(trajectories: int, tokens: int) -> float:
-    """Seconds to write a token's statistics."""
+    """Print the cost of token statistics. Returns the seconds to write a token's statistics."""
     step = rows(trajectories, tokens)
     facts = TokenMetadata(step=1, version=0, rank=0, ranks=1, estimator="tir_otb", loss="ppo", aggregation="token_mean")
     writing, reading = [], []
@@ -89,7 +90,7 @@ def statistics_cost(trajectories: int, tokens: int) -> float:
 
 
 def trace_cost() -> float:
-    """Seconds of a slice, when it is traced."""
+    """Print the cost of the trace. Returns the seconds of a slice."""
     without = min(slices() for _ in range(REPEATS))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

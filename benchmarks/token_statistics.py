@@ -1,17 +1,17 @@
-"""token_statistics against the full logits and autograd, and on a GPU against the bare matrix product.
+"""Compare token_statistics with full logits and autograd, and on a GPU with the bare matrix product.
 
     python benchmarks/token_statistics.py [--repeats 5] [--threads 2] [--only cpu|gpu]
 
 Both sides compute log-probabilities, entropy, sum p^2 and energy, and differentiate a loss of log-probabilities alone
 or of log-probabilities and entropy. Times are medians of repeats that alternate between the two sides in one process:
-of the clock, and of processor time, which other programs on the machine disturb less. Memory is the peak resident size
-that one forward and backward adds in a process of its own, after a small warm-up (Linux); the weight's gradient, which
-both sides need, is taken off. The targets: memory at most 1/8, time at most 1.4 times.
+wall-clock time, and CPU time, which depends less on other programs. Memory is the peak resident size that one forward
+and backward pass adds in a separate process, after a small warm-up (Linux), without the weight's gradient, which both
+sides need. Targets: memory at most 1/8, time at most 1.4 times.
 
-On a GPU: 8,192 tokens, 3,584 hidden units, 151,936 tokens of vocabulary, bfloat16. The bare products are what no
-implementation can leave out: one forward; four forward and backward (the logits are computed again). Extra memory is
-the peak that torch allocates, the weight's gradient taken off. The targets: forward at most 1.5 times the bare product,
-at most 300 MB.
+On a GPU: 8,192 tokens, 3,584 hidden units, 151,936 tokens of vocabulary, bfloat16. The bare products are required by
+every implementation: one in forward, four in forward and backward (the logits are recomputed). Extra memory is the peak
+that torch allocates, without the weight's gradient. Targets: forward at most 1.5 times the bare product, at most 300
+MB.
 """
 
 import argparse
@@ -46,7 +46,7 @@ class Problem:
 
 
 def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Outputs:
-    """The same statistics through logits [N, V] and autograd."""
+    """Compute the same statistics through logits [N, V] and autograd."""
     log_p = functional.log_softmax(functional.linear(hidden, weight), dim=-1)
     log_probs = log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1)
     p = log_p.exp()
@@ -58,7 +58,7 @@ def full_logits(hidden: Tensor, weight: Tensor, targets: Tensor) -> Outputs:
 
 
 def chunked(hidden: Tensor, weight: Tensor, targets: Tensor) -> Outputs:
-    """agentrl's kernel."""
+    """Compute the statistics with agentrl's kernel."""
     result = token_statistics(hidden, weight, targets, backend="chunked")
     return result.log_probs, result.entropy
 
@@ -67,7 +67,7 @@ SIDES: dict[str, Callable[[Tensor, Tensor, Tensor], Outputs]] = {"full logits": 
 
 
 def make_inputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
-    """Hidden states, head weight (both with gradient) and targets, the same for every call."""
+    """Make hidden states, head weight (both with gradient) and targets, the same for every call."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(problem.tokens, problem.hidden, generator=generator)
     weight = torch.randn(problem.vocabulary, problem.hidden, generator=generator) / problem.hidden**0.5
@@ -76,7 +76,7 @@ def make_inputs(problem: Problem) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def forward_backward(side: str, problem: Problem, inputs: tuple[Tensor, Tensor, Tensor]) -> None:
-    """One forward and backward; the gradients stand in the inputs afterwards."""
+    """Run one forward and backward pass. The gradients are stored in the inputs."""
     hidden, weight, targets = inputs
     hidden.grad = weight.grad = None
     log_probs, entropy = SIDES[side](hidden, weight, targets)
@@ -87,7 +87,7 @@ def forward_backward(side: str, problem: Problem, inputs: tuple[Tensor, Tensor, 
 
 
 def measure_times(problem: Problem, repeats: int) -> dict[str, tuple[float, float]]:
-    """Median seconds (clock, processor) of every side, alternating."""
+    """Return median wall-clock and CPU seconds of every side, alternating."""
     inputs = make_inputs(problem)
     clock: dict[str, list[float]] = {side: [] for side in SIDES}
     processor: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -102,7 +102,7 @@ def measure_times(problem: Problem, repeats: int) -> dict[str, tuple[float, floa
 
 
 def measure_memory(side: str, problem: Problem, threads: int) -> float:
-    """Peak extra megabytes of one forward and backward, the weight's gradient taken off."""
+    """Return the peak extra megabytes of one forward and backward pass, without the weight's gradient."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(_peak_in_this_process, side, problem, threads).result()
 
@@ -118,13 +118,13 @@ def _peak_in_this_process(side: str, problem: Problem, threads: int) -> float:
 
 
 def _kilobytes(field: str) -> int:
-    """VmRSS, the resident size, or VmHWM, its peak (that of getrusage includes the parent's, kept across exec)."""
+    """Return VmRSS, the resident size, or VmHWM, its peak. (getrusage includes the parent's peak, kept across exec.)"""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(field + ":"))
 
 
 def gpu_obstacle() -> str | None:
-    """Why nothing can be measured on a GPU here."""
+    """Return the reason why nothing can be measured on a GPU, or None."""
     if not torch.cuda.is_available():
         return "torch finds no GPU"
     obstacle = reason_triton_unavailable(torch.device("cuda"))
@@ -132,7 +132,7 @@ def gpu_obstacle() -> str | None:
 
 
 def gpu_times(run: Callable[[], object], repeats: int) -> tuple[float, float]:
-    """(median milliseconds, peak extra megabytes) of a call, after two to warm up."""
+    """Return (median milliseconds, peak extra megabytes) of a call, after two warm-up calls."""
     milliseconds = []
     torch.cuda.synchronize()
     for turn in range(repeats + 2):
@@ -149,7 +149,7 @@ def gpu_times(run: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 
 def bare_product(hidden: Tensor, weight: Tensor, repeats: int) -> float:
-    """Median milliseconds of hidden weight^T into memory that is there."""
+    """Return median milliseconds of hidden weight^T into allocated memory."""
     logits = hidden.new_empty((hidden.shape[0], weight.shape[0]))
     return gpu_times(lambda: torch.mm(hidden, weight.t(), out=logits), repeats)[0]
 
@@ -199,7 +199,7 @@ def main() -> None:
 
 
 def cpu_tables(repeats: int, threads: int) -> None:
-    """Print time and memory of chunked and of the full logits."""
+    """Print time and memory of the chunked head and of full logits."""
     torch.set_num_threads(threads)
     print(f"torch {torch.__version__}, {threads} threads, float32, medians of {repeats}\n")
     for tokens, hidden, vocabulary, times in [(4096, 512, 32768, 1), (8000, 96, 512, 6), (1000, 96, 512, 20)]:

@@ -1,15 +1,15 @@
-"""One training step of agentrl against TRL's GRPOTrainer, on the CPU, step by step in turn.
+"""Compare a training step of agentrl with TRL's GRPOTrainer on the CPU, in alternating steps.
 
-Same random Qwen2 of 0.8M parameters, tokenizer, problems, reward and loss; 16 prompts x 8 samples x 64 new tokens.
-EOS lies outside the model's vocabulary, so that every completion has its full length on both sides.
+Both sides have the same random Qwen2 of 0.8M parameters, tokenizer, problems, reward and loss: 16 prompts x 8 samples x
+64 new tokens. EOS is outside the model's vocabulary, so that every completion has its full length.
 
     python benchmarks/train_step.py [--repeats 25] [--micro-batches 1] [--set KEY=VALUE ...]
 
-agentrl's side is a whole run of ``agentrl train`` (driver, engine, filters, plan, trainer, DeepSpeed, files), TRL's a
-GRPOTrainer without gradient checkpointing and reference model, in a virtual environment made on first use. Both wait
-for this program between steps, so that what else the machine does strikes both alike. CPU time is that of all threads
-of a side: other programs disturb it less than the clock. ``--micro-batches`` holds for both sides.
-The target: at least 1.5 times TRL's tokens per second.
+agentrl's side is a complete run of ``agentrl train`` (driver, engine, filters, plan, trainer, DeepSpeed, files). TRL's
+side is a GRPOTrainer without gradient checkpointing and reference model, in a virtual environment that is created on
+first use. Both wait for this program between steps, so that other programs affect both equally. CPU time is the time of
+all threads of a side, and depends less on other programs than wall-clock time. ``--micro-batches`` applies to both
+sides. The target: at least 1.5 times TRL's tokens per second.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ WARM_UP = 3
 
 
 class Side:
-    """One of the two programs, a step at a time."""
+    """One of the two programs, run step by step."""
 
     def __init__(self, name: str, python: Path, task: Task, log: Path, environment: dict[str, str]) -> None:
         self.name = name
@@ -58,7 +58,7 @@ class Side:
         self.steps: list[dict[str, Any]] = []
 
     def receive(self) -> dict[str, Any]:
-        """The next message; SystemExit with the end of the log if the program ended."""
+        """Return the next message. Raises SystemExit with the end of the log if the program ended."""
         assert self._process.stdout is not None
         text = self._process.stdout.readline()
         if not text:
@@ -68,14 +68,14 @@ class Side:
         return message
 
     def step(self) -> None:
-        """Let it do one step."""
+        """Run one step."""
         assert self._process.stdin is not None
         self._process.stdin.write("go\n")
         self._process.stdin.flush()
         self.steps.append(self.receive())
 
     def close(self) -> None:
-        """Wait for its end; one that still waits for a word is ended."""
+        """Wait for the end of the program, or end it if it still waits for a message."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -85,7 +85,7 @@ class Side:
             self._process.wait()
 
     def median(self, key: str) -> float:
-        """Over the steps after the warm-up."""
+        """Return the median over the steps after the warm-up."""
         return statistics.median(step[key] for step in self.steps[WARM_UP:])
 
     def part(self, name: str) -> float:
@@ -115,7 +115,7 @@ def prepare(folder: Path) -> int:
 
 
 def trl_python(home: Path) -> Path:
-    """TRL's interpreter; its environment is made if it is not there."""
+    """Return TRL's interpreter. Creates its environment if it does not exist."""
     python = home / "bin" / "python"
     probe = [str(python), "-c", "import trl"]
     if not python.exists() or subprocess.run(probe, capture_output=True, check=False).returncode:
@@ -126,13 +126,13 @@ def trl_python(home: Path) -> Path:
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Equal for both sides: threads wait as `agentrl train` lets them, nothing is looked up on a network."""
+    """Return the environment of both sides: threads wait as in `agentrl train`, and the network is not used."""
     own = {"OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1", **SHORT_SPIN_VARIABLES}
     return {**os.environ, **own, "PYTHONPATH": str(HERE)}
 
 
 def measure(task: Task, home: Path, only: str | None) -> list[Side]:
-    """Both sides, a step of each in turn; which one goes first alternates."""
+    """Run both sides in alternating steps. The side that goes first alternates, too."""
     pythons = {"agentrl": Path(sys.executable)}
     if only != "agentrl":
         pythons["trl"] = trl_python(home)
@@ -156,7 +156,7 @@ def measure(task: Task, home: Path, only: str | None) -> list[Side]:
 
 
 def report(task: Task, sides: Sequence[Side]) -> None:
-    """The table and the ratio."""
+    """Print the table and the ratio."""
     print(f"\n{'':12}{'s/step':>9}{'min':>8}{'max':>8}{'CPU s/step':>12}{'tokens/s':>10}{'tokens/CPU s':>14}")
     for side in sides:
         taken = [step["seconds"] for step in side.steps[WARM_UP:]]
@@ -180,7 +180,7 @@ def report(task: Task, sides: Sequence[Side]) -> None:
 
 
 def _breakdown(side: Side) -> None:
-    """Where the time goes: each part's median over the steps, so that the sum may be a little off the step's."""
+    """Print each part's median time over the steps. The sum of the medians may differ slightly from the step's time."""
     wall = _parts(side, "seconds", "")
     cpu = _parts(side, "cpu_seconds", ", CPU")
     print(f"\n{'agentrl, part of a step':36}{'ms':>8}{'CPU ms':>8}")

@@ -52,30 +52,30 @@ class OneTurnEpisode:
         return OneTurnEpisode(self._problem)
 
     async def close(self) -> None:
-        """Holds nothing."""
+        """Do nothing, because no resource is held."""
 
 
 class OneTurnEnvironment(Environment):
     """An environment without sandbox and grader."""
 
     def __init__(self, settings: object) -> None:
-        """``settings`` are a gymnasium environment's; none is used."""
+        """Ignore ``settings``, which only a gymnasium environment has."""
 
     async def open(self) -> None:
-        """Nothing to open."""
+        """Do nothing."""
 
     def episode(self, problem: Problem) -> OneTurnEpisode:
         return OneTurnEpisode(problem)
 
     async def close(self) -> None:
-        """Nothing to close."""
+        """Do nothing."""
 
     def describe(self) -> list[str]:
         return ["environment: one turn, rewarded for distinct characters"]
 
 
 class WaitingConsole(Console):
-    """The console whose progress is the line to the parent."""
+    """Console that reports progress to the parent."""
 
     def __init__(self, settings: Settings, line: ParentLine, task: Task, clocks: Clocks) -> None:
         super().__init__(settings.telemetry, file=sys.stderr)
@@ -90,20 +90,20 @@ class WaitingConsole(Console):
         yield self
 
     def update(self, step: int, metrics: Mapping[str, Any]) -> None:
-        """A step is done, its files written: report it and wait."""
+        """Report a complete step, whose files are written, and wait."""
         if metrics["rollout/model_tokens"] != self._task.tokens or metrics["policy/tokens"] != self._task.tokens:
             raise SystemExit(f"agentrl sampled {metrics['rollout/model_tokens']:.0f} tokens, not {self._task.tokens}")
         self._line.step_done(self._clocks.take(), last=step >= self._task.steps)
 
 
 class Clocks:
-    """Wall and CPU seconds (of all threads) spent in methods, by a name for each."""
+    """Wall and CPU seconds (of all threads) spent in methods, by name."""
 
     def __init__(self) -> None:
         self._seconds: dict[str, float] = defaultdict(float)
 
     def watch(self, owner: type, method: str, name: str) -> None:
-        """Count what ``owner.method`` takes from now on."""
+        """Measure ``owner.method`` from now on."""
         original: Callable[..., Any] = getattr(owner, method)
 
         @wraps(original)
@@ -118,14 +118,14 @@ class Clocks:
         setattr(owner, method, timed)
 
     def take(self) -> dict[str, float]:
-        """What was counted since the last call."""
+        """Return the times measured since the last call."""
         taken = dict(self._seconds)
         self._seconds.clear()
         return taken
 
 
 def settings_of(task: Task, runs: str) -> Settings:
-    """GRPO with one update a step on the task's model and problems; everything else as the defaults have it."""
+    """Return the settings: GRPO with one update per step on the task's model and problems, otherwise the defaults."""
     return load_settings(
         "train_step_agentrl:OneTurnEnvironment",
         None,
@@ -164,12 +164,12 @@ def settings_of(task: Task, runs: str) -> Settings:
 
 
 def _micro_batch_tokens(task: Task) -> int:
-    """Room for a share of the trajectories with the longest prompts."""
+    """Return the tokens of a share of the trajectories with the longest prompts."""
     return task.prompts * task.samples // task.micro_batches * (LONGEST_PROMPT + task.new_tokens)
 
 
 def main() -> None:
-    """``train_step_agentrl.py TASK_JSON``; speaks with the parent over standard input and output."""
+    """Run ``train_step_agentrl.py TASK_JSON``. Communicates with the parent over standard input and output."""
     task = Task.from_json(sys.argv[1])
     line = ParentLine()
     clocks = Clocks()

@@ -1,4 +1,4 @@
-"""What both sides of the benchmark share: the task, the reward and the line to the parent. Standard library only."""
+"""Common code of both sides of the benchmark: task, reward and connection to the parent. Standard library only."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ GRADIENT_CLIP = 1.0
 class Task:
     """One step is ``prompts * samples`` trajectories of exactly ``new_tokens`` sampled tokens.
 
-    ``folder`` holds ``model/`` (Qwen2 and its tokenizer), ``problems.jsonl`` and each side's scratch files. Either side
-    trains in about so many ``micro_batches``; ``overrides`` are settings of agentrl.
+    ``folder`` contains ``model/`` (Qwen2 and its tokenizer), ``problems.jsonl`` and each side's scratch files. Each
+    side trains in about ``micro_batches`` micro-batches; ``overrides`` are settings of agentrl.
     """
 
     folder: str
@@ -58,7 +58,7 @@ class Task:
 
 
 def reward(text: str) -> float:
-    """Distinct characters over all characters of the sampled text.
+    """Return the share of distinct characters in the sampled text.
 
     >>> reward("aab"), reward("")
     (0.6666666666666666, 0.0)
@@ -67,21 +67,21 @@ def reward(text: str) -> float:
 
 
 class ParentLine:
-    """A child's side of the line: it waits for a word before each step and reports the step's time after it."""
+    """Connection of a child to the parent. Waits for a message before each step, and reports the time of the step."""
 
     def __init__(self) -> None:
-        """Take standard output for reports; what libraries print goes to standard error."""
+        """Use standard output for reports. The output of libraries goes to standard error."""
         self._out: TextIO = os.fdopen(os.dup(1), "w", buffering=1)
         os.dup2(2, 1)
         self._began = self._cpu = 0.0
 
     def ready(self, **facts: object) -> None:
-        """Set-up is done; wait for the first step."""
+        """Report that set-up is complete, and wait for the first step."""
         self._send(facts)
         self._wait()
 
     def step_done(self, parts: Mapping[str, float] | None = None, *, last: bool = False) -> None:
-        """Report a step (seconds of wall and CPU since the word to go, ``parts`` of it); wait for the next."""
+        """Report a step (wall and CPU seconds since its start, and its ``parts``), and wait for the next step."""
         seconds, cpu = time.perf_counter() - self._began, cpu_seconds() - self._cpu
         self._send({"seconds": seconds, "cpu_seconds": cpu, "parts": dict(parts or {})})
         if not last:
@@ -98,6 +98,6 @@ class ParentLine:
 
 
 def cpu_seconds() -> float:
-    """User and system time of all threads of this process."""
+    """Return the user and system time of all threads of this process."""
     usage = resource.getrusage(resource.RUSAGE_SELF)
     return usage.ru_utime + usage.ru_stime

@@ -1,6 +1,6 @@
-"""TRL's side of ``train_step.py``: GRPOTrainer as it comes, waiting for the parent between steps.
+"""TRL's side of ``train_step.py``: an unchanged GRPOTrainer that waits for the parent between steps.
 
-Runs in an environment of its own, without agentrl.
+Runs in a separate environment without agentrl.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def rewards(completions: list[str], **_: Any) -> list[float]:
 
 
 class Waiting(TrainerCallback):
-    """Waits for the parent before every step; checks that every completion has its full length."""
+    """Waits for the parent before every step, and checks that every completion has its full length."""
 
     def __init__(self, line: ParentLine, task: Task) -> None:
         self._line = line
@@ -78,7 +78,7 @@ def config(task: Task) -> GRPOConfig:
 
 
 def main() -> None:
-    """``train_step_trl.py TASK_JSON``; speaks with the parent over standard input and output."""
+    """Run ``train_step_trl.py TASK_JSON``. Communicates with the parent over standard input and output."""
     task = Task.from_json(sys.argv[1])
     line = ParentLine()
     torch.set_num_threads(task.threads)

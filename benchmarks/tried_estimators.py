@@ -30,9 +30,9 @@ class ShrunkOptions(TokenBaselineOptions):
     "otb_shrunk", weighted=True, options=ShrunkOptions, aggregation="token_mean", group_based=True, per_token=True
 )
 def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
-    """A_k = G_k - (n_k b_k + c b) / (n_k + c): `tir_otb`'s b_k, the fewer its n_k contributors the nearer to `ogb`'s b.
+    """Compute A_k = G_k - (n_k b_k + c b) / (n_k + c): b_k of `tir_otb`, shrunk to b of `ogb` if n_k is small.
 
-    c = `trust`. With outcome rewards only: b is a mean of returns.
+    n_k trajectories contribute to b_k, and c = `trust`. Only for outcome rewards, because b is a mean of returns.
     """
     energies = importance_weighted_energy(inputs, options.energy)
     by_index, count = _baselines(inputs, baseline_weights(inputs, cumulative_sum(energies), options), options)
@@ -53,7 +53,7 @@ class SmoothedOptions(TokenBaselineOptions):
     "otb_smoothed", weighted=True, options=SmoothedOptions, aggregation="token_mean", group_based=True, per_token=True
 )
 def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantages:
-    """As `otb_isolated` with energies smoothed over the index: sum_j e^(-|j-k|/h) w_j / sum_j e^(-|j-k|/h).
+    """Compute `otb_isolated` with smoothed energies: sum_j e^(-|j-k|/h) w_j / sum_j e^(-|j-k|/h).
 
     h = `reach`. Between `otb_isolated` (h = 0) and the same weight at every index (h large).
     """
@@ -67,7 +67,7 @@ def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantage
 
 
 def _baselines(inputs: EstimatorInputs, weights: Tensor, options: TokenBaselineOptions) -> tuple[Tensor, Tensor]:
-    """Baselines [B, K] by compact index, and how many of the group's trajectories contribute to each."""
+    """Return baselines [B, K] by compact index, and how many of the group's trajectories contribute to each."""
     columns = group_returns_by_token_index(inputs, inputs.returns(options.gamma), weights)
     shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
     return inputs.groups.unstack(shared), inputs.groups.unstack(columns.valid.sum(1, keepdim=True))
@@ -101,7 +101,8 @@ class PooledTokenOptions(PooledBaselineOptions):
 def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Advantages:
     """As `ogb_pooled` at every compact index k, W_k and G_k as in `tir_otb`; sums and P over trajectories with K > k.
 
-    Alone in the step at k: the baseline of the last index that is shared, 0 if there is none. On one rank only.
+    A trajectory that is alone in the step at k has the baseline of its last shared index, or 0 if there is none.
+    Supports only one rank.
     """
     returns = inputs.returns(options.gamma)
     weights = baseline_weights(inputs, cumulative_sum(importance_weighted_energy(inputs, options.energy)), options)

@@ -1,8 +1,8 @@
-"""Tables and figure of the variance laboratory's studies, from what `agentrl variance` kept of each problem.
+"""Print the tables and draw the figure of the variance laboratory's studies, from their stored problems.
 
-Nothing is sampled: `benchmarks/studies/variance/NAME/` holds the settings of a measurement and one line a problem, as
-the command wrote them, so it is also an `--output` that the command continues. `--keep DIR` copies a measurement there.
-`study_tables.py` writes what this prints to benchmarks/studies/variance.md.
+Nothing is sampled: `benchmarks/studies/variance/NAME/` contains the settings of a measurement and one line per problem,
+as `agentrl variance` wrote them. The command can continue such a directory as its `--output`. `--keep DIR` copies a
+measurement there. `study_tables.py` writes the printed tables to benchmarks/studies/variance.md.
 """
 
 from __future__ import annotations
@@ -24,14 +24,16 @@ DRAWN = ("grpo", "ogb", "ogb_pooled", "otb_isolated", "tir_otb")
 
 
 def main() -> None:
-    """Keep a measurement, or print the tables and draw the figure of all that are kept."""
+    """Store a measurement, or print the tables and draw the figure of all stored measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="bring this --output of agentrl variance here")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="copy this --output of agentrl variance")
     parser.add_argument(
         "--figure", type=Path, metavar="FILE", help="draw noise against N to this PNG, from three group sizes on"
     )
-    parser.add_argument("--baseline", default="rloo", help="the estimator whose noise the others' is divided by")
-    parser.add_argument("--resamples", type=int, default=10_000, help="of the problems, behind each 95 %% interval")
+    parser.add_argument("--baseline", default="rloo", help="estimator by whose noise all others are divided")
+    parser.add_argument(
+        "--resamples", type=int, default=10_000, help="bootstrap resamples of the problems for each 95 %% interval"
+    )
     arguments = parser.parse_args()
     if arguments.keep is not None:
         keep(arguments.keep, STUDIES / arguments.keep.name)
@@ -71,7 +73,7 @@ def keep(source: Path, target: Path) -> None:
 
 
 def shortened(moments: dict[str, dict[str, list[float | None]]] | None) -> object:
-    """The moments of a line to four digits."""
+    """Round the moments of a line to four digits."""
     return moments and {
         size: {label: [value and float(f"{value:.4g}") for value in values] for label, values in found.items()}
         for size, found in moments.items()
@@ -85,7 +87,7 @@ def print_study(
     lines: Sequence[EstimatorResult],
     baseline: str,
 ) -> None:
-    """The conditions, and the tables of noise and scale."""
+    """Print the conditions, and the tables of noise and scale."""
     own = [item.line for item in problems]
     print(f"\n### {name}\n")
     print(
@@ -120,19 +122,19 @@ def row(cells: Sequence[str]) -> str:
 
 
 def said(value: IntervalEstimate | None) -> str:
-    """To two digits or more; a dash for what could not be told from noise."""
+    """Format with two digits or more. A value that cannot be distinguished from noise becomes a dash."""
     if value is None or not np.isfinite(value.value):
         return "-"
     return f"{digits(value.value)} [{digits(value.low)}, {digits(value.high)}]"
 
 
 def digits(value: float) -> str:
-    """Two decimals, or two digits of what is smaller than 0.1 or larger than 10."""
+    """Format with two decimals, or with two digits of what is smaller than 0.1 or larger than 10."""
     return f"{value:.2f}" if 0.1 <= abs(value) < 10 else f"{value:.2g}"
 
 
 def draw(found: dict[str, list[EstimatorResult]], problems: dict[str, int], path: Path, baseline: str) -> None:
-    """Noise over that of the baseline against N, one panel a study of this many ``problems``."""
+    """Draw the noise relative to the baseline against N, with one panel per study of this many ``problems``."""
     figure = new_figure(4.6 * len(found), 4.6)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (name, lines) in zip(panels, found.items(), strict=True):

@@ -1,13 +1,13 @@
-"""How the viewer bears a large run: seconds to its start, seconds to draw its pages in Chromium, and its memory.
+"""Measure the viewer on a large run: seconds to start, seconds to draw its pages in Chromium, and memory.
 
 ``python benchmarks/viewer.py [FOLDER [STEPS TRAJECTORIES TOKENS]]`` (default: a temporary folder, 1000 steps of 512
-trajectories of 4096 tokens). The run that it makes has the size of a real one in all that the viewer reads: every
-step has a file of trajectories and one of token statistics of full size. Four steps are different; the files of the
-others are hard links to them, so that the run takes some hundred megabytes of disk instead of 60 gigabytes. The first
-trajectory of every step has 16384 tokens. A folder that holds a run already is measured as it is.
+trajectories of 4096 tokens). The generated run has the size of a real run in everything that the viewer reads: every
+step has a file of trajectories and a file of token statistics of full size. Four steps are different; the files of all
+other steps are hard links to them, so that the run takes some hundred megabytes of disk instead of 60 gigabytes. The
+first trajectory of every step has 16384 tokens. A folder that holds a run already is measured as it is.
 
-Of every page it prints the seconds from the click until it is drawn, and the processor time of the server and of the
-page's main thread in them: their sum is what an idle machine takes, however busy this one is.
+For every page, it prints the seconds from the click until the page is drawn, and the CPU time of the server and of the
+page's main thread in these seconds. The sum of both CPU times is the time on an idle machine.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ DEADLINE = 300_000  # milliseconds that a page may take before the measurement i
 
 
 def make_run(folder: Path, steps: int, trajectories: int, tokens: int) -> RunDirectory:
-    """A run in the layout of training."""
+    """Write a run in the layout of training."""
     run = RunDirectory.create(folder, yaml.safe_dump({"name": folder.name, "algorithm": {"estimator": "tir_otb"}}))
     run.tokens.mkdir(exist_ok=True)
     words = {f" word{number}": number for number in range(VOCABULARY)}
@@ -80,7 +80,7 @@ def _write_step(run: RunDirectory, step: int, lengths: Sequence[int], draw: np.r
 
 
 def measure(run: RunDirectory) -> None:
-    """Start the viewer as a user does, walk through its pages, and print what was measured."""
+    """Start the viewer as a user does, open its pages, and print the measurements."""
     began = time.perf_counter()
     command = [sys.executable, "-m", "agentrl.cli", "view", str(run.path), "--no-open"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as server:
@@ -99,7 +99,7 @@ def measure(run: RunDirectory) -> None:
 
 
 def walk(run: RunDirectory, address: str, server: int) -> None:
-    """Every kind of page, as it is drawn for the first time, then the long trajectory twice more."""
+    """Open every kind of page for the first time, then the long trajectory twice more."""
     (place,) = RunLibrary([run.path]).folders()
     newest = run.steps_with_trajectories()[-1]
     chromium = shutil.which("chromium") or shutil.which("google-chrome")
@@ -132,7 +132,7 @@ class Watch:
         self._session.send("Performance.enable", {"timeDomain": "threadTicks"})
 
     def show(self, name: str, place: str) -> None:
-        """Go to ``place``, and wait until it stands and two frames are drawn."""
+        """Go to ``place``, and wait until the page is complete and two frames are drawn."""
         server, thread = self._server_seconds(), self._page_seconds()
         seconds = self._page.evaluate(
             """async (place) => {

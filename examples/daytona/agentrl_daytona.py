@@ -1,6 +1,6 @@
 """A sandbox of Daytona for agentrl: ``sandbox.url=daytona://`` or ``daytona://SNAPSHOT``.
 
-Each program runs in a Daytona sandbox without a network, which is deleted afterwards. The key and the address of the
+Each program runs in a Daytona sandbox, which has no network and is deleted afterwards. The key and the address of the
 API are read from the variables of Daytona's SDK (``DAYTONA_API_KEY``, ``DAYTONA_API_URL``).
 """
 

@@ -14,8 +14,8 @@ class Index:
     """BM25 (Robertson and Zaragoza, 2009) over documents.
 
     A document scores ``idf(w) * f * (k + 1) / (f + k * (1 - b + b * l / mean))`` for each word ``w`` of the query that
-    occurs in it ``f`` times; ``l`` is its number of words. ``idf(w) = log(1 + (N - n + 0.5) / (n + 0.5))`` for a word
-    in ``n`` of ``N`` documents.
+    occurs in it ``f`` times; ``l`` is the number of words of the document.
+    ``idf(w) = log(1 + (N - n + 0.5) / (n + 0.5))`` for a word in ``n`` of ``N`` documents.
 
     >>> Index(["a cat sleeps", "a dog barks", "the dog sleeps"]).search("dog sleeps", 2)
     ['the dog sleeps', 'a cat sleeps']

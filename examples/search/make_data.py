@@ -89,7 +89,7 @@ def problem(asked: Question) -> Row:
 
 
 def demonstration(asked: Question) -> Row:
-    """Return a row with the model's turns. The environment produces the observations when it plays them."""
+    """Return a row with the model's turns. The environment produces the observations when it plays the turns."""
     turns = [*map(call, asked.searches), asked.reply]
     return {**problem(asked), "turns": [{"model": turn} for turn in turns]}
 
@@ -107,7 +107,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def main() -> None:
-    """Training and demonstrations ask about the same people; the held-out questions are about others."""
+    """Write all files. Training and demonstrations ask about the same people, the held-out questions about others."""
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     towns, people = make_world(random)

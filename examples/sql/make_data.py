@@ -99,7 +99,7 @@ def problem(databases: Sequence[Database], random: Random) -> tuple[Row, str]:
 
 
 def demonstration(databases: Sequence[Database], random: Random) -> Row:
-    """Return a row with the model's turns. The environment produces the observations when it plays them."""
+    """Return a row with the model's turns. The environment produces the observations when it plays the turns."""
     row, sql = problem(databases, random)
     call = json.dumps({"name": "query", "arguments": {"sql": sql}})
     return {**row, "turns": [{"model": f"<tool_call>\n{call}\n</tool_call>"}, {"model": row["answer"]}]}
@@ -113,7 +113,7 @@ def write(path: Path, count: int, make: Callable[[], Row]) -> None:
 
 
 def main() -> None:
-    """Training and demonstrations ask about the same databases; the held-out questions are about others."""
+    """Write all files. Training and demonstrations use the same databases, the held-out questions use others."""
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     databases = [write_database(folder, number, random) for number in range(120)]
