@@ -138,7 +138,7 @@ class Moments:
 
     @classmethod
     def from_advantages(cls, advantages: Tensor, mask: Tensor, weights: Tensor | None = None) -> Moments:
-        """Return the moments of advantages [b, T] at the mask's True entries, of which there must be at least one.
+        """Return the moments of advantages [b, T] at the mask's True entries. The mask must have a True entry.
 
         ``weights`` [b]: how often each row counts.
         """

@@ -109,7 +109,7 @@ def to_bool_mask(name: str, mask: Tensor) -> Tensor:
 
 
 def check_same_shape(**tensors: Tensor | None) -> None:
-    """Raise InvalidInputError unless the first tensor is [B, T] and all others have its shape or are None."""
+    """Raise InvalidInputError unless the first tensor is [B, T] and all other tensors have its shape or are None."""
     (first, leader), *others = ((name, tensor) for name, tensor in tensors.items() if tensor is not None)
     if leader.ndim != 2:
         raise InvalidInputError(f"{first} must be [B, T]; got {tuple(leader.shape)}")
@@ -193,7 +193,7 @@ def check_in_unit_interval(name: str, value: object) -> None:
 
 
 def check_order(low_name: str, low: object, high_name: str, high: object) -> None:
-    """Raise InvalidOptionError unless both are numbers and low <= high."""
+    """Raise InvalidOptionError unless low and high are numbers with low <= high."""
     for name, value in ((low_name, low), (high_name, high)):
         if not is_number(value):
             raise InvalidOptionError(f"{name}={value!r} must be a number")

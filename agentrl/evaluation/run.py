@@ -284,8 +284,8 @@ def _warn_of_unparsable_references(results: Results, console: Console) -> None:
         unreadable = one["excluded"].get(Verdict.UNPARSABLE_GOLD.value, 0)
         if unreadable:
             console.warning(
-                f"{name}: {unreadable} rollouts are excluded because their reference answers cannot be parsed, "
-                "which is an error in the data: list them with agentrl eval --check-data"
+                f"{name}: {unreadable} rollouts are excluded because their reference answers cannot be parsed. "
+                "This is an error in the data: list the answers with agentrl eval --check-data"
             )
 
 

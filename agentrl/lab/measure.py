@@ -296,7 +296,7 @@ class GradientMoments:
     mean_squared: float  # squared norm of the expected gradient: mean <g_m, g_m'>, m != m'
     along: float  # product of the expected gradient with the true gradient, <E g, g*>
     reference_squared: float  # squared norm of the true gradient, ||g*||^2, from all trajectories
-    reference_along: float  # <E g, g*> of the leave-one-out gradient on the same groups, which estimates ||g*||^2
+    reference_along: float  # <E g, g*> of the leave-one-out gradient on the same groups, an estimate of ||g*||^2
     along_variance: float | None  # Var <g, g*>; None if too few trajectories are outside two groups
     along_squared: float | None  # <E g, g*>^2
     head_variance: float | None  # exact variance of the head's gradient alone; None if not requested

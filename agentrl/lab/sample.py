@@ -32,7 +32,7 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
-    distinct_response_index: Tensor  # [S] first trajectory with equal tokens, for which all but the reward is computed
+    distinct_response_index: Tensor  # [S] first trajectory with equal tokens, computed once except for the reward
     importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None: sampled by the policy itself
 
     @property

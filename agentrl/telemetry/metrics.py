@@ -134,7 +134,7 @@ SECTIONS["Reward"] = (
            "(intraclass correlation); near 0 if the reward does not depend on the problem.", "",
            "two groups of unequal rewards"),
     Metric("reward/count", "rollouts", "Number of rollouts in `reward/mean`.", "problems x group size"),
-    Metric("reward/greedy_mean", "reward", "Mean reward of the greedy rollouts.", "", "the estimator uses them"),
+    Metric("reward/greedy_mean", "reward", "Mean reward of the greedy rollouts.", "", "with greedy rollouts"),
     Metric("reward/overlong_penalty", "reward", "Mean penalty for long responses.", "near 0",
            "`reward.overlong_buffer`"),
     Metric("reward/overlong_share", "share", "Fraction of trajectories with a length penalty.", "small",
@@ -164,7 +164,7 @@ SECTIONS["Policy"] = (
            _TRAINED, "mean |log-prob difference|"),
     Metric("policy/engine_abs_diff_max", "nats/token",
            "Mean `|log p_trainer - log p_engine|` of the trajectory with the largest mean; in float32, the run stops "
-           "above the same bound.", "well below the bound in float32", _TRAINED),
+           "above the bound of `policy/engine_abs_diff`.", "well below the bound in float32", _TRAINED),
     Metric("policy/engine_abs_diff_own_routes", "nats/token",
            "Mean `|log p_trainer - log p_engine|` of the step's first micro-batch, computed without "
            "route replay.", "above `policy/engine_abs_diff`", _ROUTES),
@@ -227,7 +227,7 @@ SECTIONS["Rollouts"] = (
            "an answer is graded"),
     Metric("rollout/tool_outcome/{outcome}", "calls", "Number of tool calls with this outcome.", "mostly ok",
            "a tool is called"),
-    Metric("rollout/greedy", "rollouts", "Number of greedy rollouts for a baseline.", "", "the estimator uses them"),
+    Metric("rollout/greedy", "rollouts", "Number of greedy rollouts for a baseline.", "", "with greedy rollouts"),
     Metric("rollout/concurrency_limit", "trajectories", "Maximum number of concurrent trajectories at the engine.", "",
            _VLLM),
     Metric("rollout/concurrency_limit_min", "trajectories",
@@ -260,7 +260,7 @@ SECTIONS["Budgets"] = (
            _LEARNS),
     Metric("budget/rollouts_max", "rollouts", "Largest number of rollouts of a problem.", "", _LEARNS),
     Metric("budget/variance_ratio", "",
-           "Estimated variance of the gradient with these numbers of rollouts, relative to equal numbers.",
+           "Estimated variance of the gradient with this allocation of rollouts, relative to equal numbers.",
            "below 1 with `rollout.budget=neyman`", _LEARNS),
     Metric("posterior/known_share", "share", "Fraction of problems with rollouts in earlier steps.", "", _LEARNS),
     Metric("posterior/success", "probability", "Mean estimated probability of success of the step's problems.", "",
@@ -344,7 +344,7 @@ SECTIONS["Reference policy"] = (
 SECTIONS["Teacher"] = (
     Metric("teacher/divergence", "nats/token", "Mean divergence from the teacher, by `teacher.objective`.", "falls",
            "with a teacher"),
-    Metric("teacher/divergence/{source}", "nats/token", "The metric `teacher/divergence` of one source's problems.",
+    Metric("teacher/divergence/{source}", "nats/token", "`teacher/divergence` over the problems of one source.",
            "falls", "with `teacher.by_source`"),
     Metric("teacher/coefficient", "", "Weight of the divergence in the loss.", "", "with a teacher"),
 )  # fmt: skip
@@ -379,9 +379,9 @@ SECTIONS["Time"] = (
 SECTIONS["Evaluation"] = (
     Metric("eval/avg_at_k", "share", "Mean fraction of correct answers on the held-out problems.", "rises", _EVALUATED,
            "held-out score"),
-    Metric("eval/low", "share", "Lower end of the 95 % interval of `eval/avg_at_k` for these problems.", "",
+    Metric("eval/low", "share", "Lower end of the 95 % interval of `eval/avg_at_k` for the same problems.", "",
            _EVALUATED),
-    Metric("eval/high", "share", "Upper end of the 95 % interval of `eval/avg_at_k` for these problems.", "",
+    Metric("eval/high", "share", "Upper end of the 95 % interval of `eval/avg_at_k` for the same problems.", "",
            _EVALUATED),
     Metric("eval/k", "rollouts", "Number of rollouts per problem.", "`evaluation.samples`", _EVALUATED),
     Metric("eval/problems", "problems", "Number of problems in the score.", "", _EVALUATED),

@@ -342,7 +342,7 @@ class StoredStep:
 
     ``facts`` is None if no token statistics are stored. ``rows`` contains the statistics of all trajectories that the
     step trained on, in the order of training. ``warnings`` contains messages about missing and unreadable files of
-    token statistics, whose trajectories have no statistics.
+    token statistics. The trajectories in such files have no statistics.
     """
 
     step: int

@@ -29,8 +29,8 @@ def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
     """Compute w_t [B, T] in float64 for the kind `energy`, 0 off the mask.
 
     `logit_proxy`: the kernel's `token_energy`, or computed from log_probs and sum_pi_squared. `head_exact`: the proxy
-    times ||h||^2, without the factor 1 / tau^2 of docs/reference/formulas.md 3, which cancels in every baseline.
-    `length`: 1. Raises MissingInputError for a missing input and InvalidInputError for an invalid value.
+    times ||h||^2. The factor 1 / tau^2 of docs/reference/formulas.md 3 is omitted, because it cancels in every
+    baseline. `length`: 1. Raises MissingInputError for a missing input and InvalidInputError for an invalid value.
     """
     check_choice("energy", energy, ENERGIES)
     if energy == "length":

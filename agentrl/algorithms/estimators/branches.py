@@ -24,7 +24,7 @@ _SCAN_WIDTH = 32
 
 @dataclass(frozen=True, kw_only=True)
 class CompactLayout:
-    """Layout with each row's model tokens left-aligned, in order: [B, K], where K is their largest number in a row.
+    """Layout with each row's model tokens left-aligned, in order: [B, K], with at most K tokens per row.
 
     >>> layout = CompactLayout.from_mask(torch.tensor([[True, False, True], [False, True, False]]))
     >>> layout.gather_tokens(torch.tensor([[1., 2., 3.], [4., 5., 6.]])).tolist()

@@ -46,11 +46,11 @@ _OF_ENERGY: Mapping[str, frozenset[str]] = {
     "exact": frozenset({"trajectory_energy"}),
 }
 _PROVIDERS: Mapping[str, str] = {
-    "values": "values [B, T] of a critic, which training adds with algorithm.estimator=gae (critic.*)",
-    "greedy_returns": "greedy_returns [B], the return of one greedy rollout per problem, which training samples with "
+    "values": "values [B, T] of a critic: training adds one with algorithm.estimator=gae (critic.*)",
+    "greedy_returns": "greedy_returns [B], the return of one greedy rollout per problem: training samples one with "
     "algorithm.estimator=remax",
-    "trajectory_energy": "trajectory_energy [B], the exact energies of agentrl.kernels.trajectory_energies, "
-    "which training computes with algorithm.estimator=eob",
+    "trajectory_energy": "trajectory_energy [B], the exact energies of agentrl.kernels.trajectory_energies: "
+    "training computes them with algorithm.estimator=eob",
 }
 
 
@@ -220,9 +220,7 @@ class GaeOptions(DiscountedReturnOptions):
 class WeightedBaselineOptions(ScalarOptions):
     """Options of `opo`: a weighted mean over the group."""
 
-    leave_one_out: bool = checked_option(
-        False, check_bool
-    )  # exclude a trajectory from its own baseline, which is unbiased
+    leave_one_out: bool = checked_option(False, check_bool)  # exclude a trajectory from its own baseline: unbiased
     epsilon: float = checked_option(1e-8, check_positive)  # added to the weights, in units of their scale
 
 

@@ -243,7 +243,7 @@ def value_loss(
     return loss / 2, metrics
 
 
-# Constants of splitmix64 (Steele, Lea, Flood 2014) as signed numbers; int64 products wrap around like unsigned ones.
+# Constants of splitmix64 (Steele, Lea, Flood 2014) as signed numbers; int64 products wrap like unsigned products.
 _STEP = 0x9E3779B97F4A7C15 - (1 << 64)
 _FIRST = 0xBF58476D1CE4E5B9 - (1 << 64)
 _SECOND = 0x94D049BB133111EB - (1 << 64)

@@ -4,8 +4,8 @@
 - Functions of the ratio of a whole sequence: gspo, gmpo. All model tokens of a sequence (a row) must be in one call.
 - Masks by the change of a token's probability: dppo_tv, dppo_kl (arXiv 2602.04879). Both are -A sg[min(ratio, 20)] ln p
   for kept tokens and 0 for all other tokens.
-- Special treatment of the few tokens whose advantage and log-probability covary most, which drive the collapse of
-  entropy (Cui et al., arXiv 2505.22617): clip_cov, kl_cov. They are selected over a whole optimizer step
+- Special treatment of the few tokens whose advantage and log-probability covary most: clip_cov, kl_cov. These tokens
+  drive the collapse of entropy (Cui et al., arXiv 2505.22617). They are selected over a whole optimizer step
   (`step_selection`).
 """
 
@@ -114,7 +114,7 @@ class ClipCovarianceOptions(ClipOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class KLCovarianceOptions(Options):
-    """The fraction of tokens, largest covariance first, with a KL penalty, and its coefficient."""
+    """The fraction of tokens with a KL penalty (largest covariance first), and the coefficient of the penalty."""
 
     covariance_fraction: float = checked_option(2e-4, check_in_unit_interval)
     kl_coefficient: float = checked_option(1.0, check_range, 0.0)

@@ -114,7 +114,7 @@ def check_no_run_lost(runs: Sequence[StudyRun], before: StudyRecord, home: Path)
 
 
 def curves_of_deleted_runs(runs: Sequence[StudyRun], before: StudyRecord, *, retry: bool) -> dict[Path, RunCurve]:
-    """Return the stored curves of ended runs whose directory is missing, keyed by this directory.
+    """Return the stored curves of ended runs whose directory is missing, keyed by directory.
 
     With ``retry``, only finished runs are included.
     """

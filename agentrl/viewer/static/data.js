@@ -7,7 +7,7 @@ const storedAnswers = new Map([...document.querySelectorAll("script[data-answer]
 
 export const isExported = storedAnswers.size > 0;
 
-// Returns true if `ask` can return this path. An exported page may contain only some of the rollouts.
+// Returns true if `ask` can answer requests for this path. An exported page may contain only some of the rollouts.
 export const isAvailable = (path) => !isExported || storedAnswers.has(path);
 
 export async function ask(path, query = {}) {

@@ -66,7 +66,7 @@ function selectField(label, name, options, chosen) {
   return el("label", { class: "field" }, el("span", {}, label), el("select", { name }, items));
 }
 
-// A square in the colour of a rollout's outcome, which is a link if the page contains the conversation.
+// A square in the colour of a rollout's outcome. The square is a link if the page contains the conversation.
 function cell(id, page, row, chosen) {
   const properties = { class: `cell ${row.kind}${row === chosen ? " chosen" : ""}`, title: `sample ${row.sample}: ${page.kinds[row.kind]}, answer ${visible(row.answer ?? "none")}` };
   if (!isAvailable(`/evaluations/${id}/${row.index}`)) return el("span", properties);
