@@ -97,9 +97,9 @@ def test_values_that_cannot_be_right_are_named_with_the_place(estimator, changes
 @pytest.mark.parametrize(
     ("estimator", "name", "setting"),
     [
-        ("gae", "values", "training adds with algorithm.estimator=gae"),
-        ("remax", "greedy_returns", "training samples with algorithm.estimator=remax"),
-        ("eob", "trajectory_energy", "training computes with algorithm.estimator=eob"),
+        ("gae", "values", "training adds one with algorithm.estimator=gae"),
+        ("remax", "greedy_returns", "training samples one with algorithm.estimator=remax"),
+        ("eob", "trajectory_energy", "training computes them with algorithm.estimator=eob"),
     ],
 )
 def test_a_required_input_is_named_with_what_provides_it(estimator, name, setting):

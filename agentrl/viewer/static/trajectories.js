@@ -73,7 +73,7 @@ export async function trajectoriesScreen({ parts: [id], query }) {
 }
 
 // The posterior of a problem's success after each step, as a line with a band of one standard deviation: a Beta distribution
-// over the stored rollouts, of which earlier ones count `decay` times as much after each step (docs/reference/formulas.md 9).
+// over the stored rollouts. After each step, all earlier rollouts count `decay` times as much (docs/reference/formulas.md 9).
 function posterior(rows, steps, decay) {
   let [wins, losses, before] = [0, 0, steps[0]];
   const curve = { name: "posterior of success", color: lineStyle(2).color, dash: lineStyle(2).dash, x: steps, y: [], low: [], high: [] };
