@@ -31,7 +31,7 @@ MEMBERS = "    options:\n      heading: {name}\n      heading_level: 2\n      to
 
 
 def main() -> int:
-    """Collect the pages, run Zensical, check the result; the exit code."""
+    """Collect the pages, run Zensical and check the result. Returns the exit code."""
     project = tomllib.loads((ROOT / "zensical.toml").read_text(encoding="utf-8"))["project"]
     pages = list(_pages(project["nav"]))
     missing = {str(path.relative_to(ROOT)) for path in (ROOT / "docs").rglob("*.md")} - set(pages)
@@ -77,7 +77,7 @@ def _collect(pages: list[str]) -> None:
 
 
 def _api_page(module: str) -> str:
-    """One heading for each function and class that a module exports, in the order of the alphabet."""
+    """Return a page with a heading for each function and class that a module exports, in alphabetical order."""
     exporter = importlib.import_module(module)
     lines = [f"# {module}\n", f"{(exporter.__doc__ or '').strip()}\n"]
     names = getattr(exporter, "__all__", None) or [

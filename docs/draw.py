@@ -33,7 +33,7 @@ def main(folder: Path = IMAGES) -> None:
 
 
 def canvas(width: float, height: float) -> Axes:
-    """An empty drawing area whose units are hundredths of an inch."""
+    """Return an empty drawing area whose units are hundredths of an inch."""
     figure = pyplot.figure(figsize=(width / 100, height / 100))
     axes = figure.add_axes((0, 0, 1, 1))
     axes.set(xlim=(0, width), ylim=(0, height))
@@ -42,20 +42,20 @@ def canvas(width: float, height: float) -> Axes:
 
 
 def box(axes: Axes, left: float, bottom: float, width: float, height: float, text: str, colour: str) -> None:
-    """A rounded box with a text in its middle."""
+    """Draw a rounded box with a text in its middle."""
     shape = FancyBboxPatch((left, bottom), width, height, boxstyle="round,pad=0,rounding_size=6", fc=colour, ec="#555")
     axes.add_patch(shape)
     axes.text(left + width / 2, bottom + height / 2, text, ha="center", va="center")
 
 
 def arrow(axes: Axes, start: tuple[float, float], end: tuple[float, float], text: str = "") -> None:
-    """An arrow with a text above its middle."""
+    """Draw an arrow with a text above its middle."""
     axes.annotate("", end, start, arrowprops={"arrowstyle": "->", "color": "#333"})
     axes.text((start[0] + end[0]) / 2, (start[1] + end[1]) / 2 + 4, text, ha="center", va="bottom", fontsize=8)
 
 
 def tokens() -> None:
-    """One trajectory: prompt, two turns and the observation between them."""
+    """Draw one trajectory: prompt, two turns and the observation between them."""
     axes = canvas(790, 190)
     parts = (  # name, text, width, colour, mask, log-probabilities
         ("P", "Solve with Python. ...", 155, GREY, "0  0  0  0", "–"),
@@ -94,7 +94,7 @@ def exclusion() -> None:
 
 
 def schedules() -> None:
-    """When rollouts and training run under each schedule."""
+    """Draw when rollouts and training run under each schedule."""
     axes = canvas(720, 230)
     plans = {
         "synchronous": ([(0, 120), (180, 120), (360, 120)], [(120, 60), (300, 60), (480, 60)]),
@@ -115,7 +115,7 @@ def schedules() -> None:
 
 
 def baselines() -> None:
-    """Baselines of four rollouts under three estimators, and the energies that make them differ."""
+    """Draw the baselines of four rollouts under three estimators, and the energies that make the baselines differ."""
     length, wrong = 24, {2: 9, 3: 14}  # two of four rollouts go wrong at one token
     energy = torch.full((4, length), 0.01)
     for row, index in wrong.items():
@@ -138,7 +138,7 @@ def baselines() -> None:
 
 
 def sandbox() -> None:
-    """The layers between a program and the host."""
+    """Draw the layers between a program and the host."""
     axes = canvas(720, 250)
     box(axes, 0, 0, 710, 240, "", "white")
     axes.text(12, 222, "host: trainer, data, network", va="center")

@@ -54,7 +54,7 @@ NOTES = {
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD + _changeable(), *_sections()])
 
 

@@ -52,7 +52,7 @@ the function raises or returns a value that is not finite, a warning is logged o
 
 
 def page() -> str:
-    """The whole page."""
+    """Return the whole page."""
     return "\n".join([HEAD, *(line for title, metrics in SECTIONS.items() for line in _section(title, metrics))])
 
 

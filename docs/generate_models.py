@@ -134,7 +134,7 @@ def page(decisions: Mapping[str, Decision]) -> str:
 
 
 def _table(reasons: Mapping[str, str], title: str) -> list[str]:
-    """One row for each reason, without the class that it begins with."""
+    """Return a table with one row per reason, without the class name at its beginning."""
     kinds: dict[str, list[str]] = {}
     for kind, reason in reasons.items():
         kinds.setdefault(SUBJECT.sub("", reason).replace("\n", " "), []).append(f"`{kind}`")

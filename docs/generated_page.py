@@ -1,4 +1,4 @@
-"""What the scripts that generate a page of the documentation share."""
+"""Common code of the scripts that generate a page of the documentation."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def write_or_check(target: Path, text: str) -> int:
-    """Write the page, or with ``--check`` compare it; the exit code."""
+    """Write the page, or compare it with ``--check``. Returns the exit code."""
     if sys.argv[1:] == ["--check"]:
         return int(target.read_text(encoding="utf-8") != text)
     target.write_text(text, encoding="utf-8")

@@ -44,7 +44,7 @@ def main(run: Path, step: str, trajectory: str) -> None:
 
 
 def screenshot(run: Path, step: str, trajectory: str) -> bytes:
-    """A PNG of the trajectory's page, colored by share of the gradient, with its strongest token selected."""
+    """Return a PNG of the trajectory's page, coloured by share of the gradient, with the strongest token selected."""
     with tempfile.TemporaryDirectory() as folder, sync_playwright() as playwright:
         page_file = Path(folder) / "run.html"
         subprocess.run(["agentrl", "view", str(run), "--export", str(page_file), "--steps", step], check=True)

@@ -1,4 +1,4 @@
-"""Extension of Griffe: shows doctests and cross-references of docstrings as code, which Markdown does not know."""
+"""Extension of Griffe that shows doctests and cross-references as code, because Markdown supports neither."""
 
 import re
 from typing import Any

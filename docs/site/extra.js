@@ -1,4 +1,4 @@
-// Keyboards reach what scrolls, and screen readers tell navigations apart.
+// Makes scrollable elements accessible by keyboard, and labels the navigations for screen readers.
 document$.subscribe(() => {
   for (const region of document.querySelectorAll(".md-typeset__scrollwrap, .md-typeset pre > code")) {
     region.tabIndex = 0;
