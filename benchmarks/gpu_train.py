@@ -35,7 +35,7 @@ _SHORT = {
 
 
 def kernel_tests(device: torch.device) -> Iterator[Figure | str]:
-    """The tests of the kernels, which put their tensors on the GPU where there is one."""
+    """Run the kernel tests. They put their tensors on the GPU if there is one."""
     real = device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         report = Path(folder) / "report.xml"

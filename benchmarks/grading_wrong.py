@@ -1,4 +1,4 @@
-"""Wrong neighbours of gold answers, each made by the answer's text alone."""
+"""Wrong neighbours of gold answers. Each uses only the text of the answer."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def main() -> None:
 
 
 def compare(number: int, case: Case) -> None:
-    """Print a line."""
+    """Compare the estimate of a case with its measurement, and print a line."""
     shape, estimate = case.shape, rank_memory(case.shape, case.setup)
     expected = estimate.total + estimate.host
     peaks = [json.loads(text) for text in _on_ranks(number, case.ranks)]
