@@ -107,7 +107,7 @@ POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src 'self' data: blob:; "
     "connect-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content security policy. Inline styles are allowed: charts and tokens use them for colours, never for text."""
+"""Content security policy. Inline styles are allowed: charts and tokens set colours with them."""
 
 SECURITY_HEADERS = {
     "content-security-policy": POLICY,

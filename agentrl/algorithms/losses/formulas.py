@@ -53,7 +53,7 @@ class DualClipOptions(ClipOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class SequenceClipOptions(ClipOptions):
-    """ClipOptions for the ratio of a whole sequence, much closer to 1 than for a token. The defaults are the paper's."""
+    """ClipOptions for the ratio of a whole sequence, which stays closer to 1. The defaults are the paper's."""
 
     clip_low: float = checked_option(3e-4, check_range, 0.0, 1.0)
     clip_high: float = checked_option(4e-4, check_range, 0.0)
