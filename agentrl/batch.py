@@ -187,7 +187,7 @@ def _pack_routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | No
 
 
 def flat_array(runs: Sequence[Sequence[float]], code: Literal["i", "d"]) -> np.ndarray:
-    """Concatenate runs of numbers to an array of C int or double."""
+    """Concatenate sequences of numbers into an array of C int or double."""
     # struct converts Python numbers faster than NumPy.
     packed: np.ndarray = np.empty(sum(map(len, runs)), dtype=code)
     offset = 0

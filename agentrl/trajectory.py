@@ -85,7 +85,7 @@ class Segment:
             return
         if len(self.log_probs) != len(self.token_ids):
             raise TrajectoryError(f"{len(self.token_ids)} model tokens but {len(self.log_probs)} log-probabilities")
-        # A sum is finite only if all its terms are.
+        # A sum is finite only if all its terms are finite.
         if not math.isfinite(sum(self.log_probs)) or max(self.log_probs) > 1e-6:
             raise TrajectoryError(f"log-probabilities of tokens must be finite and at most 0; got {self.log_probs}")
         counts = [count for _, count in self.version_spans]
@@ -167,9 +167,9 @@ class Trajectory:
         if self.is_excluded:
             return
         if not self.prompt_ids:
-            raise TrajectoryError(f"a trajectory that ended {self.ended} must have a prompt")
+            raise TrajectoryError(f"a trajectory that ended as '{self.ended}' must have a prompt")
         if not any(segment.origin == "model" for segment in self.segments):
-            raise TrajectoryError(f"a trajectory that ended with {self.ended} must have at least one model token")
+            raise TrajectoryError(f"a trajectory that ended as '{self.ended}' must have at least one model token")
 
     @property
     def response_ids(self) -> tuple[int, ...]:
@@ -206,7 +206,7 @@ class Trajectory:
 
     @property
     def rollout_fraction(self) -> float:
-        """Fraction of a rollout that this trajectory counts for: ``path_weight``, or 1 if the rollout is not forked."""
+        """Fraction of the rollout that this trajectory represents: ``path_weight``, or 1 without a fork."""
         return 1.0 if self.path_weight is None else self.path_weight
 
     @property
@@ -387,7 +387,7 @@ class Group:
 
     @property
     def rollouts(self) -> tuple[Trajectory, ...]:
-        """The last trajectory of each rollout. It receives the rollout's reward."""
+        """The last trajectory of each rollout, which receives the rollout's reward."""
         return tuple(item for item in self.trajectories if item.receives_reward)
 
     @property

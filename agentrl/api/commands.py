@@ -133,7 +133,7 @@ def evaluate(
     config: str | Path | None = None,
     **settings: object,
 ) -> EvaluationRun:
-    """Evaluate a model as ``agentrl eval`` does: ``n`` samples of every problem, avg@n with intervals.
+    """Evaluate a model on ``n`` samples of every problem, as ``agentrl eval`` does, and return the evaluation.
 
     Args:
         model: a model directory, a Hugging Face id, a finished run, or with ``base_url`` the endpoint's model name.

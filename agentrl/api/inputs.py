@@ -109,7 +109,10 @@ class Inputs:
         return path
 
     def reward_override(self, reward: object) -> str:
-        """Format ``reward.functions=...`` for a function or name, a list of them, or a mapping from them to weights."""
+        """Format ``reward.functions=...`` for a function, a list of functions, or a mapping from functions to weights.
+
+        Functions may be given by name.
+        """
         if not isinstance(reward, Mapping):
             reward = dict.fromkeys(reward if isinstance(reward, list | tuple) else [reward], 1.0)
         return f"reward.functions={json.dumps({self.importable_name(one): weight for one, weight in reward.items()})}"

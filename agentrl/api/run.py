@@ -31,7 +31,7 @@ class Rollout:
     """One attempt at a problem. ``print`` displays its text."""
 
     trajectories: tuple[Trajectory, ...]
-    """The token sequences of the rollout in order, several if it branched. The last one has the reward."""
+    """The token sequences of the rollout in order; several if it branched. The last sequence carries the reward."""
 
     @property
     def problem(self) -> Problem:
@@ -50,7 +50,7 @@ class Rollout:
 
     @property
     def excluded(self) -> bool:
-        """True if the rollout ended for reasons outside the policy. Excluded from rewards, baselines and averages."""
+        """True for a rollout that failed for reasons outside the policy. Rewards, baselines and averages omit it."""
         return self.trajectories[-1].is_excluded
 
     @property
@@ -239,7 +239,7 @@ class EvaluationRun:
         return pd.DataFrame(rows).set_index("benchmark")
 
     def transcripts(self) -> Iterator[Transcript]:
-        """Iterate over all rollouts, loading one at a time."""
+        """Yield the transcripts of all rollouts, loading one at a time."""
         return EvaluationDirectory.open_existing(self.path).transcripts()
 
 

@@ -142,7 +142,7 @@ def load_benchmark_with_errors(name: str, *, data_dir: str | Path | None = None)
 
 
 async def check_benchmark(name: str, grader: Grader, *, data_dir: str | Path | None = None) -> LoadedBenchmark:
-    """Load a benchmark. Its errors include the reference answers that are not graded as equal to themselves."""
+    """Load a benchmark and collect its errors, including reference answers not graded as equal to themselves."""
     loaded = load_benchmark_with_errors(name, data_dir=data_dir)
     references = [str(problem.answer) for problem in loaded.problems]
     verdicts = await asyncio.gather(*(grader.check_reference(reference) for reference in references))

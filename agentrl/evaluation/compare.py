@@ -149,7 +149,10 @@ def paired_difference(
 
 
 def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """Combine the intervals of both runs (Zou and Donner 2008). Given the problems, their samples are independent."""
+    """Compute the difference's interval on these problems from both runs' intervals (Zou and Donner 2008).
+
+    Given the problems, the samples of the two runs are independent.
+    """
     mean1, mean2 = float((c1 / n1).mean()), float((c2 / n2).mean())
     one, two = interval_on_this_benchmark(n1, c1), interval_on_this_benchmark(n2, c2)
     below = math.hypot(mean2 - two.low, one.high - mean1)

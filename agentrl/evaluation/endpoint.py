@@ -43,7 +43,7 @@ from agentrl.rollout.engines.replica import Response, StreamClient, Transport, U
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
 _LOG_EVERY = 30.0  # seconds
-# Endpoints share no error codes for a full context or a missing chat template, so their messages are searched.
+# Endpoints have no common error codes for a full context or a missing chat template, so their messages are searched.
 _CONTEXT_FULL_PHRASES = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
 FinishReason = Literal["eos", "stop", "length", "refused"]
 _FINISH_REASONS: Mapping[str, FinishReason] = {"length": "length", "content_filter": "refused"}
@@ -148,7 +148,7 @@ class TextEngine:
         return self._model
 
     def fingerprint(self) -> str:
-        """Return the identity of the model as reported by the endpoint. It rarely distinguishes two versions."""
+        """Return the identity of the model as reported by the endpoint. This identity rarely distinguishes versions."""
         reported = [f"system_fingerprint {name}" for name in sorted(self._fingerprints)]
         root = self._served_model.get("root")
         reported += [f"root {root}"] if root is not None and root != self._model else []

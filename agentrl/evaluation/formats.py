@@ -79,7 +79,7 @@ class SecondsRecord(TypedDict):
 
 
 class ProblemCounts(TypedDict):
-    """Numbers of samples of a problem that are not excluded and that are correct."""
+    """Number of a problem's samples that are not excluded, and number of correct samples."""
 
     samples: int
     correct: int

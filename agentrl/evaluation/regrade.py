@@ -56,7 +56,7 @@ def protocol_from_provenance(provenance: Provenance) -> TextProtocol:
 
 
 def extract_answer_again(transcript: Transcript, protocol: TextProtocol) -> Transcript:
-    """Extract the answer again. A rollout with a changed answer loses its verdict.
+    """Extract a rollout's answer again. If the answer changes, the verdict is removed.
 
     Excluded rollouts are unchanged, except rollouts with an answer whose grader failed.
     """

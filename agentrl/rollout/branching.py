@@ -16,7 +16,8 @@ from typing import Final
 from agentrl.rollout.settings import UNMEASURED_WIDTH
 from agentrl.trajectory import Trajectory
 
-# Minimum number of forks, and of trees, for the estimate of a turn. Older forks count less, because weights decay.
+# Minimum total weight of the forks, and of the trees, from which the best number of branches after a turn is
+# estimated. The weights decay with age.
 _MIN_EVIDENCE: Final = 8.0
 
 
@@ -28,14 +29,14 @@ class ForkStatistics:
 
     def __init__(self, *, decay: float) -> None:
         self._decay = decay
-        # By turn: the sums over forks of weight, v_after, c1 and c2, and over trees of weight and v_before + v_after.
+        # For each turn: sums over forks (weight, v_after, c1, c2) and over trees (weight, v_before + v_after).
         self._sums: list[list[float]] = []
 
     def add_step(self, groups: Iterable[Sequence[Sequence[Trajectory]]]) -> None:
         """Add the rollouts of one training step: the branches of each rollout, for each group."""
         self._sums = [[value * self._decay for value in sums] for sums in self._sums]
         for group in groups:
-            # One list for each tree, since the forks of one tree are not independent.
+            # One list of forks for each tree, because the forks of one tree are not independent.
             trees = [list(_find_forks(branches)) for branches in group]
             for turn in sorted({fork.turn for tree in trees for fork in tree}):
                 self._add_forks(turn, [[fork for fork in tree if fork.turn == turn] for tree in trees])
@@ -80,7 +81,7 @@ class ForkStatistics:
 
 
 def unbiased_variance(means_and_squares: Sequence[tuple[float, ...]]) -> float:
-    """Return the unbiased variance of one sample, from the mean and the mean square of independent sets of samples.
+    """Return an unbiased estimate of the variance, from the mean and mean square of each independent set of samples.
 
     >>> unbiased_variance([(1.0, 1.0), (0.0, 0.0)]), unbiased_variance([(0.5, 0.5), (0.5, 0.5)])
     (0.5, 0.25)
@@ -103,7 +104,7 @@ class _Fork:
 
 
 def _find_forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
-    """Yield the forks with at least two branches in a rollout, given its branches (parents first)."""
+    """Yield the forks of a rollout that have at least two branches. ``branches``: its branches, parents first."""
     turns, tokens = {-1: 0}, {-1: 0}
     for item in branches:
         turns[item.branch] = turns[item.parent] + item.turns

@@ -44,7 +44,7 @@ def allocate_group_sizes(scores: Sequence[float], total: int, *, most: int) -> l
 
 
 def _variance_decrease(score: float, size: int) -> float:
-    """Return the decrease of ``score**2 / size`` if one rollout is added."""
+    """Return the decrease of ``score**2 / size`` when one rollout is added."""
     return score**2 / (size * (size + 1))
 
 
@@ -76,7 +76,7 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
     For a forked rollout, this is the weighted mean of the sums over its paths. The expectation of the result is the
     expected energy of the rollout, because for every token ``E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)]``.
     """
-    # A branch has the summed weight of the paths through it.
+    # The weight of a branch is the sum of the weights of the paths through it.
     return -math.fsum(
         item.rollout_fraction * math.expm1(value)
         for item in branches
@@ -86,7 +86,7 @@ def expected_energy(branches: Sequence[Trajectory]) -> float:
 
 
 def success_fraction(branches: Sequence[Trajectory]) -> float:
-    """Return a rollout's reward as a fraction of a success. A forked rollout has the weighted mean over its paths."""
+    """Return a rollout's reward as a fraction of a success; for a forked rollout, the weighted mean over its paths."""
     return math.fsum(
         item.rollout_fraction * reward_as_success_fraction(item.reward) for item in branches if item.receives_reward
     )

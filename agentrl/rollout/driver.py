@@ -1,4 +1,4 @@
-"""The driver: plays rollouts independently with an engine, and forms groups of their trajectories.
+"""The driver, which plays rollouts independently with an engine and groups their trajectories.
 
 The engine's KV cache limits how many rollouts are in flight. A trajectory without room for its next token loses its
 keys and values and recomputes them later, so new trajectories start only while the running ones have room to grow.
@@ -42,10 +42,10 @@ _POLL_SECONDS = 2.0
 # Factors by which the limit of AdmissionControl rises and falls.
 _RAISE_FACTOR = 1.25
 _LOWER_FACTOR = 0.75
-# Minimum number of finished trajectories in a moving average before the limit rises, and the window size.
+# Number of finished trajectories in a moving average: the minimum before the limit may rise, and the maximum.
 _MIN_AVERAGED = 8
 _MAX_AVERAGED = 512
-# Seconds before the first retry of a failed rollout, and the longest pause before a retry.
+# Seconds to wait before retrying a failed rollout: before the first retry, and at most before any retry.
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
 
@@ -91,7 +91,7 @@ class AdmissionControl:
         self._preemptions = 0
 
     async def __aenter__(self) -> None:
-        """Wait until another trajectory may run."""
+        """Wait until another trajectory may start."""
         if self._failure is not None:
             raise self._failure
         if self._waiting or self._in_flight >= self._limit:
@@ -160,7 +160,7 @@ class AdmissionControl:
             await asyncio.sleep(_POLL_SECONDS)
 
     def _propagate_failure(self, polling: asyncio.Task[None]) -> None:
-        """Raise a failure of the polling task in every waiting or later trajectory."""
+        """Raise the polling task's exception in every trajectory that waits or arrives later."""
         if polling.cancelled() or (failure := polling.exception()) is None:
             return
         self._failure = failure
@@ -369,7 +369,7 @@ class Driver:
     async def _play_or_replace_skipped(
         self, group: Group, sample: int, state: _SharedState
     ) -> tuple[Group, tuple[Trajectory, ...]]:
-        """Play one rollout, replacing skipped problems. Returns () if a skipped problem has no replacement."""
+        """Play one rollout, replacing skipped problems. Returns no trajectories if there is no replacement."""
         while True:
             try:
                 branches = await self._play_with_retries(group, sample, state)
@@ -382,7 +382,7 @@ class Driver:
                 return group, branches
 
     async def _play_with_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
-        """Play one rollout. Retries it up to ``rollout.retries`` times after a failure outside the policy."""
+        """Play one rollout, and retry it up to ``rollout.retries`` times after failures outside the policy."""
         for attempt in range(self.settings.retries):
             branches = await self._play_without_retries(group, sample, state)
             if not _all_ends_are_failures(branches):
@@ -392,7 +392,7 @@ class Driver:
         return (branches[-1].as_single_trajectory(),) if _all_ends_are_failures(branches) else branches
 
     async def _play_without_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
-        """Play a rollout without retries. Returns its branches, several for some agents and re-rendered histories."""
+        """Play a rollout once, and return its branches: several for forks, some agents and re-rendered histories."""
         greedy = sample == group.size
         policy = TokenPolicy(
             problem=group.problem,
@@ -401,7 +401,7 @@ class Driver:
             step=group.step,
             group=group.index,
             sample_index=sample,
-            # Zero-padded, so that names sort in the order of requests, samples and turns.
+            # Zero-padded, so that names sort by step, group and sample.
             name=f"{self.label}{group.step:08d}-{group.index:012d}-{sample:06d}",
             seed=self.seed,
             start_time=asyncio.get_running_loop().time(),
@@ -461,7 +461,7 @@ def _all_ends_are_failures(branches: Sequence[Trajectory]) -> bool:
 async def yield_from_tasks(
     count: int, worker: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
-    """Run ``worker`` in ``count`` tasks, and yield the values that the tasks pass to the function that they receive.
+    """Run ``worker`` in ``count`` tasks. Yields every value that a worker passes to the function it receives.
 
     Raises the exception of a failed task.
     """
@@ -498,7 +498,7 @@ def _messages(trajectory: Trajectory) -> tuple[Message, ...]:
 
 
 def _group_with_trajectories(group: Group, trajectories: list[Trajectory]) -> Group:
-    """Return the group with its trajectories."""
+    """Return a copy of ``group`` that contains ``trajectories``."""
     trajectories.sort(key=lambda item: (item.sample, item.branch))
     greedy = [item for item in trajectories if item.sample == group.size]
     return replace(

@@ -1,4 +1,4 @@
-"""Builders of the environment that a run's settings select, and of the codec that encodes its conversations."""
+"""Builders of the environment that a run's settings select, and of the codec for conversations."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def _choose_template_use(settings: EnvironmentRelatedSettings) -> TemplateUse | 
 
 
 def uses_chat_template(settings: EnvironmentRelatedSettings) -> bool:
-    """Return True if conversations use the chat template of a model that has one."""
+    """Return True if conversations use the model's chat template, provided that the model has one."""
     return is_agent_program(settings.env) or _choose_template_use(settings) is not None
 
 

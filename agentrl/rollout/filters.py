@@ -40,7 +40,7 @@ class FilterRules:
     drop_zero_variance: bool
 
     def treatment(self, ended: Ended) -> Treatment:
-        """Return the use of a rollout that ended with ``ended``."""
+        """Return the treatment of a rollout that ended as ``ended``."""
         if ended is Ended.VOID_TURN:
             return self.void_turns
         return self.truncated if ended.is_truncation else "train"

@@ -13,7 +13,7 @@ from agentrl.trajectory import Group, Trajectory
 
 
 def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
-    """Return averages over rollouts, without greedy rollouts. Branches of a rollout count as one rollout.
+    """Return averages over all rollouts except greedy rollouts. Branches of a rollout count as one rollout.
 
     Mean rewards weight rollouts by :attr:`.Trajectory.token_weight`, so that mean rewards do not depend on the budget
     or on forks. Other averages count every rollout, and every end of a forked rollout, once. The standard error treats
@@ -156,7 +156,7 @@ class StalenessTracker:
         self._steps_at[version] = self._trained + self._training
 
     def record_training_start(self) -> None:
-        """Record that a batch is passed to the trainer."""
+        """Record that a batch has been passed to the trainer."""
         self._training = True
 
     def record_training_end(self) -> None:
@@ -166,7 +166,7 @@ class StalenessTracker:
         self._steps_at[self._version] = self._trained
 
     def staleness(self, version: int) -> int:
-        """Return how many training steps ``version`` is behind. Raises RuntimeError if it was never installed."""
+        """Return the age of ``version`` in training steps. Raises RuntimeError if it was never installed."""
         if version not in self._steps_at:
             raise RuntimeError(f"a token was sampled by version {version}, which was never installed in the engine")
         return self._trained - self._steps_at[version]

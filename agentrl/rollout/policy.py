@@ -31,7 +31,7 @@ from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
 
-# A few milliseconds of work.
+# The work of this many tasks takes a few milliseconds.
 _TASKS_PER_ITERATION = 16
 
 
@@ -48,7 +48,7 @@ class EventLoopThrottle:
         self._is_scheduled = False
 
     async def wait_for_admission(self) -> None:
-        """Wait for this task's turn."""
+        """Wait until the current task is admitted."""
         if self._admitted < _TASKS_PER_ITERATION and not self._waiting_tasks:
             self._admitted += 1
             self._schedule_admission()
@@ -99,7 +99,7 @@ class TurnBarrier:
                 del self._waiting[request_id]
 
     def add_participants(self, count: int) -> None:
-        """Add participants."""
+        """Add ``count`` participants."""
         self._participants += count
 
     def remove_participant(self) -> None:
@@ -208,13 +208,13 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
         return ()
 
     async def play_branches(self, play: Callable[[Policy[RolloutResult]], Awaitable[RolloutResult]]) -> RolloutResult:
-        """Play the branches of :meth:`fork`."""
+        """Play the branches that :meth:`fork` returns."""
         raise NotImplementedError("this policy does not fork")
 
     @property
     @abstractmethod
     def response_tokens(self) -> int:
-        """Tokens of the response so far, including observations."""
+        """Number of response tokens so far, including observations."""
 
     @abstractmethod
     def begin(self, prompt: str) -> None: ...

@@ -1,4 +1,4 @@
-"""The schedule of groups to start and of groups to train, and the sources that play groups.
+"""Schedule of groups to start and to train, and the sources that supply groups.
 
 :class:`GroupSchedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies the groups of
 a step, either on demand or from rollouts that run ahead of training in the background.
@@ -174,7 +174,7 @@ class RolloutSource(ABC):
         """
 
     def record_trained(self) -> None:
-        """Record that the batch has been trained."""
+        """Record that the last batch taken has been trained."""
         return
 
     async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:
@@ -355,7 +355,7 @@ class BackgroundSource(RolloutSource):
 
 
 class _IdleStopwatch:
-    """Measures the seconds during which no group is played."""
+    """Measures the seconds during which no group is being played."""
 
     def __init__(self) -> None:
         self._since: float | None = None

@@ -1,4 +1,4 @@
-"""The work queue: issues problems for rollouts, each with its share of the step's budget, until they are trained."""
+"""The work queue, which issues problems with shares of the step's budget and keeps them until they are trained."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ _SAVED_FIELDS = ("index", "size", "problem_weight", "key", "widths")
 
 
 class QueueState(TypedDict):
-    """A work queue in a checkpoint.
+    """State of a work queue in a checkpoint.
 
     ``queue`` contains the fields of the untrained groups, and ``planned`` the same fields of later groups, whose
     prompts are not yet measured.
@@ -133,13 +133,13 @@ class WorkQueue:
         self._newest_is_measured.set()
 
     def requeue_untrained(self) -> None:
-        """Issue untrained problems again, before new ones."""
+        """Issue untrained problems again, before new problems."""
         self._requeued = deque(self._untrained_in_order())
         self._untrained = {}
         self._newest_is_measured.set()  # a drawn problem without a measured prompt follows these problems
 
     def upcoming_groups(self, count: int) -> list[Group]:
-        """Return the next ``count`` groups. Skipped problems may be replaced."""
+        """Return the next ``count`` groups. Problems that are skipped later are replaced."""
         while len(self._requeued) + len(self._drawn) < count:
             self._draw_problem_block()
         return list(islice(chain(self._requeued, self._drawn), count))
@@ -157,7 +157,7 @@ class WorkQueue:
             self._forks.add_step(map(_included_rollouts, groups))
 
     def budget_metrics(self, groups: Sequence[Group]) -> dict[str, float]:
-        """Return metrics of the budget, and of the posteriors of the problems of played groups."""
+        """Return metrics of the budget, and of the posteriors for the problems that were played."""
         if not self._updates_posteriors:
             return {}
         posteriors = self._sampler.posteriors
@@ -251,7 +251,7 @@ class WorkQueue:
             )
 
     def _log_skipped(self, problem: Problem, tokens: int) -> None:
-        """Log the first skipped problems. All are counted in ``groups/skipped_long_prompt``."""
+        """Log the first skipped problems. ``groups/skipped_long_prompt`` counts all skipped problems."""
         self._logged_count += 1
         if self._logged_count > _MAX_LOGGED:
             return

@@ -118,7 +118,7 @@ def copy_to_host(tensor: Tensor) -> Tensor:
 
 
 def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and complete value of every parameter with adapters merged. The model is not changed.
+    """Yield the name and complete value of every parameter with adapters merged. The model is not changed.
 
     Collective under ZeRO-3, like :func:`full_parameters`. Every rank holds a copy of the adapters during the iteration.
     """
@@ -131,12 +131,12 @@ def merged_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tup
 
 
 def policy_parameters(module: nn.Module, settings: LoRASettings) -> Iterator[tuple[str, Tensor]]:
-    """Return name and complete value of every parameter of the exported policy. Collective under ZeRO-3."""
+    """Return the name and complete value of every parameter of the exported policy. Collective under ZeRO-3."""
     return merged_parameters(module, settings) if settings.rank else full_parameters(module)
 
 
 def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield exported name and complete value of every adapter parameter. Collective under ZeRO-3."""
+    """Yield the exported name and complete value of every adapter parameter. Collective under ZeRO-3."""
     for name, value in full_parameters(module, wanted=is_adapter_factor):
         yield peft_parameter_name(name), value
 

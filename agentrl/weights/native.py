@@ -40,7 +40,7 @@ class ServersClient:
     """
 
     def __init__(self, clients: Sequence[Any], world_sizes: Sequence[int]) -> None:
-        """``clients`` implement vLLM's weight-sync client interface, as ``HTTPVLLMWeightSyncClient`` does."""
+        """Create a client. Each of ``clients`` has the interface of vLLM's ``HTTPVLLMWeightSyncClient``."""
         self._clients = tuple(clients)
         self._offsets = [sum(world_sizes[:index]) for index in range(len(self._clients))]
         self.failed: Future[None] = Future()
@@ -134,7 +134,7 @@ class NativeTransfer:
     def __init__(
         self, init_info: Any, client: ServersClient, source: ParameterSource, *, deadline: float = _CALL_SECONDS
     ) -> None:
-        """``init_info`` is one of vLLM's trainer init infos and selects the backend.
+        """Set up the transfer. ``init_info``, one of vLLM's trainer init infos, selects the backend.
 
         See :func:`open_native_transfer`.
         """

@@ -77,14 +77,14 @@ class ParameterSource:
     """
 
     def __init__(self, module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, with_checksums: bool = True) -> None:
-        """``with_checksums`` enables checksums. Only one rank needs them."""
+        """Create a source. ``with_checksums`` enables checksums, which only one rank needs."""
         self._module = module
         self._group_elements = group_elements
         self._with_checksums = with_checksums
         self.checksums: dict[str, Checksum] = {}
 
     def shapes(self) -> list[ParameterShape]:
-        """Return name, dtype and complete shape of every parameter, including parameters sharded by ZeRO-3."""
+        """Return the name, dtype and full shape of every parameter, including parameters sharded by ZeRO-3."""
         return [
             ParameterShape(name=name, dtype=item.dtype, shape=tuple(getattr(item, "ds_shape", item.shape)))
             for name, item in self._module.named_parameters()
@@ -105,7 +105,7 @@ class ParameterSource:
 def full_parameters(
     module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, wanted: Callable[[str], bool] = bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and complete value of every parameter, in the same order on all ranks, tied parameters once.
+    """Yield the name and complete value of every parameter in the same order on all ranks; tied parameters once.
 
     ``wanted`` selects parameters by name, by default all.
 
@@ -165,7 +165,7 @@ def _group_by_size(parameters: list[tuple[str, Any]], most: int) -> Iterator[lis
 
 
 def load_sharded_model(path: str | Path, settings: ModelSettings, config: dict[str, Any]) -> Any:
-    """Read a model with parameters sharded over all ranks by DeepSpeed's ``config``. Collective.
+    """Load a model whose parameters are sharded over all ranks according to DeepSpeed's ``config``. Collective.
 
     Only rank 0 reads the weights, into host memory; the other ranks hold at most a group and their shard.
     """

@@ -104,7 +104,7 @@ def sum_checksums(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str,
 
 
 def add_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
-    """Return the checksums. If the head is missing because it is tied, it gets the embedding's checksum."""
+    """Return the checksums, with the embedding's checksum added for the head if it is missing because it is tied."""
     tied = EMBEDDING_NAME in found and HEAD_NAME not in found
     return {**found, HEAD_NAME: found[EMBEDDING_NAME]} if tied else dict(found)
 
@@ -144,7 +144,7 @@ def noise_bound(noise: float, *, floor: float, limit: float) -> float:
 
 
 def probe_tokens(texts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int, ...]:
-    """Return the first tokens of the concatenated texts, at most ``PROBE_TOKENS`` and ``longest``.
+    """Return the first tokens of the concatenated texts, at most ``min(PROBE_TOKENS, longest)``.
 
     >>> probe_tokens([(1, 2, 3), (4, 5)], longest=4)
     (1, 2, 3, 4)
@@ -208,7 +208,7 @@ class Verifier:
     """Checks that the engines of a run have the trainer's weights."""
 
     def __init__(self, dtype: str, *, bound: float | None = None) -> None:
-        """``bound`` replaces the measured bound."""
+        """Create a verifier. ``bound`` replaces the measured bound; None: measure it."""
         self._limit = NOISE_LIMITS[dtype] if bound is None else bound
         self._floor = NOISE_FLOORS[dtype] if bound is None else bound
         self._verified: dict[str, EngineVerification] = {}

@@ -75,7 +75,7 @@ class Completion:
     routes: bytes = b""
 
     def to_segment(self, text: str, *, reward: float) -> Segment:
-        """Return the segment of a trajectory with these tokens."""
+        """Convert the completion to a segment of a trajectory."""
         return Segment(
             origin="model",
             token_ids=self.token_ids,
@@ -252,7 +252,7 @@ class EngineFacts:
     """
 
     about: str
-    """One line for the console."""
+    """One-line description of the engine for the console."""
     in_process: bool = False
     """Whether the engine runs in the rollout worker, with a model loaded there."""
     reproducible: bool = False
@@ -278,7 +278,7 @@ class EngineFacts:
     remote: bool = False
     """Whether servers may run on other machines without being started by the run."""
     start_seconds: float = 0.0
-    """Maximum seconds to open the engine, in addition to loading a model."""
+    """Maximum number of seconds to open the engine, not counting the time to load a model."""
 
 
 class EnginePlugin(ABC):
@@ -288,7 +288,7 @@ class EnginePlugin(ABC):
     """The pydantic model of ``rollout.options``."""
 
     def options(self, rollout: RolloutSettings) -> Any:
-        """Parse ``rollout.options`` with ``options_model``. Raises SettingsError that lists every invalid key."""
+        """Parse ``rollout.options`` with ``options_model``. Raises a SettingsError that lists every invalid key."""
         try:
             return self.options_model.model_validate(rollout.options)
         except ValidationError as error:

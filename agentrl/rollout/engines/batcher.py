@@ -126,7 +126,7 @@ class Batcher:
         self._waiting.append(request)
 
     def release(self, trajectory_id: str) -> None:
-        """Drop a trajectory's prefix. A late release does not affect a trajectory that was restarted."""
+        """Drop a trajectory's cached prefix. A late call does not affect a trajectory that was restarted."""
         index = self._row_of.get(trajectory_id)
         if index is None:
             return
@@ -136,7 +136,7 @@ class Batcher:
             row.trajectory_id, row.cached = None, []
 
     def update_cache_after_weight_change(self, old_version: int, *, keep_running: bool) -> None:
-        """Update the cache after a change of weights. ``old_version`` computed the cached keys and values.
+        """Update the cache after a change of weights. ``old_version``: the version that computed the cache.
 
         Prefixes without a running request are dropped. Keys and values of running requests are kept or, without
         ``keep_running``, recomputed with the new weights.
@@ -164,15 +164,15 @@ class Batcher:
         self._cache.clear()
 
     def drop_requests_and_prefixes(self) -> None:
-        """Drop all requests and prefixes after a failure."""
+        """Drop all requests and cached prefixes after a failure."""
         self._waiting.clear()
         for row in self._rows:
             row.request = None
         self.drop_prefixes()
-        self._cache = SlotCache(self._model.config.num_hidden_layers)  # a failed forward may have stored NaN
+        self._cache = SlotCache(self._model.config.num_hidden_layers)  # a failed forward pass may have stored NaN
 
     def halve_batch_size(self) -> tuple[int, int]:
-        """Halve the tokens per forward pass and the current number of rows (at least one) permanently.
+        """Permanently halve the token limit per forward pass, and limit the cache to half its rows (at least one).
 
         Returns the new limits on tokens per forward pass and in the cache.
         """
@@ -288,7 +288,7 @@ class Batcher:
         return index
 
     def _move_running_to_front(self, running: list[int]) -> list[int]:
-        """Move running rows to the front if less than half of the rows up to the last running row are running.
+        """Move running rows to the front if fewer than half of the rows up to the last running row are running.
 
         Returns the new indices of the running rows.
         """
@@ -323,7 +323,7 @@ class Batcher:
                 return indices[:count]
         return indices
 
-    # -- forwards -------------------------------------------------------------------------------------------------
+    # -- forward passes -------------------------------------------------------------------------------------------
 
     def _prefill(self, assigned: list[int]) -> list[TurnInProgress]:
         """Run one forward pass over the rows' uncached tokens. Equal new prompts are computed once."""
@@ -455,7 +455,7 @@ class Batcher:
         return request.finish_reason is not None
 
     def _reaches_stop_string(self, request: TurnInProgress, token: int) -> bool:
-        """Return True if a stop string ends in the token's bytes. Keeps text in which a stop string may have begun."""
+        """Return True if the token completes a stop string. Keeps trailing text in which a stop string may begin."""
         longest = max(map(len, request.stop))
         text = request.unmatched_text + (self._token_bytes[token] if token < len(self._token_bytes) else b"")
         request.unmatched_text = text[-longest + 1 :] if longest > 1 else b""

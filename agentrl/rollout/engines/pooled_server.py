@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class ServerLoad:
-    """The load of one server. ``limit``: maximum requests in flight. Without ``is_up``, the server gets no requests."""
+    """The load of one server, which gets requests only if ``is_up``. ``limit``: maximum requests in flight."""
 
     is_up: bool = True
     tokens: int = 0
@@ -62,7 +62,7 @@ class ServerLoad:
         return self.limit
 
     def placement_cost(self, trajectory_id: str, context: int) -> int:
-        """Return the sum of the tokens in flight and the tokens to prefill for a request."""
+        """Return the cost of placing a request on the server: tokens in flight plus tokens to prefill."""
         parent = trajectory_id.rpartition(".")[0]  # the id of a branch is its parent's id, a dot and a number
         cached = self.cached.get(trajectory_id, self.cached.get(parent, 0))
         return self.tokens + context - min(context, cached)
@@ -184,7 +184,7 @@ class StallDetector:
 
 
 class PooledServer:
-    """A server of an engine.
+    """One server of an engine, with its client, load and process.
 
     ``lacks_weights``: the server responds, but needs weights that only a transfer can supply.
     """

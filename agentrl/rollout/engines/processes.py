@@ -56,7 +56,7 @@ class ServerPlan(ABC):
 
 
 class ServerProcess:
-    """A server process and its log. The server is killed when this process ends for any reason."""
+    """A server process and its log. The server is killed when the process that started it exits."""
 
     def __init__(self, plan: ServerPlan, folder: Path, number: int = 0) -> None:
         """Configure the process without starting it. ``folder``: the directory of the run or evaluation."""
@@ -69,7 +69,7 @@ class ServerProcess:
         self._process: LocalProcess | None = None
 
     def launch(self) -> None:
-        """Start or restart the server. It may take minutes to respond."""
+        """Start or restart the server. The server may take minutes to respond."""
         self._process = LocalProcess(self.process_spec(self.plan.environment_variable_changes()), THIS_MACHINE)
         self.launch_count += 1
 
@@ -128,7 +128,7 @@ class NodeServer(ServerProcess):
         self._gone.set()
 
     def launch(self) -> None:
-        """Start the server on its node, or on a new node if it is lost. Raises WorldError if no node has room."""
+        """Start the server on its node or, if that node is lost, on another. Raises WorldError if no node has room."""
         if self._node is None or not self._cluster.is_reachable(self._node):
             self._node = self._cluster.reserve_on_node(self._bundle)
         node = self._node

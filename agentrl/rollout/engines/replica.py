@@ -291,7 +291,7 @@ class ServerClient(ABC):
         raise NotImplementedError
 
     async def count_computed_tokens(self) -> int | None:
-        """Return the number of tokens computed since the start, or None if unknown. None disables stall detection."""
+        """Return the number of tokens computed since the server started. None (unknown) disables stall detection."""
         return None
 
     async def cache_use(self) -> CacheUse | None:

@@ -57,7 +57,7 @@ class ServedWeights:
         return f"{self._run_id}-{version}"
 
     def set_version(self, directory: Path | None, version: int) -> None:
-        """Set the current version. Servers load it from ``directory``; None: servers have received the weights."""
+        """Set the current version, which servers load from ``directory``. None: servers already have the weights."""
         self.version, self.directory, self.has_initial_weights = version, directory, False
         self.check = None  # the old check is for the old weights; a new check is set after verification
 
@@ -69,7 +69,7 @@ class ServedWeights:
         await replica.drop_cached_prefixes(recompute_running=self._recompute)
 
     async def ensure_installed(self, replica: ServerClient) -> bool:
-        """Return True if a server has the current version. If necessary, installs it from files first."""
+        """Install the current version on a server, if necessary. Returns False if this requires a transfer."""
         label = await replica.version_label()
         if label is None and self.has_initial_weights:
             await replica.set_version_label(self.version)
@@ -128,7 +128,7 @@ class ServedAdapters(ServedWeights):
         self._names[version] = f"{self._adapter_name_prefix}{version}-{next(self._numbers)}"
 
     async def install(self, replica: ServerClient) -> None:
-        """Load the current version and unload the versions that no request uses."""
+        """Load the current version's adapter, and unload the adapters that no request uses."""
         name = self._names.get(self.version)
         if name is None:
             return

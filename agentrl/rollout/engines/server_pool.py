@@ -265,7 +265,7 @@ class ServerEngine:
         ]
 
     async def pause(self) -> None:
-        """Pause all running and new requests, so that weights can change. Sleeping servers allocate their weights.
+        """Pause all running and new requests, so that weights can change. Sleeping servers reallocate weight memory.
 
         If servers load adapters, running requests continue, because each request keeps its adapter.
         """
@@ -276,7 +276,7 @@ class ServerEngine:
             await self._call_servers(lambda replica: replica.pause())
 
     async def install(self, directory: Path | None, version: int) -> None:
-        """Install the weights of ``version`` from ``directory``; None: they have been transferred to the servers.
+        """Install the weights of ``version`` from ``directory``; None: the servers already have the weights.
 
         Call :meth:`pause` first. Running requests continue; new requests wait for :meth:`resume`.
         """

@@ -139,7 +139,7 @@ class TransformersEngine:
         return await asyncio.get_running_loop().run_in_executor(self._thread, self._score, token_ids)
 
     def pause(self) -> None:
-        """Pause all requests until :meth:`resume`. The model's next operation waits for a running forward pass."""
+        """Pause all requests until :meth:`resume`. Later operations on the model wait for a running forward pass."""
         self._gate.clear()
 
     def resume(self) -> None:

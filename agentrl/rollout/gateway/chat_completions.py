@@ -153,7 +153,7 @@ def _usage_fields(reply: Reply) -> dict[str, int]:
 
 
 def _message_fields(message: AgentMessage, *, numbered: bool = False) -> dict[str, object]:
-    """Return reasoning, text and calls, if present. Calls are numbered in a stream."""
+    """Return a message's reasoning, text and calls, if present. ``numbered``: number the calls, for a stream."""
     calls = [
         {
             **({"index": index} if numbered else {}),

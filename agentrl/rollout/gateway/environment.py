@@ -170,7 +170,7 @@ class AgentEnvironment(Environment):
         ]
 
     async def rollout(self, problem: Problem, policy: TokenPolicy) -> tuple[Trajectory, ...]:  # type: ignore[override]
-        """Run the program once, with the policy answering its requests.
+        """Run the program once. The policy answers the program's requests.
 
         Raises UnavailableError if the rollout is excluded and PromptTooLongError if the prompt is too long.
         """

@@ -414,7 +414,7 @@ def load_worker_program(target: str, settings: AgentGatewaySettings) -> WorkerPr
 
 
 def load_verifiers_worker(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> WorkerProgram:
-    """Return the worker for a task set of verifiers, run by ``options.python``. Raises PluginError if invalid."""
+    """Return the worker for a task set of the verifiers library, run by ``options.python``. Raises PluginError."""
     if not name:
         raise PluginError(f"env={VERIFIERS} names no task set: write {VERIFIERS}TASKSET")
     if options.python is None:

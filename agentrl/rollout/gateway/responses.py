@@ -195,7 +195,7 @@ class ResponsesRequest(ApiRequestBody):
         raise GatewayRequestError(f"the item {item.id!r} does not exist", param="input", status=404)
 
     def _output_items(self, reply_id: str, message: AgentMessage) -> list[dict[str, Any]]:
-        """Return the items of a reply. A reply without text and calls has an empty message."""
+        """Return the items of a reply. A reply without text or calls has an empty message."""
         items: list[dict[str, Any]] = []
         done = {"status": "completed"}
         if message.reasoning:

@@ -28,7 +28,7 @@ from agentrl_envs.chat import MarkedText
 from agentrl_envs.types import Ended
 
 _NO_ROOM = "leaves no room for a reply (rollout.max_prompt_tokens, rollout.max_response_tokens)"
-# Factor by which a tokenizer's normalization may shorten a text.
+# Maximum factor by which a tokenizer's normalization may shorten a text.
 _MAX_SHORTENING = 4
 
 
@@ -147,7 +147,7 @@ class AgentRollout:
         generation.delivered = bool(generation.delivered) or received
 
     async def reject_further_requests(self) -> None:
-        """Reject further requests, cancel running ones and release the engine's caches."""
+        """Reject further requests, cancel running requests and release the rollout's caches in the engine."""
         self.finished_event.set()
         for task in tuple(self._running):
             task.cancel()
@@ -163,7 +163,7 @@ class AgentRollout:
         )
 
     def _token_details(self, completion: Completion) -> Iterator[tuple[str, bytes, float]]:
-        """Yield text, bytes and log-probability of each sampled token."""
+        """Yield the text, bytes and log-probability of each sampled token."""
         codec = self.renderer.codec
         for token, value in zip(completion.token_ids, completion.log_probs, strict=True):
             yield codec.decode((token,)), codec.token_bytes[token] if token < len(codec.token_bytes) else b"", value
@@ -243,7 +243,7 @@ class AgentRollout:
         return min(self.settings.max_turn_tokens, room, request.max_tokens or room)
 
     def _choose_cache_sequence_id(self, parent: Generation | None, number: int) -> str:
-        """Return the sequence of a generation: its parent's sequence for the first continuation, or a new sequence."""
+        """Return a generation's cache sequence id: its parent's id for the first continuation, otherwise a new id."""
         if parent is not None and parent.id not in self._continued_ids:
             self._continued_ids.add(parent.id)
             return parent.cache_sequence_id
@@ -252,7 +252,7 @@ class AgentRollout:
         return cache_sequence_id
 
     def _build_prompt(self, request: AgentRequest) -> tuple[Prompt, MismatchReason | None]:
-        """Return the prompt of a request, and the reason if the prompt does not continue the last reply, or None."""
+        """Return the prompt of a request, and the reason why it does not continue the last reply (None if it does)."""
         parent, new_messages, mismatch = self.tree.match_request(request)
         if parent is not None:
             appended = self._append_to_parent(request, parent, new_messages)

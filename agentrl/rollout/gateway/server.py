@@ -90,7 +90,7 @@ class _Server(uvicorn.Server):
 
 
 class _LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol, which also limits the number of connections and the time of inactive clients.
+    """uvicorn's HTTP protocol with limits on the number of connections and on the time that clients are inactive.
 
     uvicorn's ``limit_concurrency`` refuses requests but keeps their connections. Here a connection ends if there are
     more than ``max_connections``, if no request arrives, or if the client does not read. h11 limits the size of heads
@@ -212,7 +212,7 @@ class AgentGateway:
         return self._entries[access.name].rollout.failure is not None
 
     async def reject_further_requests(self, access: GatewayAccess) -> None:
-        """Reject further requests of a rollout, and cancel running ones."""
+        """Reject further requests of a rollout, and cancel its running requests."""
         await self._entries[access.name].rollout.reject_further_requests()
 
     async def offer_to_workers(self, access: GatewayAccess) -> None:

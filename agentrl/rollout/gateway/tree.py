@@ -26,7 +26,7 @@ MISMATCH_REASONS: tuple[MismatchReason, ...] = ("edited", "tools", "reasoning", 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Prompt:
-    """The messages since the parent's reply, with their tokens and text. Without a parent, all messages.
+    """The messages since the parent's reply (without a parent, all messages), with their tokens and text.
 
     ``leading_texts``: the template's texts around all messages, used to check that a later rendering only appends.
     """
@@ -68,7 +68,7 @@ class Generation:
 
     @property
     def parent(self) -> Generation | None:
-        """The generation that this generation continues."""
+        """The generation that this generation continues, or None."""
         return self.prompt.parent
 
     @property
@@ -81,7 +81,7 @@ class Generation:
 
     @property
     def conversation(self) -> tuple[AgentMessage, ...]:
-        """All messages, including this reply."""
+        """All messages of the conversation, including this reply."""
         return tuple(message for one in self.path_from_root for message in (*one.prompt.messages, one.reply))
 
     @property
@@ -96,7 +96,7 @@ class Generation:
 
     @property
     def context_tokens(self) -> tuple[int, ...]:
-        """All tokens, including those of this generation."""
+        """All tokens of the conversation, including this generation's tokens."""
         return tuple(token for one in self.path_from_root for token in one.prompt.token_ids + one.completion.token_ids)
 
     @property
@@ -244,7 +244,7 @@ def build_trajectories(
 
 
 def _count_trained_tokens(branch: Sequence[Generation]) -> int:
-    """Return the number of trained tokens."""
+    """Return the number of trained tokens of a branch."""
     return sum(len(one.completion.token_ids) for one in branch if one.is_trained)
 
 
@@ -266,12 +266,12 @@ def _find_parents_and_fork_positions(branches: Sequence[Sequence[Generation]]) -
 
 
 def _token_ids_before_first_trained(branch: Sequence[Generation]) -> tuple[int, ...]:
-    """Return all tokens before the first trained generation."""
+    """Return all tokens before a branch's first trained generation."""
     return next(one for one in branch if one.is_trained).prompt.context_tokens
 
 
 def _build_segments(branch: Sequence[Generation], reward: float) -> tuple[Segment, ...]:
-    """Return the segments: sampled tokens and the text between them. Untrained tokens are observations."""
+    """Return a branch's segments: its trained replies, and all tokens between them as observations."""
     positions = [position for position, one in enumerate(branch) if one.is_trained]
     segments: list[Segment] = []
     waiting: list[tuple[tuple[int, ...], str]] = []

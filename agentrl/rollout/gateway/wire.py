@@ -230,7 +230,7 @@ class ApiRequestBody(WireModel, ABC):
 
     @abstractmethod
     def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
-        """Return the request in the common form, as trainable. Raises GatewayRequestError."""
+        """Return the request in the common form, marked as trainable. Raises GatewayRequestError."""
 
     @abstractmethod
     def complete_response(self, reply: Reply) -> Json:
@@ -289,7 +289,7 @@ def parse_api_request(kind: type[_Dialect], body: bytes, *, model: str) -> _Dial
 
 
 def _error_for_first_invalid_field(error: ValidationError) -> GatewayRequestError:
-    """Return an error for the first invalid field."""
+    """Return an error for the first invalid field of a request."""
     fault = error.errors(include_url=False, include_context=False)[0]
     path = "".join(f"[{one}]" if isinstance(one, int) else f".{one}" for one in fault["loc"]).removeprefix(".")
     text = json.dumps(fault["input"])

@@ -42,7 +42,7 @@ CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 _MEMORY_FRACTION = 0.85  # of a GPU's memory, for a server that does not share the GPU
 _SMALLEST_MEMORY_FRACTION = 0.05
 # Bytes of a colocated GPU that are reserved for the server's CUDA context and for training's memory other than tensors.
-# A weight transfer by IPC needs a buffer and a copy of the largest parameter in addition.
+# A weight transfer by IPC also needs a buffer and a copy of the largest parameter.
 _RESERVED_BYTES = 2 * 2**30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM 0.32
 
@@ -76,7 +76,7 @@ def max_adapters_in_use(settings: RolloutSettings) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class VLLMPlan(ServerPlan):
-    """A vLLM server to start, with the settings ``rollout``.
+    """Plan of a vLLM server to start, under the settings ``rollout``.
 
     ``backend``: the transport of weights (file, nccl or ipc). ``memory_fraction``: the server's fraction of each GPU's
     memory. ``adapter_rank``: the rank of the adapters to load; 0: none. ``routes``: requests for routes will follow.
@@ -293,8 +293,9 @@ def colocated_memory_fraction(free: int, total: int, *, largest: int = 0) -> flo
 
 
 def untie_policy_for_cpu_servers(policy_path: str, copy: Path) -> str:
-    """Return the policy for servers that receive weights. On a CPU, write a copy with untied embeddings to ``copy``.
+    """Return the path of the policy for servers that receive weights.
 
+    On a CPU, the policy is copied to ``copy`` with untied embeddings.
     ``policy_path``: a directory or a Hugging Face id.
     """
     if visible_server_gpus():

@@ -115,7 +115,7 @@ class _Choice(msgspec.Struct):
 
 
 class GenerateResponse(msgspec.Struct):
-    """The fields of the response to :func:`build_generate_body` that are decoded.
+    """The decoded fields of the response to a request from :func:`build_generate_body`.
 
     vLLM 0.32 sends each token id three times and each log-probability twice, with ranks: 140 bytes per token. Decoding
     takes most of the worker's time per token. No objects are created for skipped fields, so the ids are read only from
@@ -173,7 +173,7 @@ class _ServerInfo(msgspec.Struct):
 
 
 def read_completion(response: GenerateResponse, request: TurnRequest) -> Completion:
-    """Check the response to :func:`build_generate_body`. Raises InvalidResponseError if it is invalid."""
+    """Convert a response to a completion. Raises InvalidResponseError if the response is invalid."""
     sampling, (choice,) = request.sampling, response.choices
     token_ids = choice.token_ids
     log_probs = tuple([token.logprob for token in choice.logprobs.content])

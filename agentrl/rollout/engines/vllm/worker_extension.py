@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from agentrl.weights.verify import checksums
 
-# Columns of a packed matrix that are read at a time.
+# Number of columns of a packed matrix to read at a time.
 _COLUMNS = 256
 
 
