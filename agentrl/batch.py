@@ -311,7 +311,7 @@ class Batch:
 
     @property
     def log_probs(self) -> Tensor:
-        """Log-probabilities [B, T] under the weights from before the step's updates."""
+        """Log-probabilities [B, T] under the weights before the step's updates."""
         return self.computed_statistics.log_probs
 
     @property

@@ -45,7 +45,7 @@ from agentrl_envs.types import MAX_REWARD, Ended, Problem, ToolCall, Verdict
 
 
 class TrajectoryError(AssertionError):
-    """An invariant of a trajectory is violated. This is always a bug, never a property of the data."""
+    """Raised if an invariant of a trajectory is violated. This is always a bug, never a property of the data."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -1,4 +1,4 @@
-"""Run text-only rollouts against an OpenAI-compatible endpoint.
+"""Client for text-only rollouts with an OpenAI-compatible endpoint.
 
 Turns are streamed. The connection is closed as soon as the protocol considers the turn complete, a condition that stop
 strings cannot express. Failed requests are retried for ``retry_deadline`` seconds.
@@ -64,7 +64,7 @@ class RequestRefusedError(EngineError):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TextCompletion:
-    """One sampled turn.
+    """One turn sampled from an endpoint.
 
     ``finish_reason`` is ``eos`` if the model ended the turn, ``stop`` if the protocol considers it complete, ``length``
     at the token limit, and ``refused`` if a content filter ended the turn or the model refused. ``reasoning`` is the

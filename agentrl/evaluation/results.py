@@ -230,7 +230,7 @@ CellFormats = Mapping[str, Callable[[BenchmarkResults], str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Table:
-    """A title, column names and rows of text. The first column contains names."""
+    """A table of text: title, column names and rows. The first column contains names."""
 
     title: str
     columns: tuple[str, ...]

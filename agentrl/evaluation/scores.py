@@ -192,7 +192,7 @@ class ProblemVotes:
 
     @property
     def majority_score(self) -> float:
-        """1 if the correct answer has the most votes, 1 / (number of tied answers) for a tie, otherwise 0."""
+        """Majority-vote score: 1 if the correct answer wins, 1 / (number of tied answers) if it ties, otherwise 0."""
         most = max((self.correct, *self.wrong))
         if self.correct == 0 or self.correct < most:
             return 0.0

@@ -103,7 +103,7 @@ class Turn:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Transcript:
-    """One finished rollout.
+    """Record of one finished rollout.
 
     ``problem`` is the problem's id. Statements and reference answers are stored once per evaluation. ``refused`` is
     true if a content filter ended a turn or the model refused.

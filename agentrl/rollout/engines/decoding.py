@@ -144,7 +144,7 @@ def decode_attention(
     scaling: float | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Compute ``softmax(q k^T scaling) v`` without gradient and dropout, with the signature used by `transformers`.
+    """Compute ``softmax(q k^T scaling) v`` without gradients or dropout, with the signature used by `transformers`.
 
     ``query`` [m, heads, 1, dim], ``key`` and ``value`` [m, kv_heads, width, dim], ``attention_mask`` [m, 1, 1, width]
     True where a query attends. Returns [m, 1, heads, dim] and no weights. :func:`.attention` handles layers that cap

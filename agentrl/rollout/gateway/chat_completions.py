@@ -1,4 +1,4 @@
-"""OpenAI's Chat Completions: ``POST /v1/chat/completions``."""
+"""OpenAI's Chat Completions API: ``POST /v1/chat/completions``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Environments whose requests are matched by the gateway, so that one rollout may have several trajectories.
+"""Environments whose requests are matched by the gateway's rules, so that one rollout may have several trajectories.
 
 :class:`AgentEnvironment` runs the user's program against the gateway. :class:`RerenderedEnvironment` renders a
 conversation as a deployed server would: the chat template renders earlier turns. An episode's turns become requests,
@@ -216,7 +216,7 @@ class AgentEnvironment(Environment):
         return None if failure is None else rollout.failure or failure
 
     def _record_crash(self, rollout: AgentRollout, crash: Exception | None) -> None:
-        """Record an exception of the program, unless it results from a failure of the engine or a limit."""
+        """Record an exception of the program, unless an engine failure or a limit caused the exception."""
         if crash is None or rollout.failure is not None or rollout.stopped is not None:
             self.crashes.clear()
         elif isinstance(crash, AgentFailureError):  # a command: the first line contains its exit code
@@ -290,7 +290,7 @@ class RerenderedEnvironment(Environment):
 
 
 class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
-    """Samples turns as replies to requests. The last turn carries the sum of all rewards."""
+    """Policy that samples turns as replies to requests. The last turn carries the sum of all rewards."""
 
     def __init__(self, tokens: TokenPolicy, renderer: ChatRenderer, tools: Sequence[Json]) -> None:
         settings = tokens.settings

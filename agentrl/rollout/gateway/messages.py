@@ -1,4 +1,4 @@
-"""Anthropic's Messages: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
+"""Anthropic's Messages API: ``POST /v1/messages`` and ``POST /v1/messages/count_tokens``."""
 
 from __future__ import annotations
 

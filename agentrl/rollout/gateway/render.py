@@ -87,7 +87,7 @@ class ChatRenderer:
         return (TemplateMark(end, ends_turn=True), *([TemplateMark(rest)] if rest else []), *text_after_reply[1:])
 
     def _find_call_format(self) -> ToolCallFormat:
-        """Return the template's format of tool calls, or Hermes' format if the template has none."""
+        """Return the template's tool-call format, or Hermes' format if the template has none."""
         name = "search"
         tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
         try:
@@ -167,7 +167,7 @@ class ChatRenderer:
 def parse_tool_calls(
     text: str, request: AgentRequest, call_format: ToolCallFormat = HERMES
 ) -> tuple[str, tuple[tuple[str, str], ...]]:
-    """Return the text without its calls, and the name and arguments of each call.
+    """Return the text without tool calls, and the name and arguments of each tool call.
 
     If a call is invalid, names an unknown tool, or has arguments that a reply cannot contain, all calls stay in the
     text, because calls are executed together.

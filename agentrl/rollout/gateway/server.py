@@ -1,4 +1,4 @@
-"""The HTTP server of the gateway: an address and a key for each rollout, in the rollout worker's event loop.
+"""The gateway's HTTP server, which runs in the rollout worker's event loop. Each rollout has an address and a key.
 
 With the rollout's key, agents send ``POST`` requests to ``/chat/completions``, ``/messages`` or ``/responses`` below
 ``/rollouts/ID/v1``, or below ``/v1`` with the header ``X-Session-ID``. With the same key, ``GET
@@ -82,7 +82,7 @@ class _RegisteredRollout:
 
 
 class _Server(uvicorn.Server):
-    """A uvicorn server that leaves signals to the surrounding program."""
+    """A uvicorn server without signal handlers. The surrounding program handles signals."""
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -143,7 +143,7 @@ class _LimitedProtocol(H11Protocol):
 
 
 class AgentGateway:
-    """Serves admitted rollouts from :meth:`open` to :meth:`close`."""
+    """The gateway, which serves registered rollouts from :meth:`open` to :meth:`close`."""
 
     def __init__(self, settings: AgentGatewaySettings) -> None:
         self._settings = settings
@@ -322,7 +322,7 @@ class AgentGateway:
     async def _get_models(self, http: Request) -> Response:
         self._find_registered_rollout(http)
         names = (self._settings.model, self._settings.model + FROZEN)
-        # The fields of both OpenAI's and Anthropic's API.
+        # Fields of a model in both OpenAI's and Anthropic's API.
         fields = {"object": "model", "owned_by": "agentrl", "created": 0, "type": "model", "created_at": _EPOCH}
         models = [{"id": name, "display_name": name, **fields} for name in names]
         return JSONResponse(
@@ -330,7 +330,7 @@ class AgentGateway:
         )
 
     async def _assign_rollout(self, http: Request) -> Response:
-        """Return the next waiting rollout with the data to play it, or 204 if none arrives for ``wait`` seconds."""
+        """Return the data of the next waiting rollout, or status 204 if no rollout arrives for ``wait`` seconds."""
         if not _keys_equal(_read_api_key(http), self.key):
             raise GatewayRequestError("invalid key for this gateway", status=401, code="invalid_api_key")
         wait = parse_body(_NextRolloutBody, await self._read_body(http)).wait
