@@ -165,7 +165,7 @@ class Moments:
         return cls(count=zero, mean=zero, squares=zero)
 
     def all_reduce(self, communicator: Communicator) -> Moments:
-        """Return the moments over all calls of the step."""
+        """Return the combined moments of all calls in the step."""
         count, moment = communicator.all_gather(torch.stack([self.count, self.count * self.mean])).sum(0).unbind()
         mean = moment / count.clamp(min=1)
         squares = communicator.all_gather(self.squares + self.count * (self.mean - mean).square()).sum(0)

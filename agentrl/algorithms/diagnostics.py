@@ -51,7 +51,7 @@ class HeadVarianceAccumulator:
     def __init__(
         self, head_weight: Tensor, *, temperature: float, bias: Tensor | None = None, cap: float | None = None
     ) -> None:
-        """Use `head_weight` [V, D], `bias` [V], `temperature` and `cap` as in the forward.
+        """Use `head_weight` [V, D], `bias` [V], `temperature` and `cap` as in the forward pass.
 
         `cap` is in units of the head's output. The policy must not change between calls.
         """

@@ -20,8 +20,8 @@ from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative, write_tempere
 from agentrl.kernels.gradients import HeadGradientAccumulator, LogitGradientCoefficients, logit_gradient_coefficients
 from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
-# Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs 256 MB, 441 rows of 151,936 tokens, enough to use the
-# tensor cores fully.
+# Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs, 256 MB: 441 rows of 151,936 tokens, enough to use
+# the tensor cores fully.
 BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 # Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
@@ -145,7 +145,7 @@ def _logit_blocks(
 
 
 def _row_slices(z: Tensor, rows: slice) -> Iterator[tuple[slice, slice]]:
-    """Yield slices of a few rows, relative to the block z [R, V] and to all rows."""
+    """Yield slices of a few rows in pairs: relative to the block z [R, V], and relative to all rows."""
     step = max(1, PIECE_ELEMENTS[z.device.type] // z.shape[1])
     for start in range(0, z.shape[0], step):
         stop = min(start + step, z.shape[0])

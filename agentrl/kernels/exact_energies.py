@@ -1,4 +1,4 @@
-"""Exact energies ||grad_theta sum_t rho_t ln p(y_t)||^2 of every trajectory, in one forward and one backward."""
+"""Exact energies ||grad_theta sum_t rho_t ln p(y_t)||^2 of every trajectory, in one forward and one backward pass."""
 
 from __future__ import annotations
 

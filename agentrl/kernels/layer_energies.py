@@ -98,7 +98,7 @@ def split_causal_lm(model: Any) -> CausalLMParts:
 
 
 def rms_norm_input(norm: nn.Module, hidden: Tensor) -> Tensor:
-    """Compute the normalized input that an RMSNorm of `transformers` multiplies by its weight, as in its forward."""
+    """Compute the normalized input that an RMSNorm of `transformers` multiplies by its weight, as in ``forward``."""
     epsilon: float = getattr(norm, _NORMS[type(norm).__name__])
     wide = hidden.to(torch.float32)
     return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)).to(hidden.dtype)
@@ -116,7 +116,7 @@ def _is_known(module: nn.Module, *, is_head: bool) -> bool:
 
 
 def _check_no_other_shared_parameters(model: nn.Module, embedding: nn.Module, head: nn.Module) -> None:
-    """Raise KernelInputError if modules other than embedding and head share a parameter: it needs a cross term."""
+    """Raise KernelInputError if modules other than embedding and head share a parameter, which adds a cross term."""
     owner: dict[int, tuple[str, nn.Module]] = {}
     for name, module in model.named_modules():
         for parameter in module.parameters(recurse=False):
@@ -126,7 +126,7 @@ def _check_no_other_shared_parameters(model: nn.Module, embedding: nn.Module, he
 
 
 def _recomputed_modules(model: nn.Module) -> set[nn.Module]:
-    """Return the modules whose forward is recomputed in backward (gradient checkpointing, only in training mode)."""
+    """Return the modules that the backward pass recomputes (gradient checkpointing, only in training mode)."""
     found: set[nn.Module] = set()
     for module in model.modules():
         classes = {kind.__name__ for kind in type(module).__mro__}
@@ -233,11 +233,11 @@ class LayerEnergies:
                 handle.remove()
 
     def mark_forward_finished(self) -> None:
-        """Mark the end of the forward pass. Further forwards of a layer are recomputations."""
+        """Mark the end of the forward pass. Further calls of a layer are recomputations."""
         self._backward = True
 
     def check_all_layers_done(self) -> None:
-        """Raise KernelInputError if a layer received no gradient in backward."""
+        """Raise KernelInputError if a layer received no gradient in the backward pass."""
         missing = [site.name for site in self._sites if not site.done]
         if missing:
             raise KernelInputError(f"no gradient reached {', '.join(missing)}: the forward does not use these modules")

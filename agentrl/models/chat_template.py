@@ -39,7 +39,7 @@ PLAIN_TEMPLATE = (
     "{{ {'name': call.function.name, 'arguments': call.function.arguments} | tojson }}</tool_call>{% endfor -%}"
     "{{ '\\n' }}{% endfor -%}"
 )
-"""Template for models without one: the message contents, separated by newlines.
+"""Template for models without a chat template: the message contents, separated by newlines.
 
 Newlines are written as expressions, because `transformers` removes a newline after a block of a template.
 """

@@ -1,4 +1,4 @@
-"""Comparison of the forward pass of training with a model's forward pass of one unpadded row.
+"""Comparison of the forward pass of training with a model's forward pass over one unpadded row.
 
 A model can accept packed rows and still compute wrong values. For example, BART adds positions by index and ignores
 ``position_ids``. :func:`check_forward_matches_unpadded` tests a model's code on a small random copy before a run
@@ -108,7 +108,7 @@ def check_forward_matches_unpadded(name: str, config: PreTrainedConfig, backend:
 
 @torch.no_grad()
 def check_packed_forward(name: str, policy: PolicyModel) -> None:
-    """Raise SettingsError if the forward pass of ``policy`` differs from the model's own forward pass of one row.
+    """Raise SettingsError if the forward pass of ``policy`` differs from the model's own forward pass over one row.
 
     ``name`` is the name of the model in messages. Costs one forward pass for each of two short rows and one for both
     together. Collective over ranks that share parameters or form a sequence-parallel group.
@@ -244,7 +244,7 @@ def _keep_few_layers(config: PreTrainedConfig) -> None:
 
 
 def _keep_few_heads(config: PreTrainedConfig) -> None:
-    """Keep at most four heads, and scale widths accordingly. If heads share keys in the model, pairs share keys."""
+    """Keep at most four heads, and scale widths accordingly. If heads share keys, pairs of heads still do."""
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(width, int):
         return

@@ -47,7 +47,7 @@ class FrozenHead:
     beta: float = 1.0  # selects the divergence, see full_kl
 
     def select_tokens(self, indices: Tensor) -> FrozenHead:
-        """Return the inputs at some of the tokens."""
+        """Return the inputs at the tokens ``indices``."""
         return replace(self, hidden=self.hidden[indices])
 
     def divergence_of_policy(
@@ -101,7 +101,7 @@ class FrozenTopTokens:
         temperature: float,
         support: Support | None,
     ) -> Tensor:
-        """Like :meth:`FrozenHead.divergence_of_policy`, over ``ids``, with all other tokens merged into one."""
+        """Like :meth:`FrozenHead.divergence_of_policy`, over the tokens ``ids``, with all others merged into one."""
         assert support is None  # the settings reject restricted sampling with a teacher server
         return top_divergence(
             hidden,
@@ -257,7 +257,7 @@ class PolicyModel(nn.Module):
         self.attention: AttentionBackend = attention
         self.sequence = sequence
         self.records_routes = False
-        self.routes: ExpertRoutes | None = None  # from the last forward that recorded or replayed routes
+        self.routes: ExpertRoutes | None = None  # from the last forward pass that recorded or replayed routes
 
     @property
     def head(self) -> FusedHead:

@@ -91,7 +91,11 @@ def compute_user_metrics(trajectories: Sequence[object], reserved_names: Contain
             values[name] = float(value)
         except Exception as error:  # noqa: BLE001 - user code: a missing value must not end a run
             if name not in _FAILED:
-                logger.warning("metric %r has no value in this run: %s", name, describe_error(error))
+                logger.warning(
+                    "metric %r failed; its value is omitted from this row, and further failures are not logged: %s",
+                    name,
+                    describe_error(error),
+                )
             _FAILED.add(name)
     return values
 

@@ -1,4 +1,4 @@
-"""Directory of one run (docs/start/what-you-see.md). ``step`` counts completed optimizer steps, 0 before training.
+"""Directory of one run (docs/start/what-you-see.md). ``step`` counts completed training steps, 0 before training.
 
 A lock ensures that one process at a time uses a run directory, and is released when the process ends. Not guaranteed:
 protection on file systems without ``flock``, and against other programs that write to the directory.

@@ -398,7 +398,7 @@ def row_key_of_record(record: JsonRecord) -> RowKey:
 def _read_token_files(
     run: RunDirectory, step: int, groups: Collection[int] | None
 ) -> tuple[TokenMetadata | None, dict[RowKey, TrajectoryTokens], list[str]]:
-    """Read facts, rows and warnings from the files of all ranks.
+    """Read metadata and rows from the files of all ranks, and return them with warnings about unreadable files.
 
     Ranks of a sequence-parallel group store the same rows.
     """

@@ -207,7 +207,7 @@ class TeacherSettings(_Settings):
 
     @property
     def settings_by_source(self) -> dict[str | None, TeacherSettings]:
-        """The settings of the teacher of each source, without ``by_source``. None: the teacher of all other sources."""
+        """Teacher settings by source, without ``by_source``. The key None is the teacher of all other sources."""
         teachers: dict[str | None, TeacherSettings] = {
             source: self.model_copy(update={"path": one.path, "url": one.url, "by_source": {}})
             for source, one in self.by_source.items()

@@ -238,7 +238,7 @@ class _ApiHandlers:
 
 
 def _wrap_handler(handler: Handler, token: str) -> Callable[[Request], Response]:
-    """Wrap a handler, which checks the token and converts failures to messages that the page displays."""
+    """Wrap a handler to check the token and convert failures to messages that the page displays."""
 
     def endpoint(request: Request) -> Response:
         token_sent = request.headers.get("authorization", "").removeprefix("Bearer ")

@@ -144,13 +144,13 @@ def _generate_page_html(start_address: str, answers: Iterable[str]) -> Iterator[
 
 def _response_to_script_tag(item: tuple[str, object]) -> str:
     address, answer = item
-    # mtime=0: without a time stamp, equal answers have equal bytes.
+    # mtime=0: without a time stamp, equal responses have equal bytes.
     packed = base64.b64encode(gzip.compress(to_json(answer).encode(), compresslevel=6, mtime=0)).decode()
     return f'<script type="text/plain" data-answer="{address}">{packed}</script>\n'
 
 
 def _server_responses(run: RunDirectory, steps: Sequence[int], groups: int | None) -> Iterator[tuple[str, object]]:
-    """Yield the server's answers by address. ``/trajectories`` has the rows of all steps, which the page searches."""
+    """Yield pairs of address and response. ``/trajectories`` has the rows of all steps, which the page searches."""
     facts = {**read_run_page(run), "id": RUN_ID, "name": run.path.resolve().name}
     facts |= {"trajectory_steps": list(steps), "stored_steps": len(steps)}
     yield "/library", {"runs": [facts], "evaluations": []}

@@ -1,4 +1,4 @@
-"""Size-limited readers of a growing ``metrics.jsonl``, as columns, and of other files of JSON lines."""
+"""Size-limited readers for a growing ``metrics.jsonl``, returned as columns, and for other JSON Lines files."""
 
 from __future__ import annotations
 

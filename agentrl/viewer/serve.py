@@ -65,7 +65,7 @@ class CalculationClient:
             self._stop_process()
 
     def _connect(self, run: Path) -> Connection:
-        """Return the connection to the process of ``run``, starting the process if it does not run."""
+        """Return the connection to the process of ``run``, starting the process if it is not running."""
         if self._connection is None or self._run != run or self._process is None or not self._process.is_alive():
             self._stop_process()
             context = multiprocessing.get_context("spawn")

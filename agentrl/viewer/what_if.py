@@ -40,7 +40,7 @@ def recompute_advantages(
 
 
 def require_token_metadata(step: StoredStep) -> TokenMetadata:
-    """Return the facts of a step's token statistics. Raises SettingsError if they are not stored."""
+    """Return the metadata of a step's token statistics. Raises SettingsError if they are not stored."""
     if step.facts is None:
         reasons = "; ".join(step.warnings) or "telemetry.tokens_every skips it, or it trained on no trajectory"
         raise SettingsError(f"step {step.step} has no token statistics: {reasons}")

@@ -185,7 +185,7 @@ def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: TeacherS
         ServedTeacher(TeacherSettings(url="http://127.0.0.1:9/v1", path="t"), refused_ids={}, deadline=0.1).score_batch(
             batch
         )
-    with pytest.raises(InvalidResponseError, match="expected 3 log-probabilities at each of 2 tokens"):
+    with pytest.raises(InvalidResponseError, match="expected 3 log-probabilities for each of 2 tokens"):
         parse_score_response({"choices": [{"prompt_logprobs": [None, {"5": {"logprob": -1.0}}]}]}, [4, 5], 3)
     with pytest.raises(InvalidResponseError, match=r"expected choices\.0\.prompt_logprobs; got \{\}"):
         parse_score_response({}, [4, 5], 3)

@@ -130,8 +130,8 @@ class EstimatorRegistry(OptionsRegistry[EstimatorEntry]):
 
         The other arguments are its traits. `requires` lists the fields of AdvantageInputs that must be given. Set
         `weighted` if the function reads `inputs.masked_importance_weights`, the weights and mask of the rollout
-        correction. Advantages are computed before the forward if the estimator is not weighted and requires nothing
-        that a forward computes.
+        correction. Advantages are computed before the forward pass if the estimator is not weighted and requires
+        nothing that a forward pass computes.
 
         By default, a call receives one or more complete groups. With span="step", it receives all rows of the step, on
         rank 0. With span="ranks", it receives all rows of its rank, and exchanges sums with other ranks through

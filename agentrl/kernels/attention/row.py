@@ -43,7 +43,7 @@ class SequenceParallelGroup:
         return received.transpose(0, 1).flatten(1, 2)[None]
 
     def kv_tokens_to_heads(self, states: Tensor) -> Tensor:
-        """Apply :meth:`tokens_to_heads` to G heads shared by queries.
+        """Apply :meth:`tokens_to_heads` to G key-value heads, which query heads may share.
 
         Every rank that needs a head receives a copy of it.
         """
@@ -106,7 +106,7 @@ AttentionBackend = Literal["sdpa", "flex", "flash", "padded"]
 
 
 class VarlenBounds(NamedTuple):
-    """Lengths of a row's segments and of their keys: the keys of all tokens on the path to the segment's end."""
+    """Lengths of a row's segments and of their keys. A segment's keys are all tokens on the path to its end."""
 
     indices: Tensor | None  # [K] int64, index in the row of each key; None: keys are the row in order
     queries: Tensor  # [S + 1] int32, cumulative lengths
@@ -149,13 +149,13 @@ class PackedRow:
     @cached_property
     def position_ids(self) -> Tensor:
         """Position of each token in its document, from 0, [1, L] int64."""
-        # From the index in the row to the position in the document.
+        # Offset from a token's index in the row to its position in the document.
         shift = self.segment_prefix_lengths - self.segment_starts
         positions = torch.arange(len(self.token_ids), device="cpu") + shift.repeat_interleave(self.lengths)
         return positions[None].to(self.token_ids.device)
 
     def response_token_ids(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the ids of the response tokens at ``columns`` of the documents ``rows``; both broadcast."""
+        """Return the ids of the response tokens at ``columns`` of the documents ``rows``, which are broadcast."""
         return self.input_ids[0, self.response_starts[rows] + columns]
 
     def predicting_positions(self, rows: Tensor, columns: Tensor) -> Tensor:
@@ -351,7 +351,7 @@ class PrefixTree:
 
 
 def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool = True) -> PackedRow:
-    """Pack documents (prompt, response) of token ids, all on the host.
+    """Pack documents into one row. Each document is a pair (prompt, response) of token ids on the CPU.
 
     With ``share_prefixes``, the longest prefix of a prompt that another document contains is not stored again. Response
     tokens are stored for each document.
@@ -418,7 +418,7 @@ def pack_padded(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AttentionPass:
-    """One forward of a transformer over a packed row, or over this rank's part of a shared row."""
+    """One forward pass of a transformer over a packed row, or over this rank's part of a shared row."""
 
     row: PackedRow
     backend: AttentionBackend
@@ -431,8 +431,8 @@ class AttentionPass:
         return rank_slice(self.row, self.sequence)
 
 
-# A context variable, not an argument of the forward, because layers of some models (StableLM, Nemotron) do not pass
-# keyword arguments to their attention.
+# A context variable, not an argument of the model's forward method, because layers of some models (StableLM, Nemotron)
+# do not pass keyword arguments to their attention.
 _current: ContextVar[AttentionPass | None] = ContextVar("attention_pass", default=None)
 
 
@@ -489,7 +489,7 @@ def rank_slice(row: PackedRow, sequence: SequenceParallelGroup | None) -> slice:
 
 
 def current_attention_pass() -> AttentionPass | None:
-    """Return the forward that runs in this thread, or None outside :func:`compute_packed_states`."""
+    """Return the forward pass that runs in this thread, or None outside :func:`compute_packed_states`."""
     return _current.get()
 
 

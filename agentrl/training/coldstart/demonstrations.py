@@ -68,7 +68,7 @@ def check_no_template_tool_calls(settings: Settings, template: object) -> None:
 
 
 def check_tool_calls(demonstrations: Sequence[Demonstration], settings: Settings) -> None:
-    """Raise SettingsError if a demonstration lacks a column of a class's ``reset`` or calls an unknown tool.
+    """Raise SettingsError if a demonstration lacks a column that ``reset`` needs or calls an unknown tool.
 
     Calls with invalid arguments may be intended and only cause a warning.
     """
@@ -169,7 +169,7 @@ def _reduce_to_answer(demonstration: Demonstration) -> Demonstration:
 def _turns_in_protocol_format(
     demonstration: Demonstration, protocol: TextProtocol, name: str
 ) -> Iterator[DemonstrationTurn]:
-    """Yield programs and answers in the protocol's format. ``final_answer`` becomes a print, then the answer."""
+    """Yield turns in the protocol's format. A ``final_answer`` call becomes two turns: ``print``, then the answer."""
     answer = DemonstrationTurn(model=_ANSWERS[name].format(demonstration.problem.answer))
     for turn in demonstration.turns:
         program = _SIMPLETIR.parse(turn.model).program

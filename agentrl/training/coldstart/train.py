@@ -92,7 +92,7 @@ def shuffled_batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]
 
 
 def random_repetition_demonstration(vocabulary: Tensor, generator: torch.Generator) -> EncodedDemonstration:
-    """Return 4 to 16 random tokens of ``vocabulary`` [V] as prompt, and their three repetitions as response.
+    """Return 4 to 16 random tokens of ``vocabulary`` [V] as the prompt, repeated three times as the response.
 
     Only copying can predict the repetitions. A small new model that only imitates demonstrations learns the form of
     tool calls long before it learns to copy results, and often makes no further progress.

@@ -109,7 +109,7 @@ class CheckpointWriter:
             self.publish_pending()
 
     def publish_pending(self, *, wait: bool = True) -> None:
-        """Publish the checkpoint under way if every rank has written its part. With ``wait``, wait for all parts."""
+        """Publish the pending checkpoint if every rank has written its part. With ``wait``, wait for all parts."""
         if self._pending is None:
             return
         write = self._pending
@@ -126,7 +126,7 @@ class CheckpointWriter:
         self._published(write.state)
 
     def close(self) -> None:
-        """Stop the thread after it has written this rank's part of a checkpoint under way."""
+        """Stop the thread once it has written this rank's part of the pending checkpoint, if there is one."""
         self._thread.shutdown()
 
     def _publish(self, write: _PendingCheckpoint, parts: list[dict[str, str]]) -> None:
@@ -221,7 +221,7 @@ def check_reference_matches(checkpoint: Path, state: RunState, path: str | None)
 
 
 def _write_on_all_ranks(folder: Path, work: Callable[[], _Value]) -> list[_Value]:
-    """Return every rank's result of ``work``. Every rank raises WorldError if one rank fails to write. Collective."""
+    """Call ``work`` and return every rank's result. All ranks raise WorldError if one fails to write. Collective."""
 
     def guarded() -> _Value:
         with os_errors_as_world_errors(folder, "write a checkpoint to"):

@@ -111,13 +111,13 @@ def _pad_rows(flat: Tensor, lengths: Tensor) -> Tensor:
 
 
 def _concatenate_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate along rows, as wide as the widest part."""
+    """Concatenate the rows of all parts, padded to the width of the widest part."""
     width = max(part.shape[1] for part in parts)
     return torch.cat([_pad_to_width(part, width) for part in parts])
 
 
 def _pad_to_width(values: Tensor, width: int) -> Tensor:
-    """Pad or cut [b, any] to [b, width], as a new tensor; only padding is cut off."""
+    """Return a new tensor [b, width]: ``values`` [b, any], padded or cut. Only padding is cut off."""
     return torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
@@ -138,23 +138,23 @@ class MetricAccumulator:
         self._negated: set[str] = set()  # names whose smallest value is kept, as the largest negated value
 
     def add_mean(self, name: str, value: Number, weight: Number) -> None:
-        """Add ``value``, a mean over ``weight`` items: tokens, trajectories or updates."""
+        """Add ``value``, a mean over ``weight`` tokens, trajectories or updates, to the mean ``name``."""
         weight = self._number(weight)
         self._add(self._sums, name, torch.where(weight > 0, self._number(value), 0.0) * weight)
         self._add(self._weights, name, weight)
 
     def add_total(self, name: str, value: Number) -> None:
-        """Add ``value`` to a sum."""
+        """Add ``value`` to the sum ``name``."""
         self._add(self._sums, name, self._number(value))
 
     def add_largest(self, name: str, value: Number, weight: Number = 1.0) -> None:
-        """Keep the largest of the values with a weight above 0."""
+        """Keep the largest value of ``name`` among values with a weight above 0."""
         lowest = self._number(-math.inf)
         value = torch.where(self._number(weight) > 0, self._number(value), lowest)
         self._largest[name] = torch.maximum(self._largest.get(name, lowest), value)
 
     def add_smallest(self, name: str, value: Number, weight: Number = 1.0) -> None:
-        """Keep the smallest of the values with a weight above 0."""
+        """Keep the smallest value of ``name`` among values with a weight above 0."""
         self._negated.add(name)
         self.add_largest(name, -value, weight)
 

@@ -394,7 +394,7 @@ class TrainingEngine(Generic[_Module_co]):
         return self.groups.replica
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Return ``values`` of every rank with different rows, [ranks, ...]. Shapes must be equal. Collective."""
+        """Gather ``values`` from every rank with different rows, [ranks, ...]. Shapes must be equal. Collective."""
         if self.groups.replicas == 1:
             return values.unsqueeze(0)
         found = [torch.empty_like(values) for _ in range(self.groups.replicas)]
@@ -408,7 +408,7 @@ class TrainingEngine(Generic[_Module_co]):
         return values
 
     def offload_to_cpu(self) -> None:
-        """Move optimizer state and gradients to the CPU. Parameters remain for the transfer to an engine."""
+        """Move optimizer state and gradients to the CPU. Parameters stay on the GPU for the transfer to an engine."""
         from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
 
         moved = [State.optim_states, State.hp_params, State.lp_grads, State.contiguous_grad_buffer]
@@ -462,12 +462,12 @@ def read_policy(path: str | Path, model: ModelSettings, training: TrainingSettin
 
 
 def _count_dimensions(parameter: nn.Parameter) -> int:
-    """Return the number of dimensions of the whole parameter; a shard has one dimension."""
+    """Return the number of dimensions of the whole parameter, even if this rank holds a shard with one dimension."""
     return len(getattr(parameter, "ds_shape", parameter.shape))
 
 
 def build_frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloat16: bool) -> Callable[..., Any]:
-    """Return the forward of a frozen module on this rank's device. ZeRO-3 shards its parameters."""
+    """Return the forward function of a frozen module on this rank's device. ZeRO-3 shards the parameters."""
     import deepspeed
 
     module.requires_grad_(False).eval()

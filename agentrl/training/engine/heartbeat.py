@@ -86,11 +86,11 @@ class Heartbeat:
         self._mark((calls, 0), f"waiting for {waiting_for}", self._deadline, waits=True)
 
     def repeat_mark(self) -> None:
-        """Repeat the last mark."""
+        """Repeat the last mark, as a sign of progress."""
         self.beat = replace(self.beat, progress_count=self.beat.progress_count + 1)
 
     def mark_work_start(self, activity: str) -> None:
-        """Mark the start of work that may take long."""
+        """Mark the start of work that may take a long time."""
         self._end_pass()
         self._mark(self._next_position(), activity, self._slow)
 
@@ -118,7 +118,7 @@ class Heartbeat:
         )
 
     def mark_passes_end(self) -> None:
-        """Mark the start of the wait for other ranks' micro-batches and of the update."""
+        """Mark the end of this rank's passes: it then waits for other ranks' micro-batches and runs the update."""
         self.mark_work_start(f"{self._step}, after its micro-batches")
 
     def _end_pass(self) -> None:

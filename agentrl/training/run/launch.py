@@ -371,7 +371,7 @@ class RankProcesses:
             self._cause_found_at = time.monotonic()
 
     def _report_once(self, cause: RankExit, *, at_once: bool) -> None:
-        """Report the cause once. A possible consequence of another failure is reported after a delay."""
+        """Report the cause of a failure once. A possible consequence of another failure is reported after a delay."""
         sure = at_once or cause.severity > 0 or time.monotonic() > self._cause_found_at + _CAUSE_DELAY
         if sure and cause is not self._reported and not self.stop_requested:
             self._reported = cause

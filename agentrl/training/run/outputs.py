@@ -63,7 +63,7 @@ class BestPolicyExport:
         self.path = self._checkpoints / "best"
 
     def write_pending_export(self, evaluation: EvaluationRecord, export: Callable[[Path], None]) -> None:
-        """Export the policy of ``evaluation``. :meth:`keep_only` renames the export. Raises WorldError."""
+        """Export the policy of ``evaluation``, for :meth:`keep_only` to publish. Raises WorldError if writing fails."""
         pending = self._pending(evaluation["step"])
         partial = self._checkpoints / f"{pending.name}.partial"
         with os_errors_as_world_errors(partial, "write the best policy to"):
@@ -238,7 +238,7 @@ def write_final_outputs(
 
 
 def reprint_alerts(run: RunDirectory, console: Console) -> None:
-    """Print the alerts of a run again at its end, causes first, because early alerts have scrolled off the terminal."""
+    """Print the run's alerts again at its end, causes first. Early alerts have scrolled off the terminal by then."""
     for alert in remove_repeated_alerts(run.alerts()):
         console.warning(str(alert))
 
@@ -268,7 +268,7 @@ class TokenStatisticsWriter:
     def __init__(
         self, folder: Path, telemetry: TelemetrySettings, objective: ObjectiveSettings, groups: RankGroups
     ) -> None:
-        """Only the first rank of a sequence-parallel group writes."""
+        """Create a writer. Only the first rank of a sequence-parallel group writes files."""
         self._run = RunDirectory(folder)
         self._telemetry = telemetry
         self._objective = objective

@@ -390,8 +390,8 @@ class TrainingSession:
         if report is None:
             how, kind = "evaluated", ""
             if falsified:
-                how, kind = "evaluated with falsified observations", " that reveals a value by execution"
-            self._console.note(f"step {self._progress.step}: not {how}, because data.eval has no problem{kind}")
+                how, kind = "evaluated with falsified observations", " that reveal a value by execution"
+            self._console.note(f"step {self._progress.step}: not {how}, because data.eval contains no problems{kind}")
             return
         self._record_evaluation(report)
         if not falsified and self._settings.checkpoint.best:

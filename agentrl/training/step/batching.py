@@ -44,7 +44,7 @@ class RankPlan:
 
     step: int
     version: int  # of the trained policy
-    statistics_pass_reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward
+    statistics_pass_reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward pass
     updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
     # Micro-batches scored before training if there is no statistics pass: all but the last of each split group.
     statistics_pass_batches: tuple[MicroBatch, ...]
@@ -277,7 +277,8 @@ def plan_step(
 def _statistics_pass_is_faster(shares: Sequence[Sequence[Unit]], scored: int, costs: RowCosts) -> bool:
     """Return True if keeping each group on one rank makes other ranks wait longer than a statistics pass takes.
 
-    A backward pass costs as much as two forwards. A statistics pass lets the trajectories of a group train on any rank.
+    A backward pass costs as much as two forward passes. After a statistics pass, any rank can train on any trajectory
+    of a group.
     """
 
     def cost(items: Sequence[Sequence[Trajectory]]) -> float:
@@ -305,7 +306,7 @@ def choose_home_ranks(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
 
 
 def is_due(step: int, every: int) -> bool:
-    """Return True if an action of every ``every`` steps (0: never) is due at ``step``."""
+    """Return True if an action that is repeated every ``every`` steps (0: never) is due at ``step``."""
     return bool(every) and step % every == 0
 
 

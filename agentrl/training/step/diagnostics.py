@@ -41,7 +41,7 @@ def fidelity_bound(dtype: str, noise: float) -> float:
 
 
 def record_forward_metrics(meter: MetricAccumulator, batch: Batch, *, version: int) -> None:
-    """Record metrics of the first forward, with the weights of ``version``, over a micro-batch's trajectories.
+    """Record metrics of a micro-batch's first forward pass, which uses the weights of ``version``.
 
     ``policy/engine_abs_diff`` covers the tokens of this version, except turns during which the weights changed, because
     their keys and values may come from two versions. ``policy/engine_abs_diff_max`` is the mean of the trajectory with
@@ -68,7 +68,7 @@ def record_forward_metrics(meter: MetricAccumulator, batch: Batch, *, version: i
 
 
 def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: float) -> dict[str, float]:
-    """Return signal strength and pure noise of a step as published: S = ||g||^2 and (P - S) / (N - 1).
+    """Return a step's signal strength S = ||g||^2 and pure noise (P - S) / (N - 1), as published.
 
     The total power P is a norm with respect to the logits. S is a norm with respect to the parameters, on the scale of
     the loss. :class:`HeadExactMonitor` measures P and S in one space. With fewer than two trajectories, pure noise is
@@ -195,8 +195,8 @@ class TokenStatisticsRecorder:
     def add_micro_batch(self, batch: Batch, *, factors: Tensor, update: int, update_log_probs: Tensor | None) -> None:
         """Copy the statistics of a micro-batch's model tokens to the CPU.
 
-        ``factors`` [B] weight the tokens in the loss. ``update_log_probs`` [B, T] are from the forward of the backward
-        pass, if an update of this step has changed the policy since scoring.
+        ``factors`` [B] weight the tokens in the loss. ``update_log_probs`` [B, T] are from the forward pass of
+        this update, if an earlier update of this step has changed the policy since scoring.
         """
         mask = batch.counted_mask
         ends = mask.sum(-1).cumsum(-1).tolist()

@@ -133,7 +133,8 @@ def advantages_known_before_forward(settings: ObjectiveSettings) -> bool:
     """Return True if advantages follow from rewards alone, without the policy's log-probabilities."""
     needed = estimator_requirements(settings)
     penalty = settings.kl.coefficient and settings.kl.placement == "reward"
-    # The greedy rollout's reward is known before the forward. The rollout correction affects weighted estimators only.
+    # The greedy rollout's reward is known before the forward pass.
+    # The rollout correction affects weighted estimators only.
     corrected = settings.correction.active and needed.weighted
     return not (needed.inputs - {"greedy_returns"} or corrected or penalty)
 

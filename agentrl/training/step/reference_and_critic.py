@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def create_kl_controller(settings: KLSettings) -> KLController:
-    """Create the controller of the penalty's coefficient."""
+    """Create the controller of the KL penalty's coefficient."""
     if settings.controller == "fixed":
         return FixedKL(settings.coefficient)
     return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
@@ -54,7 +54,7 @@ class FrozenPolicy:
         hinted: bool = False,
         refused_ids: Mapping[int, str] | None = None,
     ) -> None:
-        """``forward`` computes the forward of ``policy``, whose parameters are frozen.
+        """``forward`` runs the forward pass of ``policy``, whose parameters are frozen.
 
         ``needs_full_distribution`` enables the divergence over the whole vocabulary; ``beta`` selects the divergence
         (:func:`.full_kl`). If the parameters are sharded, every rank then needs a copy of the head. Rows of the head
@@ -118,13 +118,13 @@ class TeachersBySource:
     """Several teachers. Each trajectory is scored by the teacher of its problem's source."""
 
     def __init__(self, by_source: Mapping[str | None, FrozenPolicy | ServedTeacher]) -> None:
-        """``by_source``: the teacher of each source; None: the teacher of all other sources."""
+        """``by_source`` maps sources to teachers. The key None is the teacher of all other sources."""
         self._teachers = [*dict.fromkeys(by_source.values())]
         self._numbers = {source: self._teachers.index(teacher) for source, teacher in by_source.items()}
         self.needs_full_distribution = self._teachers[0].needs_full_distribution
 
     def score_batch(self, batch: Batch) -> tuple[Tensor, FrozenPoliciesByToken | None]:
-        """Like :meth:`FrozenPolicy.score_batch`.
+        """Score each trajectory with its teacher, like :meth:`FrozenPolicy.score_batch`.
 
         Every local teacher processes every batch, because ranks whose batch lacks a source take part in collectives.
         """
@@ -219,7 +219,7 @@ def _open_teacher(
 def _frozen_policy(
     path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
 ) -> tuple[PolicyModel, Callable[..., Any]]:
-    """Return a frozen model and its forward.
+    """Return a frozen model and its forward function.
 
     For the base model ``initial`` of a policy with adapters, the policy is used with its adapters disabled.
     """
@@ -263,7 +263,7 @@ class Critic:
         return values[:, :-1], values.gather(1, batch.response_lengths[:, None])[:, 0]
 
     def backward(self, batch: Batch, *, tokens: int) -> dict[str, Tensor]:
-        """Accumulate the gradient of this micro-batch's part of the loss.
+        """Accumulate the gradient of this micro-batch's part of the critic's loss.
 
         The loss is a mean over the update's ``tokens``. Returns metrics as means over the model tokens of ``batch``.
         """

@@ -40,7 +40,7 @@ class ServedTeacher:
         vocabulary: int | None = None,
         deadline: float = 300.0,
     ) -> None:
-        """``deadline``: seconds for which failed requests are retried. ``refused_ids``: see :class:`.FrozenPolicy`.
+        """Failed requests are retried for ``deadline`` seconds. ``refused_ids`` is described in :class:`.FrozenPolicy`.
 
         Token ids of at least ``vocabulary`` in the server's responses are ignored, because they only pad the teacher's
         vocabulary.
@@ -116,7 +116,7 @@ def _is_transient(error: Exception) -> bool:
 
 
 def parse_score_response(answer: object, row: Sequence[int], top: int) -> list[dict[int, float]]:
-    """Read and check the response. Raises InvalidResponseError if it lacks a token."""
+    """Parse and check a response. Raises InvalidResponseError if log-probabilities are missing."""
     try:
         entries = answer["choices"][0]["prompt_logprobs"]  # type: ignore[index]
         scores = [{int(token): float(item["logprob"]) for token, item in (entry or {}).items()} for entry in entries]
@@ -125,7 +125,7 @@ def parse_score_response(answer: object, row: Sequence[int], top: int) -> list[d
     complete = all(token in entry and len(entry) >= top for token, entry in zip(row[1:], scores[1:], strict=False))
     if len(scores) != len(row) or not complete:
         raise InvalidResponseError(
-            f"expected {max(top, 1)} log-probabilities at each of {len(row)} tokens; vLLM limits their number by "
-            "--max-logprobs"
+            f"expected {max(top, 1)} log-probabilities for each of {len(row)} tokens; if the server returns fewer, "
+            "raise its --max-logprobs"
         )
     return scores

@@ -64,7 +64,7 @@ def _convert_memory_errors(batch: MicroBatch | Batch) -> AbstractContextManager[
 
 
 class Trainer:
-    """Executes plans. The result of a step does not depend on the number of ranks or micro-batches, up to rounding."""
+    """Executes the plans of steps. Up to rounding, results do not depend on the number of ranks or micro-batches."""
 
     def __init__(
         self,
@@ -183,7 +183,7 @@ class Trainer:
                 self._train_update(step, batches, tokens=plan.model_tokens[number], weights_unchanged=number == 0)
 
     def _train_with_one_forward(self, step: _Step) -> None:
-        """Train an update with one forward for both advantages and loss. :mod:`.batching` describes large groups."""
+        """Train an update with one forward pass for advantages and loss. :mod:`.batching` describes large groups."""
         plan = step.plan
         normalizer = self._objective.normalizer(plan.tokens, plan.sequences)
         with torch.no_grad():
@@ -199,7 +199,7 @@ class Trainer:
         self._apply_update(step)
 
     def _train_unit_advantages_first(self, step: _Step, unit: Sequence[MicroBatch], normalizer: float | None) -> None:
-        """Compute advantages first, then run one forward and backward for each micro-batch."""
+        """Compute advantages first, then run one forward and one backward pass for each micro-batch."""
         batches = [self._to_device(micro) for micro in unit]
         for batch in self._completer.add_advantages_before_forward(batches, self._engine, meter=step.meter):
             with _convert_memory_errors(batch):
@@ -211,7 +211,7 @@ class Trainer:
     def _train_unit_advantages_after_forward(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
     ) -> None:
-        """Complete the group with the last micro-batch's forward, then run the ``earlier`` micro-batches again."""
+        """Complete the group by scoring its last micro-batch, then run the ``earlier`` micro-batches again."""
         batch = self._to_device(unit[-1])
         with _convert_memory_errors(batch):
             last, statistics, hidden = self._score_batch(batch, step)
@@ -302,7 +302,7 @@ class Trainer:
     def _run_policy_forward(
         self, batch: Batch, step: _Step, *, keep_hidden: bool = False
     ) -> tuple[TokenStatistics, Tensor | None, dict[str, Tensor]]:
-        """Run the policy's forward, after the forwards of the frozen policies whose whole distribution the loss needs.
+        """Run the frozen policies whose whole distribution the loss needs, then the policy's forward pass.
 
         Returns (statistics, hidden states, log-probabilities under these frozen policies). Statistics [B, T] are zero
         off model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
@@ -332,7 +332,7 @@ class Trainer:
         return self._score_batch(self._to_device(micro), step)
 
     def _score_batch(self, batch: Batch, step: _Step) -> tuple[Batch, TokenStatistics, Tensor | None]:
-        """Run all forwards over a batch. Collective under ZeRO-3.
+        """Run all forward passes over a batch. Collective under ZeRO-3.
 
         Returns (the batch with the results; statistics connected to the graph; hidden states).
         """

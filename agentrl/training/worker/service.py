@@ -84,7 +84,7 @@ class RolloutService(Protocol):
 
     @_call("the current batch (training.worker_timeout)", interruptible=True)
     def wait_until_weights_may_change(self) -> None:
-        """Wait until the weights may change: after a batch of one policy version, or at once after a stop request."""
+        """Wait until the weights may change: after overlapped rollouts of the current batch, or on a stop request."""
 
     @_call("the other ranks at {point} (training.worker_timeout)")
     def wait_for_all_ranks(self, point: str) -> None:
@@ -126,7 +126,7 @@ class RolloutService(Protocol):
 
     @_call("the engine to score the first probe")
     def verify_starting_policy(self, version: int, probe: Probe) -> str | None:
-        """Check that the engine has the policy it was started with, and return the problem, or None."""
+        """Check that the engine has its initial policy. Returns a description of the mismatch, or None."""
 
     @_call("the engine to pause")
     def pause_requests(self) -> None:
@@ -134,7 +134,7 @@ class RolloutService(Protocol):
 
     @_call("the engine to load version {version}")
     def install_weights(self, directory: str | None, version: int, probe: Probe | None) -> str | None:
-        """Load ``version``, drop caches and resume requests. Return the problem, or None if the probe agrees."""
+        """Load ``version``, drop caches and resume requests. Returns the mismatch, or None if the probe agrees."""
 
     def cancel_interruptible_calls(self) -> None:
         """Cancel current and future interruptible calls. Callable from any thread."""
@@ -200,7 +200,7 @@ class CallFailure:
 
 @dataclass(frozen=True, kw_only=True)
 class CallReply:
-    """The method's return value, or the reason why it failed."""
+    """Reply to a call: the method's return value, or the reason why it failed."""
 
     value: object = None
     failure: CallFailure | None = None
