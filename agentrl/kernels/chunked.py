@@ -25,7 +25,7 @@ from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 # Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for backward, because a second product would cost more
+KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for the backward pass: a second product costs more
 
 
 def chunked_statistics(

@@ -153,7 +153,7 @@ def _weighted_log_prob_gradient(hidden: Tensor, shares: list[HeadEnergies], rows
 def _head_energies_by_row(
     parts: CausalLMParts, hidden: Tensor, rows: _EnergyInputs, temperature: float, cap: float | None
 ) -> list[HeadEnergies]:
-    """Compute the head's part of every row inside one call to the head, after its hooks have gathered the weight."""
+    """Compute the head's part of every row's energy in one call to the head, whose hooks gather the weight."""
     shares: list[HeadEnergies] = []
     states = hidden.flatten(0, 1)
     wants_cross = parts.tied and parts.embedding.weight.requires_grad

@@ -34,7 +34,7 @@ _NORMS = {
 """RMSNorm classes, and their attribute for the epsilon that is added to the mean square."""
 _SCALED_EMBEDDINGS = {"Gemma2TextScaledWordEmbedding": "embed_scale"}
 """Embedding classes that scale their rows, and their attribute for the factor."""
-_HEADS = ("FusedHead",)  # agentrl.models.policy.FusedHead, a linear layer whose forward returns statistics
+_HEADS = ("FusedHead",)  # agentrl.models.policy.FusedHead, a linear layer that returns statistics
 _CHECKPOINTED = "GradientCheckpointingLayer"
 
 
@@ -42,8 +42,8 @@ _CHECKPOINTED = "GradientCheckpointingLayer"
 class CausalLMParts:
     """The parts of a causal language model.
 
-    `layers` are the modules between embedding and head with trainable parameters: (name, module, True if its forward is
-    recomputed in backward).
+    `layers` are the modules between embedding and head with trainable parameters: (name, module, True if the
+    backward pass recomputes it).
     """
 
     backbone: Any
@@ -197,10 +197,10 @@ _CHUNK_ELEMENTS = 1 << 24  # of the inputs, gradients and products of the rows t
 class LayerEnergies:
     """Energies of the layers between embedding and head, summed by row during the backward pass.
 
-    A hook reads a layer's input before its forward. Under gradient checkpointing, the input of the first forward is
+    A hook reads a layer's input before each call. Under gradient checkpointing, the input of the first call is
     ignored, and the input of the recomputation is used. The recomputation may run before or after the gradient of the
     output is known. It stops inside a block's last layer, but after the hook of this layer. The gradient always belongs
-    to the output of the first forward, which is part of the graph.
+    to the output of the first call, which is part of the graph.
     """
 
     def __init__(

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import pyarrow.parquet as pq
 
 FORMAT = 1
-_FACTS_KEY = b"agentrl"  # key of the facts in the schema's metadata
+_FACTS_KEY = b"agentrl"  # key of the TokenMetadata in the schema's metadata
 _MIN_BLOCK_TOKENS = 1 << 18  # minimum tokens of a row group, which is read as a whole
 
 TokenColumns = dict[str, np.ndarray]

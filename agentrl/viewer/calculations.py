@@ -27,7 +27,7 @@ class CalculationHandlers:
         self._warnings = load_run_plugins(run)
 
     def answer(self, request: Mapping[str, object]) -> str:
-        """Answer ``{"ask": NAME, ...}``, where ``...`` are the arguments of the method ``NAME``.
+        """Answer a request ``{"ask": NAME, ...}``, where ``...`` are the arguments of the method ``NAME``.
 
         Returns ``{"answer": ...}`` as JSON, or ``{"error": MESSAGE}`` after an exception of the method or of a plug-in.
         """
@@ -52,7 +52,7 @@ class CalculationHandlers:
     def what_if(
         self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
     ) -> object:
-        """Compute the group of a trajectory under another estimator. ``fields`` contains the trajectory's columns."""
+        """Recompute a trajectory's group with another estimator. ``fields`` contains the trajectory's columns."""
         stored, chosen = self._read_group_of_trajectory(step, trajectory)
         if estimator_needs(estimator, **merge_options_with_defaults(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)
@@ -68,7 +68,7 @@ class CalculationHandlers:
         }
 
     def explain(self, step: int, trajectory: int, token: int) -> object:
-        """Return the lines of ``agentrl explain``."""
+        """Return the lines that ``agentrl explain`` prints for a token."""
         return list(explain_token(self._run, step=step, trajectory=trajectory, token=token).lines())
 
     def _read_group_of_trajectory(self, step: int, number: int) -> tuple[StoredStep, StoredTrajectory]:

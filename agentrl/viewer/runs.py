@@ -107,7 +107,7 @@ def _folder_id(path: Path) -> str:
 
 _NOTES_FILE = "notes.md"
 _LONGEST_NOTES = 20_000  # bytes
-_MOST_CACHED_RUNS = 4_096  # runs whose facts stay in memory until their files change
+_MOST_CACHED_RUNS = 4_096  # runs whose contents stay in memory until their files change
 _COLLAPSES = ("reward_collapse", "entropy_collapse")
 # A run without a new row for this long counts as stopped. The minimum allows for checkpoints and evaluations.
 _STOPPED_AFTER = 120.0  # seconds

@@ -102,7 +102,7 @@ def _floats(rows: Sequence[TrajectoryTokens], name: str) -> Tensor | None:
 
 @dataclass(frozen=True, kw_only=True)
 class WhatIf:
-    """Group under another estimator: ``advantages``, ``returns`` and ``baselines`` [K] of its trajectories.
+    """A group under another estimator: ``advantages``, ``returns`` and ``baselines`` [K] of its trajectories.
 
     ``power`` is the gradient power of these trajectories with the new advantages, and ``power_before`` with the
     advantages of training.
@@ -123,7 +123,7 @@ def compute_what_if(
     options: Mapping[str, object] | None = None,
     size: int | None = None,
 ) -> WhatIf:
-    """Compute the group of ``trajectory`` under ``estimator``. Omitted ``options`` default to the run's options.
+    """Recompute ``trajectory``'s group with ``estimator``. Omitted ``options`` default to the run's options.
 
     ``size`` reduces the group to the rollout of ``trajectory`` and the first other rollouts. Raises SettingsError if
     the step lacks a required value, and the errors of ``compute_advantages``.

@@ -128,9 +128,10 @@ def remax(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("gpg", options=ScalarOptions, span="ranks", group_based=True)
 def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute A = c (R - mean), c = B / trajectories in groups with unequal rewards, or 1 (arXiv 2504.02546).
+    """Compute A = c (R - mean), where c compensates for groups with equal rewards (arXiv 2504.02546).
 
-    B counts the trajectories of the step. A group of one has equal rewards: A = c R.
+    c = B / B', where B is the number of trajectories in the step, and B' the number in groups with unequal rewards. If
+    B' is 0, c is 1. A group of one has equal rewards: A = c R.
     """
     totals = inputs.totals
     lowest, highest = inputs.groups.broadcast_group_min(totals), -inputs.groups.broadcast_group_min(-totals)

@@ -218,7 +218,7 @@ class GaeOptions(DiscountedReturnOptions):
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedBaselineOptions(ScalarOptions):
-    """Options of `opo`: a weighted mean over the group."""
+    """Options of `opo`, whose baseline is a weighted mean over the group."""
 
     leave_one_out: bool = checked_option(False, check_bool)  # exclude a trajectory from its own baseline: unbiased
     epsilon: float = checked_option(1e-8, check_positive)  # added to the weights, in units of their scale
@@ -246,7 +246,7 @@ class SiblingBaselineOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class ExactEnergyOptions(SiblingBaselineOptions, EnergyBaselineOptions):
-    """Options of `eob`, whose energy is exact by definition. With other energies, the baseline is `ogb`."""
+    """Options of `eob`, whose energy is exact by definition. With another energy, `eob` would be `ogb`."""
 
     energy: str = checked_option("exact", check_choice, ("exact",))
 

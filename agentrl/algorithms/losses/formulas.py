@@ -227,7 +227,7 @@ _RATIO_LIMIT = 20.0
 
 @register_loss("dppo_tv", options=ProbabilityClipOptions)
 def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mask by binary total variation. Keep A > 0 while p - p_old <= high, and A <= 0 while p - p_old >= -low."""
+    """Mask by binary total variation: keep tokens if A > 0 and p - p_old <= high, or A <= 0 and p - p_old >= -low."""
     moved = inputs.log_probs.detach().exp() - inputs.old_log_probs.exp()
     keep = torch.where(inputs.advantages > 0, moved <= options.clip_high, moved >= -options.clip_low)
     return _importance_weighted_loss(inputs, keep)
@@ -235,7 +235,7 @@ def dppo_tv(inputs: LossInputs, options: ProbabilityClipOptions) -> tuple[Tensor
 
 @register_loss("dppo_kl", options=DivergenceClipOptions)
 def dppo_kl(inputs: LossInputs, options: DivergenceClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Mask by binary KL. Keep A > 0 while KL <= high or p <= p_old, and A <= 0 while KL <= low or p >= p_old."""
+    """Mask by binary KL: keep A > 0 if KL <= high or p <= p_old, and A <= 0 if KL <= low or p >= p_old."""
     log_p, old = inputs.log_probs.detach(), inputs.old_log_probs
     divergence = binary_kl(old, log_p)
     rising = (divergence <= options.clip_high) | (log_p <= old)

@@ -167,10 +167,10 @@ def deepspeed_config(
 def moe_block_class_names(module: nn.Module) -> list[str]:
     """Return the full class names of ``module``'s mixture-of-experts blocks: modules with a list of ``experts``.
 
-    ZeRO-3 gathers a module's weights in its forward, on all ranks together. Ranks whose tokens are routed to different
-    experts would gather different weights, and would hang or mix up the weights. Therefore the weights of a block are
-    gathered together. This is unnecessary if the experts share one parameter, because every rank gathers the shared
-    parameter.
+    ZeRO-3 gathers a module's weights in its forward pass, on all ranks together. Ranks whose tokens are routed to
+    different experts would gather different weights, and would hang or mix up the weights. Therefore the weights of a
+    block are gathered together. This is unnecessary if the experts share one parameter, because every rank gathers
+    the shared parameter.
     """
     lists = (nn.ModuleList, nn.ModuleDict)
     blocks = {type(block) for block in module.modules() if isinstance(block._modules.get("experts"), lists)}

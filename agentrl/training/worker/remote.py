@@ -149,7 +149,7 @@ class RemoteRolloutService:
         call = WORKER_CALLS[name]
         arguments = call.bind_arguments(*args, **kwargs)
         waiting_for = call.waiting_for.format(**arguments)
-        with contextlib.suppress(OSError):  # the worker is gone, but its last message may still be unread
+        with contextlib.suppress(OSError):  # the worker has exited, but its last message may be unread
             if not self._connection.poll():
                 sent = arguments if self._rank == 0 else {}
                 self._connection.send(WorkerRequest(name=name, waiting_for=waiting_for, arguments=sent))
@@ -195,7 +195,7 @@ class RemoteRolloutService:
     def _send_beat(self) -> None:
         """Send the latest heartbeat, unless the connection is full and sending would block."""
         writable = select.poll()
-        with contextlib.suppress(OSError), self._sending:  # the worker is gone, but its last message may be unread
+        with contextlib.suppress(OSError), self._sending:  # the worker has exited, but its last message may be unread
             writable.register(self._control.fileno(), select.POLLOUT)
             if writable.poll(0):
                 self._control.send(self._heartbeat.beat)
