@@ -34,7 +34,7 @@ class ClusterBackend(ABC):
 
     @abstractmethod
     def open(self, settings: ClusterSettings, gpus: Sequence[str] | None) -> Cluster:
-        """Open the cluster. ``gpus``: names of this machine's GPUs, or None for CPU training.
+        """Open the cluster. ``gpus`` contains the names of this machine's GPUs, or is None for CPU training.
 
         Raises SettingsError if the cluster cannot be reached.
         """

@@ -12,7 +12,7 @@ from collections.abc import Mapping, MutableMapping
 
 from agentrl.errors import SettingsError
 
-# torchrun's variables, and for each the srun variable with the same value.
+# Maps each of torchrun's variables to the srun variable with the same value.
 _SLURM = {
     "RANK": "SLURM_PROCID",
     "WORLD_SIZE": "SLURM_NTASKS",

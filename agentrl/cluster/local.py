@@ -40,7 +40,7 @@ def log_file(folder: Path, node: str, role: str, number: int) -> Path:
 
 
 class TeeProcess:
-    """Copies everything written to ``write_end`` to a file (appending) and to a file descriptor of this process.
+    """Appends everything written to ``write_end`` to a file, and copies it to a file descriptor of this process.
 
     The program ``tee`` runs as a separate process, so that no output is lost if a writer or this process is killed.
     """
@@ -67,7 +67,7 @@ class TeeProcess:
 
 
 def tee_output_to_log(log: Path, *, keep_terminal_output: bool) -> None:
-    """Copy all further output of this process to a log file. ``keep_terminal_output``: see :class:`ProcessSpec`."""
+    """Copy all further output of this process to a log file. See :class:`ProcessSpec` for ``keep_terminal_output``."""
     log.parent.mkdir(parents=True, exist_ok=True)
     for handle in file_descriptors_to_log(keep_terminal_output=keep_terminal_output):
         tee = TeeProcess(log, handle)
@@ -204,7 +204,7 @@ class LocalCluster:
     """Cluster of this machine only. All started processes end with this process."""
 
     def __init__(self, gpus: Sequence[str] | None) -> None:
-        """Create the cluster. ``gpus``: names of the visible GPUs, or None for CPU training."""
+        """Create the cluster. ``gpus`` contains the names of the visible GPUs, or is None for CPU training."""
         self._gpus = gpus
         self._started: list[LocalProcess] = []
 

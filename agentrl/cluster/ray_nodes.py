@@ -136,7 +136,7 @@ class RayNodeHandle:
         unreachable: set[str],
         deadline: float,
     ) -> None:
-        """Create the node. An unresponsive node adds its address to ``unreachable``, which all nodes share."""
+        """Create the handle. All handles share ``unreachable``, the addresses of nodes that do not respond."""
         self.host = host
         self.reservation = reservation
         self._head = head
@@ -432,7 +432,7 @@ def _connect_once(settings: ClusterSettings) -> None:
 
 
 def _wait_for_result(answer: ray.ObjectRef[_Value], reservation: Reservation, seconds: float) -> _Value:
-    """Wait for the result of an actor's method. Raises its exceptions, and NodeLostError without a response."""
+    """Return the result of an actor's method, or raise its exception. Raises NodeLostError if there is no response."""
     try:
         return ray.get(answer, timeout=seconds)
     except GetTimeoutError:

@@ -92,7 +92,7 @@ class Settings(BaseModel):
 
     @property
     def models_on_training_ranks(self) -> list[ModelSettings]:
-        """The models on the training ranks: policy, reference, teachers and critic, each once, the policy first."""
+        """The models on the training ranks without repeats: the policy, then the reference, teachers and critic."""
         paths = {self.kl.reference, *self.teacher.local_paths, self.critic.path} - {None, self.model.path}
         return [self.model, *(self.model.model_copy(update={"path": path}) for path in sorted(map(str, paths)))]
 

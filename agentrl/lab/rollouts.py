@@ -1,4 +1,4 @@
-"""Problems of a measurement and their rollouts. Requesting more problems does not change the order of earlier ones."""
+"""Problems of a measurement and their rollouts. More requested problems do not change the order of earlier problems."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ class UsableGroup:
 
 
 class GroupSampler:
-    """Sample rollouts as training does. A context manager that opens and closes the environment and an event loop."""
+    """Samples rollouts as training does. As a context manager, opens and closes the environment and an event loop."""
 
     def __init__(
         self,

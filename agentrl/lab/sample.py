@@ -1,4 +1,4 @@
-"""Token statistics and exact energies of trajectories of a problem, and estimator inputs built from them."""
+"""Token statistics and exact energies of a problem's trajectories, and estimator inputs built from them."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class ProblemSample:
 
     @property
     def returns(self) -> Tensor:
-        """Returns [S] of the trajectories."""
+        """The trajectories' returns [S]."""
         return self.batch.rewards.sum(-1)
 
     @property
@@ -115,7 +115,7 @@ def _first_equal_rows(batch: Batch, *, weighted: bool) -> Tensor:
     """
     parts = [batch.prompt_lengths.unsqueeze(-1), batch.input_ids, batch.response_mask]
     if weighted:
-        # Viewed as integers, so that the columns can be compared bitwise together with the integer columns.
+        # View the floats as integers, so that their bits can be compared together with the integer columns.
         parts.append(batch.rollout_log_probs.view(torch.int32))
     names, number = torch.cat([part.long() for part in parts], dim=-1).unique(dim=0, return_inverse=True)
     rows = torch.arange(len(number))

@@ -19,7 +19,7 @@ _MIN_FITTED_PROBLEMS = 8  # minimum number of problems for the fit in `_correcte
 
 @dataclass(frozen=True, kw_only=True)
 class IntervalEstimate:
-    """A number and its 95 % interval, infinite if the signal may be 0 or have the wrong sign."""
+    """A number and its 95 % interval. A bound is infinite if the signal may be 0 or have the wrong sign."""
 
     value: float
     low: float
@@ -169,7 +169,7 @@ def _ratio(above: Floats, below: Floats) -> Floats:
 
 
 def _noise_ratio(noise: Floats, best: Floats) -> Floats:
-    """Compute the ratio of two noises, which is nan if both are infinite or both are 0."""
+    """Compute the ratio of two noise values. The ratio is nan if both values are infinite or both are 0."""
     with np.errstate(invalid="ignore", divide="ignore"):
         return noise / best
 

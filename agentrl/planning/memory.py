@@ -90,7 +90,7 @@ class RankMemory:
 
     @property
     def total(self) -> int:
-        """Bytes at the peak."""
+        """Memory at the peak, in bytes."""
         return sum(self.peak_parts.values())
 
     def format_parts(self) -> Iterator[str]:
@@ -100,7 +100,11 @@ class RankMemory:
 
 
 def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, context: int = 0) -> RankMemory:
-    """Estimate the memory of a rank. ``kv_tokens``: the built-in engine's cache; ``context``: assumed CUDA bytes."""
+    """Estimate the memory of a training rank.
+
+    ``kv_tokens`` is the number of tokens in the built-in engine's cache. ``context`` is the assumed number of bytes for
+    CUDA contexts.
+    """
     adapters = setup.lora_rank * shape.adapted  # r (inputs + outputs) of each adapted layer (arXiv 2106.09685)
     trained = adapters or shape.parameters
     largest = 0 if adapters else shape.largest_parameter  # of the trained tensors; the tensors of adapters are small
@@ -128,8 +132,8 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     bucket = filled * (4 if setup.stage == 3 else setup.dtype_bytes) * (setup.stage > 0)
     wide = 4 * max(filled, largest) if setup.bfloat16 else 0
     reduction = {"reduction": filled * setup.dtype_bytes + wide if setup.stage == 2 else 0}
-    # An optimizer step computes the norms of single tensors in float64. Stage 3, and float32 at stages 1 and 2, copy
-    # the rank's gradients. Without ZeRO, AdamW works in place.
+    # An optimizer step computes the norms of single tensors in float64. The rank's gradients are copied at stage 3, and
+    # in float32 also at stages 1 and 2. Without ZeRO, AdamW works in place.
     copied = 4 * part if setup.stage == 3 or not setup.bfloat16 else 0
     step = max(8 * min(largest, part), copied) * (setup.stage > 0 and on_device)
 

@@ -273,7 +273,7 @@ def _make_plan(settings: Settings, shape: ModelShape, *, critic: bool, memory: i
         teacher=sum(read_model_shape(model.model_copy(update={"path": path})).parameters for path in teachers),
         critic=critic,
     )
-    # The transformers engine's cache, limited to all concurrent trajectories at maximum length.
+    # The transformers engine's cache holds at most all concurrent trajectories at their maximum length.
     in_step = rollout.problems_per_step * rollout.group_size * rollout.branching.max_live_branches
     rows = min(rollout.concurrency, in_step)
     return Plan(

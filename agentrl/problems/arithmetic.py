@@ -36,7 +36,7 @@ def _expression_family(
 
 
 def _answer_turns(rng: Random, expression: str, answer: int) -> tuple[DemonstrationTurn, ...]:
-    """Return one turn that submits the answer (70 %), or two turns that print the answer and then state it."""
+    """Return a turn that submits the answer (probability 0.7), or a turn that prints it and a turn that states it."""
     if rng.random() < 0.7:
         return (final_answer_turn(expression),)
     return (

@@ -98,7 +98,7 @@ def _demonstration_from_row(row: dict[str, Any], location: str, source: str) -> 
         if not isinstance(turn, dict) or not isinstance(turn.get("model"), str) or not turn["model"]:
             raise ProblemFieldError(f"{location}: turn {number} needs a non-empty string 'model'")
         if not isinstance(turn.get("observation", ""), str):
-            raise ProblemFieldError(f"{location}: turn {number}: 'observation' must be text")
+            raise ProblemFieldError(f"{location}: turn {number}: 'observation' must be a string")
     if not any(name in row for name in USUAL_FIELDS["problem"]):
         raise ProblemFieldError(
             f"{location}: no field for the problem (expected {', '.join(USUAL_FIELDS['problem'])}); "
@@ -106,7 +106,7 @@ def _demonstration_from_row(row: dict[str, Any], location: str, source: str) -> 
         )
     for field in ("setup", "family"):
         if not isinstance(row.get(field, ""), str):
-            raise ProblemFieldError(f"{location}: {field!r} must be text")
+            raise ProblemFieldError(f"{location}: {field!r} must be a string")
     columns = {"id": location, **{name: value for name, value in row.items() if name not in _DEMONSTRATION_FIELDS}}
     problem = problem_from_row(columns, location, source=source, fields={}, answered=False)
     return Demonstration(

@@ -79,7 +79,7 @@ HELDOUT_DIVISOR = 8  # one in this many combinations of family and numbers is he
 
 
 class ExerciseSource:
-    """Generates problem ``i`` for a split, a seed and selected families, for any ``i`` >= 0. Stores no problems."""
+    """Generates problem ``i`` >= 0 of a split, a seed and selected families. Stores no problems."""
 
     builtin: ClassVar[str]
     all_families: ClassVar[Mapping[str, ExerciseFamily]]

@@ -18,7 +18,7 @@ class PosteriorState(TypedDict):
 
 
 def reward_as_success_fraction(reward: float) -> float:
-    """Return the reward clipped to [0, 1]. It counts as a fraction of a success."""
+    """Return the reward clipped to [0, 1]. The result counts as a fraction of a success."""
     return min(max(reward, 0.0), 1.0)
 
 

@@ -160,8 +160,8 @@ def problem_from_row(
     """Convert ``row`` to a problem. The problem's answer is None if it is missing or empty.
 
     Raises ProblemFieldError, with ``location`` in the message, if the statement is missing or empty, if the statement
-    or the answer is not text (an answer may be a number), or if a column is not JSON. Unless ``answered`` is False, a
-    missing answer field is an error as well.
+    or the answer is not a string (an answer may be a number), or if a column is not JSON. Unless ``answered`` is False,
+    a missing answer field is an error as well.
     """
     column, statement, messages = _read_column_statement_and_messages(row, location, fields)
     answer_column, value = _find_column_and_value(row, "answer", fields, location, required=answered)
@@ -179,7 +179,7 @@ def problem_from_row(
 
 
 def statement_from_row(row: Row, location: str, *, fields: Mapping[str, str | None]) -> str:
-    """Return the statement in ``row``. Raises ProblemFieldError if it is missing, empty or not text."""
+    """Return the statement in ``row``. Raises ProblemFieldError if it is missing, empty or not a string."""
     return _read_column_statement_and_messages(row, location, fields)[1]
 
 
@@ -193,7 +193,7 @@ def _read_column_statement_and_messages(
         value = _join_messages(messages)
     if value is not None and not isinstance(value, str):
         raise ProblemFieldError(
-            f"{location}: the problem's statement must be text or a list of messages; got {type(value).__name__}"
+            f"{location}: the problem's statement must be a string or a list of messages; got {type(value).__name__}"
         )
     statement = remove_dapo_instructions(value or "")
     if not statement.strip():
@@ -267,7 +267,7 @@ def canonical_answer(value: object, location: str) -> str | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, (str, int, float)):
-        raise ProblemFieldError(f"{location}: the answer must be text or a number; got {type(value).__name__}")
+        raise ProblemFieldError(f"{location}: the answer must be a string or a number; got {type(value).__name__}")
     if isinstance(value, float) and not abs(value) < float("inf"):
         raise ProblemFieldError(f"{location}: the answer must be a finite number or text; got {value}")
     text = str(value).rsplit("####", 1)[-1].strip()

@@ -55,7 +55,7 @@ class FiniteSource:
     """
 
     def __init__(self, name: str, problems: Sequence[Problem]) -> None:
-        """Create a source. Raises EmptyProblemsError if empty, and ProblemLoadError if two problems share an id."""
+        """Create a source. Raises EmptyProblemsError without problems, and ProblemLoadError for a repeated id."""
         if not problems:
             raise EmptyProblemsError(f"{name}: the source contains no problems")
         seen: set[str] = set()
@@ -210,7 +210,7 @@ class ProblemSampler:
         return [self._draw_at(source_index, next(indices[source_index])) for source_index in sources]
 
     def exclude_problem(self, draw: DrawnProblem) -> None:
-        """Never draw a problem again by its posterior, because its prompt is too long."""
+        """Exclude a problem, whose prompt is too long, from further draws by posterior."""
         if self._curriculum != "uniform":
             self._left_out.add(draw.key)
 

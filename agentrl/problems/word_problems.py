@@ -257,7 +257,7 @@ class _UsableProblem:
 def formula_demonstrations(
     path: str | Path, *, variants: int = 1, seed: int = 0
 ) -> tuple[list[Demonstration], FormulaReport]:
-    """Create demonstrations from the usable rows of a JSONL file: ``variants`` per row.
+    """Create up to ``variants`` demonstrations from each usable row of a JSONL file.
 
     The first variant of a row is the original. The other variants have new numbers, and their ids end in ``~1``,
     ``~2``, ... Raises ProblemFileError for a missing file or a malformed line, ProblemFieldError for a row without a

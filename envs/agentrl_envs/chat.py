@@ -44,7 +44,7 @@ Part = str | TemplateMark
 
 
 class MarkedText(str):
-    """A `str` that keeps the marked parts it was joined from. Slices and other `str` operations return plain text.
+    """A `str` that keeps the parts from which it was joined. Slices and other `str` operations return plain text.
 
     ``messages`` contains the same content as chat messages, if the text consists of whole messages.
     """

@@ -19,7 +19,7 @@ class Closable(Protocol):
 
 @asynccontextmanager
 async def close_on_failure(copied: Closable) -> AsyncGenerator[None, None]:
-    """Close ``copied``, an incomplete copy that nobody else can close, if the block fails or is cancelled."""
+    """Close the incomplete copy ``copied`` if the block fails or is cancelled. No other code can close the copy."""
     try:
         yield
     except BaseException:

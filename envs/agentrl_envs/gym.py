@@ -75,7 +75,7 @@ SAMPLE_PROBLEMS = (
 
 
 class ProblemEnv(gymnasium.Env[str, str]):
-    """Problems as a gymnasium environment. An action is a model turn, and an observation is the text after it.
+    """Problems as a gymnasium environment. An action is a model turn, and an observation is the text after the turn.
 
     ``reset`` samples a problem with the seed, or uses ``options={"problem": Problem}``, and returns the prompt.
     ``info`` is deterministic. ``env.unwrapped.telemetry`` contains a `ToolCall`, with its duration, for each program

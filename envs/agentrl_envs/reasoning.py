@@ -19,7 +19,7 @@ from agentrl_sandbox.client import SandboxSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxedAnswerProtocol(TextProtocol):
-    """One turn of text that ends with the sequence. Its last ``\\boxed`` is the answer. Executes no programs."""
+    """A protocol with one turn, which ends with the sequence. The last ``\\boxed`` is the answer. Runs no programs."""
 
     observation_limit: int = 0
 

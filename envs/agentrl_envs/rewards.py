@@ -233,7 +233,7 @@ class WeightedRewards:
 
 
 def _accepts_arguments(function: Callable[..., object], count: int, named: Sequence[str]) -> bool:
-    """Return True if a call with ``count`` positional and the ``named`` arguments matches the signature.
+    """Return True if a call with ``count`` positional arguments and the keywords ``named`` matches the signature.
 
     Also returns True if the signature is unknown.
     """

@@ -37,7 +37,7 @@ logger = logging.getLogger(__name__)
 
 
 class ToolEpisode(ABC):
-    """Base of episodes: one problem under one protocol. Closes the tools and the session, but not the shared sandbox.
+    """Base class of episodes: one problem, one protocol. Closes the tools and the session, but not the shared sandbox.
 
     Subclasses define `begin` (create the tools and return the prompt) and `play_turn`.
     """

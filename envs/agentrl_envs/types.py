@@ -226,5 +226,5 @@ def thaw(value: object) -> object:
 def _frozen_items(value: Mapping[object, object], path: str) -> Iterable[tuple[str, object]]:
     for key, item in value.items():
         if not isinstance(key, str):
-            raise NotJSONError(f"{path} has the key {key!r}, which is not text")
+            raise NotJSONError(f"{path} has the key {key!r}, which is not a string")
         yield key, freeze(item, f"{path}.{key}" if path else key)

@@ -42,7 +42,7 @@ class FrameError(ValueError):
 
 def pack_frame(header: Mapping[str, object], *blobs: bytes) -> bytes:
     full_header = {**header, "blobs": [len(blob) for blob in blobs]} if blobs else header
-    # Do not escape: escapes could triple the size of file names and exceed the size limits of messages.
+    # Do not escape non-ASCII characters: escapes could triple the size of file names and exceed the message limits.
     text = json.dumps(full_header, ensure_ascii=False).encode("utf-8", "surrogatepass")
     size = len(text) + sum(len(blob) for blob in blobs)
     if size > _MAX_FRAME:

@@ -139,7 +139,7 @@ class ServiceSandbox(CallSandbox, ABC):
 
     @abstractmethod
     async def _request_with_retries(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
-        """Send a request, in ``session``, until the response is valid. Raises BusyError after the deadline."""
+        """Send a request, of ``session`` if set, until the response is valid. Raises BusyError after the deadline."""
 
 
 class HttpSandbox(ServiceSandbox):
@@ -167,7 +167,7 @@ class HttpSandbox(ServiceSandbox):
         return self._isolation
 
     async def check_without_retries(self) -> None:
-        """Check the service's isolation and limits and the token."""
+        """Check the service's isolation and limits, and the token."""
         await self.check_reported_state(await self.read_state())
 
     async def check_reported_state(self, state: JsonObject) -> None:
@@ -212,7 +212,7 @@ class HttpSandbox(ServiceSandbox):
             self.pending.discard(limit)
 
     def handle_request_failure(self, error: SandboxError) -> None:
-        """Handle a request without response: log one warning per outage."""
+        """Handle a request without a response. Logs one warning per outage."""
         if not self._outage_logged:
             self._outage_logged = True
             _log.warning(
@@ -322,7 +322,7 @@ class HttpSandbox(ServiceSandbox):
 
 
 def build_execute_request(call: Call, request_id: str | None, *, default: float) -> ServiceRequest[Execution]:
-    """Build the request that runs a program. ``default``: timeout in s. Raises ValueError for an invalid timeout."""
+    """Build a request to run a program, with a default timeout in seconds. Raises ValueError for an invalid timeout."""
     seconds = validate_timeout(default if call.timeout is None else call.timeout)
     body = {
         "program": call.program,

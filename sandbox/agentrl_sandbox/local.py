@@ -60,7 +60,7 @@ class ServerExitedError(ConnectionError):
 
 
 class ServerRefusedError(Exception):
-    """The server refused a request. ``kind``: limit, unknown, fork or start."""
+    """The server refused a request. ``kind`` is limit, unknown, fork or start."""
 
     def __init__(self, kind: str, why: str) -> None:
         super().__init__(why)

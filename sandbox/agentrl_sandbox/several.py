@@ -104,7 +104,7 @@ class SeveralSandboxes(ServiceSandbox):
                 except (BusyError, SessionLimitError) as error:
                     busy = error
                 losses += session is None and isinstance(busy, UnreachableServiceError) and busy.begun
-                # Without isolation, the program may have ended the service, so do not run it on another service.
+                # Without isolation, the program may have ended the service. Do not run the program on another service.
                 if losses and (losses > _MAX_LOSSES or self.isolation.missing):
                     raise BusyError(f"gave up after {losses} services were lost while running the program: {busy}")
             if isinstance(busy, SessionLimitError):

@@ -180,7 +180,7 @@ class SandboxError(Exception):
 
 
 class UnisolatedError(SandboxError):
-    """The sandbox cannot isolate programs. ``missing``: the properties; ``why``: the reason and the fix."""
+    """The sandbox cannot isolate programs. ``missing`` lists the properties, ``why`` the reason and the fix."""
 
     def __init__(self, where: str, missing: tuple[str, ...], why: str) -> None:
         meanings = "; ".join(f"{name} ({PROPERTIES[name]})" for name in missing)
@@ -221,7 +221,7 @@ class QueueFullError(BusyError):
 
 
 class UnreachableServiceError(BusyError):
-    """A service did not respond. ``begun``: the service may have started the call."""
+    """A service did not respond. ``begun`` is true if the service may have started the call."""
 
     def __init__(self, message: str, *, begun: bool) -> None:
         super().__init__(message, retry_after=0)

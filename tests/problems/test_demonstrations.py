@@ -46,12 +46,12 @@ GOOD = {"id": "a", "problem": "1+1?", "answer": "2", "turns": [{"model": "\\boxe
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"answer": True}, r"d\.jsonl:2: the answer must be text or a number"),
-        ({"problem": 3}, r"d\.jsonl:2: the problem's statement must be text"),
+        ({"answer": True}, r"d\.jsonl:2: the answer must be a string or a number"),
+        ({"problem": 3}, r"d\.jsonl:2: the problem's statement must be a string"),
         ({"turns": []}, r"d\.jsonl:2: .*non-empty list 'turns'"),
         ({"turns": [{"observation": "x"}]}, r"d\.jsonl:2: turn 1 needs a non-empty string 'model'"),
-        ({"turns": [{"model": "a", "observation": 1}]}, r"d\.jsonl:2: turn 1: 'observation' must be text"),
-        ({"setup": 1}, r"d\.jsonl:2: 'setup' must be text"),
+        ({"turns": [{"model": "a", "observation": 1}]}, r"d\.jsonl:2: turn 1: 'observation' must be a string"),
+        ({"setup": 1}, r"d\.jsonl:2: 'setup' must be a string"),
     ],
 )
 def test_bad_rows_are_named_by_line(tmp_path: Path, change: dict[str, object], message: str):

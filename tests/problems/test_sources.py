@@ -138,7 +138,7 @@ def test_unanswered_rows_are_an_error_or_counted(tmp_path: Path):
         ),
         ('{"problem": "a?", "value": "1"}', r"x\.jsonl:1: no field for the answer .*; fields: problem, value;"),
         ('{"problem": " ", "answer": "1"}', r"x\.jsonl:1: the problem's statement is empty"),
-        ('{"problem": "a?", "answer": true}', r"x\.jsonl:1: the answer must be text or a number; got bool"),
+        ('{"problem": "a?", "answer": true}', r"x\.jsonl:1: the answer must be a string or a number; got bool"),
         ('{"problem": "a?", "answer": NaN}', r"x\.jsonl:1: the answer must be a finite number or text; got nan"),
         ("", r"x\.jsonl: the file contains no problems"),
         (

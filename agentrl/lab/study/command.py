@@ -66,7 +66,7 @@ def study_command(
         echo(
             f"study {study.name}: {len(runs)} runs, {', '.join(counts)}; {study.jobs} at a time; logs: {home / 'logs'}"
         )
-        # Written before the first run, so that an interrupted study can be identified by its settings.
+        # Write the record before the first run, so that an interrupted study can be identified by its settings.
         _write_record(_current_record(study, runs, kept), home)
     try:
         if not report_only:

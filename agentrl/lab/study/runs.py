@@ -31,7 +31,7 @@ class StudyRun:
 
     @property
     def run_directory(self) -> RunDirectory:
-        """The run directory, for reading."""
+        """Reader of the files in the run directory."""
         return RunDirectory(self.folder)
 
     @property

@@ -85,7 +85,7 @@ class PairedDifference:
 
 
 def paired_differences(scores: Mapping[str, Mapping[int, float]], baseline: str) -> list[PairedDifference]:
-    """Compare every other variant with ``baseline`` on common seeds. ``scores`` are by variant and seed.
+    """Compare every other variant with ``baseline`` on common seeds. ``scores`` has the keys [variant][seed].
 
     The sign-flip test is exact up to 20 seeds. With n seeds its p-value is at least 2 ** (1 - n). Variants with fewer
     than two common seeds are left out.
@@ -182,7 +182,7 @@ class RunCurve(BaseModel):
         return sum(parts) / (self.scores[-1].step - self.scores[0].step)
 
     def last_and_mean_score_until(self, tokens: int) -> tuple[float, float] | None:
-        """Return the score after ``tokens`` sampled tokens, and the mean score up to there.
+        """Return the score after ``tokens`` sampled tokens, and the mean score up to that point.
 
         Scores between evaluations are interpolated. Returns None if the run has not finished or sampled fewer tokens.
         """

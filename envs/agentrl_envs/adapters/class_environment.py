@@ -253,7 +253,7 @@ class ClassEpisode(ToolEpisode):
         )
 
     async def play_turn(self, action: str) -> Step:
-        """Execute the turn's calls, or else pass its text to ``step``. Without calls and ``step``, the episode ends."""
+        """Execute the turn's calls or, without calls, pass its text to ``step``. Without either, the episode ends."""
         turn = self._protocol.parse(action)
         if turn.calls:
             observation, calls = await self.call_tools(turn.calls, action)

@@ -1,4 +1,4 @@
-"""Training on gymnasium text environments. Each episode has a separate environment. Its calls run in threads.
+"""Training on gymnasium text environments. Each episode has a separate environment, whose methods run in threads.
 
 ``reset(seed=, options={"problem": Problem})`` returns the prompt. ``step(action)`` returns the observation that is
 appended to the conversation. The seed is derived from the problem's id, so all episodes of a group have the same task.

@@ -40,7 +40,7 @@ class TaskShell:
         self._container: TaskContainer | None = None
 
     def reset(self) -> None:
-        """Do nothing. The prompt does not need the container; the first command starts it."""
+        """Do nothing, because the first command starts the container and the prompt does not need it."""
 
     async def bash(self, command: str) -> str:
         """Run a command in a new bash shell and return its output. Files are kept between commands.

@@ -45,7 +45,7 @@ _HELPER_SECONDS = 60.0
 # to `head`, because the pipe would wait for background processes.
 _RUN = 'echo $$; exec timeout -k 1 "$0" bash -c "$1" 2>&1'
 _TIMED_OUT, _SIGNALED = 124, 128  # exit codes: of `timeout`; of a signal, minus its number
-# Opens a listening socket in the helper's network and sends it to this process, which needs no helper from then on.
+# This program opens a listening socket in the helper's network and sends it to this process. The helper can then end.
 _LISTEN = """
 import socket, sys
 listener = socket.create_server(("127.0.0.1", int(sys.argv[1])), backlog=128)
@@ -58,7 +58,7 @@ with socket.socket(socket.AF_UNIX) as here:
 
 @dataclass(frozen=True, kw_only=True)
 class CommandResult:
-    """Output and exit code of a command. ``stopped``: the reason for stopping the command, or ""."""
+    """Output and exit code of a command. ``stopped`` is the reason for stopping the command, or ""."""
 
     output: str
     exit_code: int

@@ -77,7 +77,7 @@ class _Environment(BaseModel):
     @field_validator("memory_mb", mode="before")
     @classmethod
     def _parse_megabytes(cls, size: object) -> object:
-        """Convert ``memory = "2G"`` of schema version 1.0 to megabytes. A number, even as text, is in megabytes."""
+        """Convert ``memory = "2G"`` of schema version 1.0 to megabytes. A number, even as a string, is in megabytes."""
         if not isinstance(size, str) or size.strip().isdecimal():
             return size
         match = _SIZE.fullmatch(size)

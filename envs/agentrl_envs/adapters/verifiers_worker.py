@@ -69,7 +69,7 @@ class LazyTaskList:
 
 
 class RolloutWorker:
-    """Requests rollouts and plays them."""
+    """Requests rollouts from the gateway and plays them, up to ``concurrency`` at a time."""
 
     def __init__(self, environment: vf.Env, url: str, concurrency: int) -> None:
         self._environment = environment

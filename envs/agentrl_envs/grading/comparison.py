@@ -420,7 +420,7 @@ def _same_assigned_name(reference: Expression, answer: Expression) -> bool:
 
 
 def _states_value_of_left_side(relation: Relation) -> bool:
-    """Return True if a relation gives its left side (a name, a number, or names added and multiplied) a value.
+    """Return True if a relation states the value of its left side: a name, a number, or sums and products of names.
 
     ``a + b = 7`` states 7. ``2x = 10``, ``-x = 5`` and ``x^n = 9`` are equations to solve, and ``ax + by = c`` is a
     relation of variables.

@@ -138,7 +138,7 @@ def _equal_at_point(left: Expression, right: Expression, point: dict[str, Fracti
             return _equal_after_rounding(left, right, first, second, scaled=bool(point))
         if isinstance(first, Fraction) and isinstance(second, Fraction):
             return first == second
-        # Rounding errors can make a sum that cancels to zero look tiny. Without such sums, a tiny value is exact.
+        # Because of rounding errors, a sum that cancels to zero may be tiny. Without sums, a tiny value is exact.
         exact = function_names_in(left) | function_names_in(right) <= _FUNCTIONS_WITHOUT_CANCELLATION
         if not _nearly_equal(first, second, _PRECISIONS[0], relative=exact):
             return False

@@ -102,7 +102,7 @@ class Unit:
     dimension: tuple[tuple[str, int], ...] = ()
 
 
-# Symbols and names, then the size in terms of preceding units. Entries without a size are base units.
+# An entry lists a unit's symbols and names, then its size in preceding units. Entries without a size are base units.
 _UNIT_TABLE = """
     m meter metre 米; g gram gm 克; s sec second 秒; A amp ampere; mol mole; month 个月; °; dollar usd USD; euro eur;
     yuan 元; pound-sterling; yen; rad radian; ton tonne 吨; celsius; fahrenheit; unit

@@ -44,7 +44,7 @@ class NoValueError(Exception):
 
 
 def evaluate_expression(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Scalar | Matrix:
-    """Return the value at ``point``, which maps symbols to values. Raises NoValueError."""
+    """Return the value of an expression at ``point``, which maps symbols to values. Raises NoValueError."""
     with mp.workdps(digits):
         try:
             return _ExpressionEvaluator(dict(point)).value(tree)

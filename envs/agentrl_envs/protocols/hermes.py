@@ -131,7 +131,7 @@ def _malformed_call(reason: str) -> MalformedCall:
 
 
 def make_hermes_protocol(settings: SimpleTIRSettings, chat: ChatFormat | None, tools: ToolSet) -> HermesProtocol:
-    """Create the protocol hermes, in plain text with ``environment.chat=never``.
+    """Create the protocol hermes, or its plain-text variant if ``environment.chat`` is ``never``.
 
     Raises EpisodeUsageError if the protocol requires ``chat`` and ``chat`` is None.
     """

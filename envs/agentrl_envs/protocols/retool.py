@@ -1,4 +1,4 @@
-r"""The ReTool protocol: ``<code>`` around a fenced program, ``<interpreter>`` around its output, ``<answer>`` last.
+r"""The ReTool protocol: fenced programs in ``<code>``, outputs in ``<interpreter>`` and the answer in ``<answer>``.
 
 A turn ends at the first ``</code>`` or ``</answer>``. Text that the engine sampled after the tag is ignored. ``<code>``
 contains a fence with ``py``, ``python`` or ``python3``. The program ends at the last fence before ``</code>``. The
@@ -31,7 +31,7 @@ _EMPTY_PROGRAM = "ToolCallError: the ```python block is empty"
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ReToolProtocol(TextProtocol):
-    """ReTool: programs, outputs and answers in tags.
+    """The ReTool protocol: programs, outputs and answers in tags.
 
     >>> protocol = ReToolProtocol(instruction="", observation_limit=512)
     >>> turn = "<code>\\n```python\\nprint(2+3)\\n```\\n</code>"

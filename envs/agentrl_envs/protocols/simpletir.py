@@ -1,4 +1,4 @@
-r"""The SimpleTIR protocol: Python in fenced blocks, output after ``Code execution result: ``, answers boxed.
+r"""The SimpleTIR protocol: Python in fenced blocks, output after ``Code execution result: ``, and boxed answers.
 
 **Fences.** `agentrl_envs.protocols.texts` defines the fences, including bare fences. The first closed Python block is
 the turn's program. Blocks in other languages are text.
@@ -25,7 +25,7 @@ _FINAL_ANSWER = 'def final_answer(answer):\n    print("\\\\boxed{" + str(answer)
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SimpleTIRProtocol(TextProtocol):
-    """SimpleTIR: fenced programs and boxed answers.
+    """The SimpleTIR protocol: fenced programs and boxed answers.
 
     >>> protocol = SimpleTIRProtocol(instruction="", observation_limit=512)
     >>> protocol.turn_complete("Let me see.\\n```py"), protocol.turn_complete("```py\\nprint(1)\\n```")
@@ -44,7 +44,7 @@ class SimpleTIRProtocol(TextProtocol):
 
     @property
     def end_after_empty_turn(self) -> Ended:
-        """A void turn. Its rollout is dropped."""
+        """`Ended.VOID_TURN`. The rollout is dropped."""
         return Ended.VOID_TURN
 
     def turn_complete(self, text: str) -> bool:

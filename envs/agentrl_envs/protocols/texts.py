@@ -1,4 +1,4 @@
-r"""Programs in fences, answers in boxes, and the output that the model reads.
+r"""Extraction of fenced programs and boxed answers, and formatting of the output that the model reads.
 
 A fence is three backticks at the start of a line, after up to three spaces as in CommonMark. An opening fence may be
 bare or contain ``py``, ``python`` or ``python3`` in any case, with spaces or a CR before the end of the line. A fence

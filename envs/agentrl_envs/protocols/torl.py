@@ -27,7 +27,7 @@ _NOT_RUN = "ToolCallError: the program was not run: write ```output on the line 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToRLProtocol(TextProtocol):
-    """ToRL: as plain text, a dialogue of user and assistant.
+    """The ToRL protocol: a plain-text dialogue between user and assistant.
 
     >>> protocol = ToRLProtocol(instruction="", observation_limit=512)
     >>> turn = "```python\\nprint(2+3)\\n```\\n```output"

@@ -202,7 +202,7 @@ def _result_text(result: CallToolResult) -> str:
 
 
 def _unreachable_message(target: str, error: BaseException) -> str:
-    """Return the reason why a server could not be reached: the first error of a group, or the error."""
+    """Return the reason why a server could not be reached: ``error``, or the first error of an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     reason = f"no response within {OPENING_SECONDS:g} s" if isinstance(error, TimeoutError) else str(error)

@@ -202,7 +202,7 @@ def _schema_problem(schema: ToolSchema) -> str | None:
     if not isinstance(schema.name, str) or not _TOOL_NAME.fullmatch(schema.name):
         return f"its name {schema.name!r} must consist of at most 64 letters, digits, '_', '.' and '-'"
     if not isinstance(schema.description, str):
-        return "its description must be text"
+        return "its description must be a string"
     if not isinstance(schema.parameters, Mapping) or schema.parameters.get("type") != "object":
         return 'its parameters must be a JSON schema with "type": "object"'
     try:

@@ -56,7 +56,7 @@ def expect_any_end(run: Execution) -> bool:
 
 
 def expect_blocked_attack(run: Execution) -> bool:
-    """Return True if all attempts of the program failed or if it was killed."""
+    """Return True if the program was killed or all its attempts failed."""
     return run.outcome in ENDED and "reached" not in run.stdout and ("tried" in run.stdout or run.outcome != Outcome.OK)
 
 

@@ -32,7 +32,7 @@ class CaseResult:
 
 
 async def run_case(sandbox: Sandbox, case: Case) -> CaseResult:
-    """Run the program, its ``after`` program, and a check that the sandbox still works."""
+    """Run a case: its program, its ``after`` program, and a check that the sandbox still works."""
     return await _time_case(case.name, case.property_name, _run_one(sandbox, case))
 
 

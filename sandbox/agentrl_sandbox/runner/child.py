@@ -75,7 +75,7 @@ class LandlockRules:
         self._rules = [self._make_rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
     def enforce(self, extra_rules: Iterable[tuple[str, int]]) -> None:
-        """Restrict this process and its children permanently. ``extra_rules``: additional rules. Raises OSError."""
+        """Restrict this process and its children permanently, with ``extra_rules`` in addition. Raises OSError."""
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
         ruleset = kernel.system_call_or_raise("landlock_create_ruleset", _CREATE, *arguments)
         opened_rules = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in extra_rules]
@@ -380,8 +380,8 @@ def isolate_child(limits: ChildLimits, slot: int) -> str:
         directory = f"{os.environ.pop(SCRATCH_VARIABLE)}/{slot}"
         os.environ["HOME"] = os.environ["TMPDIR"] = directory
     else:
-        # A separate group, because signals to a process group cross PID namespaces. Not a new session, because it
-        # would receive a separate share of CPU time.
+        # Use a separate process group, because signals to a process group cross PID namespaces. Do not create a new
+        # session, because a session would receive a separate share of CPU time.
         os.setpgid(0, 0)
         kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWIPC)
         directory = SCRATCH

@@ -105,7 +105,7 @@ def fetch_files(scratch: str, names: Sequence[str], fetched: ChildFetchWriter) -
 
 @contextlib.contextmanager
 def _open_inside(scratch: str, name: str, flags: int, *, make: bool) -> Iterator[int]:
-    """Open a file. ``make``: create its parent directories."""
+    """Open a file. If ``make`` is set, create its parent directories."""
     *directories, last = name.split("/")
     current = os.open(scratch, _DIRECTORY_FLAGS)
     try:

@@ -103,7 +103,7 @@ _DEFAULT_SOCKET_BYTES = 212_992  # default if the network namespace does not sho
 
 
 class LimitChecker:
-    """Checks a program's limits. ``scratch``: parent of the slots' directories if there are no namespaces."""
+    """Checks a program's limits. Without namespaces, ``scratch`` is the parent of the slots' directories."""
 
     def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
         self._memory = config.memory_mb << 20

@@ -263,7 +263,7 @@ def seccomp_available() -> bool:
 
 
 def build_seccomp_filter(machine: str, *, separate_user: bool) -> bytes:
-    """Build the filter. ``separate_user``: only the program uses its user id."""
+    """Build the filter. ``separate_user`` is true if no process outside the program has its user id."""
     groups = DENIED if separate_user else DENIED | DENIED_WITHOUT_SEPARATE_USER
     refused = [name for group in groups.values() for name in group]
     rules_by_name: dict[str, Code] = {

@@ -1,4 +1,4 @@
-"""A session's processes: the interpreter, its forks, and the init process, their parent.
+"""A session's processes: the interpreter, its forks, and their parent, the init process.
 
 The interpreter runs programs one at a time in one ``__main__``, and forks on request.
 

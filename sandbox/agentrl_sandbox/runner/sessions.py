@@ -494,7 +494,7 @@ class SessionManager:
             self._server.reply(header, *blobs)
 
     def _handle_family_end(self, family: SessionFamily, why: str, *, killed_by_program: bool = False) -> None:
-        """Handle the end of a session init and its processes. ``killed_by_program``: one of its programs killed it."""
+        """Handle the end of a session init and its processes. ``killed_by_program`` is true if a program killed it."""
         self._end_processes(family, why, killed_by_program=killed_by_program)
         if self._families.pop(family.identifier, None) is not None:
             self._server.remove_reader(family.init.fileno())

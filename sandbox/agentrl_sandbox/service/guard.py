@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
-# These paths run no programs and reveal no secrets.
+# Requests to these paths run no programs and reveal no secrets.
 _OPEN_PATHS = frozenset({"/health", "/ready", "/docs", "/openapi.json"})
 
 
@@ -123,7 +123,7 @@ class RequestGuard:
 
 
 def _read_headers(scope: Scope) -> dict[bytes, bytes]:
-    """Return the headers. Raises RejectedRequestError if a checked header occurs twice or host is missing."""
+    """Return the headers. Raises RejectedRequestError if a checked header occurs twice or Host is missing."""
     headers: dict[bytes, bytes] = {}
     for name, value in scope["headers"]:
         if name in headers and name in (b"host", b"origin", b"authorization", b"content-type", b"content-length"):
