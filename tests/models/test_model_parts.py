@@ -26,6 +26,8 @@ from agentrl.trajectory import Segment
 
 TEMPERATURE = 0.7
 KINDS = sorted(SHAPES)
+# Without OPT and models with sliding windows, which the engine refuses.
+SAMPLED_KINDS = [kind for kind in KINDS if kind != "opt" and SHAPES[kind].get("sliding_window") is None]
 ROWS = [((1, 2, 3), (4, 5, 40, 41, 6)), ((7, 8), (9, 10)), ((1, 2, 3), (11, 12, 13))]
 
 
@@ -87,7 +89,9 @@ def test_statistics_and_gradients_are_those_of_the_models_own_softmax(kind: str,
     found = gradients((statistics.log_probs * weights + 0.3 * statistics.entropy).sum(), model)
     torch.testing.assert_close(found, wanted, rtol=1e-3, atol=2e-4)
     log_p_again, _ = plain(model)
-    assert torch.equal(log_p_again, log_p), "the fused head changed the model's own logits"
+    # Not bitwise: the model keeps the attention function of the policy, whose sums of sinks have another order.
+    message = "the fused head changed the model's own logits"
+    torch.testing.assert_close(log_p_again, log_p, rtol=1e-5, atol=1e-5, msg=message)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -198,7 +202,7 @@ def penalty(
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
-@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "opt"])
+@pytest.mark.parametrize("kind", SAMPLED_KINDS)
 async def test_what_the_engine_says_is_what_training_says(kind: str, attention: Any) -> None:
     model = build_tiny(kind, attention=attention)
     engine = TransformersEngine(model, byte_codec(), RolloutSettings(kv_cache_tokens=4096))
