@@ -66,7 +66,7 @@ def _compute_by_blocks(
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_whole_groups(inputs))
-    takes_part = entry.span == "ranks" and calls is not None  # even without rows: the others wait for these sums
+    takes_part = entry.span == "ranks" and calls is not None  # even without rows: other ranks need its sums
     at_once = takes_part or (bool(blocks) and entry.span != "group")
     whole = None
     if at_once:

@@ -166,7 +166,7 @@ class _CorrectionIntermediates:
     model_mask: Tensor  # the response mask
     initial_mask: Tensor  # the input loss mask
     kept_mask: Tensor  # the resulting loss mask
-    weights: Tensor  # bounded, not normalized, 0 off the model tokens
+    weights: Tensor  # bounded but not normalized; 0 except at model tokens
     changed_by_bound: Tensor  # bool, True if the bound changed the weight
 
     def sums(self, record: CorrectionOptions) -> Tensor:

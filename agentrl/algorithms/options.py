@@ -53,7 +53,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 def checked_option(default: T, check: Callable[..., None], *limits: object) -> T:
-    """Define a field of `Options` with a check of this module, called as check(name, value, *limits)."""
+    """Define a field of `Options` that is validated by ``check(name, value, *limits)``, such as `check_range`."""
     return field(default=default, metadata={"check": check, "limits": limits})
 
 

@@ -177,7 +177,7 @@ class Groups:
     def from_ids(cls, ids: Tensor, weights: Tensor | None = None) -> Groups:
         """Create the groups from arbitrary ids [B], which are equal for the rows of a group."""
         unique, labels, sizes = torch.unique(ids, return_inverse=True, return_counts=True)
-        largest = int(sizes.max()) if sizes.numel() else 1  # 1, so that reductions over groups work without rows
+        largest = int(sizes.max()) if sizes.numel() else 1  # 1 without rows, so that reductions work
         order = labels.argsort(stable=True)
         place = torch.arange(ids.numel(), device=ids.device)
         rank = place - (sizes.cumsum(0) - sizes)[labels[order]]

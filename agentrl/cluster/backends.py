@@ -59,10 +59,10 @@ class RayBackend(ClusterBackend):
             raise SettingsError(
                 f"cluster=ray requires Ray, which is missing: run {install_command('ray')} on every node"
             )
-        # Without this limit, Ray ends this process within a minute after its head node is lost. Ray reads the variable
-        # when it is imported.
+        # By default, Ray ends this process within a minute after the head node is lost. Ray reads the variable when it
+        # is imported.
         os.environ.setdefault("RAY_gcs_rpc_server_reconnect_timeout_s", str(round(settings.deadline + 60)))
-        # Otherwise, after our message, Ray prints the end of a dead raylet's log: dozens of lines with "[state-dump]".
+        # Otherwise, Ray prints the end of a dead raylet's log after our message: dozens of lines with "[state-dump]".
         os.environ.setdefault("RAY_DEDUP_LOGS_SKIP_REGEX", "^Raylet is terminated")
         from agentrl.cluster.ray_nodes import RayCluster
 
@@ -75,7 +75,7 @@ CLUSTERS: Registry[type[ClusterBackend]] = Registry(
     builtin={
         "auto": f"{_MODULE}:LocalBackend",
         "local": f"{_MODULE}:LocalBackend",
-        "environment": f"{_MODULE}:LocalBackend",  # its ranks are started by a launcher, its servers by the worker
+        "environment": f"{_MODULE}:LocalBackend",  # a launcher starts the ranks, and the worker starts the servers
         "ray": f"{_MODULE}:RayBackend",
     },
     group="agentrl.clusters",

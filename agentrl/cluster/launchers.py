@@ -89,7 +89,7 @@ def listen_for_ranks(world: int) -> tuple[socket.socket, tuple[str, int]]:
     host = address_of_rank_zero()
     try:
         address = socket.gethostbyname(host)
-        # On other machines, MASTER_ADDR may resolve to a different address than the loopback address here.
+        # On other machines, MASTER_ADDR may resolve to an address other than the loopback address of this machine.
         remote_ranks = ipaddress.ip_address(address).is_loopback and count_local_ranks(world) < world
         listener = socket.create_server(("" if remote_ranks else address, 0), backlog=2 * world)
     except OSError:

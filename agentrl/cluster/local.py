@@ -26,7 +26,7 @@ from agentrl.cluster.processes import (
     free_port,
 )
 
-_POLL_INTERVAL = 0.5  # seconds
+_POLL_INTERVAL = 0.5  # seconds between two polls
 _OUTPUT, _ERRORS = 1, 2  # file descriptors of standard output and standard error
 
 

@@ -30,7 +30,7 @@ _INHERITED_PREFIXES = (
     *("AGENTRL_", "CUDA_LAUNCH", "DEEPSPEED_", "DS_", "GLOO_", "HF_", "MKL_", "NCCL_", "OMP_", "PYTHON", "PYTORCH_"),
     *("TOKENIZERS_", "TORCH_", "TRANSFORMERS_", "TRITON_", "VLLM_"),
 )
-# Variables with these prefixes that are valid only on one node, and are therefore not inherited.
+# Variables with these prefixes that are valid only on one node. Processes on nodes of a cluster do not pass them on.
 _NODE_VARIABLES = ("GLOO_SOCKET_IFNAME", ALL_GPUS, PARENT_VARIABLE)
 
 

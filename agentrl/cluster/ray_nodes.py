@@ -51,8 +51,8 @@ logger = logging.getLogger(__name__)
 _Value = TypeVar("_Value")
 _POLL_INTERVAL = 0.5  # seconds between two polls of a node
 _RETRY_INTERVAL = 1.0  # seconds between two attempts to reserve or connect
-_STOP_SECONDS = 5.0  # for nodes to kill their processes
-_PROBE_SECONDS = 2.0  # for an unresponsive node to accept a connection
+_STOP_SECONDS = 5.0  # seconds to wait for nodes to kill their processes
+_PROBE_SECONDS = 2.0  # seconds to wait for an unresponsive node to accept a connection
 
 
 class NodeProcessActor:
@@ -112,7 +112,7 @@ class NodeProcessActor:
             process.wait_or_kill(0.0)
 
     def _kill_processes_without_calls(self) -> None:
-        # If the command loses contact with this node, the command restarts the ranks elsewhere. Stop the ranks here.
+        # A command that loses contact with this node restarts its ranks elsewhere, so the ranks here must be killed.
         while True:
             time.sleep(_RETRY_INTERVAL)
             if time.monotonic() - self._last_call > self._deadline:

@@ -23,8 +23,8 @@ from agentrl.cluster.processes import (
 from agentrl.errors import AgentRLError, WorldError
 
 _POLL_INTERVAL = 1.0  # seconds between two checks of all services
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart, doubled each time
-_JOIN_SECONDS = 10.0  # for the thread that restarts services to end
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart: the first pause, doubled up to the second
+_JOIN_SECONDS = 10.0  # seconds to wait for the end of the thread that restarts services
 
 
 @dataclass(kw_only=True, eq=False)

@@ -15,7 +15,7 @@ import subprocess
 import sys
 from types import FrameType
 
-_EXIT_SECONDS = 15.0  # for the command to exit after SIGTERM
+_EXIT_SECONDS = 15.0  # seconds to wait for the command to exit after SIGTERM
 
 
 def supervise_command() -> int:

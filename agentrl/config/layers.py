@@ -178,7 +178,7 @@ def _migrate_saved_layer(layer: Layer) -> Layer:
         value = inner.pop(last)
         if key in REMOVED:
             dropped.append(f"{key} ({REMOVED[key]})")
-        elif value is not None:  # null was the default of every optional setting
+        elif value is not None:  # drop null, which was the default of every optional setting
             *sections, last = RENAMED[key].split(".")
             renewed: Any = values
             for section in sections:

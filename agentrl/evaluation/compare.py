@@ -35,7 +35,7 @@ BOOTSTRAP_DRAWS = 20_000
 """Number of random relabellings per p-value; no p-value is below 1 / (BOOTSTRAP_DRAWS + 1)."""
 
 _ROUNDING = 1e-9
-_DRAWS_AT_ONCE = 2_000  # relabellings in memory at once
+_DRAWS_AT_ONCE = 2_000  # maximum number of relabellings in memory at a time
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -170,7 +170,7 @@ def difference_on_problems_like_these(n1: Floats, c1: Floats, n2: Floats, c2: Fl
     """
     problems = len(n1)
     if problems == 1:
-        return Interval(low=-1.0, high=1.0)  # one problem gives no information about others
+        return Interval(low=-1.0, high=1.0)  # one problem gives no information about other problems
     gain_P = c2 / n2 - c1 / n1
     mean = float(gain_P.mean())
     changed = gain_P[np.abs(gain_P) > _ROUNDING]

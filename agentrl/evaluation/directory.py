@@ -138,7 +138,7 @@ class EvaluationDirectory:
         if foreign:
             raise SettingsError(f"{self.path} contains other files ({', '.join(foreign[:5])}): choose another --output")
         atomic_write(self._problems, lambda out: out.writelines(encode_json_line(row) for row in problems))
-        # Written last, because this file marks the directory as an evaluation that can be continued.
+        # Write this file last, because it marks the directory as an evaluation that can be continued.
         self.write_json(self._provenance.name, provenance)
 
     def _check_same(self, provenance: Provenance) -> None:

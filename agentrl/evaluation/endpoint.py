@@ -42,7 +42,7 @@ from agentrl.rollout.engines.replica import Response, StreamClient, Transport, U
 
 _RETRIED_STATUSES = frozenset({408, 409, 425, 429, *range(500, 600)})
 _LONGEST_WAIT = 60.0
-_LOG_EVERY = 30.0  # seconds
+_LOG_EVERY = 30.0  # seconds between two log messages
 # Endpoints have no common error codes for a full context or a missing chat template, so their messages are searched.
 _CONTEXT_FULL_PHRASES = ("context length", "context_length", "maximum context", "max_model_len", "longest sequence")
 FinishReason = Literal["eos", "stop", "length", "refused"]
@@ -117,7 +117,7 @@ class TextEngine:
             transport=transport,
         )
         self._sleep, self._clock = sleep, clock
-        self._not_before = self._next_log = 0.0  # times of the clock
+        self._not_before = self._next_log = 0.0  # readings of `clock`
         self._sends_stream_options = True
         self._model: str | None = settings.model
         self._served_model: Mapping[str, str] = {}

@@ -69,7 +69,7 @@ def extract_answer_again(transcript: Transcript, protocol: TextProtocol) -> Tran
     if answer is not None:
         ended = Ended.ANSWERED
     elif ended is Ended.ANSWERED:
-        ended = Ended.STOPPED  # it is unknown how the model would have continued
+        ended = Ended.STOPPED  # the model's continuation is unknown
     return replace(transcript, answer=answer, verdict=None, reward=0.0, ended=ended)
 
 
@@ -85,7 +85,7 @@ def _extract_answer(transcript: Transcript, protocol: TextProtocol) -> str | Non
             continue
         call = next(calls, None)
         if call is None:
-            return transcript.answer  # more programs than calls: the rule for programs has changed
+            return transcript.answer  # programs outnumber calls if the rule for programs has changed
         printed = protocol.printed_answer(call.printed)
         if (
             printed is None

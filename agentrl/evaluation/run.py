@@ -102,7 +102,7 @@ async def sample_rollouts_of_sets(
     ``settings`` must contain the limits of evaluation. The caller opens and closes ``endpoint``, ``sampler`` and
     ``environment``. Without ``endpoint`` and ``sampler``, the engine of the settings is opened.
     """
-    # Imported only after the problems are checked, because it imports heavy libraries.
+    # Import this module only after the problems are checked, because it imports heavy libraries.
     from agentrl.evaluation.samplers import EndpointSampler, build_evaluation_environment, open_sampler
 
     async with AsyncExitStack() as stack:

@@ -132,7 +132,7 @@ def _interval_on_problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> I
     """Compute the interval from the variance between problems, with Student's t and P - 1 degrees of freedom."""
     problems = len(n_P)
     if problems == 1:
-        return Interval(low=0.0, high=1.0)  # one problem gives no information about others
+        return Interval(low=0.0, high=1.0)  # one problem gives no information about other problems
     share = c_P / n_P
     variance = float(share.var(ddof=1)) / problems
     total = float(n_P.sum())

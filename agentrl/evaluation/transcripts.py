@@ -225,7 +225,7 @@ def _turn_from_record(record: JSONObject) -> Turn:
 
 
 _CHUNK = 1 << 20
-_SYNC_EVERY = 5.0  # seconds
+_SYNC_EVERY = 5.0  # seconds between two syncs to disk
 
 
 class RolloutLog:

@@ -88,7 +88,7 @@ def matmul_into(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -
     """Write left [A, B] @ right [B, C] to out [A, C], or add to out if `accumulate`. out has the accumulation dtype."""
     if not out.is_cuda:
         product = left.to(out.dtype) @ right.to(out.dtype)
-        # Not addmm: on CPUs it may add the terms to `out` one by one, which rounds each time at the scale of `out`.
+        # Do not use addmm: on CPUs, it may add the terms to `out` one by one, rounding each time at the scale of `out`.
         if accumulate:
             out += product
         else:

@@ -20,12 +20,12 @@ from agentrl.kernels.arithmetic import IMPOSSIBLE, cap_derivative, write_tempere
 from agentrl.kernels.gradients import HeadGradientAccumulator, LogitGradientCoefficients, logit_gradient_coefficients
 from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 
-# Logits of one matrix product: 32 MB of float32 on CPUs. On GPUs, 256 MB: 441 rows of 151,936 tokens, enough to use
-# the tensor cores fully.
+# Maximum number of logits in one matrix product: 32 MB of float32 on CPUs, and 256 MB on GPUs. The latter is 441 rows
+# of 151,936 tokens, enough to use the tensor cores fully.
 BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
-# Logits of one elementwise operation: 8 MB, which fit into a CPU's last-level cache, and 64 MB on GPUs.
+# Maximum number of logits in one elementwise operation: 8 MB on CPUs, within the last-level cache, and 64 MB on GPUs.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for the backward pass: a second product costs more
+KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for the backward pass, as a second product costs more
 
 
 def chunked_statistics(

@@ -18,8 +18,8 @@ from agentrl.kernels.arithmetic import cap_derivative, write_tempered_logits
 from agentrl.kernels.gradients import HeadGradientAccumulator
 from agentrl.kernels.records import KernelInputError, Support, check_cap, check_head_inputs, statistics_dtype
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # logits of one matrix product: 32 and 256 MB of float32
-_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # logits per elementwise operation
+_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # maximum logits in a product: 32 and 256 MB of float32
+_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # maximum logits in an elementwise operation
 
 
 def full_kl(

@@ -186,7 +186,7 @@ def _head_energies_by_row(
 def _head_and_embedding_energies(
     parts: CausalLMParts, shares: list[HeadEnergies], rows: _EnergyInputs, gradient: Tensor
 ) -> Tensor:
-    """Return the energies of head and embedding [B], with the cross term if they are one parameter."""
+    """Return the summed energies [B] of the head and the embedding, including the cross term if they are tied."""
     weights = torch.tensor([share.weight_energy for share in shares], dtype=torch.float64, device=gradient.device)
     biases = torch.tensor([share.bias_energy for share in shares], dtype=torch.float64, device=gradient.device)
     total = torch.zeros_like(weights)
@@ -326,7 +326,7 @@ class _VocabularyBlocks:
             yield start, z
 
 
-_BLOCK_ELEMENTS = 1 << 25  # logits held at once: 128 MB of float32, and as much again for a temporary
+_BLOCK_ELEMENTS = 1 << 25  # maximum logits in memory: 128 MB of float32, and as much for a temporary tensor
 
 
 def _check_energy_inputs(

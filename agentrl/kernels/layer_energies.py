@@ -29,7 +29,7 @@ _NORMS = {
     **dict.fromkeys(
         ("LlamaRMSNorm", "MistralRMSNorm", "Qwen2RMSNorm", "Qwen3RMSNorm", "GraniteRMSNorm"), "variance_epsilon"
     ),
-    "Gemma2RMSNorm": "eps",  # multiplies by 1 + weight: the same gradient
+    "Gemma2RMSNorm": "eps",  # multiplies by 1 + weight, which has the same gradient
 }
 """RMSNorm classes, and their attribute for the epsilon that is added to the mean square."""
 _SCALED_EMBEDDINGS = {"Gemma2TextScaledWordEmbedding": "embed_scale"}
@@ -191,7 +191,7 @@ def _distinct_pairs(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return keys, entry, keys // width
 
 
-_CHUNK_ELEMENTS = 1 << 24  # of the inputs, gradients and products of the rows treated at once: 64 MB of float32
+_CHUNK_ELEMENTS = 1 << 24  # maximum elements of inputs, gradients and products at a time: 64 MB of float32
 
 
 class LayerEnergies:

@@ -55,7 +55,7 @@ def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = 
     """
     top, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
     best = torch.maximum(top, target)
-    shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # of the other tokens
+    shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # shift of the other tokens
     own_shift = ((target - best) / temperature).clamp(min=IMPOSSIBLE)
     factor, own = shift.exp(), own_shift.exp()
     rest = factor * (ties + lower)
@@ -75,7 +75,7 @@ def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = 
 
 
 SLICE = 2048  # tokens of the vocabulary in a tile
-TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # logits in a tile: 64 MB of float32; 8 MB, within a CPU's cache
+TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # maximum logits in a tile: 64 MB; 8 MB, within a CPU's cache
 
 
 class TileEpilogue(Protocol):
@@ -102,7 +102,7 @@ def sliced_statistics(
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
         hidden, head_weight, bias, targets.contiguous(), temperature, cap, epilogue
     )
-    # One pass without a float32 copy of hidden.
+    # Compute the norms in one pass, without a float32 copy of hidden.
     norms = torch.linalg.vector_norm(hidden.detach(), dim=-1, dtype=log_probs.dtype).square()
     return TokenStatistics(
         log_probs=log_probs, entropy=entropy, sum_pi_squared=sum_pi_squared, energy=energy, hidden_norm_squared=norms
@@ -125,7 +125,7 @@ class _SlicedStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         dtype = statistics_dtype(hidden, weight)
-        # A tensor, because Triton passes Python numbers as float32.
+        # Use a tensor, because Triton passes Python numbers as float32.
         heat = torch.full((), temperature, dtype=dtype, device=hidden.device)
         sums = hidden.new_zeros((hidden.shape[0], 6 if cap is None else 7), dtype=dtype)
         sums[:, TOP] = -torch.inf
@@ -152,7 +152,7 @@ class _SlicedStatistics(torch.autograd.Function):
         coefficients = torch.stack([offset, slope, at_target], dim=-1) / ctx.heat
         with torch.autocast(hidden.device.type, enabled=False):
             gradients = _TileGradientAccumulator(hidden, weight, bias, ctx.needs_input_grad, coefficients)
-            # Deleted below, so that the tile's memory is free when the gradients are converted.
+            # `tiles` is deleted below, so that its memory is free when the gradients are converted.
             tiles = _Tiles(hidden, weight, bias, log_probs.dtype, gradient=True, cap=ctx.cap)
             _add_tile_gradients(ctx, tiles, targets, normalisers, gradients)
             del tiles

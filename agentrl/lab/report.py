@@ -45,7 +45,7 @@ def _draw_noise(lines: Sequence[EstimatorResult]) -> Figure:
     )
     for index, name in enumerate(names):
         of_estimator = sorted((line for line in lines if line.estimator == name), key=lambda line: line.group_size)
-        # Shift the estimators horizontally, because intervals at the same position would overlap.
+        # Shift each estimator's points horizontally, because intervals at the same position would overlap.
         sizes = np.array([line.group_size for line in of_estimator]) * 1.035 ** (index - len(names) / 2)
         for axes, of in zip(panels, draws, strict=True):
             estimates = [of(line) for line in of_estimator]

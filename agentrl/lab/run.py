@@ -30,8 +30,8 @@ from agentrl_envs.types import Problem
 if TYPE_CHECKING:
     from agentrl.lab.settings import LabSections
 
-_BATCH = 16  # problems sampled together, which form the step of estimators that span the step
-_MICRO_BATCH_TOKENS = 8192  # of a forward pass for token statistics
+_BATCH = 16  # number of problems sampled together; they form one step for estimators that span the step
+_MICRO_BATCH_TOKENS = 8192  # maximum tokens in a forward pass for token statistics
 
 
 def variance_command(

@@ -244,7 +244,10 @@ def _keep_few_layers(config: PreTrainedConfig) -> None:
 
 
 def _keep_few_heads(config: PreTrainedConfig) -> None:
-    """Keep at most four heads, and scale widths accordingly. If heads share keys, pairs of heads still do."""
+    """Keep at most four heads and scale widths accordingly.
+
+    Grouped-query attention keeps at least two query heads per key head.
+    """
     heads, width = getattr(config, "num_attention_heads", None), getattr(config, "hidden_size", None)
     if not isinstance(width, int):
         return

@@ -117,7 +117,7 @@ def _describe_logit_difference(causal_lm: PreTrainedModel, parts: ModelParts) ->
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head
     steps = torch.linspace(-1, 1, head.out_features, device=device)
-    # Large, reversed and cubic rows, so that a scale, a cap or a shift changes at least one of them.
+    # Use large, reversed and cubic rows, so that a scale, a cap or a shift changes at least one of them.
     output = torch.stack([_EXTREME * steps, steps.flip(0), 10 * steps**3])[None]  # [1, 3, V]
     hidden = torch.linspace(-1, 1, 3 * head.in_features, device=device).view(1, 3, -1).to(head.weight.dtype)
     ids = torch.zeros(1, 3, dtype=torch.int64, device=device)

@@ -38,7 +38,7 @@ class ExpertRoutes:
     num_layers: int
     replayed: Tensor | None = None  # [tokens, layers * k]; a negative expert: the token is routed by its own scores
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [tokens, k] by layer, selected by the scores
-    modes: list[TorchFunctionMode] = field(default_factory=list)  # of the running block
+    modes: list[TorchFunctionMode] = field(default_factory=list)  # active modes of the running block
 
     def select_experts(self, layer: int, scores: Tensor, top: Any) -> Any:
         """Return the scores and indices [tokens, k] of the experts to compute, given the largest scores ``top``."""

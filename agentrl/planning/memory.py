@@ -41,18 +41,18 @@ class TrainingSetup:
     """The settings that determine the memory of a training rank."""
 
     ranks: int
-    stage: int  # of ZeRO, as DeepSpeed runs it
+    stage: int  # effective stage of ZeRO
     bfloat16: bool
-    tokens: int  # of a micro-batch, on all ranks of its sequence-parallel group
+    tokens: int  # maximum in a micro-batch, summed over its sequence-parallel group
     checkpointing: bool = False
     checkpoint_offload: bool = False
     offload: Offload = "none"
     sequence_parallel: int = 1
     lora_rank: int = 0
     head_backend: str = "triton"
-    device: Literal["cpu", "cuda"] = "cuda"  # for the blocks of "chunked"
+    device: Literal["cpu", "cuda"] = "cuda"  # determines the block size of "chunked"
     reference: bool = False
-    teacher: int = 0  # parameters
+    teacher: int = 0  # number of the teacher's parameters
     critic: bool = False
 
     @property
@@ -107,7 +107,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     """
     adapters = setup.lora_rank * shape.adapted  # r (inputs + outputs) of each adapted layer (arXiv 2106.09685)
     trained = adapters or shape.parameters
-    largest = 0 if adapters else shape.largest_parameter  # of the trained tensors; the tensors of adapters are small
+    largest = 0 if adapters else shape.largest_parameter  # largest trained tensor; tensors of adapters are small
     part = setup.elements_per_rank(trained, from_stage=1)
     on_device = setup.offload == "none"
 
@@ -147,7 +147,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     }
     if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
-    if not on_device:  # in host memory: gradients, master copy, moments; below stage 3 also the weight
+    if not on_device:  # in host memory: gradients, master copy, moments and, below stage 3, weights
         moved += (16 + (setup.dtype_bytes if setup.stage < 3 else 0)) * part
         moved += setup.elements_per_rank(shape.parameters, from_stage=3) * setup.dtype_bytes * (setup.offload == "all")
     return RankMemory(

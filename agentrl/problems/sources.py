@@ -86,7 +86,7 @@ def mask_numbers(statement: str) -> str:
     >>> mask_numbers("Tom has 1,250 pens and twenty-six  cups!")
     'tom has # pens and # cups'
     """
-    # Write `_number_` until punctuation is removed, because `#` would be removed with it.
+    # Mark numbers with `_number_` until punctuation is removed, because `#` would be removed as punctuation.
     masked = NUMBER.sub(" \0 ", statement.casefold())
     return _NON_WORD.sub(" ", masked.replace("\0", "_number_")).strip().replace("_number_", "#")
 

@@ -16,8 +16,8 @@ from typing import Final
 from agentrl.rollout.settings import UNMEASURED_WIDTH
 from agentrl.trajectory import Trajectory
 
-# Minimum total weight of the forks, and of the trees, from which the best number of branches after a turn is
-# estimated. The weights decay with age.
+# The best number of branches after a turn is estimated only if the turn's forks and trees each have at least this
+# total weight. Weights decay with age.
 _MIN_EVIDENCE: Final = 8.0
 
 
@@ -29,7 +29,7 @@ class ForkStatistics:
 
     def __init__(self, *, decay: float) -> None:
         self._decay = decay
-        # For each turn: sums over forks (weight, v_after, c1, c2) and over trees (weight, v_before + v_after).
+        # Sums for each turn: over forks (weight, v_after, c1, c2) and over trees (weight, v_before + v_after).
         self._sums: list[list[float]] = []
 
     def add_step(self, groups: Iterable[Sequence[Sequence[Trajectory]]]) -> None:

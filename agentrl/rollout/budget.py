@@ -16,7 +16,7 @@ from agentrl.problems.posterior import Posteriors, reward_as_success_fraction
 from agentrl.rollout.settings import Budget
 from agentrl.trajectory import Trajectory
 
-# The smallest group with a baseline.
+# Minimum size of a group with a baseline.
 MIN_GROUP_SIZE: Final = 2
 
 

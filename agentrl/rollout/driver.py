@@ -42,10 +42,11 @@ _POLL_SECONDS = 2.0
 # Factors by which the limit of AdmissionControl rises and falls.
 _RAISE_FACTOR = 1.25
 _LOWER_FACTOR = 0.75
-# Number of finished trajectories in a moving average: the minimum before the limit may rise, and the maximum.
+# Window of the moving averages, in finished trajectories: the number required before the limit may rise, and the
+# largest number kept.
 _MIN_AVERAGED = 8
 _MAX_AVERAGED = 512
-# Seconds to wait before retrying a failed rollout: before the first retry, and at most before any retry.
+# Upper bounds in seconds on the random wait before a retry of a failed rollout: for the first retry, and for any retry.
 _FIRST_PAUSE = 0.5
 _LONGEST_PAUSE = 10.0
 
@@ -249,7 +250,7 @@ class Driver:
     def __post_init__(self) -> None:
         settings = self.settings
         self._branching = settings.branching if self.trained else BranchingSettings()
-        branches = self._branching.max_live_branches  # of a rollout
+        branches = self._branching.max_live_branches  # maximum for one rollout
         self._concurrency = max(1, settings.concurrency // branches)
         self._admission = AdmissionControl(
             self.engine.cache_use,

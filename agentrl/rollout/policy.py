@@ -31,7 +31,7 @@ from agentrl_envs.types import Ended, Problem, Step, ToolCall, Verdict
 
 logger = logging.getLogger(__name__)
 
-# The work of this many tasks takes a few milliseconds.
+# Maximum number of tasks that run in one iteration of the event loop. Their work takes a few milliseconds.
 _TASKS_PER_ITERATION = 16
 
 
@@ -108,7 +108,7 @@ class TurnBarrier:
         self._schedule_opening()
 
     def _schedule_opening(self) -> None:
-        # Open in a later callback. Otherwise the last participant would continue at once, out of order.
+        # Open the barrier in a later callback. Otherwise, the last participant would continue at once, out of order.
         asyncio.get_running_loop().call_soon(self._open_if_complete)
 
     def _open_if_complete(self) -> None:

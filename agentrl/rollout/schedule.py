@@ -162,7 +162,7 @@ class RolloutSource(ABC):
         self._settings = settings
         self._greedy = greedy
         self._samples_left: deque[int] = deque()  # samples of the newest group that have not started
-        self._step = 0  # of the newest group
+        self._step = 0  # training step of the newest group
         self._job_lock = asyncio.Lock()  # held by the player that waits for its next rollout
         self._idle_stopwatch = _IdleStopwatch()
 

@@ -102,8 +102,8 @@ class BranchingSettings(BaseModel):
         return self.max_live_branches + sum(min(self.live, self.width**level) for level in range(depth))
 
 
-# Uncertainty about a sampled token, from its log-probability. The mean over samples is the entropy, or the mean squared
-# norm of the logits' gradient, because E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)].
+# Uncertainty about a sampled token, computed from its log-probability. The mean over samples is the entropy, or the
+# mean squared norm of the logits' gradient, because E[1 - p] = 1 - sum(p^2) = E[1 - 2 p + sum(p^2)].
 _UNCERTAINTY: Final[dict[str, Callable[[float], float]]] = {
     "entropy": lambda log_prob: -log_prob,
     "energy": lambda log_prob: -math.expm1(log_prob),

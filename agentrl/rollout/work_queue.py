@@ -136,7 +136,7 @@ class WorkQueue:
         """Issue untrained problems again, before new problems."""
         self._requeued = deque(self._untrained_in_order())
         self._untrained = {}
-        self._newest_is_measured.set()  # a drawn problem without a measured prompt follows these problems
+        self._newest_is_measured.set()  # the requeued problems come before the unmeasured problem
 
     def upcoming_groups(self, count: int) -> list[Group]:
         """Return the next ``count`` groups. Problems that are skipped later are replaced."""

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 LIGHT = ("#0050ba", "#f2750a", "#081121", "#972879", "#45a2e0", "#559f72", "#765b00", "#4a0300")
 DARK = ("#0079ff", "#ed7832", "#ffffba", "#f2a0ff", "#106ea7", "#32d2aa", "#ffe900", "#81653b")
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1.5), (6, 2, 1, 2))  # dashes and gaps in units of line width
-LINE_STYLES = 16  # lines that can be distinguished
+LINE_STYLES = 16  # number of lines that can be distinguished
 _VIEWER_LINE_WIDTH = 1.8  # pixels of the viewer's lines
 
 

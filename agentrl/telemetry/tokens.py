@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 FORMAT = 1
 _FACTS_KEY = b"agentrl"  # key of the TokenMetadata in the schema's metadata
-_MIN_BLOCK_TOKENS = 1 << 18  # minimum tokens of a row group, which is read as a whole
+_MIN_BLOCK_TOKENS = 1 << 18  # minimum number of tokens in a row group, which is read as a whole
 
 TokenColumns = dict[str, np.ndarray]
 """Values of the model tokens of one or more trajectories, by column."""

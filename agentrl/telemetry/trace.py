@@ -57,7 +57,8 @@ class Trace:
             lane = heapq.heappop(free) if free else self._used.get(group, 0)
             known = self._used.get(group, 0)
             self._used[group] = max(known, lane + 1)
-        # `hash` differs between processes, but all processes write the numbers of groups to one file.
+        # Do not use `hash`: it differs between processes, but all processes write to one file and must give a group the
+        # same number.
         number = zlib.crc32(group.encode()) & 0x7FFFFFFF
         if lane == known:
             self._name_lane(group, number, lane)

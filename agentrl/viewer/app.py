@@ -142,7 +142,7 @@ def make_app(library: RunLibrary, *, token: str, calculate: Calculate) -> Starle
             Mount("/static", StaticFiles(directory=STATIC)),
         ],
         middleware=[
-            # Other host names are rejected to prevent DNS rebinding by web pages.
+            # Reject other host names, to prevent DNS rebinding by web pages.
             Middleware(TrustedHostMiddleware, allowed_hosts=["127.0.0.1", "localhost"]),
             Middleware(BaseHTTPMiddleware, dispatch=_add_security_headers),
             Middleware(GZipMiddleware, minimum_size=2_000, compresslevel=1),
@@ -242,7 +242,7 @@ def _wrap_handler(handler: Handler, token: str) -> Callable[[Request], Response]
 
     def endpoint(request: Request) -> Response:
         token_sent = request.headers.get("authorization", "").removeprefix("Bearer ")
-        # Compared in constant time, so that response times do not reveal the token.
+        # Compare in constant time, so that response times do not reveal the token.
         if not secrets.compare_digest(token_sent.encode(), token.encode()):
             return _json({"error": "the token is invalid: open the address that `agentrl view` printed"}, 401)
         try:

@@ -22,7 +22,7 @@ from agentrl.telemetry.files import malformed_as_world_error, resolve_path_insid
 
 _LONGEST_LINE = 1 << 26  # bytes of one rollout
 _EXCERPT_LENGTH = 120  # characters of a statement in the list of problems
-_LONGEST_FORMULA = 1000  # characters
+_LONGEST_FORMULA = 1000  # maximum number of characters
 
 FORMULA = re.compile(r"\$\$([^$]+)\$\$|\\\[([\s\S]+?)\\\]|\\\(([\s\S]+?)\\\)|\$([^$\n]+)\$")
 """TeX between ``$$``, ``\\[``, ``\\(`` or ``$``. ``static/prose.js`` searches for the same delimiters."""
@@ -176,7 +176,7 @@ def _mathml_tree(tex: str) -> list[object] | None:
 def _element_tree(element: Element) -> list[object]:
     """Convert an element to ``[tag, attributes, children ...]``, where a child is text or a tree."""
     attributes = {name: value for name, value in element.attrib.items() if name not in ("xmlns", "display")}
-    children: list[object] = [html.unescape(element.text)] if element.text else []  # the library returns entities
+    children: list[object] = [html.unescape(element.text)] if element.text else []  # text has HTML entities
     return [element.tag, attributes, *children, *map(_element_tree, element)]
 
 

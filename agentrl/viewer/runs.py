@@ -109,9 +109,10 @@ _NOTES_FILE = "notes.md"
 _LONGEST_NOTES = 20_000  # bytes
 _MOST_CACHED_RUNS = 4_096  # runs whose contents stay in memory until their files change
 _COLLAPSES = ("reward_collapse", "entropy_collapse")
-# A run without a new row for this long counts as stopped. The minimum allows for checkpoints and evaluations.
+# A run counts as stopped when its last row is older than the larger of these two limits. The first allows for
+# checkpoints and evaluations.
 _STOPPED_AFTER = 120.0  # seconds
-_STOPPED_AFTER_STEPS = 10  # usual durations of a step
+_STOPPED_AFTER_STEPS = 10  # median durations of a step
 _LONGEST_START = 900.0  # seconds that a run may take to complete its first step
 _NO_PROGRESS = Progress(step=0, seconds=0.0, step_seconds=None, result=None, warnings=())
 

@@ -33,7 +33,7 @@ def recompute_advantages(
     wide = estimator_needs(name, **chosen_options).step_wide
     chosen = [item for item in (step.trajectories if wide else trajectories) if item.tokens is not None]
     order = {key: index for index, key in enumerate(step.rows)}
-    # In the order of training, because estimators sum over rows and the result should be bitwise equal.
+    # Use the order of training, because estimators sum over rows and the result should be bitwise equal.
     chosen.sort(key=lambda item: order[item.key])
     made = compute_advantages(name, build_stored_advantage_inputs(chosen), communicator=None, **chosen_options)
     return {item.key: _columns_of_row(made, row, item) for row, item in enumerate(chosen)}

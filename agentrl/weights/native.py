@@ -23,11 +23,11 @@ from agentrl_envs.registry import install_command
 
 _Result = TypeVar("_Result")
 
-# Seconds for a call to a server, including the transfer of all weights.
+# Timeout in seconds for a call to a server, including the transfer of all weights.
 _CALL_SECONDS = 1800.0
-# Lower bound on the seconds allowed for the servers to join a group. No parameter is sent meanwhile.
+# Minimum timeout in seconds for the servers to join a group. No parameter is sent before all of them have joined.
 _SETUP_SECONDS = 300.0
-# Seconds for an aborted communicator to return from its broadcast.
+# Seconds to wait for an aborted communicator to return from its broadcast.
 _ABORT_SECONDS = 30.0
 _SMALLEST_BUFFER = 4 * GROUP_ELEMENTS
 

@@ -325,7 +325,7 @@ class OpenEnvSettings(BaseModel):
 
 
 class VerifiersSettings(BaseModel):
-    """Settings of the worker that plays a task set of verifiers."""
+    """Settings of the worker that runs an environment of the ``verifiers`` library."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

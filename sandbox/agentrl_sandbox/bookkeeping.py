@@ -12,7 +12,7 @@ from typing import Generic, TypeVar
 
 from agentrl_sandbox.types import Execution, Outcome, UnknownSessionError
 
-_CACHE_BYTES = 16 << 20  # one minute of small results at 270 calls per second
+_CACHE_BYTES = 16 << 20  # bytes: one minute of small results at 270 calls per second
 _RESULT_OVERHEAD_BYTES = 1024
 
 
@@ -85,7 +85,7 @@ def _result_bytes(execution: Execution) -> int:
 
 _Owner = TypeVar("_Owner")
 _Identifier = TypeVar("_Identifier")
-_MAX_SESSIONS = 65_536  # of open sessions, whose end may have been missed, and of ended sessions
+_MAX_SESSIONS = 65_536  # maximum number of open sessions (an end may be missed), and of ended sessions
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

@@ -28,7 +28,7 @@ from typing import Any, Generic, TypedDict, TypeVar
 
 from agentrl_sandbox.types import Execution, Outcome, Sandbox
 
-_FRAME_HEAD = struct.Struct("!II")  # bytes after this head, bytes of the JSON header
+_FRAME_HEAD = struct.Struct("!II")  # number of bytes after this head, and of bytes in the JSON header
 _MAX_FRAME = 1 << 30
 
 _Header = TypeVar("_Header", bound=Mapping[str, object])

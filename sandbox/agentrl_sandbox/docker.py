@@ -28,7 +28,7 @@ _START_SECONDS = 120.0
 _LINGER_SECONDS = 30  # after this time, the container of a killed client stops and is removed
 _QUEUE_LIMIT = 1_000_000  # large, because calls of this process wait instead of being rejected
 _MEGABYTE = 1 << 20
-_OVERHEAD_MB = 1024  # for the warm interpreters
+_OVERHEAD_MB = 1024  # memory of the warm interpreters
 _OVERHEAD_PIDS = 64
 _PIDS_PER_SESSION = 4  # processes of an idle session
 

@@ -49,10 +49,10 @@ from agentrl_sandbox.types import (
     infrastructure_failure,
 )
 
-_GRACE_SECONDS = 30.0  # after a program's deadline; then the server counts as hung
-_SESSION_SECONDS = 60.0  # for opening, forking and closing sessions, in addition to the server's deadlines
-_START_SECONDS = 60.0  # for importing SymPy from a cold disk
-_END_SECONDS = 15.0  # for a server to exit; without namespaces, it first removes the files of programs
+_GRACE_SECONDS = 30.0  # seconds after a program's deadline until the server counts as hung
+_SESSION_SECONDS = 60.0  # seconds for opening, forking and closing sessions, in addition to the server's deadlines
+_START_SECONDS = 60.0  # seconds for a server to start; it may import SymPy from a cold disk
+_END_SECONDS = 15.0  # seconds for a server to exit; without namespaces, it first removes the files of programs
 
 
 class ServerExitedError(ConnectionError):

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _CHECK_EVERY, _RECHECK_EVERY = 5.0, 1.0  # seconds between health checks of usable and unusable services
 _CHECK_SECONDS = 10.0  # maximum duration of a health check, or service_deadline if that is less
-_MAX_LOSSES = 2  # lost services per call; its program may be the cause
+_MAX_LOSSES = 2  # maximum number of services lost during a call, because its program may be the cause
 
 
 class _MonitoredService(HttpSandbox):

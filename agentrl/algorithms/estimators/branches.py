@@ -46,7 +46,7 @@ class CompactLayout:
         longest = int(count.max()) if count.numel() else 0
         valid = torch.arange(longest, device=mask.device) < count.unsqueeze(-1)
         index = (mask.cumsum(-1) - 1).clamp_(min=0)
-        # Positions off the mask are written to an additional last entry, which is cut off.
+        # Positions outside the mask are written to an additional last entry, which is then cut off.
         target = index.masked_fill(~mask, longest)
         source = torch.arange(width, device=mask.device).expand(rows, width)
         position = index.new_zeros(rows, longest + 1).scatter_(-1, target, source)[:, :longest]
@@ -201,9 +201,9 @@ def reward_to_go(rewards: Tensor, gamma: float) -> Tensor:
     step = torch.arange(size, device=rewards.device)
     distance = (step.unsqueeze(-1) - step).clamp(min=0)  # j - k at [j, k]
     powers = (gamma ** distance.to(rewards.dtype)).tril()
-    inside = padded.view(rows, blocks, size) @ powers  # up to the block's end
+    inside = padded.view(rows, blocks, size) @ powers  # returns up to the end of each block
     if blocks > 1:
-        starts = reward_to_go(inside[..., 0].contiguous(), gamma**size)  # G at the start of every block
+        starts = reward_to_go(inside[..., 0].contiguous(), gamma**size)  # return at the start of every block
         inside[:, :-1] += gamma ** (size - step).to(rewards.dtype) * starts[:, 1:, None]
     return inside.view(rows, -1)[:, :width]
 

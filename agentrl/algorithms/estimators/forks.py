@@ -234,7 +234,7 @@ def sibling_baselines(
         last = (valid.sum(1, keepdim=True) - 1).clamp(min=0)
         index = torch.minimum(torch.arange(valid.shape[1], device=valid.device).expand_as(valid), last)
         returns, weights, valid = returns.gather(1, index), weights.gather(1, index), torch.ones_like(valid)
-    # Relative to the lowest return, so that the mean of equal returns is exact.
+    # Sum returns relative to the lowest return, so that the mean of equal returns is exact.
     lowest = (
         Groups.from_ids(forest.groups).broadcast_group_min(returns.masked_fill(~valid, torch.inf).amin(1)).unsqueeze(1)
     )

@@ -20,7 +20,8 @@ from agentrl.algorithms.records import (
 )
 from agentrl.kernels.arithmetic import cumulative_sum
 
-# Maximum float64 elements of a block [b, T]: on CPUs, to fit into the cache; on other devices, to limit memory.
+# Maximum number of float64 elements in a block [b, T]. A block fits into a CPU's cache. On other devices, the maximum
+# limits memory.
 _BLOCK_ELEMENTS = {"cpu": 1 << 18}
 _OTHER_BLOCK_ELEMENTS = 1 << 24
 
@@ -182,7 +183,7 @@ class EstimatorInputs:
     def _token_field(self, name: str, rows: slice) -> Tensor:
         tensor, mask = self._required_field(name)[rows].detach(), self.mask[rows]
         values = tensor.to(torch.float64, copy=True).masked_fill_(~mask, 0.0)
-        if not bool(torch.isfinite(values.sum())):  # the sum of finite numbers may overflow, so check each
+        if not bool(torch.isfinite(values.sum())):  # a sum may overflow, so check each number
             check_finite(name, tensor, mask, self.rows[rows])
         return values
 

@@ -214,7 +214,7 @@ def pooled_optimal_global_baseline(inputs: EstimatorInputs, options: PooledBasel
     leaf_weights = torch.ones_like(inputs.totals) if inputs.forest is None else inputs.forest.weights
     weights = baseline_weights(inputs, energies, options).squeeze(-1) * leaf_weights
     weights = groups.stack(weights).masked_fill(~present, 0.0)
-    weighted = weights * (returns - lowest).masked_fill(~present, 0.0)  # above the lowest: equal returns stay exact
+    weighted = weights * (returns - lowest).masked_fill(~present, 0.0)  # exact for equal returns
     trajectories = groups.stack(leaf_weights).masked_fill(~present, 0.0).sum(-1, keepdim=True)
     elsewhere = calls.all_gather(trajectories.sum()).sum() - trajectories
     prior = options.pool / elsewhere.clamp(min=1)

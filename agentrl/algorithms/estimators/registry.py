@@ -74,14 +74,14 @@ class EstimatorNeeds:
 class EstimatorEntry(RegistryEntry[EstimatorFunction]):
     """A registered estimator and its traits."""
 
-    requires: frozenset[str] = frozenset()  # inputs that it needs for any options
+    requires: frozenset[str] = frozenset()  # inputs required with any options
     weighted: bool = False  # reads `masked_importance_weights`, so that the rollout correction changes its advantages
     span: Span = "group"
     aggregation: str | None = None  # aggregation required by its derivation; None: the loss's default
     equal_groups: bool = False  # groups of equal rewards have advantages other than 0
-    group_based: bool = False  # baseline of the group's trajectories; groups of one have baseline 0
+    group_based: bool = False  # the baseline is computed from the group; it is 0 in a group of one
     per_token: bool = False  # advantages differ between the tokens of a trajectory
-    by_column: bool = False  # token baselines by column; branched rollouts have one baseline
+    by_column: bool = False  # token baselines are computed by column; a branched rollout has a single baseline
 
     def requirements(self, record: object) -> EstimatorNeeds:
         """Return the requirements for ``record``, the options returned by `make_options`."""

@@ -245,7 +245,7 @@ def dppo_kl(inputs: LossInputs, options: DivergenceClipOptions) -> tuple[Tensor,
 
 def binary_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """Compute KL(Bernoulli(p) || Bernoulli(q)) = p ln(p / q) + (1 - p) ln((1 - p) / (1 - q)); inf if q = 1 > p."""
-    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)  # above 0 by rounding
+    log_p, log_q = log_p.clamp(max=0.0), log_q.clamp(max=0.0)  # rounding may yield positive values
     rest = -torch.expm1(log_p)  # 1 - p
     log_rest_ratio = torch.log(rest) - torch.log(-torch.expm1(log_q))
     return log_p.exp() * (log_p - log_q) + torch.where(rest > 0, rest * log_rest_ratio, 0.0)

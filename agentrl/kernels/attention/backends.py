@@ -189,7 +189,7 @@ def attend_flash(
         causal=True,
         window_size=(-1, -1) if window is None else (window - 1, 0),
         softcap=0.0 if cap is None else cap,
-        deterministic=torch.are_deterministic_algorithms_enabled(),  # its backward pass
+        deterministic=torch.are_deterministic_algorithms_enabled(),  # concerns the backward pass
     )
     states = attended[0] if isinstance(attended, tuple) else attended
     return states[None, ..., :width]

@@ -26,7 +26,7 @@ from agentrl.kernels.records import KernelInputError
 class SequenceParallelGroup:
     """A sequence-parallel group. All methods except :meth:`rank_slice` are collective, forward and backward."""
 
-    rank: int  # in the group
+    rank: int  # rank of this process in the group
     size: int
     group: torch.distributed.ProcessGroup
 
@@ -149,7 +149,7 @@ class PackedRow:
     @cached_property
     def position_ids(self) -> Tensor:
         """Position of each token in its document, from 0, [1, L] int64."""
-        # Offset from a token's index in the row to its position in the document.
+        # Difference between a token's position in the document and its index in the row.
         shift = self.segment_prefix_lengths - self.segment_starts
         positions = torch.arange(len(self.token_ids), device="cpu") + shift.repeat_interleave(self.lengths)
         return positions[None].to(self.token_ids.device)
@@ -387,7 +387,8 @@ def pack_row(documents: Sequence[tuple[Tensor, Tensor]], *, share_prefixes: bool
             length += stop - start
             parent, start = len(segments) - 1, stop
             ends[number, stop] = parent, length
-        # A stack. The document with the longest shared prefix continues the newest segment and is packed next.
+        # The last entry of the stack is packed next: the document with the longest shared prefix, which continues the
+        # newest segment.
         stack += sorted(own, key=lambda child: branches[child][1])
     return PackedRow(
         token_ids=torch.cat(segments),
@@ -458,7 +459,7 @@ def compute_packed_states(
         output = transformer(
             input_ids=row.input_ids[:, now.rank_slice],
             position_ids=row.position_ids[:, now.rank_slice],
-            # Four-dimensional, so that transformers does not create an [L, L] mask.
+            # With a four-dimensional mask, transformers does not create an [L, L] mask.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
             use_cache=False,
         )

@@ -186,7 +186,7 @@ def _table_cell(text: str) -> str:
 
 WIDTH = 11.5  # inches
 COLUMNS = 4
-_WINDOW = 10  # steps of a mean of rewards
+_WINDOW = 10  # number of steps in a mean of rewards
 
 
 def draw_study(record: StudyRecord, folder: Path) -> list[Path]:

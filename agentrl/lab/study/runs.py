@@ -107,7 +107,7 @@ def run_study(study: StudySettings, runs: Sequence[StudyRun], *, retry: bool, re
     at_a_time = max(1, min(study.jobs, len(open_runs)))
     for share in split_cores(os.sched_getaffinity(0), at_a_time):
         shares.put(share)
-    # On Linux, affinity is a property of a thread, and child processes inherit the affinity of their thread.
+    # On Linux, each thread has its own CPU affinity, and child processes inherit the affinity of the starting thread.
     with ThreadPoolExecutor(at_a_time, initializer=lambda: os.sched_setaffinity(0, shares.get())) as pool:
         waiting = [pool.submit(_execute_run, study, run, stop, running, report) for run in open_runs]
         try:

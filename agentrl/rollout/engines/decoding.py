@@ -126,7 +126,7 @@ class SlotCache(Cache):
         size = math.prod(shape)
         memory = self._spare_memory if self._has_entries and self._memory[index] is not None else self._memory[index]
         if memory is None or memory.numel() < size:
-            # Zeros, because a masked entry is still multiplied and must therefore be finite.
+            # Fill with zeros, because a masked entry is still multiplied and must therefore be finite.
             memory = like.new_zeros(size * 5 // 4)
         self._memory[index] = memory
         return memory[:size].view(shape)

@@ -160,7 +160,7 @@ class StallDetector:
             await self._gate.wait()
             try:
                 tokens = await self._count_tokens()
-            except ServerCallError:  # counts as no progress
+            except ServerCallError:  # a failed call counts as no progress
                 tokens = _NO_COUNT_YET if last_count is None else last_count
             if tokens is None or tokens != last_count or was_closed:
                 last_count, changed_at = tokens, loop.time()

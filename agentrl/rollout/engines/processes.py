@@ -23,7 +23,7 @@ LAUNCHER_VARIABLES = frozenset(
 )
 # Seconds between polls of a server on a node.
 _POLL = 1.0
-# Seconds for a server to exit after SIGTERM.
+# Seconds to wait for a server to exit after SIGTERM.
 _END = 30.0
 _TAIL_LINES = 12
 _ERROR_LINE = re.compile(r"\b\w*(?:Error|Exception)\b|out of memory|Killed", re.IGNORECASE)

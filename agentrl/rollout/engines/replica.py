@@ -68,7 +68,7 @@ class JSONClient:
         self.address = address.rstrip("/")
         self._client = httpx.AsyncClient(
             base_url=self.address,
-            timeout=None,  # each call sets its deadline, or none, because a slow server is not dead
+            timeout=None,  # each call sets its own deadline or none, because a slow server may still respond
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=256, keepalive_expiry=2.0),
             trust_env=False,
         )

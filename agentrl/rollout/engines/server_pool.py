@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 
-_FIRST_BACKOFF = 0.1  # seconds
+_FIRST_BACKOFF = 0.1  # seconds; the shortest wait before a retry
 
 
 class ServerEngine:

@@ -66,7 +66,10 @@ class ManagedServers(ABC):
         return ServedWeights(0, recompute=self.request.rollout.kv_on_update == "recomputed")
 
     def transfer_method(self) -> TransferTarget:
-        """Return the method of weight transfer; :meth:`transfer_target` adds the servers. Defaults to files."""
+        """Return the transfer target without server addresses; :meth:`transfer_target` adds them.
+
+        By default, weights are transferred as files.
+        """
         return TransferTarget(deadline=self.settings.stall_deadline)
 
     # -- lifecycle ------------------------------------------------------------------------------------------------

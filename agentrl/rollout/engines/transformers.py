@@ -29,11 +29,11 @@ from agentrl.weights.verify import Probe, Verifier, add_tied_head, checksums
 
 logger = logging.getLogger(__name__)
 
-# Consecutive forward passes on the engine's thread before control returns to the event loop.
+# Maximum number of consecutive forward passes on the engine's thread before control returns to the event loop.
 _MAX_FORWARD_PASSES = 64
 
 
-_LARGE_MODEL = 1_000_000_000  # parameters
+_LARGE_MODEL = 1_000_000_000  # number of parameters
 TOO_LARGE_MESSAGE = (
     "rollout.engine=transformers is intended for small models: for more than 1B parameters on a GPU, set "
     "rollout.engine=vllm (docs/how-to/rollout.md)"

@@ -40,7 +40,7 @@ class AgentRollout:
     settings: RolloutSettings
     gateway: AgentGatewaySettings
     renderer: ChatRenderer
-    max_context: int | None = None  # tokens of prompt and response together
+    max_context: int | None = None  # maximum total tokens of prompt and response
     tree: GenerationTree = field(default_factory=GenerationTree)
     counts: Counter[str] = field(default_factory=Counter)
     stopped: Ended | None = None
@@ -129,7 +129,7 @@ class AgentRollout:
         if reason := self._reason_too_long(request):
             raise GatewayRequestError(
                 reason, code=Ended.TOKEN_LIMIT.value
-            )  # unlike a generation, does not stop the rollout
+            )  # unlike a failed generation, a failed count does not stop the rollout
         return len(self._build_prompt(request)[0].context_tokens)
 
     def describe_state(self) -> dict[str, object]:

@@ -55,11 +55,11 @@ _DIALECTS: dict[str, type[ApiRequestBody]] = {
 }
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE_SECONDS = 15.0  # seconds between comments in a stream while the engine samples
-_BODY_DEADLINE = 60.0  # seconds for the body of a request, so that slow clients do not hold memory
-_IDLE_SECONDS = 60.0  # seconds for the head of a request, so that silent clients do not hold connections
+_BODY_DEADLINE = 60.0  # seconds to receive the body of a request, so that slow clients do not hold memory
+_IDLE_SECONDS = 60.0  # seconds to receive the head of a request, so that silent clients do not hold connections
 _BACKLOG = 2048
 _EPOCH = "1970-01-01T00:00:00Z"
-_MAX_WAIT_SECONDS = 60.0  # seconds for which a worker may wait for a rollout
+_MAX_WAIT_SECONDS = 60.0  # maximum seconds that a worker's request may wait for a rollout
 
 
 class _NextRolloutBody(WireModel):
@@ -134,7 +134,7 @@ class _LimitedProtocol(H11Protocol):
         self._idle_timer = self.loop.call_later(_IDLE_SECONDS, self._close_if_idle)
 
     def _close_if_idle(self) -> None:
-        if self.transport.is_closing():  # it waits for a client that does not read
+        if self.transport.is_closing():  # the transport waits for a client that does not read
             self.transport.abort()
             return
         if self.cycle is None or self.cycle.response_complete:

@@ -40,7 +40,7 @@ _ERROR_MESSAGES: Mapping[str, str] = {
     "too_short": "must contain at least one entry",
     "missing": "required, but missing",
 }
-# Types of text parts, and the field that contains the text.
+# Types of text parts, each with the field that contains its text.
 _TEXT_PARTS = {
     "refusal": "refusal",
     **dict.fromkeys(("text", "input_text", "output_text", "reasoning_text", "summary_text"), "text"),

@@ -41,7 +41,7 @@ from agentrl.training.settings import CheckpointSettings
 
 _Value = TypeVar("_Value")
 _STATE = "state.json"
-_LARGE = 1_000_000_000  # bytes, which most disks take seconds to write
+_LARGE = 1_000_000_000  # bytes; larger states take seconds to write and are written asynchronously by default
 _DIRECTORY_NAME = re.compile(r"step-(\d{6,})|\.step-(\d{6,})\.partial")
 
 

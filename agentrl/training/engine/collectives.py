@@ -79,7 +79,7 @@ class RowExchange:
         rows = torch.empty_like(sorted_by_home)
         rows[self._order] = sorted_by_home
         parts = rows.split([count for count, _ in self._shapes])
-        # Padding copies: a view would keep every micro-batch's memory alive.
+        # Padding copies each part. A view would keep the memory of all micro-batches alive.
         return [_pad_to_width(part, width) for part, (_, width) in zip(parts, self._shapes, strict=True)]
 
     def _exchange(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:

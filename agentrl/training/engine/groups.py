@@ -24,8 +24,8 @@ class RankGroups:
 
     replica: int  # index of this rank's sequence-parallel group
     replicas: int
-    sequence: SequenceParallelGroup | None = None  # of this rank; None if every rank has different rows
-    peers: ProcessGroup | None = None  # one rank of each group; None: all ranks
+    sequence: SequenceParallelGroup | None = None  # the group of this rank; None if every rank has different rows
+    peers: ProcessGroup | None = None  # one rank of each sequence-parallel group; None: all ranks
 
     @property
     def is_first_in_group(self) -> bool:

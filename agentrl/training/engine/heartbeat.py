@@ -19,7 +19,7 @@ INTERVAL = 1.0
 # for this many times `cluster.deadline`, because a library that writes a large file can block Python threads.
 _TOLERANCE = 10.0
 # Seconds without a heartbeat after which a rank's process counts as not responding, and seconds without a check after
-# which the worker itself was suspended.
+# which the worker itself counts as suspended.
 _RESPONSE_SECONDS = 5.0
 
 

@@ -138,7 +138,7 @@ def restore_rank_state(folder: Path, module: nn.Module, optimizer: Untyped, *, r
 
 
 class _SavedShardReader:
-    """The shards in all files, by parameter."""
+    """Reads parameter shards from the saved files of all ranks."""
 
     def __init__(self, files: Sequence[safe_open], facts: Sequence[RankStateMetadata]) -> None:
         self._locations: dict[str, list[tuple[int, safe_open]]] = {}

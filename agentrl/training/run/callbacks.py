@@ -103,7 +103,7 @@ class RunFollower:
             return []
         with self._run.metrics_file.open("rb") as file:
             file.seek(self._offset)
-            lines = [line for line in file if line.endswith(b"\n")]  # the last line may be incomplete
+            lines = [line for line in file if line.endswith(b"\n")]  # skip an incomplete last line
         self._offset += sum(map(len, lines))
         return [json.loads(line) for line in lines]
 

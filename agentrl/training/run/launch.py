@@ -39,8 +39,8 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
 
 
-_EXIT_SECONDS = 30.0  # seconds for ranks to exit after SIGTERM because a rank has failed
-_EXIT_SECONDS_AFTER_LOSS = 5.0  # seconds for ranks to exit after SIGTERM because a rank or the worker was lost
+_EXIT_SECONDS = 30.0  # seconds to wait for ranks to exit after SIGTERM if a rank has failed
+_EXIT_SECONDS_AFTER_LOSS = 5.0  # seconds to wait for ranks to exit after SIGTERM if a rank or the worker was lost
 _CAUSE_DELAY = 3.0  # seconds to wait for the cause of a failure that may be a consequence of another failure
 _POLL_INTERVAL = 0.2  # seconds between two polls of the ranks
 

@@ -1,4 +1,4 @@
-"""The settings of a step's objective, resolved to the options of estimator and loss."""
+"""Resolve the settings of a step's objective into the estimator's and the loss's options."""
 
 from __future__ import annotations
 

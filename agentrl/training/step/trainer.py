@@ -178,7 +178,7 @@ class Trainer:
         if plan.updates and not plan.statistics_pass_reasons:
             self._train_with_one_forward(step)
         elif plan.updates:
-            # A statistics pass over the whole step, then the updates.
+            # Run a statistics pass over the whole step, then the updates.
             for number, batches in enumerate(self._run_statistics_pass(step)):
                 self._train_update(step, batches, tokens=plan.model_tokens[number], weights_unchanged=number == 0)
 

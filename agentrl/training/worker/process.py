@@ -43,8 +43,8 @@ from agentrl_sandbox.client import SandboxError
 _REPORTED_ERRORS = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
 # Exit code of a run after an error of these types that does not define an exit code.
 _DEFAULT_EXIT_CODE = 2
-_CONNECT_SECONDS = 600.0  # seconds for all ranks to connect
-_EXIT_SECONDS = 20.0  # seconds for this process to exit cleanly after a rank has exited
+_CONNECT_SECONDS = 600.0  # seconds to wait for all ranks to connect
+_EXIT_SECONDS = 20.0  # seconds that this process may take to exit cleanly after a rank has exited
 
 
 class _RankLostError(Exception):

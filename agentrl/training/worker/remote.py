@@ -49,13 +49,13 @@ from agentrl.training.worker.service import (
 if TYPE_CHECKING:
     from agentrl.config import Settings
 
-# Seconds for the worker to start and for ranks to connect; models may be on slow disks.
+# Seconds to wait for the worker to start and for ranks to connect. Models may be on slow disks.
 _START_SECONDS = 600.0
-# Seconds for the worker to release its engine and environment after its connection has ended.
+# Seconds to wait for the worker to release its engine and environment after its connection has ended.
 _CLOSE_SECONDS = 30.0
-# Seconds for a rank to report its own error and exit after the worker has exited.
+# Seconds to wait for a rank to report its own error and exit after the worker has exited.
 _REPORT_SECONDS = 30.0
-# Seconds for a rank to exit after the worker has reported a stuck rank. The cause is then known.
+# Seconds to wait for a rank to exit after the worker has reported a stuck rank. The cause is then known.
 _REPORT_SECONDS_AFTER_STUCK = 5.0
 
 
@@ -77,7 +77,7 @@ class RemoteRolloutService:
         """
         self._rank = rank
         self._heartbeat = heartbeat
-        self._sending = threading.Lock()  # of the control connection, on which two threads send
+        self._sending = threading.Lock()  # two threads send on the control connection
         self._timeout = settings.training.worker_timeout
         self._process: LocalProcess | None = None
         self._interrupted = threading.Event()

@@ -172,7 +172,7 @@ class TaskContainer:
     def __init__(self, containers: TaskContainers, task: HarborTask, release: Callable[[], None]) -> None:
         self.task = task
         self.image = ""
-        self._user = ""  # of the image
+        self._user = ""  # default user of the image
         self._containers = containers
         self._release: Callable[[], None] | None = release
         self._lock = threading.Lock()  # a cancelled start continues in its thread
@@ -193,7 +193,7 @@ class TaskContainer:
                 self.image,
                 # As process 1, bash ignores signals from inside the container, and reaps processes without a parent.
                 ["bash", "-c", "while read -r; do :; done"],
-                user="root",  # else root would have no capabilities in the commands that prepare the verifier
+                user="root",  # otherwise, root would lack capabilities in the commands that prepare the verifier
                 stdin_open=True,  # closed when this process ends, which ends the loop
                 auto_remove=True,
                 network_mode="none",
@@ -366,7 +366,7 @@ class TaskContainer:
                 image,
                 ["-c", _LISTEN, str(port)],
                 entrypoint=["python3"],
-                user=f"{os.getuid()}:{os.getgid()}",  # may open the directory
+                user=f"{os.getuid()}:{os.getgid()}",  # this user may open the directory
                 auto_remove=True,
                 network_mode=f"container:{self._container.id}",
                 volumes={directory: {"bind": "/run/agentrl", "mode": "rw"}},

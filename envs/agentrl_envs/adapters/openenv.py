@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 _SERVER_FULL = "CAPACITY_REACHED"
 _NO_SESSION_CODES = frozenset({"FACTORY_ERROR", "SESSION_ERROR"})
 _MAX_MESSAGE_BYTES = 64 * 2**20
-_CLOSE_SECONDS = 5.0  # seconds to close a session
+_CLOSE_SECONDS = 5.0  # seconds to wait for a session to close
 _SCHEMA_DEADLINE = 30.0
 # Seconds between attempts to open a session on a full server. If a session of this run ends, the next attempt is
 # immediate.

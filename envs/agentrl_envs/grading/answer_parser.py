@@ -108,7 +108,7 @@ class Relation:
 
 Answer: TypeAlias = UnparsedText | Words | Numeral | TimeOfDay | Quantity | Bracketed | Relation
 
-AND, OR = "\x1f", "\x1e"  # replace the words between answers
+AND, OR = "\x1f", "\x1e"  # replace the words "and" and "or" between answers
 TO = "\x1d"  # replaces the word "to" in a ratio
 _CONJUNCTION = re.compile(
     r",?\s*\\(?:text|mbox|textrm|mathrm)\s*\{\s*,?\s*(?:and|or)\s*,?\s*\}\s*|,?\s*(?<![A-Za-z\\])(?:and|or)(?![A-Za-z])\s*"

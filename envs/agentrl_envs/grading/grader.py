@@ -370,7 +370,7 @@ class Grader:
     def _finish_comparison(self, key: _Comparison, done: asyncio.Task[Verdict]) -> None:
         del self._in_flight[key]
         if not done.cancelled():
-            done.exception()  # marks the exception as retrieved: all callers may have been cancelled
+            done.exception()  # mark the exception as retrieved, because all callers may have been cancelled
 
     async def _compare(self, key: _Comparison) -> Verdict:
         reference, answer = key

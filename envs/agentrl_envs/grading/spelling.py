@@ -44,7 +44,7 @@ class _CharacterReplacements(dict[int, str]):
             return {"Cf": "", "Zs": " ", "Pd": "-"}[category]
         tag, *codes = unicodedata.decomposition(character).split() or [""]
         if tag and not tag.startswith("<"):
-            # A single code point is a duplicate of the character. Several code points are an accented letter.
+            # A single code point replaces the character. Several code points form an accented letter, which is kept.
             tag, codes = "", [] if codes else [tag]
         inner = "".join(chr(int(code, 16)) for code in codes).translate(self)
         if tag == "<fraction>":

@@ -105,7 +105,7 @@ except OSError:
 print("reached" if made == {_MOST_FILES} else "bounded")
 """
 
-# Attacks on kernel memory. Each attack stops at about one gigabyte.
+# Attacks that allocate kernel memory. Each attack stops at about one gigabyte.
 _C = """
 import ctypes, fcntl, mmap, os, resource, select, socket, time
 libc = ctypes.CDLL(None, use_errno=True)

@@ -23,7 +23,7 @@ from agentrl_sandbox.runner.usage import child_pids, user_files
 
 # Kills the processes that a program left behind.
 
-_KILL_SECONDS = 10.0  # for processes to end after SIGKILL
+_KILL_SECONDS = 10.0  # seconds to wait for processes to end after SIGKILL
 _PAUSE_SECONDS = 0.001
 
 
@@ -136,7 +136,7 @@ def empty_directory(directory: str) -> None:
     The traversal moves one level at a time, so paths, open files and the stack do not grow with the depth.
     """
     here = os.open(directory, _DIRECTORY_FLAGS)
-    way: list[str] = []  # the path from the directory to here
+    way: list[str] = []  # names on the path from the directory to the current one
     waiting = [_unlink_files(here)]  # for each directory on the path, its remaining subdirectories
     while way or waiting[-1]:
         if waiting[-1]:

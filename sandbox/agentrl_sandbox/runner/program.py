@@ -99,7 +99,7 @@ class OutputCapture:
 
 _CHECK_PAUSE_FACTOR = 10.0  # time between checks, as a multiple of a check's duration
 _SOCKET_BUFFER_FILE = "/proc/sys/net/core/wmem_default"
-_DEFAULT_SOCKET_BYTES = 212_992  # default if the network namespace does not show it
+_DEFAULT_SOCKET_BYTES = 212_992  # Linux's default, used if the network namespace does not show the value
 
 
 class LimitChecker:

@@ -235,7 +235,7 @@ _QUERY_PERSONALITY = 0xFFFF_FFFF
 _AF_UNIX, _SOCK_STREAM, _SOCK_SEQPACKET, _SOCK_KIND = 1, 1, 5, 0xF
 _SECCOMP_CALL = {"x86_64": 317, "aarch64": 277}
 _SET_MODE_FILTER, _GET_ACTION_AVAILABLE = 1, 2
-_FLAG_SPECULATION_ALLOWED = 4  # without it older kernels slow down filtered processes
+_FLAG_SPECULATION_ALLOWED = 4  # without this flag, older kernels slow down filtered processes
 
 
 class _Program(ctypes.Structure):

@@ -395,7 +395,7 @@ class ForkServer:
 
     def _enforce_usage_limits(self, program: Program) -> None:
         used = measure_usage(program.pid, self._zygotes[program.zygote].resident)
-        # Check tasks first: measuring the memory of a fork bomb takes too long.
+        # Check the number of tasks first, because measuring the memory of a fork bomb takes too long.
         if not self._separate_users and used.tasks > self._config.max_processes:
             self.kill(program, Outcome.KILLED)
         elif self._limit_checker.exceeds_memory(program, used, self._zygotes[program.zygote].resident):

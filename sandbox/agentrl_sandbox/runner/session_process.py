@@ -258,7 +258,7 @@ def _fork_without_warning() -> int:
 _OWN_SOCKET = 200
 _PROCESS_SOCKET = 201
 _CREDENTIALS = struct.Struct("iII")  # process, user, group
-_KILL_SECONDS = 4.0  # for processes to end after SIGKILL
+_KILL_SECONDS = 4.0  # seconds to wait for processes to end after SIGKILL
 _PAUSE_SECONDS = 0.001
 
 
@@ -316,8 +316,8 @@ class SessionInit:
                     self._accept_announced_fork(descriptor)
                 elif descriptor == self._server.fileno() and not self._receive_and_execute_command():
                     return
-            # Run after all commands: a search for leftovers takes longer with more sessions. If all sessions are closed
-            # at once, they are killed first and then reaped together.
+            # Reap after all commands, because a search for leftovers takes longer with more sessions. If all sessions
+            # are closed at once, they are killed first and then reaped together.
             if self._wake_read in ready and not self._has_command():
                 os.read(self._wake_read, 4096)
                 self._reap()

@@ -47,7 +47,7 @@ class SessionState(Enum):
     IDLE = "idle"  # stopped
     RUNNING = "running"  # a program runs in it
     FORKING = "forking"  # a fork was requested
-    STOPPING = "stopping"  # its program has ended; the session init stops it and kills leftover processes
+    STOPPING = "stopping"  # the program has ended; the session init stops the session and kills leftover processes
     ENDING = "ending"  # it was killed
 
 
@@ -120,10 +120,10 @@ class ServerSession:
     family: SessionFamily
     control: socket.socket
     state: SessionState = SessionState.OPENING
-    deadline: float = math.inf  # deadline of its state
+    deadline: float = math.inf  # time at which the current state times out
     request: int = 0  # the request that opened the session, until it is answered
-    pid: int = 0  # inside its PID namespace
-    serial: int = 0  # of the request that the interpreter must answer
+    pid: int = 0  # process id inside its PID namespace
+    serial: int = 0  # random number of the request that the interpreter must answer
     program: Program | None = None
     fork: PendingFork | None = None
     held_answer: Frame[Mapping[str, object]] | None = None  # sent to the client when the session is idle

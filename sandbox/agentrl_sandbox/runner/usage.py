@@ -258,7 +258,7 @@ class ScratchQuota:
 
     def count_tree(self, directory: str) -> None:
         """Count everything in a directory. Raises OSError if it does not exist."""
-        # Open directories on the current path, each with its unvisited subdirectories.
+        # Stack of the open directories on the current path, each with its unvisited subdirectories.
         names: list[str] = []
         root = os.open(directory, _DIRECTORY_FLAGS)
         open_directories = [(root, names)]

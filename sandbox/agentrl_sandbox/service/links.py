@@ -184,7 +184,7 @@ def _parse_execution(message: ExecutionMessage, blobs: list[bytes]) -> Execution
 # The gateway's end of a runner's socket. Runners are untrusted, so an invalid message ends the connection.
 
 _HELLO_SECONDS = 10.0
-_GRACE_SECONDS = 60.0  # after a program's deadline; then the runner counts as hung
+_GRACE_SECONDS = 60.0  # seconds after a program's deadline until the runner counts as hung
 
 
 class RunnerLostError(ConnectionError):

@@ -115,7 +115,7 @@ class RunnerQueue:
 
 
 _T = TypeVar("_T")
-_SESSION_SECONDS = 60.0  # for opening, forking and closing a session
+_SESSION_SECONDS = 60.0  # seconds to wait for opening, forking or closing a session
 
 
 class RunnerPool(CallSandbox):

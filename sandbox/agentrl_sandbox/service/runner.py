@@ -25,7 +25,7 @@ from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import SandboxError, StartError
 
 _log = logging.getLogger(__name__)
-_DISCONNECT_SECONDS = 5.0  # for a gateway without running requests to disconnect
+_DISCONNECT_SECONDS = 5.0  # seconds to wait for a gateway without running requests to disconnect
 
 
 async def serve_runner(

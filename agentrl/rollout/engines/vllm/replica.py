@@ -43,7 +43,7 @@ from agentrl.rollout.settings import RolloutSettings
 logger = logging.getLogger(__name__)
 
 GENERATE_PATH = "/inference/v1/generate"
-_PROBABILITY_SUM_TOLERANCE = 1e-3  # for the rounding of float32 probabilities
+_PROBABILITY_SUM_TOLERANCE = 1e-3  # allows for the rounding of float32 probabilities
 _SEED_LIMIT = 1 << 63
 _MINUS_INFINITY = -9999.0  # vLLM's encoding of minus infinity and NaN
 _CACHE_METRICS = re.compile(
