@@ -95,7 +95,8 @@ class HeadVarianceAccumulator:
         own = torch.arange(count, device=hidden.device) if token_indices is None else token_indices
         if not (targets.shape == advantages.shape == rows.shape == (count,) and len(own) == len(hidden)):
             raise InvalidInputError(
-                "targets, advantages and rows must be [N], with a row of hidden per token, or per token index"
+                "targets, advantages and rows must be [N]; "
+                "hidden must have N rows, or one row per entry of token_indices"
             )
         _, labels, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
         token_labels = labels[rows]

@@ -155,7 +155,7 @@ LOCAL_COMMUNICATOR = LocalCommunicator()
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """J groups of at most N of the B rows. Results [B] hold, for each row, the value of the row's group.
+    """A partition of B rows into J groups of at most N rows. Results [B] contain the value of each row's group.
 
     >>> groups = Groups.from_ids(torch.tensor([7, 3, 7]))
     >>> groups.stack(torch.tensor([1., 2., 3.])).tolist()  # group 3, with an empty slot, and group 7

@@ -95,7 +95,7 @@ def sliced_statistics(
     epilogue: TileEpilogue,
     cap: float | None = None,
 ) -> TokenStatistics:
-    """Compute the statistics of docs/reference/formulas.md 2 by slices of the vocabulary.
+    """Compute the statistics of docs/reference/formulas.md, section 2, one vocabulary slice at a time.
 
     Arguments as in `token_statistics`.
     """

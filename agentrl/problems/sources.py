@@ -342,7 +342,8 @@ def _read_rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str
     if _is_file(path):
         if settings.split != DEFAULT_SPLIT:
             raise ProblemLoadError(
-                f"{settings.path}: a file has no split {settings.split!r}; use part=heldout to split it"
+                f"{settings.path}: split={settings.split!r} does not apply to a local file; remove it, "
+                "or use part=heldout to read the held-out part of the file"
             )
         return read_jsonl(file) if file.suffix.lower() == ".jsonl" else read_parquet(file)
     if file.is_dir() or (_HUB_ID.fullmatch(path) and not file.exists()):

@@ -221,7 +221,8 @@ class RolloutSettings(BaseModel):
             raise ValueError(f"budget={self.budget} needs at least 2 rollouts per problem: raise group_size")
         if self.budget_max is not None and self.budget_max < self.group_size:
             raise ValueError(
-                f"budget_max={self.budget_max} is below group_size={self.group_size}, the average over a step: raise it"
+                f"budget_max={self.budget_max} must be at least group_size={self.group_size}, "
+                "the average number of rollouts per problem: raise budget_max"
             )
         return self
 

@@ -217,7 +217,7 @@ def _init_info(target: TransferTarget, *, rank: int, host: str, buffer: int) -> 
 
 
 def _import_vllm_transfer() -> tuple[Any, Any]:
-    """Return vLLM's factory of senders and its HTTP client. Raises SettingsError if vLLM cannot be imported."""
+    """Return vLLM's weight-transfer factory and HTTP client. Raises SettingsError if vLLM cannot be imported."""
     try:
         from vllm.distributed.weight_transfer.clients import HTTPVLLMWeightSyncClient
         from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory

@@ -77,7 +77,8 @@ def checksum(tensor: Tensor) -> Checksum:
     """
     values = total = 0
     for chunk in tensor.detach().reshape(-1).split(_CHUNK):
-        # Some processors treat denormal numbers as zeros, and a product with 1 loses the sign of -0.
+        # Count denormal numbers and -0 as 0: some processors flush denormals to zero, and sums of products with 1 and 0
+        # lose the sign of -0.
         exact = chunk.float()
         bits = exact.view(torch.int32).to(torch.int64)
         bits = torch.where(exact.abs() < torch.finfo(torch.float32).tiny, 0, bits)

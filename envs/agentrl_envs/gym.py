@@ -145,7 +145,7 @@ class ProblemEnv(gymnasium.Env[str, str]):
 
 
 class SimpleTIREnv(ProblemEnv):
-    """Problems under SimpleTIR, or under another protocol with tools if ``settings`` selects one.
+    """Gymnasium environment for problems with the SimpleTIR protocol, or another tool protocol set in ``settings``.
 
     Protocol hermes and ``settings.chat=always`` require ``chat``.
 

@@ -264,7 +264,7 @@ def validate_timeout(seconds: float) -> float:
 
 
 def build_execution_frame(operation: str, identifier: int, execution: Execution) -> Frame[ExecutionHeader]:
-    """Build the frame that answers a request with an execution."""
+    """Build the response frame for an execution."""
     header: ExecutionHeader = {
         "op": operation,
         "id": identifier,

@@ -407,7 +407,10 @@ async def _probe_attack(
     blocked: tuple[Outcome, ...],
     factor: int,
 ) -> bool:
-    """Run an attack whose result shows whether it succeeded. ``blocked`` lists the outcomes of a blocked attack."""
+    """Run an attack and return True if it was blocked.
+
+    ``succeeded`` tests the result; ``blocked`` lists the valid outcomes of a failed attack.
+    """
     ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
     return _is_blocked(ran, *blocked, attack_succeeded=succeeded(ran))
 

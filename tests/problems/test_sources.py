@@ -173,7 +173,7 @@ def test_paths_that_lead_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         load("words")
     with pytest.raises(ProblemLoadError, match=r"builtin:arithmetik: .*did you mean 'arithmetic'\?"):
         load("builtin:arithmetik")
-    with pytest.raises(ProblemLoadError, match=r"a file has no split 'test'; use part=heldout"):
+    with pytest.raises(ProblemLoadError, match=r"split='test' does not apply to a local file; .* part=heldout"):
         load(write(tmp_path / "x.jsonl", [{"problem": "a?", "answer": "1"}]), split="test")
     monkeypatch.setenv("PROBLEMS_ARE_HERE", str(tmp_path))
     assert load("$PROBLEMS_ARE_HERE/x.jsonl").source.size == 1

@@ -225,7 +225,7 @@ async def test_a_resumed_run_allocates_the_same_rollouts(budget: str) -> None:
     ("changes", "message"),
     [
         ({"group_size": 1, "budget": "neyman"}, "budget=neyman needs at least 2 rollouts per problem"),
-        ({"group_size": 8, "budget_max": 4}, "budget_max=4 is below group_size=8"),
+        ({"group_size": 8, "budget_max": 4}, "budget_max=4 must be at least group_size=8"),
     ],
 )
 def test_impossible_budgets_are_refused(changes: dict[str, object], message: str) -> None:

@@ -310,7 +310,10 @@ class PackedRow:
 
 
 def _group_similar_counts(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
-    """Group indices whose counts differ by at most a fifth or a few tokens. Tuples of equal counts stay separate."""
+    """Group the indices of tuples whose counts differ by at most about 20 % or a few tokens.
+
+    Tuples with different numbers of distinct counts are kept apart.
+    """
     parts: dict[tuple[int, ...], list[int]] = {}
     for number, own in enumerate(counts):
         sizes = (int(math.log(count + 32, 1.25)) for count in own)  # padding short segments costs less than a call

@@ -71,7 +71,7 @@ class AgentProgram(ABC):
     """Whether the program may report rewards and receives the whole problem regardless of the gateway's settings."""
 
     async def open(self, server: AgentGateway) -> None:
-        """Prepare to play through ``server``."""
+        """Prepare the program for rollouts through ``server``."""
 
     async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
         """Wait until the program can start the rollout. The rollout's deadline is measured from this time."""
@@ -98,7 +98,7 @@ def load_agent_program(target: str, settings: AgentGatewaySettings) -> AgentProg
         return _FunctionProgram(target, found, settings.threads)
     command = split_command(target)
     if not command:
-        raise PluginError(f"env={AGENT} names no agent: write agent:module:function or 'agent:COMMAND'")
+        raise PluginError(f"env={AGENT} requires an agent: write agent:module:function or 'agent:COMMAND'")
     return _CommandProgram(command, settings)
 
 

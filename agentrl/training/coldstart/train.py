@@ -225,8 +225,9 @@ async def _encode_demonstrations(
     environment: Environment,
     problems: Sequence[Problem],
 ) -> tuple[PreTrainedTokenizerBase, list[EncodedDemonstration]]:
-    """Return the tokenizer and the encoded demonstrations, after checking the limits of rollouts.
+    """Return the tokenizer and the encoded demonstrations.
 
+    Warns if prompts or demonstrations exceed the token limits of rollouts. Raises SettingsError if all prompts do.
     The tokenizer of the embedded model is trained on the demonstrations.
     """
     if settings.model.path is None:

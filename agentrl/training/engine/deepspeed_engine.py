@@ -127,7 +127,7 @@ def deepspeed_config(
     trained_parameters: int = REDUCE_BUCKET,
     leaf_classes: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """Return DeepSpeed's configuration, in which ``step()`` ends an accumulation of any number of micro-batches.
+    """Return a DeepSpeed configuration that allows any number of micro-batches to be accumulated before ``step()``.
 
     The number of ``trained_parameters`` bounds the reduction bucket, because DeepSpeed allocates the whole bucket.
     ``leaf_classes`` are classes of modules whose parameters ZeRO-3 gathers together (:func:`moe_block_class_names`).
@@ -191,7 +191,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
         import deepspeed
 
     logging.getLogger("DeepSpeed").setLevel(logging.ERROR)
-    # DeepSpeed calls collectives by names that torch has renamed.
+    # DeepSpeed calls collectives by names that torch has deprecated.
     warnings.filterwarnings("ignore", r"`torch\.distributed\.\w+` is deprecated", FutureWarning)
     # On CPUs, DeepSpeed compiles a shared-memory all-reduce at its first start, which requires a compiler and takes a
     # minute. DeepSpeed uses this all-reduce only for inference, so disable it.
@@ -486,9 +486,10 @@ def build_frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloa
 
 @contextmanager
 def _head_output_as_dict_for_hooks(module: nn.Module) -> Iterator[None]:
-    """Convert the head's output to a dictionary between two hooks, which surround the hooks that DeepSpeed adds.
+    """Present the head's output as a dictionary to DeepSpeed's hooks.
 
-    DeepSpeed's hooks that gather a sharded weight for the backward pass find tensors only in tuples and dictionaries.
+    Hooks registered before and after them convert it and convert it back. DeepSpeed's hooks that gather a sharded
+    weight for the backward pass find tensors only in tuples and dictionaries.
     """
     if isinstance(module, PolicyModel):
         module.head.register_forward_hook(_statistics_as_dictionary)

@@ -61,7 +61,7 @@ if TYPE_CHECKING:
     from agentrl.config import Settings
     from agentrl.evaluation.during_training import EvaluationReport
 
-# Number of further consecutive steps without a group to train on after which the warning is repeated.
+# Repeat the warning after this many more consecutive steps without a group to train on.
 _EMPTY_STEPS_BETWEEN_WARNINGS = 10
 
 _UNEVALUATED = (

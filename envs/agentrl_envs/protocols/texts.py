@@ -24,7 +24,7 @@ _CUT_NOTE = "\n[... output cut ...]\n"
 
 
 def format_execution_result(execution: Execution, limit: int) -> str:
-    """Return the output or the error: a note if a limit ended the program, otherwise the last line of stderr."""
+    """Return a note if a limit ended the program, else the last line of stderr, else stdout, shortened to ``limit``."""
     return truncate_output(
         _OUTCOME_NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit
     )
