@@ -241,6 +241,9 @@ class _Engine:
     def step(self) -> None:
         pass
 
+    def close(self) -> None:
+        pass
+
 
 @pytest.mark.parametrize(("copy_steps", "sequences"), [(0, [3, 3, 3]), (2, [6, 6, 3]), (9, [6, 6, 6])])
 def test_the_first_steps_also_repeat_tokens_and_report_the_loss_on_demonstrations(
