@@ -174,7 +174,7 @@ async def play(kills_wanted: int, seed: int, folder: Path) -> bool:
     print(
         f"seed {seed}, {kills.total()} kills ({kills['engine']} of the engine, {kills['agent']} of agents): of "
         f"{expected} rollouts, {len(trained)} were trained; {len(finished)} agents finished, {lost} of them are "
-        f"missing; {strange} rollouts differ from what their agent received; {twice} replies were trained twice; "
+        f"missing; {strange} rollouts differ from the replies to their agent; {twice} replies were trained twice; "
         f"processes left: {left[0]}, descriptors left: {left[1]}"
     )
     return len(trained) == expected and not (lost or strange or twice or left[0]) and left[1] <= 0

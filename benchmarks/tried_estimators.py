@@ -101,8 +101,8 @@ class PooledTokenOptions(PooledBaselineOptions):
 def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Advantages:
     """As `ogb_pooled` at every compact index k, W_k and G_k as in `tir_otb`; sums and P over trajectories with K > k.
 
-    A trajectory that is alone in the step at k has the baseline of its last shared index, or 0 if there is none.
-    Supports only one rank.
+    If only one trajectory of the step reaches k, its baseline is that of the last index that another trajectory
+    reaches, or 0. Supports only one rank.
     """
     returns = inputs.returns(options.gamma)
     weights = baseline_weights(inputs, cumulative_sum(importance_weighted_energy(inputs, options.energy)), options)
