@@ -77,7 +77,7 @@ class MicroBatch:
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
     home_ranks: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
-    routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.ExpertRoutes`)
+    routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.RoutingPass`)
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
     support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
     counted: bool = True  # False: the micro-batch takes part in collectives, but not in the loss or the metrics

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from agentrl import register_engine
 from agentrl.models.loading import write_model
-from agentrl.models.routes import ExpertRoutes
+from agentrl.models.routes import RoutingPass
 from agentrl.models.tokenizer import read_tokenizer
 from agentrl.rollout.engines import batcher
 from agentrl.rollout.engines.base import EngineSpecification, ManagedEngine, TransformersPlugin
@@ -51,18 +51,18 @@ def add_noise(std: float) -> None:
     """Let the engine of this process, but not its trainer, select experts with noise."""
     original = batcher.record_and_replay_routes
 
-    class NoisyRoutes(ExpertRoutes):
+    class NoisyRoutes(RoutingPass):
         def select_experts(self, layer: int, scores: Tensor, top: Any) -> Any:
             noisy = scores * torch.exp(std * torch.randn_like(scores))
             chosen = noisy.topk(top.indices.shape[-1], dim=-1).indices
             return super().select_experts(layer, scores, type(top)((scores.gather(-1, chosen), chosen)))
 
     @contextmanager
-    def record_and_replay_routes(routes: ExpertRoutes | None) -> Iterator[None]:
+    def record_and_replay_routes(routes: RoutingPass | None) -> Iterator[None]:
         with original(routes or NoisyRoutes(num_layers=0)):
             yield
 
-    batcher.ExpertRoutes, batcher.record_and_replay_routes = NoisyRoutes, record_and_replay_routes  # type: ignore[misc, assignment]
+    batcher.RoutingPass, batcher.record_and_replay_routes = NoisyRoutes, record_and_replay_routes  # type: ignore[misc, assignment]
 
 
 @torch.no_grad()

@@ -73,7 +73,7 @@ def trajectory_energies(
     rows = _prepare_inputs(input_ids, token_mask.bool(), attention_mask, importance_weights, dtype, packed)
     layers = LayerEnergies(parts.layers, rows.active, rows.input_positions, dtype)
     with torch.enable_grad(), layers.attached_hooks():
-        embedded, hidden = _forward_from_embeddings(parts, rows)
+        embedded, hidden = _embeddings_and_final_states(parts, rows)
         shares = _head_energies_by_row(parts, hidden.detach(), rows, temperature, cap)
         layers.mark_forward_finished()
         (gradient,) = torch.autograd.grad(hidden, embedded, _weighted_log_prob_gradient(hidden, shares, rows))
@@ -121,7 +121,7 @@ def _shift_left(mask: Tensor) -> Tensor:
     return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
 
 
-def _forward_from_embeddings(parts: CausalLMParts, rows: _EnergyInputs) -> tuple[Tensor, Tensor]:
+def _embeddings_and_final_states(parts: CausalLMParts, rows: _EnergyInputs) -> tuple[Tensor, Tensor]:
     """Return (embedding output as the graph's leaf, states after the last norm), both [B, S, D] or [1, L, D]."""
     leaves: list[Tensor] = []
 

@@ -55,7 +55,7 @@ class GroupGradientProducts:
         return float(self.squared.sum() - self.sum_squared / count) / (count - 1)
 
     @property
-    def squared_norm_of_mean(self) -> float:
+    def unbiased_squared_norm_of_expected_gradient(self) -> float:
         """Unbiased squared norm of the expected gradient: the mean of <g_m, g_m'> over m != m'."""
         count = len(self.squared)
         return float(self.sum_squared - self.squared.sum()) / (count * (count - 1))
@@ -91,7 +91,7 @@ class TrajectoryGradients:
             score.copy_(self._backward(row.unsqueeze(0), [torch.ones(1, width)])[0])
         self.gram = (self._scores @ self._scores.T).double()[self._distinct_index][:, self._distinct_index]  # [S, S]
 
-    def group_products(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupGradientProducts]:
+    def products_between_groups(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupGradientProducts]:
         """Compute inner products for each A [M, N, T] in ``advantages``, over the groups ``rows`` [M, N].
 
         The gradient of a group is (1/N) sum_i sum_t A_it rho_it grad ln p_it.
@@ -346,7 +346,7 @@ def measure_problems(
         for size in settings.group_sizes:
             drawn = rows[size][index]
             tensors = [advantages[size, choice.label][index] for choice in settings.choices]
-            products = gradients.group_products(drawn, tensors)
+            products = gradients.products_between_groups(drawn, tensors)
             heads = [None if hidden is None else head_variance(policy, hidden, sample, drawn, values, temperature)
                      for values in tensors]  # fmt: skip
             found = _moments_by_estimator(sample, truth, drawn, tensors, products, heads)
@@ -369,7 +369,7 @@ def _moments_by_estimator(
     for index, (item, values) in enumerate(zip(products, advantages, strict=True)):
         yield GradientMoments(
             variance=item.variance,
-            mean_squared=item.squared_norm_of_mean,
+            mean_squared=item.unbiased_squared_norm_of_expected_gradient,
             along=float(along[index]),
             reference_squared=truth.squared,
             reference_along=paired,

@@ -29,7 +29,7 @@ from agentrl.kernels.attention import (
 )
 from agentrl.models.attention import use_attention_backend
 from agentrl.models.model_parts import IDENTITY_LOGIT_MAP, LogitMap, split_model
-from agentrl.models.routes import ExpertRoutes, install_route_hooks, record_and_replay_routes
+from agentrl.models.routes import RoutingPass, install_route_hooks, record_and_replay_routes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -257,7 +257,7 @@ class PolicyModel(nn.Module):
         self.attention: AttentionBackend = attention
         self.sequence = sequence
         self.records_routes = False
-        self.routes: ExpertRoutes | None = None  # from the last forward pass that recorded or replayed routes
+        self.routes: RoutingPass | None = None  # from the last forward pass that recorded or replayed routes
 
     @property
     def head(self) -> FusedHead:
@@ -297,7 +297,7 @@ class PolicyModel(nn.Module):
         layers = self.causal_lm.config.get_text_config().num_hidden_layers
         given = None if row.routes is None else row.routes[rank_slice(row, self.sequence)]
         self.routes = (
-            ExpertRoutes(num_layers=layers, replayed=given) if self.records_routes or given is not None else None
+            RoutingPass(num_layers=layers, replayed=given) if self.records_routes or given is not None else None
         )
         with record_and_replay_routes(self.routes):
             states = compute_packed_states(

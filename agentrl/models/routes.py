@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(eq=False)
-class ExpertRoutes:
+class RoutingPass:
     """The routes of one forward pass. ``num_layers``: number of layers of the model, with or without experts."""
 
     num_layers: int
@@ -70,11 +70,11 @@ class ExpertRoutes:
         return other, total
 
 
-_current: ContextVar[ExpertRoutes | None] = ContextVar("routes", default=None)
+_current: ContextVar[RoutingPass | None] = ContextVar("routes", default=None)
 
 
 @contextmanager
-def record_and_replay_routes(routes: ExpertRoutes | None) -> Iterator[None]:
+def record_and_replay_routes(routes: RoutingPass | None) -> Iterator[None]:
     """Record and replay ``routes`` in the forward passes of this thread inside the block. No effect if None."""
     token = _current.set(routes)
     try:
@@ -99,7 +99,7 @@ def routing_recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractC
 class _TopKOverride(TorchFunctionMode):
     """Replaces the selection of experts while a block of ``experts`` experts runs."""
 
-    def __init__(self, routes: ExpertRoutes, layer: int, experts: int) -> None:
+    def __init__(self, routes: RoutingPass, layer: int, experts: int) -> None:
         super().__init__()
         self._routes, self._layer, self._experts = routes, layer, experts
 
@@ -165,8 +165,8 @@ def reason_routes_not_replayable(config: PreTrainedConfig) -> str | None:
         return f"{name}: it has no layers with experts; set correction.route_replay=off"
     ids = make_test_sequences(text.vocab_size)[0][None]
 
-    def states(replayed: Tensor | None) -> tuple[Tensor, ExpertRoutes]:
-        routes = ExpertRoutes(num_layers=text.num_hidden_layers, replayed=replayed)
+    def states(replayed: Tensor | None) -> tuple[Tensor, RoutingPass]:
+        routes = RoutingPass(num_layers=text.num_hidden_layers, replayed=replayed)
         with record_and_replay_routes(routes):
             return model.get_decoder()(input_ids=ids, use_cache=False).last_hidden_state, routes
 

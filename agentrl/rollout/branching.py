@@ -63,7 +63,7 @@ class ForkStatistics:
             for fork in tree
         ]
         roots = [tuple(_weighted_mean(tree, name) for name in ("mean", "square")) for tree in trees if tree]
-        total = (float(len(roots)), len(roots) * unbiased_variance(roots)) if len(roots) > 1 else (0.0, 0.0)
+        total = (float(len(roots)), len(roots) * single_sample_variance(roots)) if len(roots) > 1 else (0.0, 0.0)
         evidence = (*map(math.fsum, zip(*added, strict=True)), *total)
         self._sums[turn - 1] = [old + new for old, new in zip(self._sums[turn - 1], evidence, strict=True)]
 
@@ -80,10 +80,10 @@ class ForkStatistics:
         return most if best > most else max(1, round(best))
 
 
-def unbiased_variance(means_and_squares: Sequence[tuple[float, ...]]) -> float:
+def single_sample_variance(means_and_squares: Sequence[tuple[float, ...]]) -> float:
     """Return an unbiased estimate of the variance, from the mean and mean square of each independent set of samples.
 
-    >>> unbiased_variance([(1.0, 1.0), (0.0, 0.0)]), unbiased_variance([(0.5, 0.5), (0.5, 0.5)])
+    >>> single_sample_variance([(1.0, 1.0), (0.0, 0.0)]), single_sample_variance([(0.5, 0.5), (0.5, 0.5)])
     (0.5, 0.25)
     """
     count = len(means_and_squares)
@@ -129,7 +129,7 @@ def _find_forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
                 after=length - tokens[item.branch],
                 mean=mean,
                 square=square,
-                variance=unbiased_variance([part[:2] for part in parts]),
+                variance=single_sample_variance([part[:2] for part in parts]),
             )
 
 

@@ -117,7 +117,7 @@ class GroupSchedule:
 
         ``refill``: the groups complete the previous batch, which was too small after filtering.
         """
-        if len(self._finished) < count or not self._meets_staleness_limit(count, self._taken_batches - refill):
+        if len(self._finished) < count or not self._others_stay_fresh_after_taking(count, self._taken_batches - refill):
             return None
         chosen = sorted(self._finished, key=self._issued.__getitem__)[:count]
         for index in chosen:
@@ -132,7 +132,7 @@ class GroupSchedule:
         self._taken_batches += not refill
         return chosen
 
-    def _meets_staleness_limit(self, count: int, batch: int) -> bool:
+    def _others_stay_fresh_after_taking(self, count: int, batch: int) -> bool:
         """Return True if the other groups still meet the staleness limit after ``count`` groups are taken."""
         due = 0
         for issued_at, cohort in self._cohorts.items():

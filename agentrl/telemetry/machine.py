@@ -32,7 +32,7 @@ def describe_machine() -> list[str]:
         f"machine: {count_usable_cores()} cores, {usable_memory_bytes() / _GIB:.1f} GiB memory, GPU: {gpus}",
         f"system: {platform.system()} {platform.release()} {platform.machine()}, Python {platform.python_version()}",
         f"libraries: {', '.join(versions)}",
-        f"compiler: {find_compiler() or 'not found (not required for training on a CPU)'}",
+        f"compiler: {find_cxx_compiler() or 'not found (not required for training on a CPU)'}",
     ]
 
 
@@ -71,7 +71,7 @@ def free_memory_bytes() -> int:
     return max(0, min(free, int(limit) - int(used) + (int(cache[1]) if cache else 0)))
 
 
-def find_compiler() -> str | None:
+def find_cxx_compiler() -> str | None:
     """Return the path of the compiler that PyTorch uses to build extensions (``$CXX`` or ``c++``), or None."""
     return shutil.which(os.environ.get("CXX") or "c++")
 

@@ -131,7 +131,7 @@ def test_a_bandits_variance_is_that_of_enumeration(estimator: str) -> None:
     (choice,) = parse_estimator_choices([estimator])
     (advantages,) = compute_problem_advantages([sample], [groups], choice)
     gradients = TrajectoryGradients(policy, sample, temperature=1.0)
-    (found,) = gradients.group_products(groups, [advantages])
+    (found,) = gradients.products_between_groups(groups, [advantages])
 
     expected = []
     for first, second in itertools.product(range(3), repeat=2):
@@ -168,7 +168,7 @@ def test_products_are_those_of_gradients_of_single_tokens(weighted: bool) -> Non
     scores = torch.stack([slow_gradient(policy, sample, [row], factors[[row]]) for row in range(8)])
     torch.testing.assert_close(gradients.gram, scores @ scores.T, rtol=1e-9, atol=1e-12)
     given = [by_token, by_row, mixed, torch.zeros(shape), by_token.clone()]
-    for values, found in zip(given, gradients.group_products(rows, given), strict=True):
+    for values, found in zip(given, gradients.products_between_groups(rows, given), strict=True):
         vectors = torch.stack([slow_gradient(policy, sample, chosen.tolist(), one * factors[chosen])
                                for chosen, one in zip(rows, values, strict=True)])  # fmt: skip
         torch.testing.assert_close(found.score_products, vectors @ scores.T, rtol=1e-5, atol=1e-5)
@@ -221,7 +221,9 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
     given = [torch.randn(2, 4, sample.batch.response_mask.shape[1], generator=torch.Generator().manual_seed(1))]
     found, wanted = (TrajectoryGradients(policy, item, temperature=0.8) for item in (sample, everyone))
     torch.testing.assert_close(found.gram, wanted.gram, rtol=1e-5, atol=1e-5)
-    for own, whole in zip(found.group_products(groups, given), wanted.group_products(groups, given), strict=True):
+    for own, whole in zip(
+        found.products_between_groups(groups, given), wanted.products_between_groups(groups, given), strict=True
+    ):
         torch.testing.assert_close(vars(own), vars(whole), rtol=1e-5, atol=1e-5)
     for row, trajectory in enumerate(rows):
         alone = look(make_group([trajectory]))
@@ -231,7 +233,7 @@ def test_trajectories_that_are_alike_are_computed_once(weighted: bool) -> None:
             torch.testing.assert_close(getattr(sample, name)[row, :width], getattr(alone, name)[0])
     passes: list[int] = []
     policy.register_forward_pre_hook(lambda _, given: passes.append(len(given[0].response_starts)))
-    TrajectoryGradients(policy, sample, temperature=0.8).group_products(groups, given)
+    TrajectoryGradients(policy, sample, temperature=0.8).products_between_groups(groups, given)
     assert passes == [1] * (5 if weighted else 4) + [3, 2]
 
 
@@ -444,7 +446,7 @@ def test_the_variance_of_groups_is_unbiased_over_all_divisions() -> None:
         products = GroupGradientProducts(
             score_products=means @ vectors.T, squared=means.square().sum(1), sum_squared=means.sum(0).square().sum()
         )
-        assert products.squared_norm_of_mean == pytest.approx(float(means[0] @ means[1]))
+        assert products.unbiased_squared_norm_of_expected_gradient == pytest.approx(float(means[0] @ means[1]))
         variances.append(products.variance)
     assert sum(variances) / 3 == pytest.approx(float(vectors.var(0).sum()) / 2)
 

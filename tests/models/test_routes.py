@@ -29,7 +29,7 @@ from agentrl.models.attention import use_agentrl_attention
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
 from agentrl.models.routes import (
-    ExpertRoutes,
+    RoutingPass,
     install_route_hooks,
     reason_routes_not_replayable,
     record_and_replay_routes,
@@ -134,7 +134,7 @@ async def test_the_engine_returns_the_experts_of_every_token(model: Any) -> None
     items = await played(model)
     for item in items:
         ids = torch.tensor([item.prompt_ids + item.response_ids])
-        routes = ExpertRoutes(num_layers=LAYERS)
+        routes = RoutingPass(num_layers=LAYERS)
         with torch.inference_mode(), record_and_replay_routes(routes):
             model.get_decoder()(input_ids=ids, use_cache=False)
         known = routes_of(item)

@@ -15,7 +15,7 @@ from agentrl_sandbox.call import FrameBuffer, FrameError, pack_frame
 from agentrl_sandbox.client import SandboxSettings
 from agentrl_sandbox.runner.config import needs_science_interpreter
 from agentrl_sandbox.runner.program import OutputCapture
-from agentrl_sandbox.runner.usage import KernelMemoryQuota
+from agentrl_sandbox.runner.usage import ProgramMemoryQuota
 from agentrl_sandbox.types import PROPERTIES, Isolation
 
 
@@ -111,7 +111,7 @@ def test_mapped_ranges_count_where_several_processes_can_hold_them():
         command = [sys.executable, "-c", program, *arguments]
         with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as held:
             held.stdout.readline()
-            counted = KernelMemoryQuota(bytes_left=1 << 30, socket_bytes=0)
+            counted = ProgramMemoryQuota(bytes_left=1 << 30, socket_bytes=0)
             counted.add([held.pid] * processes)
             held.stdin.close()
         return (1 << 30) - counted.bytes_left

@@ -13,7 +13,7 @@ from agentrl.telemetry.machine import (
     _parse_core_quota,
     count_usable_cores,
     describe_machine,
-    find_compiler,
+    find_cxx_compiler,
     free_memory_bytes,
     measure_free_resources,
 )
@@ -59,6 +59,6 @@ def test_the_quota_of_a_control_group(text: str, cores: int | None) -> None:
 
 def test_the_compiler_is_the_one_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert find_compiler() is None
+    assert find_cxx_compiler() is None
     monkeypatch.setenv("CXX", sys.executable)
-    assert find_compiler() == sys.executable
+    assert find_cxx_compiler() == sys.executable

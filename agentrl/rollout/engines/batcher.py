@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from agentrl.models.model_parts import ModelParts
-from agentrl.models.routes import ExpertRoutes, record_and_replay_routes
+from agentrl.models.routes import RoutingPass, record_and_replay_routes
 from agentrl.rollout.engines.base import Completion, EngineError, Sampling
 from agentrl.rollout.engines.decoding import SlotCache, use_decode_attention
 from agentrl.rollout.engines.sampling import keyed_uniform_numbers, restrict_to_likely_tokens, sample_tokens
@@ -397,7 +397,7 @@ class Batcher:
         """Return the hidden states [m, q, D] and, if a request needs them, the routes [m, q, R] on the host."""
         mask = self._cache.select_entries_and_build_mask(rows, positions, width)
         wanted = any(row.request is not None and row.request.sampling.routes_from is not None for row in self._rows)
-        routes = ExpertRoutes(num_layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
+        routes = RoutingPass(num_layers=self._model.config.get_text_config().num_hidden_layers) if wanted else None
         with record_and_replay_routes(routes):
             hidden = self._parts.backbone(
                 input_ids=ids,

@@ -18,7 +18,7 @@ from agentrl.batch import Batch, MicroBatch, scatter_tokens
 from agentrl.kernels import TokenStatistics
 from agentrl.kernels.attention import rank_slice
 from agentrl.models.policy import PolicyModel
-from agentrl.models.routes import ExpertRoutes
+from agentrl.models.routes import RoutingPass
 from agentrl.training.engine.collectives import MetricAccumulator
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.heartbeat import Heartbeat
@@ -194,7 +194,9 @@ class Trainer:
             if self._known_before_forward:
                 self._train_unit_advantages_first(step, unit, normalizer)
             else:
-                self._train_unit_advantages_after_forward(step, unit, [next(earlier) for _ in unit[1:]], normalizer)
+                self._train_unit_rerunning_earlier_micro_batches(
+                    step, unit, [next(earlier) for _ in unit[1:]], normalizer
+                )
         self._heartbeat.mark_passes_end()
         self._apply_update(step)
 
@@ -208,7 +210,7 @@ class Trainer:
                 self._record_metrics(step, scored, hidden)
                 self._accumulate_loss_gradient(step, statistics, scored, normalizer, ratio_is_one=True)
 
-    def _train_unit_advantages_after_forward(
+    def _train_unit_rerunning_earlier_micro_batches(
         self, step: _Step, unit: Sequence[MicroBatch], earlier: Sequence[Batch], normalizer: float | None
     ) -> None:
         """Complete the group by scoring its last micro-batch, then run the ``earlier`` micro-batches again."""
@@ -364,7 +366,7 @@ class Trainer:
             scored = replace(scored, trajectory_energy=energies)
         return scored, statistics, hidden
 
-    def _record_or_add_routes(self, batch: Batch, routes: ExpertRoutes, step: _Step) -> Batch:
+    def _record_or_add_routes(self, batch: Batch, routes: RoutingPass, step: _Step) -> Batch:
         """Record metrics of replayed ``routes``, or return the batch with the routes that the trainer has selected.
 
         In the first micro-batch of a step, a second forward measures the difference from the engine without replay.

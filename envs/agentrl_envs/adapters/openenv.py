@@ -112,7 +112,7 @@ class OpenEnvSession:
         await self._socket.close()
 
 
-class OpenEnvServer:
+class OpenEnvSessionQueue:
     """A server, and the queue of episodes that wait for a session."""
 
     def __init__(self, url: str, *, deadline: float) -> None:
@@ -283,7 +283,7 @@ def openenv_environment(url: str) -> PlainTextEnvironmentFactory[OpenEnvSettings
     """
     if importlib.util.find_spec("websockets") is None:
         raise PluginError(f"environment openenv:{url} needs the package websockets: {install_command('openenv')}")
-    OpenEnvServer(url, deadline=1.0)  # validates the address
+    OpenEnvSessionQueue(url, deadline=1.0)  # validates the address
     return PlainTextEnvironmentFactory(OpenEnvSettings, functools.partial(OpenEnvEnvironment, url))
 
 
@@ -310,7 +310,7 @@ class OpenEnvEnvironment(Environment):
 
     def __init__(self, url: str, settings: OpenEnvSettings) -> None:
         self.settings = settings
-        self.server = OpenEnvServer(url, deadline=settings.call_deadline)
+        self.server = OpenEnvSessionQueue(url, deadline=settings.call_deadline)
         self._fields: TextFieldNames | None = None
 
     @property

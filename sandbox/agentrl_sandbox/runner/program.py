@@ -23,7 +23,7 @@ from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
 from agentrl_sandbox.runner.interpreter import UNCAUGHT, RequestedRun, create_task_file
 from agentrl_sandbox.runner.usage import (
     INODES,
-    KernelMemoryQuota,
+    ProgramMemoryQuota,
     ScratchQuota,
     Usage,
     process_tree,
@@ -126,7 +126,7 @@ class LimitChecker:
         resident = used.resident
         if resident + used.page_tables > self._memory:
             resident = proportional_memory_bytes(used.processes, baseline)
-        quota = KernelMemoryQuota(
+        quota = ProgramMemoryQuota(
             bytes_left=self._memory - used.page_tables - resident, socket_bytes=self._socket_bytes
         )
         quota.add(used.processes)

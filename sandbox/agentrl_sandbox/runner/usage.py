@@ -118,7 +118,7 @@ def _proc_paths(pid: int, name: str) -> Iterator[str]:
 
 
 @dataclass(kw_only=True, slots=True)
-class KernelMemoryQuota:
+class ProgramMemoryQuota:
     """The memory left to a program after deducting the kernel memory that its processes may hold.
 
     Requires the rights of the processes' user, and counts only memory that is visible with these rights. Descriptors in
