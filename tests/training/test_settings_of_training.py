@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import Qwen2Config
+from transformers import GptOssConfig, Qwen2Config
 
 from agentrl.algorithms import ESTIMATORS, LOSSES, register_loss
 from agentrl.config import load_settings
@@ -175,6 +175,20 @@ def test_dry_run_says_settings_passes_and_memory(
     assert "passes: a statistics pass, then the training pass: whitening needs the mean over the whole step" in said
     assert "optimizer" in said
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_model_without_exact_energies_is_refused_before_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 2}
+    GptOssConfig(**sizes, num_key_value_heads=2, head_dim=32, num_local_experts=2).save_pretrained("model")
+    Path("model/tokenizer.json").write_text("{}")
+    settings = load_settings(
+        overrides=["model.path=model", "algorithm.estimator=eob", "data.train.0.path=builtin:arithmetic"]
+    )
+    with pytest.raises(SettingsError, match=r"estimator=eob: exact energies support .*Llama.* not GptOssForCausalLM"):
+        dry_run(settings)
 
 
 def test_the_dry_run_counts_all_branches_of_a_forked_rollout(

@@ -14,6 +14,7 @@ import torch
 from agentrl.cluster.backends import has_many_nodes
 from agentrl.config import dump_yaml
 from agentrl.errors import SettingsError
+from agentrl.kernels import layer_energies
 from agentrl.models.attention import (
     PADDED_ROWS_NOT_SHAREABLE,
     reason_attention_unavailable,
@@ -142,6 +143,7 @@ def _check_models_support_settings(settings: Settings) -> None:
             reason_sequence_parallel_unsupported(config, settings.training.sequence_parallel),
             reason_too_long_to_pack(config, longest),
             _reason_routes_not_replayable(settings, config, padded=padded) if path == settings.model.path else None,
+            _reason_no_exact_energies(settings, config) if path == settings.model.path else None,
         ):
             if reason is not None:
                 raise SettingsError(reason)
@@ -155,6 +157,20 @@ def _reason_routes_not_replayable(settings: Settings, config: PreTrainedConfig, 
     if padded:
         return f"{replay} needs packed trajectories, but the model reads padded ones (model.rows): set it to off"
     return reason_routes_not_replayable(config)
+
+
+def _reason_no_exact_energies(settings: Settings, config: PreTrainedConfig) -> str | None:
+    """Return the reason why the policy has no exact energies, or None if it has or the estimator does not need them."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)
+    needed = estimator_requirements(ObjectiveSettings.from_settings(settings)).inputs
+    if "trajectory_energy" not in needed or name in layer_energies.SUPPORTED_MODELS:
+        return None
+    return (
+        f"algorithm.estimator={settings.algorithm.estimator}: exact energies support "
+        f"{', '.join(layer_energies.SUPPORTED_MODELS)} of transformers, not {name}; use algorithm.estimator=ogb"
+    )
 
 
 def _reason_not_paddable(settings: Settings, config: PreTrainedConfig) -> str | None:
