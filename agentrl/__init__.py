@@ -1,6 +1,6 @@
 """Multi-turn tool-integrated reinforcement learning for language-model agents.
 
-``train``, ``evaluate`` and ``load_run`` are for scripts and notebooks, with the functions of the command line. ``play``
+``train``, ``evaluate`` and ``load_run`` provide the commands of the command line to scripts and notebooks. ``play``
 runs an environment without a model. Decorators register plug-ins by name: ``register_estimator``, ``register_loss``,
 ``register_metric``, ``register_tracker``, ``register_engine``, ``register_environment``, ``register_protocol``,
 ``register_tool`` and ``register_reward``. Every name is imported on first use.

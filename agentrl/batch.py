@@ -235,8 +235,8 @@ class Batch:
     statistics: TokenStatistics | None = None  # each [B, T], computed before the updates, 0 except at model tokens
     reference_log_probs: Tensor | None = None  # [B, T]
     teacher_log_probs: Tensor | None = None  # [B, T]
-    values: Tensor | None = None  # [B, T] of the critic, before each token
-    final_values: Tensor | None = None  # [B] of the critic, after the last token
+    values: Tensor | None = None  # [B, T] critic's value before each token
+    final_values: Tensor | None = None  # [B] critic's value after the last token
     trajectory_energy: Tensor | None = None  # [B] exact
     correction: Correction | None = None  # None if no correction is set
     estimate: Advantages | None = None  # each [B, T]

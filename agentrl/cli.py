@@ -63,7 +63,7 @@ def train(
     config: Config = None,
     reward: Annotated[str | None, _option("MODULE:NAME", "function (problem, conversation, verdict) -> float")] = None,
     num_processes: Annotated[int | None, _option("N", "training ranks on this machine")] = None,
-    resume: Annotated[bool, typer.Option("--resume", help="resume the run name=NAME, or the newest run")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="resume the run set by name=NAME, or the newest")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="print settings, passes and memory, then exit")] = False,
 ) -> None:
     """Train a policy. Without model.path=..., train the embedded tiny model on this machine in minutes."""
@@ -98,7 +98,7 @@ def plan(
     ] = None,
     write: Annotated[Path | None, _option("FILE", "write the overlay to FILE, for agentrl train --config FILE")] = None,
 ) -> None:
-    """Estimate the GPU memory of training a model. If it fits, print settings for these GPUs as a YAML overlay."""
+    """Estimate the GPU memory needed to train a model. If it fits, print settings for these GPUs as a YAML overlay."""
     settings = _load_settings("plan", overrides, config=config, options={"model.path": model})
     from agentrl.planning.plan import plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements
@@ -421,7 +421,7 @@ def main() -> None:
 def configure_openmp_and_logging() -> None:
     """Configure OpenMP and logging, before a command imports its libraries."""
     shorten_spinning()
-    logging.getLogger("stamina").setLevel(logging.ERROR)  # it logs every retry; the caller reports the failure
+    logging.getLogger("stamina").setLevel(logging.ERROR)  # stamina logs every retry; the caller reports the failure
 
 
 def _exit_code(error: Exception) -> int | None:

@@ -30,7 +30,7 @@ from agents_clients import INSTRUCTION, SMOLAGENTS_INSTRUCTION
 CLIENTS = ("openai", "openai_own", "responses", "messages", "agents_sdk", "smolagents", "verifiers")
 TARGET = 0.1
 WRONG = 0.35
-# How each client words the question, and how its agent reads an answer.
+# Templates of the question and of the answer in each client's agent.
 ASKED = {
     "openai": ("{}", "{}"),
     "openai_own": ("{}", "{}"),

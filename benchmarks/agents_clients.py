@@ -1,4 +1,4 @@
-"""The agents of `benchmarks/agents.py`: one question, asked through each client as their own documentation shows."""
+"""The agents of `benchmarks/agents.py`: one question, asked through each client as in the client's documentation."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def shared() -> openai_package.DefaultAsyncHttpxClient:
 
 
 async def openai(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
-    """The openai package."""
+    """Agent with the openai package."""
     policy = openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared())
     return await asked(problem, policy, model)
 
@@ -39,7 +39,7 @@ async def asked(problem: Problem, policy: openai_package.AsyncOpenAI, model: str
 
 
 async def responses(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
-    """The openai package with the Responses API."""
+    """Agent with the openai package and the Responses API."""
     policy = openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared())
     reply = await policy.responses.create(model=model, input=problem.statement)
     return float(reply.output_text.strip() == problem.answer)
@@ -52,7 +52,7 @@ def shared_anthropic() -> anthropic.DefaultAsyncHttpxClient:
 
 
 async def messages(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
-    """The anthropic package, with streaming."""
+    """Agent with the anthropic package and streaming."""
     url = base_url.removesuffix("/v1")
     policy = anthropic.AsyncAnthropic(base_url=url, api_key=api_key, http_client=shared_anthropic())
     said: list[anthropic.types.MessageParam] = [{"role": "user", "content": problem.statement}]
@@ -63,7 +63,7 @@ async def messages(problem: Problem, *, base_url: str, api_key: str, model: str)
 
 
 async def agents_sdk(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
-    """The OpenAI Agents SDK."""
+    """Agent with the OpenAI Agents SDK."""
     from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner
 
     policy = openai_package.AsyncOpenAI(base_url=base_url, api_key=api_key, http_client=shared())
@@ -74,7 +74,7 @@ async def agents_sdk(problem: Problem, *, base_url: str, api_key: str, model: st
 
 
 def smolagents(problem: Problem, *, base_url: str, api_key: str, model: str) -> float:
-    """A CodeAgent of smolagents with a short system prompt. It answers by a program."""
+    """A CodeAgent of smolagents with a short system prompt. It answers with a program."""
     from smolagents import AgentError, CodeAgent, LogLevel, OpenAIModel
 
     policy = OpenAIModel(model_id=model, api_base=base_url, api_key=api_key)

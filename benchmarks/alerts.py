@@ -54,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES))
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--replay", type=Path, nargs="+", default=[], help="run directories, or folders of them")
+    parser.add_argument("--replay", type=Path, nargs="+", default=[], help="run directories, or folders of runs")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     options = parser.parse_args()
     if options.replay:
@@ -98,7 +98,7 @@ def line(name: str, run: RunDirectory) -> str:
 
 
 def first_alerts(run: RunDirectory) -> list[Alert]:
-    """Return the first alert of each name on the metrics of a run."""
+    """Return the first alert of each name for the metrics of a run."""
     rows = select_training_rows(run.metrics())
     first: dict[str, Alert] = {}
     for count in range(1, len(rows) + 1):

@@ -65,11 +65,11 @@ def run(options: argparse.Namespace) -> None:
 
 
 def make_inputs(rows: int, width: int, group_size: int) -> AdvantageInputs:
-    """Make rows of a quarter to the full width, with turns of about 700 tokens and observations of about 100."""
+    """Make rows that fill a quarter to all of the width: turns of about 700 tokens, observations of about 100."""
     generator = torch.Generator().manual_seed(0)
     turns = torch.rand(rows, width // 400 + 2, 2, generator=generator)
     lengths = (turns * torch.tensor([700.0, 100.0]) + torch.tensor([350.0, 50.0])).long()
-    ends = lengths.flatten(1).cumsum(-1)  # of turn, observation, turn, ...
+    ends = lengths.flatten(1).cumsum(-1)  # ends of turn, observation, turn, ...
     position = torch.arange(width)
     mask = torch.stack([torch.searchsorted(row, position, right=True) % 2 == 0 for row in ends])
     mask &= position < torch.randint(width // 4, width + 1, (rows, 1), generator=generator)

@@ -28,7 +28,7 @@ from torch import Tensor
 from agentrl.kernels.attention import AttentionBackend, AttentionPass, PackedRow, attend, backends, pack_row
 
 HEADS, GROUPS = 2, 1
-_FEW_TOKENS = 512  # per layer: host time does not depend on their number
+_FEW_TOKENS = 512  # per measured row; the host time does not depend on the number of tokens
 Kernel = Callable[..., Tensor]
 
 
@@ -44,7 +44,7 @@ class Counter:
         began = time.perf_counter()
         self.calls += 1
         self.shapes.add(tuple((tuple(one.shape), one.stride()) for one in (query, key, value)))
-        # Connected to all three inputs, so that the backward pass reaches the operations that prepared them.
+        # Connect the result to all three inputs, so that the backward pass reaches the operations that prepared them.
         result = query + key.flatten()[0] + value.flatten()[0]
         self.seconds += time.perf_counter() - began
         return result
@@ -97,7 +97,7 @@ def measure(backend: AttentionBackend, options: argparse.Namespace) -> str:
             new_shapes += (len(counter.shapes) - known) * bool(seed)  # the first micro-batch warms up
     return (
         f"{backend}: {counter.calls / len(layers):.1f} calls and {statistics.median(layers) * 1e6:,.0f} us of host "
-        f"time a layer; {statistics.median(prepared) * 1e6:,.0f} us once a row; {new_shapes} new shapes in "
+        f"time per layer; {statistics.median(prepared) * 1e6:,.0f} us once per row; {new_shapes} new shapes in "
         f"{options.micro_batches - 1} micro-batches after the first"
     )
 

@@ -1,4 +1,4 @@
-"""Measure how a run reacts to faults: when it notices, when it trains again, and whether its metrics change.
+"""Measure how a run reacts to faults: when it reports them, when training resumes, and whether metrics change.
 
     sudo python benchmarks/cluster_faults.py [--faults rank worker host cut head apart sandbox server]
                                              [--deadline 20]
@@ -91,7 +91,7 @@ class Running:
         began = time.monotonic()
         while not condition():
             if self.process.poll() is not None or time.monotonic() > began + LONGEST:
-                raise SystemExit("waited in vain:\n" + "".join(self.said))
+                raise SystemExit("the run ended or timed out; its output:\n" + "".join(self.said))
             time.sleep(0.05)
 
     def another_step(self) -> None:
@@ -175,7 +175,7 @@ class Hosts:
         ]
 
     def _keep(self, host: Host) -> None:
-        """Restart Ray if its processes have ended, until the host is removed."""
+        """Restart Ray whenever its processes exit, until the host is removed."""
         with contextlib.suppress(subprocess.CalledProcessError):
             while True:
                 time.sleep(1)
@@ -210,7 +210,10 @@ def difference(line: CommandLine, name: str, undisturbed: str) -> str:
         for key in row.keys() | other.keys()
         if row[key] is not None and row[key] == row[key]
     )
-    return f"at most {worst:.1e} of a value, or of {SMALL_VALUE} where it is smaller ({where}, {len(rows)} rows)"
+    return (
+        f"relative difference at most {worst:.1e} in {len(rows)} rows, largest for {where} "
+        f"(values below {SMALL_VALUE}: relative to {SMALL_VALUE})"
+    )
 
 
 def show(fault: str, met: tuple[str, float, float]) -> None:
@@ -223,7 +226,7 @@ def on_two_hosts(line: CommandLine, options: argparse.Namespace) -> None:
     steps = [f"training.steps={STEPS * max(len(faults), 1)}", "--num-processes", "2"]
     arguments = [*line.counting(line.folder / "policy", *SETTINGS), *steps, f"cluster.deadline={options.deadline:g}"]
     compared = []
-    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the names of sockets must be short
+    folder = Path(tempfile.mkdtemp(prefix="ray", dir="/tmp"))  # the paths of sockets must be short
     try:
         with two_hosts() as (head, other):
             hosts = Hosts(line, head, other, folder)
@@ -244,7 +247,7 @@ def on_two_hosts(line: CommandLine, options: argparse.Namespace) -> None:
         shutil.rmtree(folder, ignore_errors=True)
     line.run(*arguments, "name=near")
     for name in compared:
-        print(f"\n{name} against an undisturbed run of two ranks on one host: {difference(line, name, 'near')}")
+        print(f"\n{name} compared with an undisturbed run of two ranks on one host: {difference(line, name, 'near')}")
 
 
 @contextlib.contextmanager
@@ -268,7 +271,7 @@ def with_sandboxes(line: CommandLine) -> None:
         show("sandbox", run.meet(lost.kill, "receives no new calls"))
         run.end()
     line.run(*arguments, "name=all")
-    print(f"\none against an undisturbed run with its own sandbox: {difference(line, 'one', 'all')}")
+    print(f"\nrun one compared with an undisturbed run with a separate sandbox: {difference(line, 'one', 'all')}")
 
 
 def with_servers(line: CommandLine) -> None:
@@ -285,7 +288,7 @@ def with_servers(line: CommandLine) -> None:
     lost = sum(row["groups/infrastructure_failures"] for row in rows)
     apart = max(row.get("policy/engine_abs_diff", 0.0) for row in rows)
     print(f"\nserver: back after {back:.0f} s; {len(rows)} steps lost {lost} groups", end="")
-    print(f" and sampled with the trained weights, log-probabilities at most {apart:.1e} apart")
+    print(f"; log-probabilities of engine and trainer differed by at most {apart:.1e}")
 
 
 def main() -> None:
@@ -298,7 +301,7 @@ def main() -> None:
     folder = Path(tempfile.mkdtemp(prefix="faults"))
     line = CommandLine(folder)
     try:
-        print("| fault | the console says | noticed s | trains again s |\n|---|---|---|---|", flush=True)
+        print("| fault | console message | noticed, s | trains again, s |\n|---|---|---|---|", flush=True)
         if "sandbox" in options.faults:
             with_sandboxes(line)
         if "server" in options.faults:

@@ -1,4 +1,4 @@
-"""Measure the cost of a node for the command that starts and watches its ranks with Ray.
+"""Measure how much time the command spends on starting and watching the ranks of a node with Ray.
 
     python benchmarks/cluster_watch.py [--ranks 8] [--seconds 20]
 
@@ -49,7 +49,7 @@ def main() -> None:
         watching = cpu_ms(handles, options.seconds) - idle
     finally:
         cluster.close()
-    print("| start, ms a rank | watching, CPU ms a second and node | idle, CPU ms a second |\n|---|---|---|")
+    print("| start, ms per rank | watching, CPU ms per second and node | idle, CPU ms per second |\n|---|---|---|")
     print(f"| {start:.0f} | {watching:.1f} | {idle:.1f} |")
 
 

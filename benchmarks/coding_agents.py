@@ -1,4 +1,4 @@
-"""Drive coding agents with a scripted policy in the container of a Harbor task, and check their trained tokens.
+"""Drive coding agents with a scripted policy in the container of a Harbor task, and check the tokens to train on.
 
     bash examples/harbor/agent/install.sh claude codex mini qwen opencode
     npm install --prefix examples/harbor/agent ai @ai-sdk/openai @ai-sdk/anthropic zod
@@ -10,7 +10,7 @@ does this. In clients named `*_compact`, the agent then compacts its history. Th
 compares all tokens before it with the tokens that the engine received for this reply. It also compares the token's
 log-probability under a tiny model, given what the engine received, with a forward pass over the trained sequence.
 
-Target: the task's verifier rewards each agent with 1, each sampled token is trained exactly once, and the
+Target: the task's verifier rewards each agent with 1, each sampled token enters the loss exactly once, and the
 log-probabilities differ by less than 1e-5. (A wrong token in the context makes a difference of 1e-4 or more.)
 Otherwise, the exit code is 1.
 """
@@ -104,7 +104,7 @@ console.log(text, await streamed.text);
 
 DONE = "I wrote it."
 GO_ON = "AGENTRL_STATEMENT='Go on.' bash /agent"
-# Smaller than the conversation with LONG_OUTPUT, and larger than its summary.
+# The context limit is smaller than the conversation with LONG_OUTPUT, and larger than its summary.
 CONTEXT = {"provider": {"gateway": {"models": {"policy": {"limit": {"context": 14_000, "output": 500}}}}}}
 LONG_OUTPUT = "seq 3000"
 PATCH = "apply_patch <<'END'\n*** Begin Patch\n{}\n*** End Patch\nEND"
@@ -128,7 +128,7 @@ class Client:
     """
 
     calls: list[str]
-    command: str = ""  # by default the script of the client's name
+    command: str = ""  # default: the script with the client's name
     delegation: tuple[str, ...] = ()
 
 
@@ -237,7 +237,7 @@ CLIENTS = {
 
 
 class CallingEngine(ScriptedEngine[None]):
-    """Makes the calls in order, by the number of results in the prompt.
+    """Makes the calls in order. The number of results in the prompt determines the next call.
 
     Requests without tools ask for a title or a summary. The prompt of a sub-agent does not contain the task.
     """
@@ -275,7 +275,7 @@ def score(model: torch.nn.Module, token_ids: Sequence[int]) -> list[float]:
 
 
 def trained(rows: tuple[Trajectory, ...]) -> Counter[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Return the tokens with loss, each reply with all tokens before it."""
+    """Count the replies that enter the loss, each with all tokens before it."""
     found: Counter[tuple[tuple[int, ...], tuple[int, ...]]] = Counter()
     for row in rows:
         context = row.prompt_ids
@@ -287,7 +287,7 @@ def trained(rows: tuple[Trajectory, ...]) -> Counter[tuple[tuple[int, ...], tupl
 
 
 def largest_difference(model: torch.nn.Module, rows: tuple[Trajectory, ...]) -> float:
-    """Return the largest difference of a log-probability from one forward pass over each sequence."""
+    """Return the largest difference between stored log-probabilities and those of a forward pass over a sequence."""
     worst = 0.0
     for row in rows:
         scores = score(model, [*row.prompt_ids, *row.response_ids])[len(row.prompt_ids) - 1 :]
@@ -311,7 +311,7 @@ def write_task(directory: Path, image: str) -> None:
 
 
 async def drive(name: str, image: str, directory: Path) -> bool:
-    """Play one client. Returns True if it executed its calls and every token was trained once."""
+    """Run one client. Returns True if it executed its calls and every token enters the loss once."""
     pages = [page.read_text(encoding="utf-8") for page in sorted(ROOT.glob("docs/*/*.md"))]
     tokenizer = train_tokenizer([TEMPLATE, TASK, *pages], vocabulary_size=4096)
     codec = TextCodec(tokenizer)
@@ -360,10 +360,10 @@ async def drive(name: str, image: str, directory: Path) -> bool:
     difference = largest_difference(model, rows)
     print(
         f"{name}: reward {reward} in {seconds:.0f} s; {len(replies)} replies, "
-        f"{sum(not one.trainable for one in replies)} not to train, sequences of "
+        f"{sum(not one.trainable for one in replies)} of them without loss, sequences of "
         f"{[row.turns for row in rows]} turns and {[len(row.prompt_ids + row.response_ids) for row in rows]} tokens, "
-        f"{dict(rollout.counts)}; every token {'trained once' if once else 'NOT TRAINED ONCE'}, log-probabilities "
-        f"differ by {difference:.0e}{failure and f'; {failure}'}",
+        f"{dict(rollout.counts)}; every token {'enters the loss once' if once else 'DOES NOT ENTER THE LOSS ONCE'}; "
+        f"log-probabilities differ by at most {difference:.0e}{failure and f'; {failure}'}",
         flush=True,
     )
     return reward == 1.0 and once and difference < 1e-5

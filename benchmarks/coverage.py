@@ -72,7 +72,7 @@ def main() -> None:
     begun = time.monotonic()
     for table in arguments.tables.split(","):
         TABLES[table](arguments.runs, arguments.seed)
-    print(f"{arguments.runs} runs a row, {time.monotonic() - begun:.0f} s")
+    print(f"{arguments.runs} runs per row, {time.monotonic() - begun:.0f} s")
 
 
 def print_scores(runs: int, seed: int) -> None:
@@ -123,7 +123,7 @@ TABLES = {"scores": print_scores, "moves": print_moves, "seeds": print_seeds}
 
 
 def coverage(population: Population, problems: int, n: int, *, runs: int, seed: int) -> tuple[float, list[float]]:
-    """Return the expected successes on the fixed problems, and how often each of four intervals holds."""
+    """Return the expected successes on the fixed problems, and the coverage of each of four intervals."""
     rng = np.random.default_rng(seed)
     fixed = population(rng, problems)
     many = population(rng, 1_000_000)

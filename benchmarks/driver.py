@@ -111,7 +111,7 @@ class FixedEngine(ScriptedEngine[int]):
 
 
 class ScriptedSandbox:
-    """Sandbox in which every program ends after a fixed time. ``final_answer(4)`` prints its box."""
+    """Sandbox in which every program ends after a fixed time. ``final_answer(4)`` prints the boxed answer."""
 
     isolation = Isolation(layers={}, mode="none")
 
@@ -177,7 +177,7 @@ class ScriptedEnvironment(Environment):
 
 
 async def watch_lag(lags: list[float], own_lags: list[float]) -> None:
-    """Append the delay of each short sleep."""
+    """Append the delay of each short sleep to ``lags``, and this process's share of the delay to ``own_lags``."""
     while True:
         due, cpu = time.perf_counter() + _PROBE, time.process_time()
         await asyncio.sleep(_PROBE)
@@ -216,7 +216,7 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
     async for group in driver.play_groups(requests, step=0, group_size=GROUP_SIZE):
         for item in group.trajectories:
             if item.ended is not Ended.ANSWERED or item.reward != 1.0 or item.turns != args.turns:
-                raise RuntimeError(f"a trajectory went wrong: {item}")
+                raise RuntimeError(f"unexpected trajectory: {item}")
             turns += item.turns
             longest = max(longest, item.seconds)
     wall, cpu = time.perf_counter() - began, time.process_time() - cpu
@@ -235,7 +235,7 @@ async def measure(kind: str, codec: TextCodec, args: argparse.Namespace) -> Meas
 
 
 def step_costs(trajectories: int, tokens: int, measured: int) -> None:
-    """Print the CPU seconds that a step of ``trajectories`` of ``tokens`` tokens takes on worker and rank."""
+    """Print the CPU seconds that a step of ``trajectories`` of ``tokens`` tokens takes on the worker and a rank."""
     draw = np.random.default_rng(0)
     records = [made_record(1, number, tokens, draw) for number in range(measured)]
     answers = [server_answer(segment) for record in records for segment in record["segments"][::2]]
@@ -279,7 +279,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     sent = stage("send plans", lambda: pickle.dumps(packed, protocol=5))
     received = stage("receive plans", lambda: pickle.loads(sent))
     batches = stage("pad", lambda: [Batch.from_micro_batch(micro) for micro in received])
-    computed = attrgetter("input_ids", "position_ids", "varlen_bounds")  # once per row; a copy computes them again
+    computed = attrgetter("input_ids", "position_ids", "varlen_bounds")  # cached per row; a copy computes them again
     stage("inputs of the model", lambda: [computed(replace(one.row)) for one in batches])
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "step.parquet"
@@ -326,8 +326,10 @@ def main() -> None:
     parser.add_argument("--engine-latency", type=float, default=2.0, help="seconds")
     parser.add_argument("--sandbox-latency", type=float, default=0.5, help="seconds")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--step", type=int, nargs=2, metavar=("TRAJECTORIES", "TOKENS"), help="costs of one step")
-    parser.add_argument("--measured", type=int, default=32, help="trajectories of --step that are measured")
+    parser.add_argument(
+        "--step", type=int, nargs=2, metavar=("TRAJECTORIES", "TOKENS"), help="print the costs of one step"
+    )
+    parser.add_argument("--measured", type=int, default=32, help="number of trajectories of --step to measure")
     args = parser.parse_args()
     if args.step is not None:
         step_costs(args.step[0], args.step[1], args.measured)
@@ -336,7 +338,7 @@ def main() -> None:
     print(
         f"{args.trajectories} trajectories of {args.turns} turns in flight, engine {args.engine_latency:g} s, ", end=""
     )
-    print(f"sandbox {args.sandbox_latency:g} s a turn; goals: 0.3 ms of CPU a turn, p99 lag 50 ms")
+    print(f"sandbox {args.sandbox_latency:g} s per turn; goals: 0.3 ms of CPU per turn, p99 lag 50 ms")
     print("environment   CPU ms/turn   p99 lag ms (own)   wall s   longest s   longest + CPU s   shortest + CPU s")
     for kind in ("episode", "simpletir"):
         runs = [asyncio.run(measure(kind, codec, args)) for _ in range(args.repeat)]
@@ -347,7 +349,7 @@ def main() -> None:
                 f"{run.longest + run.cpu:15.2f}   {run.shortest + run.cpu:16.2f}"
             )
         cpu = statistics.median(run.cpu_ms_per_turn for run in runs)
-        print(f"{kind}: median of {cpu:.3f} ms of CPU a turn")
+        print(f"{kind}: median of {cpu:.3f} ms of CPU per turn")
 
 
 if __name__ == "__main__":

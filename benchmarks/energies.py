@@ -1,4 +1,4 @@
-"""Compare the time of exact trajectory energies with a forward and backward pass of the batch, and with a pass per row.
+"""Compare the time of exact trajectory energies with the time of a training pass, and of one pass per row.
 
     python benchmarks/energies.py [--rows 8] [--length 512] [--hidden 512] [--repeats 5] [--threads 2]
 
@@ -75,7 +75,7 @@ def timed(run: Callable[[], object]) -> tuple[float, float]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=8)
-    parser.add_argument("--length", type=int, default=512, help="prompt and response tokens of a row")
+    parser.add_argument("--length", type=int, default=512, help="number of prompt and response tokens of a row")
     parser.add_argument("--hidden", type=int, default=512)
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--vocabulary", type=int, default=8192)

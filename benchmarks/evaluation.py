@@ -212,7 +212,7 @@ def main() -> int:
         size = directory.rollouts.stat().st_size / 2**20
         report = directory.report.stat().st_size / 2**20
     own, others = (1e3 * (after - before) / rollouts for before, after in zip(cpu, cpu_then, strict=True))
-    print(f"CPU a rollout: {own:.1f} ms in this process, {others:.1f} ms in the sandbox's and the grader's")
+    print(f"CPU per rollout: {own:.1f} ms in this process, {others:.1f} ms in the sandbox's and the grader's processes")
     return summary(options.n, sets, results, memory, rollouts, (played - began, ended - played), (size, report))
 
 
@@ -235,7 +235,9 @@ def summary(
         if abs(found[name] - float(value)) > 1e-12
     ]
     calls = sum(sum(one["tool_calls"]["outcomes"].values()) for one in results["benchmarks"].values())
-    print(f"{rollouts} rollouts, {calls} programs: {seconds[0] / 60:.2f} min playing, {seconds[1]:.1f} s for results")
+    print(
+        f"{rollouts} rollouts with {calls} programs took {seconds[0] / 60:.2f} min; the results took {seconds[1]:.1f} s"
+    )
     if memory.samples:
         tenth, end = memory.at_share(0.1), memory.samples[-1][1]
         most = max(megabytes for _, megabytes in memory.samples)

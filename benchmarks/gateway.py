@@ -144,7 +144,7 @@ class CallingEngine(ScriptedEngine[None]):
 
 
 async def play_wave(gateway: AgentGateway, renderer: ChatRenderer, api: str, agents: int, turns: int) -> float:
-    """Play one rollout per agent. Returns the CPU seconds of this process."""
+    """Run one rollout per agent. Returns the CPU seconds of this process."""
     settings = RolloutSettings(max_turn_tokens=4096, max_prompt_tokens=100_000, max_response_tokens=100_000)
     problem = Problem(id="toy-0", statement="1 + 2?", answer="3", source="toy")
     rollouts = [

@@ -1,4 +1,4 @@
-"""Kill agents and the engine at random moments, and count what is trained.
+"""Kill agents and the engine at random moments, and check which replies are trained on.
 
     python benchmarks/gateway_kills.py [--kills 40] [--seed 0]
 
@@ -95,7 +95,7 @@ class ProcessEngine(ScriptedEngine[None]):
             while line := (await process.stdout.readline()).decode():
                 answered, _, text = line.partition(" ")
                 self.replies += 1
-                if answered == request_id:  # otherwise, the client of an earlier request has gone
+                if answered == request_id:  # otherwise, the client of this reply has disconnected
                     return written(self._codec, text.strip(), ended=True)
             await self.stop()
             raise EngineError("the engine's process was killed")
@@ -132,7 +132,7 @@ async def kill_at_random(
 
 
 async def play(kills_wanted: int, seed: int, folder: Path) -> bool:
-    """Play steps until all kills have happened, and print what was trained. Returns True if the target is met."""
+    """Run steps until all kills have happened, and print a summary. Returns True if the target is met."""
     tokenizer = train_tokenizer([TEMPLATE, "reply 0123456789- Go on."], vocabulary_size=320)
     codec = TextCodec(tokenizer)
     engine, killed, kills = ProcessEngine(codec), set[int](), Counter[str]()
@@ -173,8 +173,8 @@ async def play(kills_wanted: int, seed: int, folder: Path) -> bool:
     left = len(psutil.Process().children(recursive=True)), len(os.listdir("/proc/self/fd")) - descriptors
     print(
         f"seed {seed}, {kills.total()} kills ({kills['engine']} of the engine, {kills['agent']} of agents): of "
-        f"{expected} rollouts, {len(trained)} were trained; {len(finished)} agents finished, {lost} of them are "
-        f"missing; {strange} rollouts differ from the replies to their agent; {twice} replies were trained twice; "
+        f"{expected} rollouts, {len(trained)} were trained on; {len(finished)} agents finished, {lost} of them are "
+        f"missing; {strange} rollouts differ from the replies to their agent; {twice} replies were trained on twice; "
         f"processes left: {left[0]}, descriptors left: {left[1]}"
     )
     return len(trained) == expected and not (lost or strange or twice or left[0]) and left[1] <= 0

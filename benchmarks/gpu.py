@@ -1,4 +1,4 @@
-"""Measure the GPU code on this machine: each figure beside its expectation from first principles, in ten minutes.
+"""Measure the GPU code on this machine in ten minutes, and compare each figure with a calculated expectation.
 
     python benchmarks/gpu.py                          all parts, the most informative first
     python benchmarks/gpu.py --only head attention    these parts
@@ -39,7 +39,7 @@ _GRACE = 8.0
 
 @dataclass(frozen=True, kw_only=True)
 class Part:
-    """A row of the table of parts: the function ``name`` of ``module`` yields figures and remarks."""
+    """A row of the table of parts. The function in ``module`` with the name of the part yields figures and remarks."""
 
     module: str
     seconds: float
@@ -83,7 +83,7 @@ class Figure:
     low: float | None = None
     high: float | None = None
     why: str = ""  # where the expectation comes from
-    judged: bool = True  # False: a time or size of tiny shapes
+    judged: bool = True  # False for a time or size that was measured with tiny shapes
 
     @property
     def verdict(self) -> str:
@@ -109,7 +109,9 @@ def main() -> None:
     parser.add_argument("--only", nargs="+", choices=list(PARTS), default=list(PARTS), metavar="PART")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--output", type=Path, default=Path("gpu.json"))
-    parser.add_argument("--stretch", type=float, default=1.0, metavar="FACTOR", help="multiplies the seconds of parts")
+    parser.add_argument(
+        "--stretch", type=float, default=1.0, metavar="FACTOR", help="factor for the time limits of parts"
+    )
     parser.add_argument("--part", help=argparse.SUPPRESS)  # module:function, for the process of one part
     options = parser.parse_args()
     if options.part is not None:
@@ -133,7 +135,7 @@ def main() -> None:
         partial = options.output.with_suffix(".part")
         partial.write_text(json.dumps(results, indent=1), encoding="utf-8")
         partial.replace(options.output)
-    print(f"\n{time.monotonic() - began:.0f} s; {options.output}")
+    print(f"\nfinished after {time.monotonic() - began:.0f} s; results: {options.output}")
     raise SystemExit(0 if all(map(good, results["parts"].values())) else 1)
 
 
@@ -163,7 +165,7 @@ def run_part(function: str, device: str, seconds: float) -> dict[str, Any]:
                 late = True
             for kind, grace in ((signal.SIGTERM, _GRACE if late else 0.0), (signal.SIGKILL, _GRACE)):
                 try:
-                    os.killpg(child.pid, kind)  # the part, and what it started
+                    os.killpg(child.pid, kind)  # the part and the processes that it started
                     child.wait(grace)
                 except (ProcessLookupError, subprocess.TimeoutExpired):
                     continue

@@ -28,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 
 
 def head(device: torch.device) -> Iterator[Figure | str]:
-    """Log-probabilities and entropies of 8,192 tokens, width 3,584, vocabulary 151,936, forward and backward."""
+    """Measure log-probabilities and entropies of 8,192 tokens: width 3,584, vocabulary 151,936, both passes."""
     real = device.type == "cuda"
     tokens, width, vocabulary = (8192, 3584, 151_936) if real else (64, 16, 1000)
     dtype = torch.bfloat16 if real else torch.float32
@@ -41,7 +41,7 @@ def head(device: torch.device) -> Iterator[Figure | str]:
     operations = 2 * tokens * width * vocabulary
     yield Figure(
         name="bare matrix product", value=bare, unit="ms", low=operations / PEAK * 1e3, high=14.0 if hopper else None,
-        why="its operations at the published speed", judged=real,
+        why="time of its operations at the published speed", judged=real,
     )  # fmt: skip
     for backend in ("triton", "chunked"):
         obstacle = reason_triton_unavailable(device) if backend == "triton" else None
@@ -69,9 +69,10 @@ def _head(
         expected = log_p.gather(-1, targets[some, None])[:, 0], -(log_p.exp() * log_p).sum(-1)
         error = max(float((own - other).abs().max()) for own, other in zip(forward(some), expected, strict=True))
     yield Figure(
-        name=f"{backend}, largest error", value=error, unit="nats", high=1e-3, why="sums in float32 of exact products"
+        name=f"{backend}, largest error", value=error, unit="nats", high=1e-3, why="exact products, summed in float32"
     )
-    # Per backend: (milliseconds on an H100 or H200, multiple of the bare products) of both passes.
+    # Limits of the forward pass, and of forward and backward: (least and most milliseconds on an H100 or H200, largest
+    # multiple of the bare products).
     limits = {"triton": ((12.5, 14.0, 1.3), (54.0, 60.0, 1.4)), "chunked": ((None, None, 3.0), (None, None, 3.0))}
     for (name, run, products), (low, high, multiple) in zip(
         (("forward", forward, 1), ("forward and backward", both, 4)), limits[backend], strict=True
@@ -88,7 +89,7 @@ def _head(
 
 
 def attention(device: torch.device) -> Iterator[Figure | str]:
-    """One layer's attention over packed documents, forward and backward, with new lengths in each call."""
+    """Measure one layer's attention over packed documents, forward and backward, with new lengths in each call."""
     real = device.type == "cuda"
     heads, groups, size, total = (28, 4, 128, 16_384) if real else (4, 2, 16, 128)
     dtype = torch.bfloat16 if real else torch.float32
@@ -102,12 +103,12 @@ def attention(device: torch.device) -> Iterator[Figure | str]:
     fresh = [documents(total, seed) for seed in range(2 * repeats)]
     floor = statistics.median(7 * heads * size * sum(n * n for n in one) / PEAK * 1e3 for one in fresh)
     yield f"floor of the same operations: {floor:.2f} ms for {len(fresh[0])} documents of {total} tokens together"
-    short = documents(max(128, total // 8), 0)  # the reference holds all scores
+    short = documents(max(128, total // 8), 0)  # shorter, because the reference stores all attention scores
     few = [one.detach()[: sum(short)] for one in states]
     exact = _each_document(SDPBackend.MATH)(few[0].float(), few[1].float(), few[2].float(), short)
     own, backend = _own_attention(device)
     ways: dict[str, tuple[Attend, float | None, float | None]] = {
-        # name: (function, least and most of the ratio of new to repeated lengths)
+        # name: (function, least and most time with new lengths relative to the time with repeated lengths)
         f"agentrl ({backend})": (own, None, 1.3),
         "varlen": (_varlen, None, 1.3),
         "flash, a call a document": (_each_document(SDPBackend.FLASH_ATTENTION), None, 1.3),
@@ -147,7 +148,7 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
     from agentrl.kernels.attention import AttentionPass, attend, pack_row
     from agentrl.models.attention import choose_packed_attention, register_attention
 
-    register_attention()  # as a model does when it is loaded: it switches cuDNN's attention off
+    register_attention()  # loading a model also calls this function, which disables cuDNN's attention
     config = Qwen2Config(hidden_size=3584, num_attention_heads=28, num_key_value_heads=4)
     backend = choose_packed_attention("auto", config, dtype="bfloat16" if device.type == "cuda" else "float32")
 
@@ -161,7 +162,7 @@ def _own_attention(device: torch.device) -> tuple[Attend, str]:
 
 
 def _varlen(query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]) -> Tensor:
-    """Return torch's function, even if flash-attn is installed."""
+    """Compute attention with torch's function, even if flash-attn is installed."""
     from torch.nn.attention.varlen import varlen_attn
 
     if "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch 2.11
@@ -213,10 +214,10 @@ class Products(nn.Module):
 
 
 def accumulation(device: torch.device) -> Iterator[Figure | str]:
-    """Sums that bfloat16 would lose: gradients over micro-batches, and products of the head."""
+    """Check sums that bfloat16 would round: gradients over micro-batches, and products of the head."""
     from agentrl.kernels.arithmetic import write_head_logits
 
-    # In bfloat16 neighbours of 16384 are 128 apart.
+    # In bfloat16, the next number after 16384 is 16512.
     terms = 16_392
     ones = torch.ones(128, terms, dtype=torch.bfloat16, device=device)
     found = write_head_logits(ones, ones, torch.empty(128, 128, device=device))
@@ -240,7 +241,7 @@ def accumulation(device: torch.device) -> Iterator[Figure | str]:
             bfloat16=True,
             updates=1,
         )
-        # 256 in bfloat16 plus one is still 256.
+        # In bfloat16, 256 + 1 is 256.
         for _ in range(300):
             engine.backward(engine(torch.ones(64, dtype=torch.bfloat16, device=device)))
         engine.step()
@@ -252,14 +253,14 @@ def accumulation(device: torch.device) -> Iterator[Figure | str]:
 
 
 def energies(device: torch.device) -> Iterator[Figure | str]:
-    """Exact energies of trajectories against one forward and backward of the same batch, and their exactness."""
+    """Check exact energies of trajectories, and compare their time with a forward and backward pass of the batch."""
     from energies import Case
 
     real = device.type == "cuda"
     with device:
         case = Case(rows=4, length=128 if real else 32, hidden=256 if real else 32, layers=2, vocabulary=1024)
         error = float((case.energies() / case.one_by_one() - 1).abs().max())
-    yield Figure(name="largest relative error in float32", value=error, high=1e-3, why="against a pass for each row")
+    yield Figure(name="largest relative error in float32", value=error, high=1e-3, why="compared with one pass per row")
     if real:
         with device:
             case = Case(rows=8, length=2048, hidden=1536, layers=8, vocabulary=32_768)
@@ -273,12 +274,12 @@ def energies(device: torch.device) -> Iterator[Figure | str]:
     yield Figure(name="energies", value=taken, unit="ms", judged=False)
     yield Figure(
         name="energies over forward plus backward", value=taken / training, high=1.5, judged=real,
-        why="one forward, one backward, and a product for each layer's pair",
+        why="one forward, one backward, and products of each layer's inputs and gradients",
     )  # fmt: skip
 
 
 def determinism(device: torch.device) -> Iterator[Figure | str]:
-    """Gradients of the same batch twice, under ``training.deterministic``."""
+    """Compute the gradients of a batch twice with ``training.deterministic``, and compare them."""
     from energies import Case
 
     from agentrl.training.engine.determinism import set_determinism

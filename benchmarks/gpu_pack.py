@@ -1,4 +1,4 @@
-"""Pack the GPU benchmark for a bare machine: no network, nothing of the project installed.
+"""Pack the GPU benchmark for a machine without network access on which the project is not installed.
 
     python benchmarks/gpu_pack.py [FOLDER] [--wheels FOLDER]
 
@@ -77,8 +77,8 @@ exec "$python" "$here/source/benchmarks/gpu.py" "$@"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("gpu-kit"), help="replaced if it is a kit")
-    parser.add_argument("--wheels", type=Path, help="folder that keeps the wheels for the next time")
+    parser.add_argument("folder", nargs="?", type=Path, default=Path("gpu-kit"), help="replaced if it holds a kit")
+    parser.add_argument("--wheels", type=Path, help="folder that keeps the wheels for later calls")
     options = parser.parse_args()
     folder: Path = options.folder
     if folder.exists() and not (folder / "run.sh").exists():
@@ -94,7 +94,7 @@ def main() -> None:
     size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
     print(f"{folder}: {size / 2**20:.1f} MiB, {len(list((folder / 'wheels').iterdir()))} wheels")
     if size > LIMIT:
-        raise SystemExit(f"{folder} is larger than {LIMIT >> 20} MiB: take packages off the list in {__file__}")
+        raise SystemExit(f"{folder} is larger than {LIMIT >> 20} MiB: remove packages from the list in {__file__}")
 
 
 def copy_source(target: Path) -> None:
@@ -123,7 +123,7 @@ def fetch_wheels(folder: Path) -> None:
     if missing:
         subprocess.run([*pip, "download", "--no-deps", *target, "--dest", folder, *missing], check=True)
     if "deepspeed" not in held:
-        environment = os.environ | {"DS_BUILD_OPS": "0"}  # no compiler, no CUDA: torch's AdamW trains
+        environment = os.environ | {"DS_BUILD_OPS": "0"}  # needs no compiler or CUDA; torch's AdamW is used
         build = ["wheel", "--no-deps", "--no-build-isolation", "--no-binary", "deepspeed", "--wheel-dir", folder]
         subprocess.run([*pip, *build, DEEPSPEED], check=True, env=environment)
 

@@ -49,7 +49,7 @@ class PackedOrPadded(PolicyModel):
     ) -> tuple[TokenStatistics, Tensor | None]:
         if not self.padded:
             return super().forward(row, rows, columns, temperature, keep_hidden, reference, teacher, support)
-        prompts = int(row.prompt_ends[0]) + 1  # of equal lengths, and none is shared
+        prompts = int(row.prompt_ends[0]) + 1  # prompts have equal lengths, and none is shared
         lengths = row.lengths.to(row.response_starts.device)
         places = (row.response_starts - prompts)[:, None] + torch.arange(
             row.longest_document_length, device=row.response_starts.device
@@ -63,12 +63,12 @@ class PackedOrPadded(PolicyModel):
 
 
 def step_1_5b(device: torch.device) -> Iterator[Figure | str]:
-    """Steps of Qwen2.5-1.5B's shape with 16,384 packed tokens."""
+    """Measure training steps of Qwen2.5-1.5B's shape with 16,384 packed tokens."""
     yield from _steps("Qwen/Qwen2.5-1.5B", device)
 
 
 def step_7b(device: torch.device) -> Iterator[Figure | str]:
-    """Steps of Qwen2.5-7B's shape, with as many layers as fit."""
+    """Measure training steps of Qwen2.5-7B's shape with as many layers as fit."""
     yield from _steps("Qwen/Qwen2.5-7B", device)
 
 
@@ -79,7 +79,7 @@ def _steps(name: str, device: torch.device) -> Iterator[Figure | str]:
     shape = _fitting(name, tokens) if real else read_model_shape(ModelSettings())
     yield f"{shape.name}: {shape.layers} layers, {shape.parameters / 1e9:.2f}B parameters, {tokens} tokens"
     policy, engine = _engine(shape, device)
-    _step(engine, shape, documents(tokens, 0))  # compiles kernels, makes the optimizer's states
+    _step(engine, shape, documents(tokens, 0))  # compiles kernels and creates the optimizer's states
     if real:
         torch.cuda.reset_peak_memory_stats()
     fresh = [documents(tokens, seed) for seed in range(1, 1 + _REPEATS)]
@@ -88,12 +88,16 @@ def _steps(name: str, device: torch.device) -> Iterator[Figure | str]:
     best = fresh[seconds.index(packed)]
     yield Figure(name="step, new lengths each time, fastest", value=packed, unit="s", judged=False)
     yield Figure(
-        name="slowest over fastest", value=max(seconds) / packed, high=1.3, judged=real, why="no shape is planned anew"
+        name="slowest over fastest",
+        value=max(seconds) / packed,
+        high=1.3,
+        judged=real,
+        why="new shapes need no new plans",
     )
     yield Figure(name="tokens per second", value=tokens / packed, judged=False)
     yield Figure(
         name="model FLOP utilisation", value=operations(shape, best) / packed / PEAK, low=0.40, judged=real,
-        why=f"of {PEAK / 1e12:.0f} TFLOP/s; recomputation does not count",
+        why=f"relative to {PEAK / 1e12:.0f} TFLOP/s; recomputation does not count",
     )  # fmt: skip
     if real:
         peak, planned = torch.cuda.max_memory_allocated(), rank_memory(shape, _setup(tokens)).total

@@ -1,4 +1,4 @@
-"""Parts of gpu.py that run other programs: the kernel tests, and whole trainings by the command line."""
+"""Parts of gpu.py that run other programs: the kernel tests, and complete training runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _SHORT = {
     "evaluation.max_response_tokens": "64",
     "evaluation.falsified": "false",
     "rollout.problems_per_step": "8",
-    "algorithm.drop_zero_variance": "false",  # each step trains and transfers its weights, whatever was solved
+    "algorithm.drop_zero_variance": "false",  # train and transfer weights even if all rewards are equal
     "telemetry.plots": "false",
     "sandbox.allow_unisolated": "true",
 }
@@ -72,7 +72,7 @@ def train_tiny(device: torch.device) -> Iterator[Figure | str]:
 
 
 def train_0_5b(device: torch.device) -> Iterator[Figure | str]:
-    """Rollouts by the built-in engine, steps and weight transfers of a random model of Qwen2.5-0.5B's shape."""
+    """Rollouts with the built-in engine, steps and weight transfers of a random model of Qwen2.5-0.5B's shape."""
     real = device.type == "cuda"
     with tempfile.TemporaryDirectory() as folder:
         write_random_model(Path(folder), device)
@@ -143,14 +143,14 @@ def write_random_model(folder: Path, device: torch.device) -> None:
 
 
 def _train(settings: Mapping[str, str]) -> list[dict[str, float]]:
-    """Train by the command line; returns the metrics of each step."""
+    """Run `agentrl train`, and return the metrics of each step."""
     if importlib.util.find_spec("pyarrow") is None:
         raise Skip("pyarrow is not installed")
     with tempfile.TemporaryDirectory() as folder:
         command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir", "--config", "tiny"]
         command += [f"runs_dir={folder}", "name=gpu"]
         command += [f"{key}={value}" for key, value in settings.items()]
-        # An empty cache: the cold start is trained, not read.
+        # The cache is empty, so the cold start is trained instead of read from the cache.
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XDG_CACHE_HOME": folder})
         last = done.stderr.strip().rpartition("\n")[2]
         if done.returncode and last.startswith("ModuleNotFoundError"):

@@ -1,4 +1,4 @@
-"""Compare the speed of the grader, with a cold cache, with math-verify alone in one process.
+"""Compare the speed of the grader (with a cold cache) to that of math-verify alone in one process.
 
     AGENTRL_DATA_DIR=DIR python benchmarks/grading.py [--workers 2] [--limit 1500]
 
@@ -52,13 +52,13 @@ def math_pairs(data_dir: Path, limit: int, rng: random.Random) -> tuple[Pairs, P
 
 
 def spell_otherwise(answer: str) -> str:
-    """Respell an answer as models write it: other fractions and blanks, no sizes, math delimiters around it."""
+    """Respell an answer as models write it: other fraction commands and blanks, no size commands, in ``$``."""
     answer = answer.replace(r"\frac", r"\dfrac").replace(r"\left", "").replace(r"\right", "")
     return f"$ {answer.replace(',', ', ')} $"
 
 
 async def through_the_pool(pairs: Pairs, workers: int) -> tuple[float, float, Counter[Verdict]]:
-    """Return wall and CPU seconds, including the processes, and the verdicts. The processes are started before."""
+    """Return wall-clock seconds, CPU seconds (with the workers') and verdicts, without the start of the workers."""
     grader = Grader(GraderSettings(workers=workers))
     await asyncio.gather(*(grader.grade(f"sqrt({index})", "7") for index in range(2, 2 + workers)))
     pids = grader.idle_worker_pids
@@ -120,7 +120,7 @@ def main() -> None:
         wall, cpu, found = alone(some)
         said = f"correct {found[True]}, other {found[False]}"
         print(f"| {name} | math-verify alone | {len(some)} | {len(some) / wall:.0f} | {len(some) / cpu:.0f} | {said} |")
-    print(f"\npeak memory of this process {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")
+    print(f"\npeak memory of this process: {resource.getrusage(resource.RUSAGE_SELF).ru_maxrss >> 10} MiB")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-r"""Measure how often the grader, and math-verify alone, agree with pairs of answers whose verdict is known.
+r"""Measure how often the grader, and math-verify alone, return the right verdict for pairs of answers.
 
     python benchmarks/grading_agreement.py tests/answer_families.py
     python benchmarks/grading_agreement.py math_verify-0.9.0/tests/*.py

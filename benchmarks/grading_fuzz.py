@@ -1,4 +1,4 @@
-"""Grade mutated answers: no crash, no hang, and no correct verdict for changed content.
+"""Grade mutated answers, and check that nothing crashes or hangs and that no changed content is accepted.
 
     AGENTRL_DATA_DIR=DIR python benchmarks/grading_fuzz.py [--mutations 100000] [--seed 0] [--workers 2]
 
@@ -90,7 +90,7 @@ def spliced(gold: str, other: str, rng: random.Random) -> str:
 MUTATIONS: tuple[Mutation, ...] = (another_digit, one_more, turned, other_beside, damaged, damaged, damaged, spliced)
 
 
-# Right answers that occurred, although their letters and numbers differ from the gold answer.
+# Mutated answers that are right although their letters and numbers differ from the gold answer, with the reason.
 LOOKED_AT: dict[tuple[str, str], str] = {
     (r"y^2 - 4x - 6y + 9 = 0ac{37}{50}", r"y^2 - 4x - 6y + 9 = 0"): "letters times 0",
     ("-13:1", "-13"): "the ratio is -13",

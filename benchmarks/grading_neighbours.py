@@ -1,4 +1,4 @@
-r"""Count accepted wrong neighbours and refused respellings of real gold answers.
+r"""Count accepted wrong answers that resemble real gold answers, and refused respellings of gold answers.
 
     AGENTRL_DATA_DIR=DIR python benchmarks/grading_neighbours.py [--each 3] [--seed 0] [--workers 2]
 
@@ -45,7 +45,7 @@ def gold_answers(data_dir: Path, rng: random.Random) -> list[str]:
 
 
 def made(golds: list[str], makers: Iterable[Maker], each: int, rng: random.Random) -> list[tuple[str, str, str]]:
-    """Return distinct ``(kind, answer, gold)``."""
+    """Return distinct triples ``(kind, answer, gold)``."""
     found: dict[tuple[str, str], str] = {}
     for gold in golds:
         for maker in makers:
@@ -72,7 +72,7 @@ async def graded(cases: list[tuple[str, str, str]], workers: int) -> list[Verdic
 
 
 def report(title: str, cases: list[tuple[str, str, str]], verdicts: list[Verdict], *, correct: bool) -> None:
-    """Print a line for each kind, and every case that went wrong."""
+    """Print a line for each kind, and every case with a wrong verdict."""
     totals = Counter(kind for kind, _, _ in cases)
     missed = [
         (case, verdict)
@@ -90,9 +90,9 @@ def report(title: str, cases: list[tuple[str, str, str]], verdicts: list[Verdict
 
 
 def main() -> None:
-    """Print the cases that went wrong, and two tables."""
+    """Print the cases with wrong verdicts, and two tables."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--each", type=int, default=3, help="tries of each kind on each gold answer")
+    parser.add_argument("--each", type=int, default=3, help="attempts to make each kind of change to each gold answer")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--workers", type=int, default=2)
     arguments = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Respellings of gold answers. Each uses only the text of the answer."""
+"""Respellings of gold answers. Each is made from the text of the answer alone."""
 
 from __future__ import annotations
 

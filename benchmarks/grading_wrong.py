@@ -1,4 +1,4 @@
-"""Wrong neighbours of gold answers. Each uses only the text of the answer."""
+"""Wrong answers that resemble gold answers. Each is made from the text of the gold answer alone."""
 
 from __future__ import annotations
 

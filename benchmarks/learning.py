@@ -30,7 +30,7 @@ def arguments(given: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=numbers, default=[0, 1, 2], help="separated by commas; default: 0,1,2")
     parser.add_argument("--runs-dir", type=Path, default=Path("runs"))
-    parser.add_argument("--config", help="a shipped configuration or a file; none: the tiny preset")
+    parser.add_argument("--config", help="a shipped configuration or a file; default: the tiny preset")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     return parser.parse_args(given)
 
@@ -63,7 +63,7 @@ def run(seed: int, options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(rows: list[dict[str, Any]]) -> list[str]:
-    """Markdown: held-out avg@k before and after with 95 % intervals, falsified observations, time."""
+    """Return a Markdown table: held-out avg@k before and after with 95 % intervals, falsified observations, time."""
     lines = [
         "| seed | held out before | held out after | falsified observations | training reward, first and last 10 steps "
         "| steps | training s | whole run s |",

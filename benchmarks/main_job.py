@@ -1,4 +1,4 @@
-"""Compare the tiny main job of this checkout and of another: paired CPU seconds of training a step.
+"""Compare the CPU seconds of a training step between this checkout and another, for the tiny main job.
 
     git worktree add ../before 72792a4a
     python benchmarks/main_job.py --other ../before --pairs 3 --steps 20
@@ -21,7 +21,7 @@ import tempfile
 from pathlib import Path
 
 HERE = Path(__file__).resolve().parents[1]
-# Runs in either checkout: the command line, with a timer around the trainer.
+# The program that runs in both checkouts: the command line, with a timer around the trainer.
 TIMED = """
 import json, os, sys, time
 from agentrl.training.step.trainer import Trainer
@@ -45,7 +45,7 @@ sys.exit(main())
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--other", type=Path, required=True, help="another checkout of agentrl")
-    parser.add_argument("--policy", type=Path, help="a cold-started policy; default: one is made")
+    parser.add_argument("--policy", type=Path, help="a cold-started policy; by default, a new one is made")
     parser.add_argument("--pairs", type=int, default=3)
     parser.add_argument("--steps", type=int, default=20)
     options = parser.parse_args()
@@ -61,7 +61,7 @@ def main() -> None:
     for name, steps in taken.items():
         print(f"{name}: {told(steps)}")
     ratio = middle(taken["here"], "cpu") / middle(taken["other"], "cpu")
-    print(f"here over other, CPU seconds: {ratio:.2f}")
+    print(f"CPU seconds of this checkout relative to the other: {ratio:.2f}")
 
 
 def run(tree: Path, policy: Path, folder: Path, steps: int) -> list[dict[str, float]]:
@@ -95,8 +95,8 @@ def middle(steps: list[dict[str, float]], what: str) -> float:
 def told(steps: list[dict[str, float]]) -> str:
     low, _, high = statistics.quantiles([step["cpu"] for step in steps], n=4)
     return (
-        f"{middle(steps, 'cpu'):.3f} CPU seconds of training a step (quartiles {low:.3f}, {high:.3f}), "
-        f"{middle(steps, 'wall'):.3f} s of wall clock, median of {len(steps)}"
+        f"{middle(steps, 'cpu'):.3f} CPU seconds per training step (quartiles {low:.3f}, {high:.3f}), "
+        f"{middle(steps, 'wall'):.3f} wall-clock seconds, medians of {len(steps)} steps"
     )
 
 

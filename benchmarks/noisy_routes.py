@@ -48,7 +48,7 @@ class NoisyRoutesPlugin(TransformersPlugin):
 
 
 def add_noise(std: float) -> None:
-    """Let the engine of this process, but not its trainer, select experts with noise."""
+    """Add noise to the expert selection of this process's engine, but not of its trainer."""
     original = batcher.record_and_replay_routes
 
     class NoisyRoutes(RoutingPass):
@@ -97,7 +97,7 @@ def write_mixture(policy: str, output: Path, family: str = "qwen3_moe", *, noise
         if family == "qwen3_moe":
             attention.o_proj.bias.zero_()
             for norm, projection in ((attention.q_norm, "q_proj"), (attention.k_norm, "k_proj")):
-                # Qwen2 does not normalize queries and keys. Scale the normalized ones by their mean size.
+                # Qwen2 does not normalize queries and keys. Scale the normalized vectors to Qwen2's mean magnitude.
                 by_head = outputs[getattr(source.self_attn, projection)].unflatten(-1, (-1, head))
                 norm.weight.fill_(by_head.pow(2).mean(-1).sqrt().mean())
         mixture, mlp = layer.mlp.experts, source.mlp

@@ -38,7 +38,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--groups", type=int, default=32)
     parser.add_argument("--group-size", type=int, default=8)
-    parser.add_argument("--repetitions", type=int, default=20, help="pairs of steps, after two to warm up")
+    parser.add_argument("--repetitions", type=int, default=20, help="pairs of steps, after two warm-up pairs")
     parser.add_argument("--threads", type=int, default=1)
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -51,13 +51,14 @@ def main() -> None:
         ratios = [one / other - 1 for one, other in zip(otb, grpo, strict=True)]
         low, _, high = statistics.quantiles(ratios, n=4)
         print(
-            f"{clock} seconds a step: grpo {statistics.median(grpo):.4f}, tir_otb {statistics.median(otb):.4f}; extra, "
-            f"median of {len(ratios)} pairs: {statistics.median(ratios):+.2%} (quartiles {low:+.2%}, {high:+.2%})"
+            f"{clock} seconds per step: grpo {statistics.median(grpo):.4f}, tir_otb {statistics.median(otb):.4f}; "
+            f"extra, median of {len(ratios)} pairs: {statistics.median(ratios):+.2%} "
+            f"(quartiles {low:+.2%}, {high:+.2%})"
         )
 
 
 def side(estimator: str, record: Sequence[Group]) -> tuple[Trainer, RankPlan]:
-    """A trainer and its plan."""
+    """Return a trainer with ``estimator``, and its plan."""
     settings = ObjectiveSettings(
         algorithm=AlgorithmSettings(estimator=estimator, aggregation="token_mean", fidelity_bound=1e9),
         response_tokens=160,
@@ -94,7 +95,7 @@ def tiny_model() -> object:
 
 
 def recorded_groups(groups: int, group_size: int) -> list[Group]:
-    """Random trajectories of 60 prompt tokens and 40 to 160 response tokens."""
+    """Return random trajectories of 60 prompt tokens and 40 to 160 response tokens."""
     draw = random.Random(1)
     return [
         Group(

@@ -1,4 +1,4 @@
-"""Compare forward and backward passes over packed trajectories with padded rows. Goal: 1.5 times as fast.
+"""Compare forward and backward passes over packed and padded trajectories. Goal: packed is 1.5 times as fast.
 
     python benchmarks/packing.py                          lengths of responses from a log-normal with sigma 1
     python benchmarks/packing.py --run runs/NAME --step 9  the trajectories of a step of a run, packed and padded
@@ -51,10 +51,12 @@ def main() -> None:
     parser.add_argument("--groups", type=int, default=16)
     parser.add_argument("--budget", type=int, default=4096)
     parser.add_argument("--repetitions", type=int, default=7, help="pairs of measurements, after one warm-up")
-    parser.add_argument("--sharing", type=float, nargs="+", help="ratios of trees; compares shared with separate rows")
+    parser.add_argument(
+        "--sharing", type=float, nargs="+", help="compare shared with separate prefixes at these sharing ratios"
+    )
     parser.add_argument("--length", type=int, default=512, help="tokens of a path")
     parser.add_argument("--record", type=Path, help="JSON file for the figures of --sharing")
-    parser.add_argument("--only", help="one side once: print its peak memory")
+    parser.add_argument("--only", help="run only this side, once, and print its peak memory")
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.sharing:
@@ -77,9 +79,9 @@ def main() -> None:
 
 
 def compare(sides: dict[str, Side], options: argparse.Namespace, *last: str) -> dict[str, float] | None:
-    """Print and return the figures of two sides, the faster first. With ``--only``, print one side's peak memory.
+    """Print and return the figures of two sides. With ``--only``, print one side's peak memory.
 
-    ``last``: arguments that select these sides in a separate process.
+    ``sides`` contains the faster side first. ``last``: arguments that select these sides in a separate process.
     """
     if options.only is not None:
         Path("/proc/self/clear_refs").write_text("5")  # forget the peak so far, which includes the parent's
@@ -95,7 +97,7 @@ def compare(sides: dict[str, Side], options: argparse.Namespace, *last: str) -> 
             times[name].append(time.process_time() - began)
     found = {}
     for name, taken in times.items():
-        # Otherwise, glibc keeps freed blocks, and the peak depends on the order of their sizes.
+        # Without this variable, glibc keeps freed blocks, and the peak depends on the order of their sizes.
         environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
         command = [sys.executable, *sys.argv, *last, "--only", name]
         said = subprocess.check_output(command, text=True, env=environment)
@@ -130,7 +132,7 @@ def tree(ratio: float, length: int) -> list[tuple[Tensor, Tensor]]:
 
 
 def one_row(documents: Sequence[tuple[Tensor, Tensor]], *, share: bool) -> Side:
-    """Run all documents through the policy, in one row."""
+    """Return a function that runs all documents through the policy, in one row."""
     policy = PolicyModel(tiny_model())
     row = pack_row(documents, share_prefixes=share)
     lengths = torch.tensor([len(response) for _, response in documents])
@@ -152,7 +154,7 @@ def memory(name: str) -> float:
 
 
 def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
-    """Run all groups through the policy."""
+    """Return a function that runs all groups through the policy, in packed rows."""
     policy = PolicyModel(tiny_model())
     batches = [
         Batch.from_micro_batch(MicroBatch.from_trajectories(rows))
@@ -169,7 +171,7 @@ def packed(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
 
 
 def padded(groups: Sequence[Sequence[Trajectory]], budget: int) -> Side:
-    """Run all groups through the same model and head, in padded rows."""
+    """Return a function that runs all groups through the same model and head, in padded rows."""
     policy = PolicyModel(tiny_model())
     bins: list[list[Trajectory]] = []
     for group in sorted(groups, key=lambda rows: max(row.length for row in rows), reverse=True):
@@ -211,7 +213,7 @@ def played(run: Path, step: int) -> list[list[Trajectory]]:
 
 
 def drawn(groups: int) -> list[list[Trajectory]]:
-    """Return groups of eight: 32 prompt tokens, and responses of log-normal length with median 64 and sigma 1."""
+    """Return groups of eight with 32 prompt tokens and log-normal response lengths (median 64, sigma 1)."""
     draw = random.Random(1)
 
     def trajectory(problem: Problem, group: int, sample: int, prompt: tuple[int, ...]) -> Trajectory:

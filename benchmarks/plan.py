@@ -52,7 +52,7 @@ _ROWS = 4
 
 
 class Peak(TypedDict):
-    """Bytes of one rank."""
+    """Peak memory of one rank, in bytes."""
 
     tensors: int
     resident: int
@@ -60,7 +60,7 @@ class Peak(TypedDict):
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A shape, and how it trains."""
+    """A model shape and the setup of its training."""
 
     kind: str
     stage: int
@@ -124,7 +124,7 @@ CASES = (
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="cases whose line has this text")
+    parser.add_argument("--only", default="", help="run only cases whose line contains this text")
     parser.add_argument("--rank-of", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.rank_of is not None:
@@ -209,7 +209,7 @@ def _engine(case: Case, shape: ModelShape) -> TrainingEngine[PolicyModel]:
 
 
 def micro_batch(engine: TrainingEngine[PolicyModel], shape: ModelShape, tokens: int) -> None:
-    """Run forward and backward of rows that are packed into one."""
+    """Run a forward and backward pass over several trajectories that are packed into one row."""
     ids = torch.randint(0, shape.vocabulary, (_ROWS, tokens // _ROWS))
     mask = torch.ones_like(ids[:, 4:], dtype=torch.bool)
     packed = pack_padded(ids, torch.full((_ROWS,), 4), mask, multiple=engine.module.row_length_multiple)

@@ -1,10 +1,10 @@
-"""Measure the cost of a step for the rollout worker: planning it and sending it to simulated ranks.
+"""Measure the cost of a step for the rollout worker: planning the step and sending the plans to simulated ranks.
 
     python benchmarks/plan_scale.py [--groups 512] [--size 16] [--tokens 16384] [--ranks 64] [--turns 8]
 
 Trajectories of half of `--tokens` to `--tokens` tokens, with alternating turns and observations, are planned for all
 ranks. As in the worker, the plans are sent through pipes one after the other; here, a process reads and discards them.
-Seconds are CPU seconds of this process, so other programs hardly affect them. `bytes a token` is the size of what a
+Seconds are CPU seconds of this process, so other programs hardly affect them. `bytes per token` is the size of what a
 rank receives. `memory` is the memory of the process with all trajectories, and its peak.
 """
 
@@ -99,9 +99,9 @@ def main() -> None:
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     print(f"{options.groups} x {options.size} trajectories, {tokens / 1e6:.1f} M tokens, {options.ranks} ranks")
     print(f"planned in {planned - began:.2f} s, sent in {ended - planned:.2f} s")
-    print(f"{sent / tokens:.1f} bytes a token, {sent / options.ranks / 2**20:.1f} MiB a rank")
+    print(f"{sent / tokens:.1f} bytes per token, {sent / options.ranks / 2**20:.1f} MiB per rank")
     print(
-        f"memory: {held / 2**30:.2f} GiB with all trajectories ({(held - before) / tokens:.0f} bytes a token), "
+        f"memory: {held / 2**30:.2f} GiB with all trajectories ({(held - before) / tokens:.0f} bytes per token), "
         f"peak {peak / 2**30:.2f} GiB"
     )
 

@@ -42,7 +42,10 @@ _OBSERVED = 64
 
 @dataclass(frozen=True, kw_only=True)
 class Timing:
-    """Mean seconds per step: its rollouts (nan if they run beside training), the whole step, and the bound."""
+    """Mean seconds per step: rollouts (nan if they overlap with training), the whole step, and the bound.
+
+    ``bound`` is the time to sample the tokens at the engine's full rate. ``staleness`` is the largest staleness.
+    """
 
     rollouts: float
     step: float
@@ -107,7 +110,7 @@ async def train(args: argparse.Namespace, codec: TextCodec, turns: int, schedule
             rollouts += loop.time() - waited
             played = [item for group in worker.sampled_groups for item in group.trajectories]
             if any(item.turns != turns for item in played):
-                raise RuntimeError(f"a trajectory went wrong in step {step}")
+                raise RuntimeError(f"a trajectory in step {step} does not have {turns} turns")
             tokens = sum(item.model_tokens for item in played)
             bound += tokens / args.tokens_per_second
             staleness = max(staleness, worker.metrics["staleness/max"])
@@ -135,7 +138,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=4)
     parser.add_argument("--warm-up", type=int, default=2)
     parser.add_argument("--max-staleness", type=int, default=1)
-    parser.add_argument("--problems", type=int, default=32, help="of one step")
+    parser.add_argument("--problems", type=int, default=32, help="problems per step")
     parser.add_argument("--group-size", type=int, default=16)
     parser.add_argument("--tokens-per-second", type=float, default=10_000.0)
     parser.add_argument("--request-tokens-per-second", type=float, default=60.0)
@@ -145,9 +148,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--turn-tokens", type=float, default=300.0, help="median")
     parser.add_argument("--turn-sigma", type=float, default=0.6)
     parser.add_argument("--longest-turn", type=int, default=2048)
-    parser.add_argument("--tool-seconds", type=float, default=0.5, help="the shortest tool call")
-    parser.add_argument("--tool-shape", type=float, default=1.5, help="of Pareto; smaller: heavier tail")
-    parser.add_argument("--tool-limit", type=float, default=30.0, help="the longest tool call")
+    parser.add_argument("--tool-seconds", type=float, default=0.5, help="duration of the shortest tool call")
+    parser.add_argument("--tool-shape", type=float, default=1.5, help="Pareto exponent; smaller: heavier tail")
+    parser.add_argument("--tool-limit", type=float, default=30.0, help="duration of the longest tool call")
     parser.add_argument("--seed", type=int, default=0)
 
 

@@ -54,7 +54,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run_virtual(main: Coroutine[Any, Any, T]) -> T:
-    """Like ``asyncio.run``, in virtual time."""
+    """Run a coroutine like ``asyncio.run``, but in virtual time."""
     with asyncio.Runner(loop_factory=VirtualLoop) as runner:
         return runner.run(main)
 
@@ -78,9 +78,9 @@ class Hardware:
 @dataclass(eq=False)
 class _Request:
     tokens: int
-    held: int  # tokens of KV cache at its end
+    held: int  # tokens in the KV cache when the request ends
     done: asyncio.Future[None]
-    began: list[tuple[int, float]] = field(default_factory=list)  # versions, and the service at which each took over
+    began: list[tuple[int, float]] = field(default_factory=list)  # versions, and the _service at which each began
 
     def spans(self) -> tuple[tuple[int, int], ...]:
         """Return the versions with the number of tokens that each sampled."""
@@ -91,7 +91,7 @@ class _Request:
 
 
 class SimulatedEngine:
-    """Shares ``hardware`` evenly among the requests that run; those that do not fit into the KV cache queue.
+    """Shares ``hardware`` evenly among running requests. Requests that do not fit into the KV cache are queued.
 
     ``length`` returns the number of tokens of a turn from the request's seed. Prompts cost no time, as if all prefixes
     were cached. While the engine is paused, no request receives tokens.
@@ -100,7 +100,7 @@ class SimulatedEngine:
     def __init__(self, hardware: Hardware, length: Callable[[int], int]) -> None:
         self._hardware = hardware
         self._length = length
-        self._running: list[tuple[float, int, _Request]] = []  # by the service at which each ends
+        self._running: list[tuple[float, int, _Request]] = []  # heap by the _service at which each request ends
         self._waiting: deque[_Request] = deque()
         self._service = 0.0  # tokens that a request running from the start would have by now
         self._since = 0.0
@@ -124,7 +124,7 @@ class SimulatedEngine:
         tokens = min(sampling.max_tokens, self._length(seed))
         request = _Request(tokens=tokens, held=len(token_ids) + tokens, done=asyncio.get_running_loop().create_future())
         if request.held > self._hardware.kv_tokens:
-            raise ValueError(f"{request.held} tokens never fit into {self._hardware.kv_tokens} of KV cache")
+            raise ValueError(f"{request.held} tokens never fit into a KV cache of {self._hardware.kv_tokens} tokens")
         self._waiting.append(request)
         self._settle()
         try:
@@ -288,7 +288,7 @@ class SimulatedEpisode:
 
 
 class SimulatedEnvironment(Environment):
-    """Creates the episodes. Their latencies depend on ``seed``, the problem and how often it was played."""
+    """Creates the episodes. Their latencies depend on ``seed``, the problem and the number of its episodes so far."""
 
     def __init__(
         self,

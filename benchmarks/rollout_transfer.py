@@ -47,7 +47,7 @@ SIZES = {
 
 
 def random_model(shape: Shape) -> Any:
-    """Return a model with random weights. It runs no forward pass."""
+    """Return a model with random weights, which cannot run a forward pass because its buffers are uninitialized."""
     from transformers import Qwen2Config, Qwen2ForCausalLM
 
     config = Qwen2Config(
@@ -100,7 +100,7 @@ def transfer(size: str, folder: Path) -> None:
 
     receive = measured(take)
     if sums != {name: parameter.double().sum().item() for name, parameter in model.named_parameters()}:
-        raise RuntimeError("what was read is not what was sent")
+        raise RuntimeError("the weights that were read differ from the weights that were sent")
     print(
         f"{size:5}   {bytes_ / 2**20:9.0f}   {send[0]:6.2f}   {send[1]:14.0f}   {receive[0]:6.2f}   {receive[1]:14.0f}",
         flush=True,
@@ -115,8 +115,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=["1M", "10M", "100M", "300M"],
         help="1B takes 5 GiB of memory and of disk",
     )
-    parser.add_argument("--folder", type=Path, default=None, help="for the files; default: a temporary one")
-    parser.add_argument("--here", action="store_true", help="in this process, without the heading")
+    parser.add_argument("--folder", type=Path, default=None, help="folder for the files; default: a temporary folder")
+    parser.add_argument("--here", action="store_true", help="measure in this process, and print no heading")
 
 
 def run(args: argparse.Namespace) -> None:
@@ -124,7 +124,7 @@ def run(args: argparse.Namespace) -> None:
     if args.here:
         transfer(args.sizes[0], args.folder)
         return
-    print(f"shards of {SHARD_BYTES // 2**20} MiB      send                      take")
+    print(f"shards of {SHARD_BYTES // 2**20} MiB      send                      receive")
     print("size    model MiB        s   peak extra MiB        s   peak extra MiB", flush=True)
     for size in args.sizes:
         with tempfile.TemporaryDirectory(dir=args.folder) as folder:

@@ -73,7 +73,7 @@ def address_in(log: Path, process: subprocess.Popen[bytes]) -> str:
     deadline = time.monotonic() + _START
     while (found := re.search(r"serving \S+ at (http://\S+)", log.read_text())) is None:
         if process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"no server within {_START:g} s:\n{log.read_text()}")
+            raise RuntimeError(f"the server did not start within {_START:g} s:\n{log.read_text()}")
         time.sleep(0.5)
     return found[1]
 
@@ -95,7 +95,7 @@ async def play(
     def latency(numbers: random.Random) -> float:
         return min(args.tool_limit, args.tool_seconds * numbers.paretovariate(args.tool_shape)) if tools else 0.0
 
-    # More turns than fit: the token limit ends every trajectory.
+    # Allow more turns than fit, so that the token limit ends every trajectory.
     environment = SimulatedEnvironment(turns=10**6, latency=latency, seed=step, observation="= 4" if tools else "")
     longest = settings.max_prompt_tokens + settings.max_response_tokens
     engine = build_vllm_engine(
@@ -109,7 +109,7 @@ async def play(
         tokens, began = 0, time.perf_counter()
         async for group in driver.play_groups(requests, step=step, group_size=args.group_size):
             if any(item.ended is not Ended.TOKEN_LIMIT for item in group.trajectories):
-                raise RuntimeError(f"a trajectory went wrong: {group}")
+                raise RuntimeError(f"a trajectory did not end at the token limit: {group}")
             tokens += sum(item.model_tokens for item in group.trajectories)
         return tokens, time.perf_counter() - began
     finally:
@@ -122,9 +122,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--turn-tokens", type=int, default=32)
-    parser.add_argument("--tool-seconds", type=float, default=0.2, help="the shortest tool call")
-    parser.add_argument("--tool-shape", type=float, default=1.5, help="of Pareto; smaller: heavier tail")
-    parser.add_argument("--tool-limit", type=float, default=5.0, help="the longest tool call")
+    parser.add_argument("--tool-seconds", type=float, default=0.2, help="duration of the shortest tool call")
+    parser.add_argument("--tool-shape", type=float, default=1.5, help="Pareto exponent; smaller: heavier tail")
+    parser.add_argument("--tool-limit", type=float, default=5.0, help="duration of the longest tool call")
     parser.add_argument("--repeat", type=int, default=3)
 
 

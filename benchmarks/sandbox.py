@@ -1,4 +1,4 @@
-"""Compare programs per second: the sandbox, a fork loop, a fresh interpreter per program, and `docker exec`.
+"""Compare programs per second in the sandbox, a fork loop, a fresh interpreter per program, and `docker exec`.
 
     python benchmarks/sandbox.py [--concurrency 1 16 256] [--seconds 5] [--repeat 3] [--queued 45000] [--container NAME]
     python benchmarks/sandbox.py --forks 1000
@@ -81,7 +81,7 @@ Call = Callable[[int], Awaitable[str]]
 
 @dataclass(frozen=True, kw_only=True)
 class Round:
-    """Calls of one kind in a round, in seconds."""
+    """Wall-clock time of a round of calls, and the latency of each call, in seconds."""
 
     wall: float
     latencies: tuple[float, ...]
@@ -96,7 +96,7 @@ class Round:
 
 
 async def load(call: Call, *, concurrency: int, seconds: float) -> Round:
-    """Run ``concurrency`` callers, each of which calls again as soon as it is answered. Every answer is checked."""
+    """Run ``concurrency`` callers that call again as soon as they receive a result. Every result is checked."""
     latencies: list[float] = []
     numbers = iter(range(1 << 60))
     until = time.perf_counter() + seconds
@@ -136,7 +136,7 @@ def sandboxed(sandbox: Sandbox, program: str) -> Call:
 
 
 def command(prefix: list[str], program: str) -> Call:
-    """Run a program in a separate command."""
+    """Return a call that runs a program with the interpreter command ``prefix`` in a separate process."""
 
     async def call(number: int) -> str:
         process = await asyncio.create_subprocess_exec(
@@ -269,7 +269,7 @@ async def measure_forks(count: int) -> None:
     print(f"{idle:.0f} MB ({(idle - before) / count:.2f} MB each), after a program in each {after:.0f} MB")
     began = time.perf_counter()
     await asyncio.gather(*map(sandbox.close_session, forks))
-    print(f"closed at the same time in {time.perf_counter() - began:.1f} s")
+    print(f"all forks closed at the same time in {time.perf_counter() - began:.1f} s")
 
     fork, sibling = [await sandbox.fork_session(origin) for _ in range(2)]
     began = time.perf_counter()
@@ -330,8 +330,8 @@ def main() -> None:
     parser.add_argument("--programs", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
     parser.add_argument("--seconds", type=float, default=5.0)
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--queued", type=int, default=45_000, help="calls sent at once at the end; 0: none")
-    parser.add_argument("--container", help="a running container to compare with by `docker exec`")
+    parser.add_argument("--queued", type=int, default=45_000, help="number of calls sent at once at the end; 0: none")
+    parser.add_argument("--container", help="a running container for the comparison with `docker exec`")
     parser.add_argument("--forks", type=int, default=0, help="measure this many forks of a session instead")
     options = parser.parse_args()
     print(f"Python {sys.version.split()[0]}, {len(os.sched_getaffinity(0))} cores, load {os.getloadavg()[0]:.1f}\n")

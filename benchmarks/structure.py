@@ -41,7 +41,7 @@ def imported_modules(tree: ast.Module) -> set[str]:
 
 
 def main(roots: list[Path]) -> None:
-    """Count and print."""
+    """Print the table for the packages in ``roots``."""
     files = {path: path.read_text(encoding="utf-8") for root in roots for path in sorted(root.rglob("*.py"))}
     trees = {path: ast.parse(text) for path, text in files.items()}
     dotted = {path: _dotted(path, roots) for path in files}

@@ -1,9 +1,9 @@
-"""Write the solved rollouts of a run's first step as demonstrations, for supervised fine-tuning on a teacher.
+"""Write the solved rollouts of a teacher's run as demonstrations for supervised fine-tuning.
 
     python benchmarks/teacher_demonstrations.py RUN OUTPUT N [N ...]
 
-writes OUTPUT_N.jsonl from the first N rollouts for each N, and prints the tokens that the teacher sampled for them. See
-benchmarks/studies/distill_sft_2.yaml.
+writes OUTPUT_N.jsonl from the first N rollouts of the run's first step for each N, and prints the tokens that the
+teacher sampled for them. See benchmarks/studies/distill_sft_2.yaml.
 """
 
 from __future__ import annotations

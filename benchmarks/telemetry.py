@@ -36,7 +36,7 @@ def rows(trajectories: int, tokens: int) -> list[TrajectoryTokens]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=128, help="trajectories of the step")
-    parser.add_argument("--tokens", type=int, default=4096, help="model tokens of each")
+    parser.add_argument("--tokens", type=int, default=4096, help="model tokens of each trajectory")
     parser.add_argument("--run", type=Path, help="a run directory")
     options = parser.parse_args()
     trajectories_cost(options.rows, options.tokens)
@@ -64,7 +64,7 @@ def trajectories_cost(trajectories: int, tokens: int) -> None:
         writer.close()
         size = run.trajectory_file(1).stat().st_size
     print(f"trajectories: a step of {count} tokens waits {median(waits) * 1e3:.1f} ms; writing in the background takes")
-    print(f"{median(seconds) / count * 1e6:.2f} s of a core a million tokens, {size / count:.1f} bytes a token")
+    print(f"{median(seconds) / count * 1e6:.2f} CPU seconds per million tokens, {size / count:.1f} bytes per token")
 
 
 def statistics_cost(trajectories: int, tokens: int) -> float:
@@ -83,9 +83,9 @@ def statistics_cost(trajectories: int, tokens: int) -> float:
             writing.append(written - began)
         size = path.stat().st_size
     count = trajectories * tokens
-    print(f"{count} tokens: {size / count:.1f} bytes a token")
+    print(f"{count} tokens: {size / count:.1f} bytes per token")
     print(f"write {median(writing):.3f} s, read {median(reading):.3f} s (medians of {REPEATS})")
-    print(f"write {median(writing) / count * 1e6:.2f} s a million tokens")
+    print(f"write {median(writing) / count * 1e6:.2f} s per million tokens")
     return median(writing) / count
 
 
@@ -117,11 +117,11 @@ def shares(run: RunDirectory, token_seconds: float, slice_seconds: float) -> Non
     seconds = median(row["time/step_s"] for row in steps)
     own = median(row["policy/tokens"] for row in steps)
     print(f"{run.path.name}: a step takes {seconds:.2f} s and trains on {own:.0f} tokens (medians)")
-    print(f"token statistics take {median(tokens):.3%} of a step's time, written beside training")
+    print(f"token statistics are written during training and take {median(tokens):.3%} of a step's time")
     if run.trace.exists():
         with run.trace.open("rb") as lines:
             count = sum(1 for _ in lines) / len(steps)
-        print(f"the trace has {count:.0f} slices a step, {count * slice_seconds / seconds:.3%} of its time")
+        print(f"the trace has {count:.0f} slices per step, {count * slice_seconds / seconds:.3%} of the step's time")
 
 
 if __name__ == "__main__":

@@ -149,7 +149,7 @@ def gpu_times(run: Callable[[], object], repeats: int) -> tuple[float, float]:
 
 
 def bare_product(hidden: Tensor, weight: Tensor, repeats: int) -> float:
-    """Return median milliseconds of hidden weight^T into allocated memory."""
+    """Return the median milliseconds of the product hidden weight^T, written to preallocated memory."""
     logits = hidden.new_empty((hidden.shape[0], weight.shape[0]))
     return gpu_times(lambda: torch.mm(hidden, weight.t(), out=logits), repeats)[0]
 
@@ -208,7 +208,7 @@ def cpu_tables(repeats: int, threads: int) -> None:
             (full, full_cpu), (ours, ours_cpu) = measure_times(problem, repeats * times).values()
             print(
                 f"time    {problem!s:<54} full {1e3 * full:8.1f} ms   chunked {1e3 * ours:8.1f} ms   "
-                f"ratio {ours / full:.2f} (processor {ours_cpu / full_cpu:.2f})",
+                f"ratio {ours / full:.2f} (CPU {ours_cpu / full_cpu:.2f})",
                 flush=True,
             )
     for entropy in (False, True):

@@ -63,7 +63,7 @@ class Side:
         text = self._process.stdout.readline()
         if not text:
             tail = "\n".join(self._log.read_text().splitlines()[-20:])
-            raise SystemExit(f"{self.name} ended with {self._process.wait()}:\n{tail}")
+            raise SystemExit(f"{self.name} exited with code {self._process.wait()}:\n{tail}")
         message: dict[str, Any] = json.loads(text)
         return message
 
@@ -93,7 +93,7 @@ class Side:
 
 
 def prepare(folder: Path) -> int:
-    """Write model, tokenizer and problems into ``folder``; returns the number of parameters."""
+    """Write model, tokenizer and problems to ``folder``, and return the number of parameters."""
     from transformers import Qwen2ForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
@@ -102,7 +102,7 @@ def prepare(folder: Path) -> int:
     problems = [source.problem(index) for index in range(2048)]
     corpus = (shown.text for shown in source.demonstrations(2048))
     tokenizer = train_tokenizer(corpus, vocabulary_size=SHAPE.vocabulary_size)
-    # A token past the model's last row: it is never sampled.
+    # EOS is a token past the model's last row, so it is never sampled.
     tokenizer.add_special_tokens({"eos_token": "<|end|>", "pad_token": EOS})
     torch.manual_seed(0)
     model = Qwen2ForCausalLM(tiny_config(SHAPE, vocabulary_size=tokenizer.eos_token_id, eos_id=tokenizer.pad_token_id))
@@ -119,7 +119,7 @@ def trl_python(home: Path) -> Path:
     python = home / "bin" / "python"
     probe = [str(python), "-c", "import trl"]
     if not python.exists() or subprocess.run(probe, capture_output=True, check=False).returncode:
-        print(f"making TRL's environment in {home}", file=sys.stderr)
+        print(f"creating TRL's environment in {home}", file=sys.stderr)
         venv.create(home, with_pip=True)
         subprocess.run([str(python), "-m", "pip", "install", "--quiet", *TRL_PACKAGES], check=True)
     return python

@@ -32,7 +32,7 @@ LONGEST_PROMPT = 40  # tokens
 
 
 class OneTurnEpisode:
-    """The problem's statement as the prompt, one turn of the model, the shared reward."""
+    """An episode with the problem's statement as the prompt, one model turn, and the shared reward."""
 
     stop_strings: tuple[str, ...] = ()
 
@@ -59,7 +59,7 @@ class OneTurnEnvironment(Environment):
     """An environment without sandbox and grader."""
 
     def __init__(self, settings: object) -> None:
-        """Ignore ``settings``, which only a gymnasium environment has."""
+        """Ignore ``settings``, which configure gymnasium environments."""
 
     async def open(self) -> None:
         """Do nothing."""
@@ -164,7 +164,7 @@ def settings_of(task: Task, runs: str) -> Settings:
 
 
 def _micro_batch_tokens(task: Task) -> int:
-    """Return the tokens of a share of the trajectories with the longest prompts."""
+    """Return the tokens of a micro-batch whose prompts all have the maximum length."""
     return task.prompts * task.samples // task.micro_batches * (LONGEST_PROMPT + task.new_tokens)
 
 

@@ -92,7 +92,7 @@ class ParentLine:
 
     def _wait(self) -> None:
         if not sys.stdin.readline():
-            raise SystemExit("the parent has gone")
+            raise SystemExit("the parent has exited")
         self._cpu = cpu_seconds()
         self._began = time.perf_counter()
 

@@ -20,7 +20,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 
 def rewards(completions: list[str], **_: Any) -> list[float]:
-    """TRL's form of the shared reward."""
+    """Return the shared reward of each completion, as TRL requires."""
     return [reward(text) for text in completions]
 
 
@@ -45,7 +45,7 @@ class Waiting(TrainerCallback):
 
 
 def config(task: Task) -> GRPOConfig:
-    """GRPO without a reference model, one update a step, no gradient checkpointing, nothing saved."""
+    """Return the settings: GRPO without reference model, gradient checkpointing and saving, one update per step."""
     rows = task.prompts * task.samples // task.micro_batches
     return GRPOConfig(
         output_dir=str(Path(task.folder) / "trl"),
@@ -60,7 +60,7 @@ def config(task: Task) -> GRPOConfig:
         temperature=1.0,
         beta=0.0,
         epsilon=CLIP,
-        loss_type="dapo",  # a mean over all tokens, as agentrl's token_mean
+        loss_type="dapo",  # a mean over all tokens, like agentrl's token_mean
         learning_rate=LEARNING_RATE,
         lr_scheduler_type="constant",
         adam_beta1=BETAS[0],

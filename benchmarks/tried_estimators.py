@@ -1,4 +1,4 @@
-"""Baselines that were tried against `tir_otb` and left out. docs/research/variance.md has the results.
+"""Baselines that were compared with `tir_otb` and not adopted. docs/research/variance.md has the results.
 
 agentrl variance plugins=[benchmarks/tried_estimators.py] --estimators rloo,otb_shrunk:trust=4,otb_smoothed:reach=8
 """
@@ -23,7 +23,7 @@ from agentrl.kernels.arithmetic import cumulative_sum
 class ShrunkOptions(TokenBaselineOptions):
     """Options of `otb_shrunk`."""
 
-    trust: float = checked_option(4.0, check_positive)  # contributors at which both baselines count the same
+    trust: float = checked_option(4.0, check_positive)  # contributors at which both baselines have equal weight
 
 
 @register_estimator(
@@ -46,7 +46,7 @@ def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
 class SmoothedOptions(TokenBaselineOptions):
     """Options of `otb_smoothed`."""
 
-    reach: float = checked_option(8.0, check_positive)  # model tokens after which a token's energy counts 1/e
+    reach: float = checked_option(8.0, check_positive)  # distance in model tokens at which an energy has weight 1/e
 
 
 @register_estimator(
@@ -99,10 +99,10 @@ class PooledTokenOptions(PooledBaselineOptions):
     per_token=True,
 )
 def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Advantages:
-    """As `ogb_pooled` at every compact index k, W_k and G_k as in `tir_otb`; sums and P over trajectories with K > k.
+    """Compute `ogb_pooled` at every compact index k, with W_k and G_k as in `tir_otb`.
 
-    If only one trajectory of the step reaches k, its baseline is that of the last index that another trajectory
-    reaches, or 0. Supports only one rank.
+    Sums and P include the trajectories with K > k. If only one trajectory of the step reaches k, its baseline is that
+    of the last index that another trajectory reaches, or 0. Supports only one rank.
     """
     returns = inputs.returns(options.gamma)
     weights = baseline_weights(inputs, cumulative_sum(importance_weighted_energy(inputs, options.energy)), options)

@@ -26,11 +26,11 @@ DRAWN = ("grpo", "ogb", "ogb_pooled", "otb_isolated", "tir_otb")
 def main() -> None:
     """Store a measurement, or print the tables and draw the figure of all stored measurements."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--keep", type=Path, metavar="DIR", help="copy this --output of agentrl variance")
+    parser.add_argument("--keep", type=Path, metavar="DIR", help="copy this output directory of agentrl variance")
     parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw noise against N to this PNG, from three group sizes on"
+        "--figure", type=Path, metavar="FILE", help="draw noise against N in this PNG, for at least three sizes"
     )
-    parser.add_argument("--baseline", default="rloo", help="estimator by whose noise all others are divided")
+    parser.add_argument("--baseline", default="rloo", help="estimator relative to which noise is printed")
     parser.add_argument(
         "--resamples", type=int, default=10_000, help="bootstrap resamples of the problems for each 95 %% interval"
     )
@@ -91,10 +91,11 @@ def print_study(
     own = [item.line for item in problems]
     print(f"\n### {name}\n")
     print(
-        f"{len(own)} problems measured of {len(played)} played "
-        f"({sum(line['outcome'] == 'equal rewards' for line in played)} with equal rewards); there "
-        f"{np.mean([line['reward'] for line in own]):.2f} mean reward, {np.mean([line['tokens'] for line in own]):.0f} "
-        f"model tokens and {np.mean([line['turns'] for line in own]):.1f} turns."
+        f"{len(own)} of {len(played)} sampled problems were measured "
+        f"({sum(line['outcome'] == 'equal rewards' for line in played)} had equal rewards). On average, the measured "
+        f"problems have a reward of {np.mean([line['reward'] for line in own]):.2f}, "
+        f"{np.mean([line['tokens'] for line in own]):.0f} model tokens and "
+        f"{np.mean([line['turns'] for line in own]):.1f} turns."
     )
     sizes = sorted({line.group_size for line in lines})
     names = list(dict.fromkeys(line.estimator for line in lines if line.group_size == sizes[len(sizes) // 2]))
@@ -105,7 +106,7 @@ def print_study(
     print(row(["noise", *(said(by_key[baseline, size].noise) for size in sizes)]))
     print(row(["along", *(said(by_key[baseline, size].directional) for size in sizes)]))
     for size in sizes:
-        print(f"\nN={size}; noise over that of `{baseline}`, and over the least, paired by problem:\n")
+        print(f"\nN={size}; noise relative to `{baseline}` and to the best estimator, paired by problem:\n")
         print(
             row(["estimator", f"to `{baseline}`", "to the best", f"along the true gradient, to `{baseline}`", "scale"])
         )
@@ -117,7 +118,7 @@ def print_study(
 
 
 def row(cells: Sequence[str]) -> str:
-    """One row of a Markdown table."""
+    """Return one row of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 
@@ -129,12 +130,12 @@ def said(value: IntervalEstimate | None) -> str:
 
 
 def digits(value: float) -> str:
-    """Format with two decimals, or with two digits of what is smaller than 0.1 or larger than 10."""
+    """Format with two decimals, or with two significant digits if the value is below 0.1 or at least 10."""
     return f"{value:.2f}" if 0.1 <= abs(value) < 10 else f"{value:.2g}"
 
 
 def draw(found: dict[str, list[EstimatorResult]], problems: dict[str, int], path: Path, baseline: str) -> None:
-    """Draw the noise relative to the baseline against N, with one panel per study of this many ``problems``."""
+    """Draw the noise relative to the baseline against N, with one panel per study. ``problems`` are counts."""
     figure = new_figure(4.6 * len(found), 4.6)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (name, lines) in zip(panels, found.items(), strict=True):

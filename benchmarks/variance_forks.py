@@ -44,7 +44,7 @@ FORKED = ("rloo", "tir_otb", "tir_otb:siblings=only", "tir_otb:siblings=pooled",
 
 
 def measured_arms(forks: Sequence[str]) -> dict[str, tuple[tuple[int, ...], int, Sequence[str]]]:
-    """By name: the turns after which rollouts fork into two branches, the rollouts of a group, and the estimators."""
+    """Return arms by name: (turns after which rollouts fork in two, number of rollouts per group, estimators)."""
     turns = [tuple(map(int, places.split(","))) for places in forks]
     return {
         REFERENCE: ((), 8, ("rloo",)),
@@ -174,7 +174,7 @@ def _noise_and_scale(measured: dict[str, list[dict[str, float]]], baseline: str)
     """Return ``noise [interval]; scale [interval]`` by arm, ``-`` for a number whose denominator may be 0 or less."""
     count = len(measured[baseline])
     draws = np.random.default_rng(0).integers(count, size=(4000, count))
-    chosen = np.concatenate([np.arange(count)[None], draws])  # all batches, then bootstrapped ones
+    chosen = np.concatenate([np.arange(count)[None], draws])  # first all batches, then bootstrap samples
     arms = {
         name: {key: np.array([item[key] for item in rows])[chosen].sum(1) for key in rows[0]}
         for name, rows in measured.items()
@@ -204,8 +204,8 @@ def main() -> None:
     parser.add_argument("--config", default="horizon_4", help="as in agentrl train --config")
     parser.add_argument("--model", help="directory of the measured policy")
     parser.add_argument("--batches", type=int, default=12, help="batches of problems")
-    parser.add_argument("--batch", type=int, default=4, help="problems of a step")
-    parser.add_argument("--steps", type=int, default=12, help="independent steps on each batch")
+    parser.add_argument("--batch", type=int, default=4, help="number of problems per step")
+    parser.add_argument("--steps", type=int, default=12, help="number of independent steps per batch")
     parser.add_argument("--forks", nargs="+", default=["1", "1,2"], help="turns after which rollouts fork, by variant")
     parser.add_argument("--table", type=Path, nargs="+", help="print a table of these files, without measuring")
     parser.add_argument("--output", type=Path, help="file for the moments of every batch")

@@ -35,7 +35,7 @@ from agentrl.viewer.runs import RunLibrary
 
 LONG = 16_384  # tokens of each step's first trajectory
 DIFFERENT = 4  # steps that are written; the others are links to them
-DEADLINE = 300_000  # milliseconds that a page may take before the measurement is given up
+DEADLINE = 300_000  # milliseconds that a page may take before the measurement is aborted
 
 
 def make_run(folder: Path, steps: int, trajectories: int, tokens: int) -> RunDirectory:
@@ -93,7 +93,7 @@ def measure(run: RunDirectory) -> None:
             walk(run, address, server.pid)
             status = Path(f"/proc/{server.pid}/status").read_text().splitlines()
             peak = next(line for line in status if line.startswith("VmHWM"))
-            print(f"most memory of the viewer: {int(peak.split()[1]) / 1024:.0f} MB")
+            print(f"peak memory of the viewer: {int(peak.split()[1]) / 1024:.0f} MB")
         finally:
             server.terminate()
 
@@ -123,7 +123,7 @@ def walk(run: RunDirectory, address: str, server: int) -> None:
 
 
 class Watch:
-    """Goes to pages and prints how long each took."""
+    """Opens pages, and prints how long each page took."""
 
     def __init__(self, page: Page, server: int) -> None:
         self._page = page
@@ -168,7 +168,7 @@ def main() -> None:
             run = make_run(folder, *given)
         files = [path for path in run.path.rglob("*") if path.is_file()]
         size = sum(path.stat().st_size for path in files)
-        print(f"{len(files)} files that hold {size / 1e9:.1f} GB, links counted each")
+        print(f"{len(files)} files with {size / 1e9:.1f} GB, counting every link")
         measure(run)
 
 

@@ -98,7 +98,7 @@ GOOD = {"problem": "What is 1 + 1?", "answer": "2"}
         (["--env", "json:Nothing"], f"module 'json' ({json.__file__}) has no 'Nothing'"),
         (
             ["--env", "json:JSONDecoder"],
-            "JSONDecoder is neither a gymnasium.Env, nor a class with reset, nor a subclass of agentrl_envs",
+            "JSONDecoder is neither a gymnasium.Env, nor a class with a reset method, nor a subclass of agentrl_envs",
         ),
         (["--reward", "nowhere:reward"], "reward 'nowhere:reward': there is no module 'nowhere'"),
         (["--reward", "json:lods"], f"module 'json' ({json.__file__}) has no 'lods'; did you mean 'loads'?"),

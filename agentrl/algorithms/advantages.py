@@ -30,13 +30,13 @@ def compute_advantages(
     communicator: Communicator | None = None,
     **options: object,
 ) -> Advantages:
-    """Compute advantages, returns and baselines [B, T] with the named estimator; detached, 0 off model tokens.
+    """Compute advantages, returns and baselines [B, T] with the named estimator. They are 0 outside model tokens.
 
-    Sums are in float64; the result is float32, or float64 if the rewards are. Options: the fields of the estimator's
-    options record. All trajectories of a group must be in one call. If `estimator_needs(...).step_wide` (whitening,
-    pooled baselines, and gpg's c), the rows of the whole optimizer step on all ranks must be in one call. Unless the
-    estimator's span is "step", each rank may instead call this function with its own groups, and `communicator`
-    connects these calls. A rank without groups passes no rows.
+    The result is detached, and float32, or float64 if the rewards are. Sums are in float64. Options: the fields of the
+    estimator's options record. All trajectories of a group must be in one call. If `estimator_needs(...).step_wide`
+    (whitening, pooled baselines, and gpg's c), the rows of the whole optimizer step on all ranks must be in one call.
+    Unless the estimator's span is "step", each rank may instead call this function with its own groups, and
+    `communicator` connects these calls. A rank without groups passes no rows.
 
     Raises UnknownNameError for an unknown estimator or option, InvalidOptionError for an invalid option,
     MissingInputError for a missing input, and InvalidInputError for an invalid input.
@@ -66,7 +66,7 @@ def _compute_by_blocks(
     raw = torch.empty(shape, dtype=torch.float64 if normalize == "whiten" else dtype, device=device)
     returns, baselines = (torch.empty(shape, dtype=dtype, device=device) for _ in range(2))
     blocks = list(blocks_of_whole_groups(inputs))
-    takes_part = entry.span == "ranks" and calls is not None  # even without rows: other ranks need its sums
+    takes_part = entry.span == "ranks" and calls is not None  # even without rows: the other ranks wait for this rank
     at_once = takes_part or (bool(blocks) and entry.span != "group")
     whole = None
     if at_once:
@@ -92,7 +92,7 @@ def _compute_by_blocks(
 
 
 def _check_and_normalize_by_group(estimate: Advantages, block: EstimatorInputs, normalize: str | None) -> Tensor:
-    """Check an estimate and normalize it by group. Returns [b, T] float64 before whitening, 0 off the mask."""
+    """Check an estimate and normalize it by group. Returns [b, T] float64 before whitening, 0 outside the mask."""
     mask = block.mask
     advantages = estimate.advantages.masked_fill(~mask, 0.0)
     if normalize == "group_std":
@@ -149,7 +149,7 @@ class Moments:
         return cls(count=count, mean=mean, squares=squares)
 
     def merge(self, other: Moments) -> Moments:
-        """Merge the moments of two parts."""
+        """Return the moments of the union of two disjoint sets of advantages."""
         count = self.count + other.count
         difference = other.mean - self.mean
         return Moments(
@@ -172,7 +172,10 @@ class Moments:
         return Moments(count=count, mean=mean, squares=squares)
 
     def whiten(self, advantages: Tensor, mask: Tensor) -> Tensor:
-        """Compute (A - mean) / sqrt(var + 1e-8), var unbiased, 0 off the mask. A single advantage is left unchanged."""
+        """Compute (A - mean) / sqrt(var + 1e-8) with the unbiased variance var. The result is 0 outside the mask.
+
+        A single advantage is left unchanged.
+        """
         if float(self.count) < 2:
             return advantages.masked_fill(~mask, 0.0)
         spread = (self.squares / (self.count - 1) + 1e-8).sqrt()

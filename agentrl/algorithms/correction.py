@@ -84,8 +84,8 @@ _OPTIONS = RegistryEntry(function=lambda: None, options=CorrectionOptions)
 class Correction:
     """Result of the rollout correction, detached. `weights` [B, T] multiply the per-token loss after clipping.
 
-    `weights` are 0 off the response mask. `loss_mask` [B, T] bool: the tokens that remain in the loss. `metrics`: see
-    `rollout_correction`.
+    `weights` are 0 outside the response mask. `loss_mask` [B, T] bool: the tokens that remain in the loss. `metrics`:
+    see `rollout_correction`.
     """
 
     weights: Tensor
@@ -120,8 +120,8 @@ def rollout_correction(
     (fraction of the tokens in `loss_mask` that this call rejects) and `weight_mean` (over the kept tokens, before
     normalization).
 
-    Values off the response mask have no effect. Raises UnknownNameError or InvalidOptionError for invalid options, and
-    InvalidInputError for invalid tensors.
+    Values outside the response mask have no effect. Raises UnknownNameError or InvalidOptionError for invalid options,
+    and InvalidInputError for invalid tensors.
     """
     record = correction_options(**options)
     parts = _compute_intermediates(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
@@ -160,7 +160,7 @@ def correction_options(**options: object) -> CorrectionOptions:
 
 @dataclass(frozen=True, kw_only=True)
 class _CorrectionIntermediates:
-    """Intermediate results of the correction, each [B, T]. `log_rho` is 0 off the model tokens."""
+    """Intermediate results of the correction, each [B, T]. `log_rho` is 0 outside the model tokens."""
 
     log_rho: Tensor
     model_mask: Tensor  # the response mask
@@ -174,7 +174,7 @@ class _CorrectionIntermediates:
         if record.weights == "token":
             return torch.stack([weights.sum(), self.kept_mask.sum().double()])
         lengths = self.kept_mask.sum(-1)
-        each = weights.sum(-1) / lengths.clamp(min=1)  # a sequence's tokens share their weight
+        each = weights.sum(-1) / lengths.clamp(min=1)  # all tokens of a sequence have the same weight
         return torch.stack([each.sum(), (lengths > 0).sum().double()])
 
     def metrics(self) -> dict[str, Tensor]:
@@ -263,7 +263,7 @@ def _exp_without_overflow(log_rho: Tensor) -> Tensor:
 
 
 def _row_means(values: Tensor, model_mask: Tensor) -> Tensor:
-    """Return each row's mean over its model tokens, at every position [B, T]. Values must be 0 off model tokens."""
+    """Return each row's mean over its model tokens, at every position [B, T]. Values at other tokens must be 0."""
     return (values.sum(-1, keepdim=True) / model_mask.sum(-1, keepdim=True).clamp(min=1)).expand_as(model_mask)
 
 
@@ -300,10 +300,10 @@ def mismatch_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, respons
 
 @torch.no_grad()
 def perplexity_metrics(train_log_probs: Tensor, rollout_log_probs: Tensor, response_mask: Tensor) -> dict[str, Tensor]:
-    """Compute exp(-mean ln p), averaged over trajectories with model tokens. Without such trajectories, it is 0.
+    """Compute exp(-mean ln p) for both policies, averaged over the trajectories with model tokens.
 
-    `train_perplexity`, `rollout_perplexity` (with exponents of at most 20), and `trajectories`, the number of
-    trajectories averaged.
+    Returns `train_perplexity`, `rollout_perplexity` (with exponents of at most 20), and `trajectories`, the number of
+    trajectories averaged. All are 0 without such trajectories.
     """
     mask = validated_response_mask(train_log_probs, rollout_log_probs, response_mask)
     lengths = mask.sum(-1)

@@ -102,7 +102,7 @@ class HeadVarianceAccumulator:
         token_labels = labels[rows]
         scale = advantages.to(self._dtype) / (sizes[token_labels].to(self._dtype) * self._temperature)
         for group in range(len(sizes)):
-            tokens = int((token_labels == group).sum())  # over all ranks, so that all ranks use the same blocks
+            tokens = int((token_labels == group).sum())  # counted over all ranks, so that all use the same blocks
             if not tokens:
                 continue
             places = (token_labels[own] == group).nonzero().squeeze(-1)

@@ -46,11 +46,11 @@ class AdvantageInputs:
     rewards: Tensor  # [B, T] float
     response_mask: Tensor  # [B, T] bool, True on model tokens
     groups: Tensor  # [B] int64, equal for trajectories of one problem
-    log_probs: Tensor | None = None  # [B, T] of the policy that is trained
+    log_probs: Tensor | None = None  # [B, T] under the policy in training
     sum_pi_squared: Tensor | None = None  # [B, T]
     token_energy: Tensor | None = None  # [B, T] w_t of the kernel; if None, computed from the two fields above
-    hidden_norm_squared: Tensor | None = None  # [B, T] for head-exact energy
-    importance_weights: Tensor | None = None  # [B, T] truncated rho, 0 where rejected from the loss
+    hidden_norm_squared: Tensor | None = None  # [B, T] ||h||^2, for the head-exact energy
+    importance_weights: Tensor | None = None  # [B, T] truncated rho, 0 for tokens rejected from the loss
     loss_mask: Tensor | None = None  # [B, T] bool, the response mask without tokens rejected from the loss
     trajectory_energy: Tensor | None = None  # [B] exact ||sum_t rho_t grad log p_t||^2
     values: Tensor | None = None  # [B, T] critic
@@ -59,17 +59,17 @@ class AdvantageInputs:
     samples: Tensor | None = None  # [B] int64 index of the rollout in its group; rows of one rollout count as one
     branches: Tensor | None = None  # [B] int64 index of the row in its rollout; the last one has the reward
     parents: Tensor | None = (
-        None  # [B] int64 the branch of the same rollout from which it forks, -1 for a root; None: all -1
+        None  # [B] int64 the branch of the same rollout from which the row forks, -1 for a root; None: all -1
     )
-    forks: Tensor | None = None  # [B] int64 model tokens of that branch before the fork, at least 1
+    forks: Tensor | None = None  # [B] int64 number of that branch's model tokens before the fork, at least 1
     path_weights: Tensor | None = None  # [B] weight of the row in a forked rollout; None: all 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Advantages:
-    """The result of `compute_advantages`: each [B, T], detached, 0 off model tokens.
+    """The result of `compute_advantages`: detached tensors [B, T] with 0 outside model tokens.
 
-    An estimator returns float64, one number per token [B, T] or per trajectory [B, 1], with any values off model
+    An estimator returns float64, one number per token [B, T] or per trajectory [B, 1], with any values outside model
     tokens.
 
     `returns` holds G_k (token estimators), R on every model token (scalar ones) or A + V (gae), `baselines` the
@@ -231,7 +231,7 @@ class Groups:
 
     @property
     def degrees_of_freedom(self) -> Tensor:
-        """Degrees of freedom of the group's variance [B]: members - 1, or with weights V1 - V2 / V1."""
+        """Degrees of freedom of the group's variance [B]: members - 1, or, with weights w, sum w - sum w^2 / sum w."""
         return (
             self.group_size_by_row - 1
             if self.weights is None

@@ -50,7 +50,7 @@ def add_at_last_token(rewards: Tensor, response_mask: Tensor, amounts: Tensor) -
 
 @dataclass(frozen=True, kw_only=True)
 class RewardKL:
-    """Result of `reward_kl`: `rewards` [B, T] with the penalty, and `kl` [B, T] without beta, 0 off the mask."""
+    """Result of `reward_kl`: `rewards` [B, T] with the penalty, and `kl` [B, T] without beta, 0 outside the mask."""
 
     rewards: Tensor
     kl: Tensor

@@ -1,7 +1,7 @@
 """``agentrl.train`` and ``agentrl.evaluate``: the commands of the command line as Python functions.
 
-One rank trains in the calling process. Several ranks, other machines and asynchronous schedules start processes, as
-they do for the command line.
+A single rank trains in the calling process. Several ranks, other machines and asynchronous schedules require further
+processes, which are started as on the command line.
 """
 
 from __future__ import annotations

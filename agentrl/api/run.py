@@ -228,7 +228,7 @@ class EvaluationRun:
 
     @property
     def scores(self) -> pd.DataFrame:
-        """One row per benchmark: avg@n (``mean``), the interval for problems like these, problems and samples."""
+        """One row per benchmark: avg@n (``mean``), its interval for problems like these, and the number of rollouts."""
         require_package("pandas", extra="frames", purpose="EvaluationRun.scores")
         import pandas as pd
 

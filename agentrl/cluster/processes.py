@@ -205,7 +205,7 @@ class PortReachabilityWatch:
     """Checks repeatedly, in a thread, whether a port of another machine accepts connections."""
 
     def __init__(self, address: tuple[str, int], deadline: float, *, poll_interval: float = _POLL_INTERVAL) -> None:
-        """Start watching. The port is lost after two refusals in a row, or ``deadline`` seconds without a response."""
+        """Start watching. Two refusals in a row, or ``deadline`` seconds without a response, mark the port as lost."""
         self.lost: str | None = None
         self._address = address
         self._deadline = deadline

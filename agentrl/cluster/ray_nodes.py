@@ -235,7 +235,7 @@ class RayCluster:
                 return self._try_to_reserve(bundles)
             except UnplaceableError:  # a node failed after the check
                 self.release()
-            except WorldError as error:  # for example a slow node that has just returned
+            except WorldError as error:  # for example because a node that has just returned is slow
                 if time.monotonic() >= started_by:
                     raise
                 logger.warning("%s; retrying for %.0f s", error, started_by - time.monotonic())

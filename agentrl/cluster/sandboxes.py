@@ -23,7 +23,7 @@ from agentrl.cluster.processes import (
 from agentrl.errors import AgentRLError, WorldError
 
 _POLL_INTERVAL = 1.0  # seconds between two checks of all services
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart: the first pause, doubled up to the second
+_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a restart; doubled from the first to the longest
 _JOIN_SECONDS = 10.0  # seconds to wait for the end of the thread that restarts services
 
 

@@ -33,12 +33,13 @@ class ClusterSettings(BaseModel):
     """seconds that Ray may take to reserve nodes for a run, including the wait for other jobs, and to start processes
     on them"""
     deadline: float = Field(60.0, gt=0)
-    """seconds without a response after which another machine counts as lost, and seconds without progress in a
-    micro-batch or a wait for the rollout worker after which a rank counts as stuck (docs/how-to/cluster.md)"""
+    """seconds without a response after which another machine counts as lost. Also the seconds after which a rank counts
+    as stuck if it makes no progress in a micro-batch or while it waits for the rollout worker
+    (docs/how-to/cluster.md)"""
     restarts: int = Field(0, ge=0)
-    """maximum number of automatic restarts from the last checkpoint after a rank, the worker or a node was lost, or,
-    with smaller micro-batches, after training ran out of memory. Under torchrun or Slurm, restarts are left to the
-    launcher"""
+    """maximum number of automatic restarts from the last checkpoint. A run restarts after a rank, the worker or a node
+    is lost. After training runs out of memory, the run restarts with smaller micro-batches. Under torchrun or Slurm,
+    restarts are left to the launcher"""
     restart_deadline: float = Field(3600.0, gt=0)
     """seconds that a restart waits for lost Ray nodes to return"""
 

@@ -234,7 +234,7 @@ def _container_deadlocks(settings: Settings) -> Iterator[str]:
 
 
 def _branching_errors(settings: Settings) -> Iterator[str]:
-    """Yield settings that need whole rollouts, and environments whose rollouts cannot be forked."""
+    """Yield errors for settings that need whole rollouts and for environments whose rollouts cannot be forked."""
     width = settings.rollout.branching.width
     if width == 1:
         return
@@ -401,7 +401,7 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
     from agentrl.algorithms import ESTIMATORS  # imports torch, so imported only for groups of one
 
     entry = ESTIMATORS[name] if name in ESTIMATORS.names() else None
-    if entry is not None and "greedy_returns" in entry.requires:  # the greedy rollout provides the variance
+    if entry is not None and "greedy_returns" in entry.requires:  # the baseline is the greedy rollout, not the group
         return
     of_groups = entry is not None and entry.group_based and not entry.equal_groups
     drops = not (entry is not None and entry.equal_groups) if drops is None else drops

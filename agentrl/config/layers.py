@@ -66,7 +66,7 @@ def load_settings(
     top = [_parse_override(text) for text in overrides]
     basics = _values_that_select_layers(files, top)
     env = str(basics["env"])
-    if env.startswith(REASONING_GYM):  # SimpleTIR with the problems and the grading of a data set
+    if env.startswith(REASONING_GYM):  # selects SimpleTIR with the problems and the grading of a data set
         score = "agentrl_envs.adapters.reasoning_gym:score"
         values = {"data": {"train": [{"path": env}]}, "grader": {"function": score}}
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values=values), *files]

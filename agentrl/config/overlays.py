@@ -25,7 +25,7 @@ _VARIABLE = re.compile(r"\$\{([A-Z_][A-Z0-9_]*)\}")
 
 @dataclass(frozen=True, kw_only=True)
 class Layer:
-    """A source of settings: values, and an origin that messages name."""
+    """A source of settings: its values, and its origin for messages."""
 
     origin: str
     values: Mapping[str, object]

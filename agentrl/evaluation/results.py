@@ -143,7 +143,7 @@ def default_pass_ks(n: int) -> tuple[int, ...]:
 
 
 def _pass_at_k_where_sampled(samples: Sequence[int], correct: Sequence[int], k: int) -> PassRecord | None:
-    """Compute pass@k over the problems with at least k samples, or None if there is no such problem."""
+    """Return pass@k over the problems with at least k samples, or None if there is no such problem."""
     enough = [(n, c) for n, c in zip(samples, correct, strict=True) if n >= k]
     if not enough:
         return None

@@ -48,14 +48,15 @@ async def open_and_verify_engine(managed: ManagedEngine, settings: EvaluationSec
     """Open the engine, verify its weights and return the fingerprint of the model in ``model.path``.
 
     While the servers start, this process loads the model on the CPU. Every server must have the same weight checksums
-    and return the same scores for the probe. Raises SettingsError or WorldError.
+    and return the same scores for the probe. Raises SettingsError for settings or a model that the engine does not
+    support, and WorldError if a server fails or its weights differ.
     """
     try:
         reading = asyncio.to_thread(_compute_fingerprint_and_probe, settings, codec)
         (fingerprint, probe), _ = await asyncio.gather(reading, managed.open())
         problem = await managed.verify(0, probe)
         if problem is not None:
-            raise WorldError(f"{problem}, although it was started with this model")
+            raise WorldError(f"{problem}, although the server was started with this model")
     except BaseException:
         await managed.close()
         raise
@@ -110,9 +111,10 @@ class Sampler(Protocol):
 
 
 async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampler:
-    """Open ``rollout.engine`` with the model in ``model.path``. Raises SettingsError or WorldError.
+    """Open ``rollout.engine`` with the model in ``model.path``.
 
-    ``settings`` must contain the limits of evaluation. Server logs are written to the evaluation's ``folder``.
+    ``settings`` must contain the limits of evaluation. Server logs are written to the evaluation's ``folder``. Raises
+    SettingsError for settings or a model that the engine does not support, and WorldError if a server fails.
     """
     path = str(settings.model.path)
     tokenizer = read_tokenizer(path)
@@ -239,9 +241,9 @@ class ModelSampler:
         if limit > prompt:
             valid.append(f"evaluation.max_response_tokens of at most {limit - prompt}")
         raise SettingsError(
-            f"{_problem_name(problem)}: its prompt has {prompt} tokens and evaluation.max_response_tokens (or, without "
-            f"it, rollout.max_response_tokens) allows {more} more, but their sum exceeds {name} ({limit}); valid: "
-            + (", or ".join(valid) or "shorter prompts")
+            f"{_problem_name(problem)}: its prompt of {prompt} tokens and a response of {more} tokens "
+            "(evaluation.max_response_tokens or, if that is null, rollout.max_response_tokens) together exceed "
+            f"{name} ({limit}); valid: " + (", or ".join(valid) or "shorter prompts")
         )
 
     async def close(self) -> None:

@@ -141,7 +141,7 @@ def _interval_on_problems_like_these(n_P: Floats, c_P: Floats, mean: float) -> I
 
 
 def _wilson_interval(mean: float, samples: float, quantile: float) -> Interval:
-    """Compute Wilson's interval (1927) for a rate ``mean`` of ``samples``."""
+    """Compute Wilson's interval (1927) for the rate ``mean`` observed in ``samples`` samples."""
     spread = quantile**2 / samples
     centre = (mean + spread / 2) / (1 + spread)
     half = quantile / (1 + spread) * math.sqrt(mean * (1 - mean) / samples + spread / (4 * samples))

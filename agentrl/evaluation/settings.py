@@ -88,7 +88,7 @@ class EndpointSettings(BaseModel):
 
 
 class EvaluationSettings(BaseModel):
-    """Settings of ``agentrl eval`` and of evaluation during training. The defaults are the published ones."""
+    """Settings of ``agentrl eval`` and of evaluation during training. The defaults are the published values."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -195,7 +195,9 @@ def overrides_from_options(
 
 
 def parse_integers(option: str, text: str) -> tuple[int, ...]:
-    """Parse comma-separated positive integers into a sorted tuple without duplicates. Raises SettingsError.
+    """Parse comma-separated positive integers into a sorted tuple without duplicates.
+
+    Raises SettingsError, with the name of the ``option``, for any other text.
 
     >>> parse_integers("--k", "8, 1,8")
     (1, 8)

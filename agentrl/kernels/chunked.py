@@ -51,7 +51,10 @@ def chunked_statistics(
 
 
 class _ChunkedStatistics(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap, support) -> four tensors [N]."""
+    """Autograd function of `chunked_statistics`. Returns log_prob, entropy, sum_pi_squared and energy, [N] each.
+
+    Inputs: hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap, support.
+    """
 
     @staticmethod
     def forward(
@@ -66,7 +69,7 @@ class _ChunkedStatistics(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         ctx.set_materialize_grads(False)
         ctx.temperature, ctx.cap, ctx.support = temperature, cap, support
-        clamp = bias is not None or support is not None  # a logit can be -inf only then
+        clamp = bias is not None or support is not None  # without these, no logit is -inf
         dtype = statistics_dtype(hidden, weight)
         columns = hidden.new_empty((4, hidden.shape[0]), dtype=dtype)
         kept = None

@@ -18,8 +18,8 @@ from agentrl.kernels.arithmetic import cap_derivative, write_tempered_logits
 from agentrl.kernels.gradients import HeadGradientAccumulator
 from agentrl.kernels.records import KernelInputError, Support, check_cap, check_head_inputs, statistics_dtype
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # maximum logits in a product: 32 and 256 MB of float32
-_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # maximum logits in an elementwise operation
+_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # maximum number of logits in a product: 32 and 256 MB
+_PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # maximum number of logits in an elementwise operation
 
 
 def full_kl(
@@ -106,7 +106,7 @@ def top_divergence(
 
 
 class _HeadOutputsAtIds(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], ids [N, K], dtype) -> hidden . weight[ids] [N, K], by blocks of rows."""
+    """(hidden [N, D], weight [V, D], ids [N, K], dtype) -> hidden . weight[ids] [N, K], one block of rows at a time."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -121,7 +121,7 @@ class _HeadOutputsAtIds(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         hidden, weight, ids = ctx.saved_tensors
         to_hidden = torch.empty_like(hidden)
-        # None for a frozen head, because the head's gradient is the largest tensor here.
+        # Skip the gradient of a frozen head, which would be the largest tensor of this method.
         to_weight = torch.zeros_like(weight, dtype=gradient.dtype) if ctx.needs_input_grad[1] else None
         for rows in _row_slices(ids, width=ids.shape[1] * hidden.shape[1]):
             own, states = gradient[rows], hidden[rows].to(gradient.dtype)

@@ -29,8 +29,8 @@ class _EnergyInputs:
     input_ids: Tensor
     mask: Tensor  # bool, the counted tokens y_t
     active: Tensor  # bool, the positions whose state affects the log-probability of a counted token
-    coefficients: Tensor  # factors of the log-probabilities, 0 off the mask, in the accumulation dtype
-    packed: tuple[PackedRow, AttentionBackend] | None  # the packed row that the model reads instead
+    coefficients: Tensor  # factors of the log-probabilities, 0 outside the mask, in the accumulation dtype
+    packed: tuple[PackedRow, AttentionBackend] | None  # the row that the model reads instead of input_ids
     input_positions: Tensor  # int64, index of each active position in the model's input
 
 
@@ -78,7 +78,7 @@ def trajectory_energies(
         layers.mark_forward_finished()
         (gradient,) = torch.autograd.grad(hidden, embedded, _weighted_log_prob_gradient(hidden, shares, rows))
     layers.check_all_layers_done()
-    # The scale of an embedding's rows is a factor of the gradient of its weight.
+    # The embedding multiplies its rows by a scale, so the gradient of its weight contains the same factor.
     at_weight = gradient.detach().flatten(0, 1).to(dtype) * parts.embedding_scale
     totals = layers.totals + _head_and_embedding_energies(parts, shares, rows, at_weight)
     return totals.to(dtype)
@@ -139,7 +139,7 @@ def _embeddings_and_final_states(parts: CausalLMParts, rows: _EnergyInputs) -> t
     finally:
         handle.remove()
     if len(leaves) != 1:
-        raise KernelInputError(f"the embedding must be called once per forward; it was called {len(leaves)} times")
+        raise KernelInputError(f"the embedding must be called once per forward pass; it was called {len(leaves)} times")
     return leaves[0], hidden
 
 
@@ -177,7 +177,7 @@ def _head_energies_by_row(
     handle = parts.head.register_forward_pre_hook(inside)
     try:
         with torch.no_grad(), torch.autocast(hidden.device.type, enabled=False):
-            parts.head(hidden[:1, :1].to(parts.head.weight.dtype))  # the result is not used
+            parts.head(hidden[:1, :1].to(parts.head.weight.dtype))  # runs the hook; the result is not used
     finally:
         handle.remove()
     return shares
@@ -218,7 +218,7 @@ class HeadEnergies:
     weight_energy: float  # ||sum_t dx_t h_t^T||^2
     bias_energy: float  # ||sum_t dx_t||^2
     hidden_gradient: Tensor  # [K, D], the gradient of sum_t c_t ln p(y_t) with respect to h
-    cross: Tensor | None  # [S, D]: sum_t dx_t[x_s] h_t, the head's gradient at the rows of its own input tokens
+    cross: Tensor | None  # [S, D]: sum_t dx_t[x_s] h_t, the head's gradient at the rows of the input tokens
 
 
 def head_energies(
@@ -326,14 +326,14 @@ class _VocabularyBlocks:
             yield start, z
 
 
-_BLOCK_ELEMENTS = 1 << 25  # maximum logits in memory: 128 MB of float32, and as much for a temporary tensor
+_BLOCK_ELEMENTS = 1 << 25  # maximum number of logits in memory: 128 MB, and as much for a temporary tensor
 
 
 def _check_energy_inputs(
     input_ids: Tensor, mask: Tensor, attention_mask: Tensor | None, weights: Tensor | None, temperature: float
 ) -> None:
     if input_ids.ndim != 2 or not input_ids.numel():
-        raise KernelInputError(f"input_ids must be [B, S], not empty; got {tuple(input_ids.shape)}")
+        raise KernelInputError(f"input_ids must be [B, S] and not empty; got {tuple(input_ids.shape)}")
     for name, tensor in (("token_mask", mask), ("attention_mask", attention_mask), ("importance_weights", weights)):
         if tensor is not None and tensor.shape != input_ids.shape:
             raise KernelInputError(f"{name} must be [B, S] = {tuple(input_ids.shape)}; got {tuple(tensor.shape)}")

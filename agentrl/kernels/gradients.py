@@ -1,4 +1,4 @@
-"""Gradients of a head: logits, hidden states, weight and bias.
+"""Gradients with respect to a head's logits, hidden states, weight and bias.
 
 The gradient of a row of logits follows from three coefficients. The other gradients are computed by blocks of rows.
 """

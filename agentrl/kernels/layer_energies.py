@@ -164,7 +164,7 @@ def bias_energy(gradients: Tensor) -> Tensor:
 
 
 def norm_scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
-    """Compute ||sum_s g_s * n_s||^2, both [R, S, ..., D], for a scale that multiplies n elementwise.
+    """Compute ||sum_s g_s * n_s||^2 from g and n [R, S, ..., D], for a scale that multiplies n elementwise.
 
     The scale is shared by the dimensions between S and D (the heads of a q or k norm).
     """
@@ -191,7 +191,7 @@ def _distinct_pairs(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return keys, entry, keys // width
 
 
-_CHUNK_ELEMENTS = 1 << 24  # maximum elements of inputs, gradients and products at a time: 64 MB of float32
+_CHUNK_ELEMENTS = 1 << 24  # maximum number of elements of inputs, gradients and products at a time: 64 MB
 
 
 class LayerEnergies:
@@ -206,9 +206,10 @@ class LayerEnergies:
     def __init__(
         self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, positions: Tensor, dtype: torch.dtype
     ) -> None:
-        """`active` [B, S]: positions whose state affects a counted log-probability;
+        """Create the energies of ``layers``, all 0.
 
-        `positions` [B, S]: their indices in the layers' input. `dtype`: dtype of the products.
+        `active` [B, S]: positions whose state affects a counted log-probability. `positions` [B, S]: their indices in
+        the layers' input. `dtype`: dtype of the products.
         """
         self._sites = [
             _TrackedLayer(name=name, module=module, recomputed=recomputed) for name, module, recomputed in layers
@@ -240,7 +241,7 @@ class LayerEnergies:
         """Raise KernelInputError if a layer received no gradient in the backward pass."""
         missing = [site.name for site in self._sites if not site.done]
         if missing:
-            raise KernelInputError(f"no gradient reached {', '.join(missing)}: the forward does not use these modules")
+            raise KernelInputError(f"no gradient reached {', '.join(missing)}: the forward pass does not use them")
 
     def _make_forward_pre_hook(self, site: _TrackedLayer) -> Callable[..., None]:
         def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:

@@ -66,7 +66,10 @@ class Support:
     sizes: Tensor  # [N] int64, on the host, so that no block waits for the device
 
     def mask_logits(self, logits: Tensor, rows: slice, *, start: int = 0) -> Tensor:
-        """Set the logits [R, W] of the tokens start..start+W outside the sets of ``rows`` to -inf, in place."""
+        """Set the logits of tokens outside the sets of ``rows`` to -inf, in place.
+
+        ``logits`` [R, W] are those of W consecutive tokens from ``start``.
+        """
         sizes = self.sizes[rows]
         before = int(self.sizes[: rows.start].sum())
         lines = torch.arange(len(sizes), device="cpu").repeat_interleave(sizes).to(logits.device)

@@ -55,13 +55,13 @@ def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = 
     """
     top, ties, lower, squares, moment, target, *steep = sums.unbind(-1)
     best = torch.maximum(top, target)
-    shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # shift of the other tokens
+    shift = ((top - best) / temperature).clamp(min=IMPOSSIBLE)  # shift of all tokens except the target
     own_shift = ((target - best) / temperature).clamp(min=IMPOSSIBLE)
     factor, own = shift.exp(), own_shift.exp()
     rest = factor * (ties + lower)
     excess = torch.where(
         target >= top, rest, ties - 1 + lower + own
-    )  # mass in addition to one largest logit, which is 1
+    )  # mass in addition to that of one largest logit, which is 1
     log_total, total = excess.log1p(), excess + 1
     log_probs = (target - best) / temperature - log_total
     # If the target has much of the mass, ln p = -log1p(rest / own) keeps the relative accuracy of 1 - p.
@@ -75,7 +75,7 @@ def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = 
 
 
 SLICE = 2048  # tokens of the vocabulary in a tile
-TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # maximum logits in a tile: 64 MB; 8 MB, within a CPU's cache
+TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # maximum number of logits: 64 MB, or 8 MB to fit in a CPU's cache
 
 
 class TileEpilogue(Protocol):
@@ -162,7 +162,7 @@ class _SlicedStatistics(torch.autograd.Function):
 def _add_tile_gradients(
     ctx: Any, tiles: _Tiles, targets: Tensor, normalisers: Tensor, gradients: _TileGradientAccumulator
 ) -> None:
-    """Recompute every tile's logits, and add their gradient's contribution to the products."""
+    """Recompute every tile's logits, and add their contributions to ``gradients``."""
     for columns, rows in tiles:
         z = tiles.compute_logits(rows, columns)
         dz = tiles.gradient_buffer(z)
@@ -202,7 +202,7 @@ class _Tiles:
         return ((columns, block) for columns in _slices_of(self._weight.shape[0], self._width) for block in rows)
 
     def bias_for_epilogue(self, columns: slice) -> Tensor | None:
-        """Return the bias that the epilogue must add to :meth:`compute_logits`."""
+        """Return the bias that the epilogue must add to the result of :meth:`compute_logits`, or None."""
         return None if self._bias is None or self._cap is not None else self._bias[columns]
 
     def compute_logits(self, rows: slice, columns: slice) -> Tensor:

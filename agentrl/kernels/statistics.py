@@ -100,7 +100,7 @@ def triton_installed() -> bool:
 
 
 def _triton_epilogue() -> Any:
-    return importlib.import_module("agentrl.kernels.triton_epilogue")  # on first use, because it imports Triton
+    return importlib.import_module("agentrl.kernels.triton_epilogue")  # imported on first use, because it needs Triton
 
 
 def default_backend(device: torch.device) -> str:

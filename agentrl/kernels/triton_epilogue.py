@@ -38,7 +38,7 @@ def accumulate_sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no 
     if HAS_BIAS:
         z += tl.load(bias + columns, mask=inside, other=0.0)
     t = tl.load(temperature)
-    # A column beyond the slice may have the index of a target in another slice, so check that it is inside.
+    # A column beyond the slice may have the index of a target in another slice, so compare only columns inside.
     is_target = inside & (columns == tl.load(targets + row) - start)
     own = tl.sum(tl.where(is_target, z, 0.0), axis=0)
     z = tl.where(is_target, nothing, z)
@@ -92,7 +92,10 @@ def logit_gradient_kernel(  # type: ignore[no-untyped-def]
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Write p (offset + slope ln p), but at_target at the target, to one row of out [R, width]. out may be logits."""
+    """Write one row of the gradient to out [R, width]: at_target at the target, p (offset + slope ln p) elsewhere.
+
+    out may be logits.
+    """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -151,11 +154,12 @@ def write_logit_gradient(
     start: int,
     cap: float | None = None,
 ) -> None:
-    """Write p (offset + slope ln p), but at_target at the target, to out [R, W] from the raw logits of a tile at start.
+    """Write the gradient of a tile to out [R, W]: at_target at the target, p (offset + slope ln p) elsewhere.
 
-    With a cap, the logits are already capped, and the gradient is with respect to the logits before the cap.
-    normalisers [R, 2] come from `statistics_from_sums`, coefficients [R, 3] are offset, slope and at_target. All
-    tensors are contiguous. out may be the same tensor as the logits.
+    The tile contains the raw logits of the tokens from start on. With a cap, the logits are already capped, and the
+    gradient is with respect to the logits before the cap. normalisers [R, 2] come from `statistics_from_sums`,
+    coefficients [R, 3] are offset, slope and at_target. All tensors are contiguous. out may be the same tensor as the
+    logits.
     """
     rows, width = logits.shape
     block = triton.next_power_of_2(width)

@@ -92,9 +92,9 @@ class TrajectoryGradients:
         self.gram = (self._scores @ self._scores.T).double()[self._distinct_index][:, self._distinct_index]  # [S, S]
 
     def products_between_groups(self, rows: Tensor, advantages: Sequence[Tensor]) -> list[GroupGradientProducts]:
-        """Compute inner products for each A [M, N, T] in ``advantages``, over the groups ``rows`` [M, N].
+        """Compute the inner products of the gradients of the groups ``rows`` [M, N] for each A in ``advantages``.
 
-        The gradient of a group is (1/N) sum_i sum_t A_it rho_it grad ln p_it.
+        A is [M, N, T]. The gradient of a group is (1/N) sum_i sum_t A_it rho_it grad ln p_it.
         """
         sums = [_GroupProductAccumulator(self.gram) for _ in advantages]
         for group, chosen in enumerate(rows):
@@ -163,7 +163,7 @@ class TrajectoryGradients:
 
 
 class _GroupProductAccumulator:
-    """Accumulates inner products of group gradients. Each is added as a vector or as coefficients of the scores."""
+    """Accumulates inner products of group gradients. A gradient is added as a vector or as coefficients of scores."""
 
     def __init__(self, gram: Tensor) -> None:
         self._gram = gram
@@ -261,7 +261,7 @@ class TrueGradientProducts:
     def projection_variance_and_squared_mean(self, rows: Tensor, products: Tensor) -> tuple[Tensor, Tensor] | None:
         """Compute (Var <g, g*>, <E g, g*>^2), each [E], from <g_m, s_i> [E, M, S] of E estimators.
 
-        Returns None if too few trajectories are outside two groups.
+        Returns None if fewer than ``MIN_TRAJECTORIES`` trajectories are outside each pair of groups.
         """
         count = len(rows)
         if len(self._returns) - 2 * rows.shape[1] < MIN_TRAJECTORIES:
@@ -292,12 +292,12 @@ class TrueGradientProducts:
 class GradientMoments:
     """Moments of an estimator's gradient on one problem at one group size."""
 
-    variance: float  # of one group's gradient: sum_m ||g_m - mean g||^2 / (M - 1)
+    variance: float  # variance of one group's gradient: sum_m ||g_m - mean g||^2 / (M - 1)
     mean_squared: float  # squared norm of the expected gradient: mean <g_m, g_m'>, m != m'
     along: float  # product of the expected gradient with the true gradient, <E g, g*>
     reference_squared: float  # squared norm of the true gradient, ||g*||^2, from all trajectories
     reference_along: float  # <E g, g*> of the leave-one-out gradient on the same groups, an estimate of ||g*||^2
-    along_variance: float | None  # Var <g, g*>; None if too few trajectories are outside two groups
+    along_variance: float | None  # Var <g, g*>; None if too few trajectories are outside each pair of groups
     along_squared: float | None  # <E g, g*>^2
     head_variance: float | None  # exact variance of the head's gradient alone; None if not requested
     diagonal: float  # mean over groups of sum_i sum_t w_t A_t^2 / N^2, the diagonal proxy of the power
@@ -317,7 +317,7 @@ def measure_problems(
     seed: int,
     skip: Set[int] = frozenset(),
 ) -> Iterator[tuple[int, ProblemMoments]]:
-    """Yield (index, moments) for each problem, with the moments of every choice at every group size.
+    """Yield (index, moments) for each problem, with the moments of every estimator at every group size.
 
     ``numbers`` identify the problems and, with ``seed``, determine the division into groups. Problems in ``skip`` are
     not measured, but are part of the step of estimators that span the step.

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _RESAMPLES = 2000  # bootstrap resamples of problems for the 95 % intervals
 _BASELINE = "rloo"
-_MARKERS = "osD^vPX"  # their number differs from the number of colours, so combinations repeat late
+_MARKERS = "osD^vPX"  # coprime to the number of colours, so that all combinations are used before one repeats
 
 
 def _draw_noise(lines: Sequence[EstimatorResult]) -> Figure:

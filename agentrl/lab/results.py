@@ -25,7 +25,7 @@ _PATHS = ("model", "behaviour")  # policies may be moved: their weights are comp
 
 
 class ProblemLine(TypedDict):
-    """Results of one problem. ``moments`` is None if it could not be measured."""
+    """Results of one problem. ``moments`` is None if the problem could not be measured."""
 
     number: int  # index among the problems
     problem: str

@@ -1,4 +1,4 @@
-"""Problems of a measurement and their rollouts. More requested problems do not change the order of earlier problems."""
+"""Problems of a measurement and their rollouts. Requesting more problems does not change the order of earlier ones."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ if TYPE_CHECKING:
 
 # At this temperature, sampling almost always returns the most likely token.
 _GREEDY_TEMPERATURE = 1e-4
-# Ratio of sampled to required trajectories, because some are excluded. More rounds are sampled if too few remain.
+# Ratio of sampled to required trajectories: above 1, because some are excluded. If too few remain, another round is
+# sampled.
 _SAMPLING_MARGIN = 1.2
 _MAX_ROUNDS = 4
 _USABLE = FilterRules(void_turns="exclude", truncated="train", accuracy_range=None, drop_zero_variance=False)
-# Ratio of sampled to required problems, because some are always or never solved.
+# Ratio of sampled to required problems: above 1, because some are always or never solved.
 _PROBLEM_MARGIN = 8
 
 
@@ -136,7 +137,7 @@ class GroupSampler:
         self._runner.close()
 
     def sample_until_usable(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
-        """Sample rounds of numbered problems until each has enough usable trajectories. Returns groups by number."""
+        """Sample rounds until each problem has enough usable trajectories. Returns the groups, ordered by number."""
         return self._runner.run(self._sample(problems))
 
     async def _sample(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:

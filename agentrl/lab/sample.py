@@ -32,8 +32,8 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
-    distinct_response_index: Tensor  # [S] first trajectory with equal tokens, computed once except for the reward
-    importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None: sampled by the policy itself
+    distinct_response_index: Tensor  # [S] index of the first trajectory with the same tokens, whose results are reused
+    importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None if the policy itself sampled
 
     @property
     def size(self) -> int:
@@ -143,7 +143,7 @@ def _trajectory_energies(
             importance_weights=None if ratios is None else ratios[rows],
             temperature=temperature,
         ).float()
-    # The closed form requires that all parameters train. Adapters need a backward pass for each trajectory.
+    # The closed form requires all parameters to be trainable. With adapters, each trajectory needs a backward pass.
     learning = [item for item in policy.parameters() if item.requires_grad]
     energies = []
     for row in range(rows.start, rows.stop):
@@ -194,7 +194,10 @@ def advantage_inputs(
 
 
 def row_slices_within_budget(batch: Batch, budget: int) -> Iterator[slice]:
-    """Yield slices of consecutive rows with at most ``budget`` tokens without padding, or with a single longer row."""
+    """Yield slices of consecutive rows with at most ``budget`` tokens, not counting padding.
+
+    A row with more tokens gets its own slice.
+    """
     start = tokens = 0
     for row, length in enumerate((batch.prompt_lengths + batch.response_lengths).tolist()):
         if row > start and tokens + length > budget:

@@ -60,7 +60,7 @@ def parse_estimator_choices(texts: Sequence[str]) -> tuple[EstimatorChoice, ...]
 
 
 def measurable_estimators() -> list[str]:
-    """Return the registered estimators whose inputs rollouts provide, and `otb_cross`, without `none`."""
+    """Return `otb_cross` and, except for `none`, the registered estimators whose inputs rollouts provide."""
     names = [name for name in ESTIMATORS.names() if not ESTIMATORS[name].requires & _UNAVAILABLE.keys()]
     return [CROSS, *(name for name in names if name != _NO_GRADIENT)]
 
@@ -71,7 +71,7 @@ def _parse_choice(text: str) -> EstimatorChoice:
     for part in parts:
         option, equals, value = part.partition("=")
         if not equals:
-            raise SettingsError(f"--estimators: options of {text} must be written option=value, such as tail=carry")
+            raise SettingsError(f"--estimators: options of {text} must be written as option=value, such as tail=carry")
         options[option] = _parse_option_value(value)
     cross = name == CROSS
     if cross:
@@ -84,9 +84,9 @@ def _parse_choice(text: str) -> EstimatorChoice:
     except (AlgorithmError, UnknownNameError, TypeError) as error:
         raise SettingsError(f"--estimators: {text}: {error}") from error
     if name == _NO_GRADIENT:
-        raise SettingsError(f"--estimators: {name} cannot be measured here: all its advantages are 0")
+        raise SettingsError(f"--estimators: {name} cannot be measured: all its advantages are 0")
     for missing in sorted(entry.requires & _UNAVAILABLE.keys()):
-        raise SettingsError(f"--estimators: {name} cannot be measured here: {_UNAVAILABLE[missing]}")
+        raise SettingsError(f"--estimators: {name} cannot be measured: {_UNAVAILABLE[missing]}")
     return EstimatorChoice(label=text, name=name, options=options, cross=cross)
 
 
@@ -141,7 +141,7 @@ def compute_problem_advantages(
         try:
             advantages = compute_advantages(choice.name, inputs, **choice.options).advantages
         except MissingInputError as error:
-            raise SettingsError(f"--estimators: {choice.label} cannot be measured here: {error}") from error
+            raise SettingsError(f"--estimators: {choice.label} cannot be measured: {error}") from error
         for index, values in zip(kept, advantages.unflatten(0, (len(kept), len(step), size)), strict=True):
             result[index][step] = values[..., : result[index].shape[-1]]
     for values, equal in zip(result, dropped, strict=True):
@@ -154,7 +154,7 @@ def _has_equal_rewards(sample: ProblemSample, rows: Tensor, include_greedy: bool
     returns = sample.returns[rows]  # [M, N]
     if include_greedy:
         returns = torch.nn.functional.pad(returns, (0, 1), value=sample.greedy_return)
-    # Same tolerance as the filter of groups in training.
+    # The group filter in training uses the same tolerance.
     return returns.amax(-1) - returns.amin(-1) <= 1e-8
 
 

@@ -132,7 +132,10 @@ def _compare_token_baseline(line: EstimatorResult, best: EstimatorResult) -> str
     if line is best:
         return f"The token baseline {line.estimator} is the best"
     how = "within" if line.to_best.low <= 1.0 else "outside"
-    return f"The best token baseline is {line.estimator}, with {line.to_best} times the least noise, {how} the interval"
+    return (
+        f"The best token baseline is {line.estimator}, with {line.to_best} times the least noise; the difference is "
+        f"{how} the interval"
+    )
 
 
 def as_records(lines: Sequence[EstimatorResult]) -> list[dict[str, object]]:
@@ -201,7 +204,7 @@ def _relative_bias(columns: dict[str, Floats], weights: Floats) -> Floats:
 
 
 def _interval(values: Floats) -> IntervalEstimate:
-    # The first value is from the sample itself, all others are from bootstrap resamples. Quantiles are not
+    # The first value is from the sample itself; all others are from bootstrap resamples. Quantiles are not
     # interpolated, because values may be infinite.
     known = values[1:][~np.isnan(values[1:])]
     low = np.quantile(known, 0.025, method="lower") if known.size else math.nan

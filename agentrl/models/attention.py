@@ -148,7 +148,7 @@ def reason_too_long_to_pack(config: PreTrainedConfig, longest: int) -> str | Non
     the row. Up to a model-specific length, the rotation is constant.
     """
     text = config.get_text_config()
-    rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}  # or a dict per type of layer
+    rotary: dict[str, object] = getattr(text, "rope_parameters", None) or {}  # may be nested by layer type
     for one in (rotary, *rotary.values()):
         if not isinstance(one, dict):
             continue
@@ -161,7 +161,7 @@ def reason_too_long_to_pack(config: PreTrainedConfig, longest: int) -> str | Non
         if longest > limit:
             return (
                 f"model.path: beyond {limit} tokens, the model's rotary embeddings ({kind}) depend on the longest "
-                f"sequence in a row, so packed sequences of up to {longest} tokens would change each other: lower the "
+                f"sequence in a row, so packed sequences of up to {longest} tokens would affect each other: lower the "
                 f"sum of rollout.max_prompt_tokens and rollout.max_response_tokens to {limit}{remedy}"
             )
     return None

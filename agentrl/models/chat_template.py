@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Message = Mapping[str, Any]
 Tool = Mapping[str, Any]  # a JSON schema of a function
 
-# Characters of the private use area do not occur in templates. `guard` replaces them in contents.
+# Characters of the private use area do not occur in templates. `replace_special_tokens_in_json` replaces them in JSON.
 _SLOT, _GUARD, _END = "\ue000", "\ue001", "\ue002"
 # The quote in a slot is escaped if the template writes the content as a JSON string (Llama's tool responses). The word
 # "Text" detects templates that alter contents, for example their case: an altered placeholder does not match.
@@ -116,7 +116,10 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         options: Mapping[str, object] | None = None,
     ) -> str:
-        """Return the conversation up to the start of the model's next turn. Raises ChatTemplateError."""
+        """Return the conversation up to the start of the model's next turn.
+
+        Raises ChatTemplateError if the template cannot render the conversation.
+        """
         from jinja2 import TemplateError
 
         try:
@@ -138,7 +141,10 @@ class ChatTemplate:
         tools: Sequence[Any] = (),
         options: Mapping[str, object] | None = None,
     ) -> TemplateLayout:
-        """Return the texts around the placeholders of the rendered ``messages``. Raises ChatTemplateError."""
+        """Return the texts around the placeholders of the rendered ``messages``.
+
+        Raises ChatTemplateError if the template cannot render the conversation.
+        """
         pieces = _PLACEHOLDER.split(self.render(messages, tools, options))
         texts: list[list[Part]] = [[TemplateMark(pieces[0])] if pieces[0] else []]
         slots: list[int] = []

@@ -1,4 +1,4 @@
-"""Comparison of the forward pass of training with a model's forward pass over one unpadded row.
+"""Comparison of training's forward pass with a model's own forward pass over one unpadded row.
 
 A model can accept packed rows and still compute wrong values. For example, BART adds positions by index and ignores
 ``position_ids``. :func:`check_forward_matches_unpadded` tests a model's code on a small random copy before a run
@@ -46,7 +46,10 @@ _LAYERS, _HEADS, _HEAD_WIDTH, _INTERMEDIATE, _VOCABULARY, _WINDOW = 2, 4, 16, 64
 
 
 def choose_attention_backend(model: ModelSettings, config: PreTrainedConfig) -> AttentionBackend:
-    """Return "padded" or the backend for packed rows (``model.rows``). Raises SettingsError if it cannot run."""
+    """Return "padded" or the backend for packed rows (``model.rows``).
+
+    Raises SettingsError if the backend cannot run.
+    """
     return (
         "padded"
         if uses_padded_rows(model, config)
@@ -155,7 +158,7 @@ def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> I
     """Convert every error in a model's code, except out-of-memory errors, to a SettingsError with the model's name."""
     try:
         yield
-    except Exception as error:  # the code of any model runs here
+    except Exception as error:  # a model's code may raise any exception
         if is_out_of_memory(error):
             raise
         cause = str(error).removeprefix("model.path: ")
@@ -172,7 +175,7 @@ def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> I
 def make_test_sequences(vocabulary: int) -> list[Tensor]:
     """Return two sequences [S] of token ids with the same prompt and different lengths."""
     draw = torch.Generator().manual_seed(0)
-    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens are at the ends
+    low, high = vocabulary // 4, max(vocabulary // 4 + 1, 3 * vocabulary // 4)  # special tokens have low or high ids
     prompt, *responses = (torch.randint(low, high, (length,), generator=draw) for length in (_PROMPT, *_RESPONSES))
     return [torch.cat([prompt, response]) for response in responses]
 
@@ -256,7 +259,8 @@ def _keep_few_heads(config: PreTrainedConfig) -> None:
     keys = getattr(config, "num_key_value_heads", None) or heads
     few = min(heads, _HEADS)
     few_keys = few if keys == heads else min(keys, few // 2)
-    # Keep the width of a head if rotary factors are listed per dimension. Latent attention splits a head into parts.
+    # Keep the width of a head if rotary factors are listed per dimension. Latent attention splits a head into parts, so
+    # keep the fields with their widths too.
     listed = _contains_list(getattr(config, "rope_parameters", None))
     head = width // heads if listed else min(width // heads, _HEAD_WIDTH)
     divided = listed or hasattr(config, "qk_rope_head_dim")

@@ -92,7 +92,7 @@ def split_model(causal_lm: PreTrainedModel) -> ModelParts:
     name = type(causal_lm).__name__
     backbone, head = causal_lm.get_decoder(), causal_lm.get_output_embeddings()
     if not isinstance(head, nn.Linear) or backbone is causal_lm:
-        raise SettingsError(f"model.path: {name} is not a causal language model with a linear head; choose another one")
+        raise SettingsError(f"model.path: {name} is not a causal language model with a linear head; use another model")
     parts = ModelParts(backbone=backbone, head=head, logit_map=_declared_logit_map(causal_lm.config))
     problem = _describe_logit_difference(causal_lm, parts)
     if problem is not None:

@@ -44,7 +44,7 @@ class FrozenHead:
     bias: Tensor | None  # [V]
     logit_map: LogitMap = IDENTITY_LOGIT_MAP
     temperature: float | None = None  # None: the temperature of the trained policy
-    beta: float = 1.0  # selects the divergence, see full_kl
+    beta: float = 1.0  # selects the divergence; see full_kl
 
     def select_tokens(self, indices: Tensor) -> FrozenHead:
         """Return the inputs at the tokens ``indices``."""
@@ -101,7 +101,7 @@ class FrozenTopTokens:
         temperature: float,
         support: Support | None,
     ) -> Tensor:
-        """Like :meth:`FrozenHead.divergence_of_policy`, over the tokens ``ids``, with all others merged into one."""
+        """Like :meth:`FrozenHead.divergence_of_policy`, but over ``ids``, with all other tokens merged into one."""
         assert support is None  # the settings reject restricted sampling with a teacher server
         return top_divergence(
             hidden,
@@ -121,7 +121,7 @@ class FrozenTopTokens:
 class FrozenPoliciesByToken:
     """Several frozen policies, each for some of the tokens."""
 
-    parts: Sequence[tuple[Tensor, FrozenHead | FrozenTopTokens]]  # with the ascending indices of the policy's tokens
+    parts: Sequence[tuple[Tensor, FrozenHead | FrozenTopTokens]]  # (ascending indices of tokens, their frozen policy)
 
     def select_tokens(self, indices: Tensor) -> FrozenPoliciesByToken:
         """Like :meth:`FrozenHead.select_tokens`."""
@@ -140,7 +140,7 @@ class FrozenPoliciesByToken:
         temperature: float,
         support: Support | None,
     ) -> Tensor:
-        """Like :meth:`FrozenHead.divergence_of_policy`, from the frozen policy of each token."""
+        """Like :meth:`FrozenHead.divergence_of_policy`, but from the frozen policy of each token."""
         result = torch.zeros_like(log_probs)
         for own, part in self.parts:
             sets = None if support is None else support.select_tokens(own)
@@ -257,7 +257,7 @@ class PolicyModel(nn.Module):
         self.attention: AttentionBackend = attention
         self.sequence = sequence
         self.records_routes = False
-        self.routes: RoutingPass | None = None  # from the last forward pass that recorded or replayed routes
+        self.routes: RoutingPass | None = None  # routes of the last forward pass that recorded or replayed routes
 
     @property
     def head(self) -> FusedHead:
@@ -385,7 +385,7 @@ def _indices_or_first_row(indices: Tensor) -> Tensor:
 def _gather_statistics(
     own: TokenStatistics, indices: Tensor, total: int, sequence: SequenceParallelGroup
 ) -> TokenStatistics:
-    """Gather the statistics of all tokens to every rank. ``indices`` are the indices of this rank's tokens."""
+    """Gather the statistics of all tokens on every rank. ``indices`` are the indices of this rank's tokens."""
     given = {name: values for name, values in vars(own).items() if values is not None}
     every = sequence.all_gather(torch.stack([*given.values()], dim=-1)[: len(indices)], indices, total).unbind(-1)
     learns = [values.requires_grad for values in given.values()]

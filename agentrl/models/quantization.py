@@ -1,4 +1,4 @@
-"""Fake quantization: weights rounded to fp8 or int8 but stored in their original dtype, to measure rounded rollouts."""
+"""Fake quantization: weights rounded to fp8 or int8 but stored in their original dtype, for quantized rollouts."""
 
 from __future__ import annotations
 

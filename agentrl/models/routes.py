@@ -36,7 +36,7 @@ class RoutingPass:
     """The routes of one forward pass. ``num_layers``: number of layers of the model, with or without experts."""
 
     num_layers: int
-    replayed: Tensor | None = None  # [tokens, layers * k]; a negative expert: the token is routed by its own scores
+    replayed: Tensor | None = None  # [tokens, layers * k]; negative: the token is routed by its own scores
     chosen: dict[int, Tensor] = field(default_factory=dict)  # [tokens, k] by layer, selected by the scores
     modes: list[TorchFunctionMode] = field(default_factory=list)  # active modes of the running block
 
@@ -75,7 +75,7 @@ _current: ContextVar[RoutingPass | None] = ContextVar("routes", default=None)
 
 @contextmanager
 def record_and_replay_routes(routes: RoutingPass | None) -> Iterator[None]:
-    """Record and replay ``routes`` in the forward passes of this thread inside the block. No effect if None."""
+    """Record and replay ``routes`` in this thread's forward passes inside the block. If None, do nothing."""
     token = _current.set(routes)
     try:
         yield
@@ -124,7 +124,7 @@ def install_route_hooks(model: PreTrainedModel) -> int:
         if not hasattr(block, "_agentrl_routes"):
             size = len(experts) if isinstance(experts, nn.ModuleList) else int(getattr(experts, "num_experts", 0))
             enter = partial(_enter, layer=int(number[1]), experts=size)
-            block._agentrl_routes = (  # once, because engine and trainer may share the model
+            block._agentrl_routes = (  # installed once, because engine and trainer may share the model
                 block.register_forward_pre_hook(enter),
                 block.register_forward_hook(_leave, always_call=True),
             )
@@ -174,10 +174,11 @@ def reason_routes_not_replayable(config: PreTrainedConfig) -> str | None:
     shapes = {tuple(chosen.shape) for chosen in routes.chosen.values()}
     if len(routes.chosen) != layers or len(shapes) != 1 or shapes.pop()[0] != ids.shape[1]:
         return (
-            f"{name}: {len(routes.chosen)} of its {layers} layers with experts select them by one top-k of all scores"
+            f"{name}: only {len(routes.chosen)} of its {layers} layers with experts select them by one top-k of all "
+            "scores"
         )
     same, _ = states(routes.recorded_routes())
     others, _ = states(routes.recorded_routes().flip(0))  # the routes of other tokens
     if not torch.equal(plain, same) or torch.equal(plain, others):
-        return f"{name}: its experts do not follow the selected indices"
+        return f"{name}: its layers do not compute exactly the selected experts"
     return None

@@ -34,7 +34,7 @@ class LoRASettings(BaseModel):
     rank: int = Field(0, ge=0, le=512)
     """rank of the adapters that are trained instead of the model's weights; 0: no adapters, train all weights"""
     alpha: int = Field(32, ge=1)
-    """scale of an adapter's product, divided by rank"""
+    """scale of the adapters, whose products B A are multiplied by alpha / rank"""
     targets: list[str] = []
     """name suffixes of the linear layers that get an adapter, such as q_proj; empty: all linear layers except the
     head"""
@@ -59,14 +59,14 @@ class ModelSettings(BaseModel):
     """keep the inputs from which gradient_checkpointing recomputes activations in host memory until the backward pass.
     Saves GPU memory but is slower; without a GPU, it saves no memory"""
     attention: Literal["auto", "sdpa", "flex", "flash"] = "auto"
-    """attention function of training over packed trajectories. sdpa: any machine; flex: GPUs; flash: GPUs in bfloat16,
+    """attention function for packed trajectories in training. sdpa: any machine; flex: GPUs; flash: GPUs in bfloat16,
     with the package flash-attn or else torch's varlen_attn, which does not support capped scores; auto: flash if it is
-    supported, else flex on GPUs for models with sliding windows or capped scores, else sdpa. Layers with
-    attention sinks use flex instead of flash"""
+    supported, else flex on GPUs for models with sliding windows or capped scores, else sdpa. Layers with attention
+    sinks use flex instead of flash"""
     rows: Literal["auto", "packed", "padded"] = "auto"
     """how the model reads trajectories in training. packed: one row without padding, in which a shared prefix is stored
     once; padded: separate rows with padding, for models with linear attention or custom attention code; auto: packed if
-    a small copy of the model is exact with packed rows, else padded"""
+    a small copy of the model computes correct results from packed rows, else padded"""
     lora: LoRASettings = LoRASettings()
     tiny: TinyModelSettings = TinyModelSettings()
 

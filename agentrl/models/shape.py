@@ -25,7 +25,7 @@ class ModelShape:
     config: PreTrainedConfig
     parameters: int
     largest_parameter: int  # elements of the largest tensor
-    adapted: int  # sum of inputs plus outputs over the linear layers that adapters change
+    adapted: int  # input plus output features, summed over the layers with adapters
     vocabulary: int
     hidden: int
     layers: int
@@ -33,8 +33,8 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     mlp: int  # hidden units of the MLP for one token, summed over its experts
-    experts: int  # experts of a token; 0 without routing
-    norms: int  # per layer, over the hidden units
+    experts: int  # number of experts per token; 0 without routing
+    norms: int  # number of norms over the hidden units in each layer
     head_norms: bool  # whether queries and keys are normalized
 
 
@@ -65,7 +65,7 @@ def shape_from_config(name: str, config: PreTrainedConfig, lora: LoRASettings | 
     adapted = [model.get_submodule(name) for name in adapted_layer_names(model, lora or LoRASettings())]
     text = config.get_text_config()
 
-    def dimension(field: str, default: int) -> int:  # missing in the configurations of some architectures
+    def dimension(field: str, default: int) -> int:  # some architectures' configurations lack the field
         return getattr(text, field, None) or default
 
     heads, experts = dimension("num_attention_heads", 1), dimension("num_experts_per_tok", 0)

@@ -33,7 +33,7 @@ REDUCE_BUCKET = 500_000_000
 _LIVE = 1_000_000_000  # maximum number of gathered elements in ZeRO-3 (stage3_max_live_parameters)
 
 Offload = Literal["none", "optimizer", "all"]
-Bytes = dict[str, int]  # of named parts
+Bytes = dict[str, int]  # bytes by component
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,12 +80,12 @@ class RankMemory:
 
     @property
     def busiest_phase(self) -> str:
-        """The phase with the largest memory."""
+        """The phase with the highest memory use."""
         return max(self.phases, key=lambda name: sum(self.phases[name].values()))
 
     @property
     def peak_parts(self) -> Bytes:
-        """The parts of memory in the busiest phase."""
+        """Memory by component in the phase with the highest memory use."""
         return self.static | self.phases[self.busiest_phase]
 
     @property
@@ -94,7 +94,7 @@ class RankMemory:
         return sum(self.peak_parts.values())
 
     def format_parts(self) -> Iterator[str]:
-        """Yield a line for each part that is not 0."""
+        """Yield a line for each component of the peak memory that is not 0, the total, and the host memory."""
         sizes = self.peak_parts | {f"total, at the {self.busiest_phase}": self.total, "in host memory": self.host}
         yield from (f"  {name:<26} {size / 2**20:12,.1f} MiB" for name, size in sizes.items() if size)
 
@@ -145,7 +145,7 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
         "head": saved | {"head": head_peak_bytes(shape, setup)},
         "backward": saved | waiting | {"backward": peak - kept} | early,
     }
-    if setup.stage != 1:  # stage 1 reduces in the step, in place of the gradients
+    if setup.stage != 1:  # stage 1 reduces in the step and reuses the memory of the gradients
         phases |= {"reduction": waiting | reduction, "step": {"step": step}}
     if not on_device:  # in host memory: gradients, master copy, moments and, below stage 3, weights
         moved += (16 + (setup.dtype_bytes if setup.stage < 3 else 0)) * part

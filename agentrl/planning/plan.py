@@ -42,7 +42,7 @@ _OVERLAY: dict[str, Any] = {  # the settings that a plan writes
 
 _WEIGHTS = "training.zero_stage=3, then training.offload=all"
 _TOKENS = "training.sequence_parallel, shorter trajectories with a lower training.micro_batch_tokens"
-_LOWERED_BY = {  # parts of RankMemory, and settings that lower them
+_LOWERED_BY = {  # components of RankMemory, and settings that lower them
     "weights": _WEIGHTS,
     "reference": f"{_WEIGHTS}, model.lora.rank",
     "teacher": f"{_WEIGHTS}, teacher.url",
@@ -63,7 +63,7 @@ class Plan:
     engine: EngineFacts
     memory: int
     longest_request_tokens: int  # tokens that a server must hold, evaluations included
-    kv_tokens: int  # in the cache of the built-in engine
+    kv_tokens: int  # tokens in the cache of the built-in engine
 
     @property
     def machine(self) -> str:
@@ -79,7 +79,10 @@ class Plan:
 
     @property
     def largest_server_share(self) -> float:
-        """The largest fraction of a GPU for a server, in steps of 0.05. A colocated rank keeps its weights loaded."""
+        """The largest fraction of a GPU's memory that a server can use, in steps of 0.05.
+
+        A colocated rank keeps its weights loaded.
+        """
         if not self.engine.shares_gpus:
             return _LARGEST_SHARE
         static = self.rank.static
@@ -90,7 +93,7 @@ class Plan:
 
     @property
     def server_memory_share(self) -> float:
-        """Fraction of a GPU's memory for a server: the engine's setting, or else the largest fraction."""
+        """Fraction of a GPU's memory for a server: the engine's setting or, if unset, the largest that fits."""
         return self.largest_server_share if self.engine.gpu_share is None else self.engine.gpu_share
 
     @property
@@ -101,7 +104,10 @@ class Plan:
 
     @property
     def largest_micro_batch(self) -> int:
-        """Tokens of the largest micro-batch that fits: from the configured number to 65,536 (saturates a GPU)."""
+        """Number of tokens of the largest micro-batch that fits.
+
+        At least the configured number, and at most 65,536, which saturates a GPU.
+        """
         for tokens in range(65_536, self.setup.tokens, -1024):
             if replace(self, setup=replace(self.setup, tokens=tokens)).rank.total <= usable_gpu_bytes(self.memory):
                 return tokens

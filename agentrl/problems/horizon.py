@@ -1,4 +1,4 @@
-"""Families of ``builtin:horizon``: the same kinds of task at 1, 2, 4, 8 and 10 turns, with a reward per lookup.
+"""Families of ``builtin:horizon``: the same kinds of task with 1, 2, 4, 8 and 10 turns, and a reward per lookup.
 
 The number in a family's name is the maximum number of turns of the demonstrated solution, including the answer. Except
 at the first level, values are hidden behind functions in ``Problem.setup`` that **print** them. The model can therefore
@@ -155,14 +155,14 @@ def _solve_debug_sign(rng: Random, numbers: Numbers) -> Solution:
 
 
 def _solve_hidden_shift(rng: Random, numbers: Numbers) -> Solution:
-    """Solve for f(n) = n + s with a hidden s. One test reveals s."""
+    """Solve a task about f(n) = n + s with a hidden s. One test reveals s."""
     b, shift = numbers["b"], rng.randint(*SECRET_RANGE)
     turns = (call_turn("test(0)", shift), final_answer_turn(f"{shift}+{b}"))
     return Solution(shift + b, turns, _test_function_code(f"n + {shift}"))
 
 
 def _solve_quadratic(rng: Random, numbers: Numbers) -> Solution:
-    """Solve for f(n) = p + q n + r n (n - 1) / 2. Three tests reveal p, q and r."""
+    """Solve a task about f(n) = p + q n + r n (n - 1) / 2. Three tests reveal p, q and r."""
     b = numbers["b"]
     p, q, r = rng.randint(10, 40), rng.randint(1, 15), rng.randint(1, 9)
     values = [p, p + q, p + 2 * q + r]

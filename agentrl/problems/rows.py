@@ -215,7 +215,7 @@ def _read_messages(value: list[object], location: str) -> tuple[ChatMessage, ...
 
 
 def _join_messages(messages: tuple[ChatMessage, ...]) -> str:
-    """Join the contents of the messages. Includes the roles only if a message is not from system or user."""
+    """Join the contents of the messages. Includes the roles unless all are system or user."""
     if {message["role"] for message in messages} <= {"system", "user"}:
         return "\n\n".join(message["content"] for message in messages)
     return "\n\n".join(f"{message['role'].capitalize()}: {message['content']}" for message in messages)

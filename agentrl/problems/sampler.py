@@ -210,7 +210,7 @@ class ProblemSampler:
         return [self._draw_at(source_index, next(indices[source_index])) for source_index in sources]
 
     def exclude_problem(self, draw: DrawnProblem) -> None:
-        """Exclude a problem, whose prompt is too long, from further draws by posterior."""
+        """Exclude a problem from further draws by posterior, because its prompt is too long."""
         if self._curriculum != "uniform":
             self._left_out.add(draw.key)
 

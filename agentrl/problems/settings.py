@@ -62,8 +62,8 @@ class ProblemSourceSettings(BaseModel):
     )
     families: list[str] | None = Field(
         default=None,
-        description="problem families of builtin:arithmetic or builtin:horizon; null: all families of arithmetic, and "
-        "those with two and four turns of horizon",
+        description="problem families of builtin:arithmetic or builtin:horizon; null: all families of arithmetic, or "
+        "the families of horizon with two and four turns",
     )
     seed: int | None = Field(default=None, description="seed of generated problems; null: the run's seed")
     options: dict[str, Any] = Field(default={}, description="configuration of a reasoning_gym data set")
@@ -77,7 +77,8 @@ class ProblemSourceSettings(BaseModel):
     heldout_fraction: float = Field(default=0.2, gt=0, lt=1, description="fraction of statements in part heldout")
     exclude: list[str] = Field(
         default=[],
-        description="files whose problems are removed, ignoring numbers, such as cold-start or evaluation data",
+        description="files whose problems are removed from this source, such as cold-start or evaluation data; "
+        "statements that differ only in numbers count as equal",
     )
 
     @property
@@ -139,6 +140,6 @@ class DataSettings(BaseModel):
         0.98,
         gt=0,
         le=1,
-        description="with curriculum, rollout.budget or rollout.branching.where=measured: factor on the evidence of "
-        "earlier rollouts in each training step; 1: never forget",
+        description="factor by which each training step multiplies the weight of earlier rollouts in the estimates "
+        "for curriculum, rollout.budget and rollout.branching.where=measured; 1: no decay",
     )

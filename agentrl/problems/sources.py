@@ -179,7 +179,10 @@ def load_mixture(
 
 
 def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: bool = True) -> LoadedSource:
-    """Load one source. Each row needs an answer unless ``answered`` is False. Raises ProblemLoadError."""
+    """Load one source. Each row needs an answer unless ``answered`` is False.
+
+    Raises ProblemLoadError or one of its subclasses if the source cannot be loaded.
+    """
     if settings.is_generated:
         return _load_generated_source(settings, seed)
     path = expand_path(settings.path)

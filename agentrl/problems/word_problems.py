@@ -241,7 +241,8 @@ class FormulaReport:
         """Summarize the report in one line for the console."""
         reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.unusable.items()))
         return (
-            f"{self.usable} of {self.rows} problems usable, {self.demonstrations} demonstrations; left out: {reasons}"
+            f"{self.usable} of {self.rows} problems are usable, {self.demonstrations} demonstrations; "
+            f"left out: {reasons}"
         )
 
 

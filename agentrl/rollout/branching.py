@@ -100,11 +100,11 @@ class _Fork:
     after: float  # mean number of tokens after the fork
     mean: float  # mean reward of the paths below the fork
     square: float
-    variance: float  # of the rewards, among the paths below the fork
+    variance: float  # variance of the rewards of the paths below the fork
 
 
 def _find_forks(branches: Sequence[Trajectory]) -> Iterator[_Fork]:
-    """Yield the forks of a rollout that have at least two branches. ``branches``: its branches, parents first."""
+    """Yield the forks of a rollout that have at least two branches. ``branches``: all branches, parents first."""
     turns, tokens = {-1: 0}, {-1: 0}
     for item in branches:
         turns[item.branch] = turns[item.parent] + item.turns

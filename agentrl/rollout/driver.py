@@ -80,7 +80,7 @@ class AdmissionControl:
         self._last_use: CacheUse | None = None
         self._lengths: deque[int] = deque(maxlen=_MAX_AVERAGED)
         self._durations: deque[float] = deque(maxlen=_MAX_AVERAGED)
-        self._changed_at = 0.0  # time when the limit changed or the cache was too full
+        self._changed_at = 0.0  # last time that the limit changed or the cache was too full
         self._was_lowered = False
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._polling: asyncio.Task[None] | None = None
@@ -379,7 +379,7 @@ class Driver:
                     return group, ()
                 group = replace(skipped.replacement, step=group.step)
             else:
-                state.record_prompt_length(group, None)  # no effect unless the episode never started
+                state.record_prompt_length(group, None)  # only has an effect if the episode never started
                 return group, branches
 
     async def _play_with_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
@@ -393,7 +393,10 @@ class Driver:
         return (branches[-1].as_single_trajectory(),) if _all_ends_are_failures(branches) else branches
 
     async def _play_without_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
-        """Play a rollout once, and return its branches: several for forks, some agents and re-rendered histories."""
+        """Play a rollout once and return its branches.
+
+        A rollout has several branches if it forks, if its history is rendered again, or with some agents.
+        """
         greedy = sample == group.size
         policy = TokenPolicy(
             problem=group.problem,
@@ -455,7 +458,7 @@ class Driver:
 
 
 def _all_ends_are_failures(branches: Sequence[Trajectory]) -> bool:
-    """Return True if all ends of the rollout are infrastructure failures."""
+    """Return True if every path of the rollout ended with an infrastructure failure."""
     return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.receives_reward)
 
 

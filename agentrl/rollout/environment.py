@@ -1,4 +1,4 @@
-"""Builders of the environment that a run's settings select, and of the codec for conversations."""
+"""Build the environment that a run's settings select, and the codec for its conversations."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def build_chat_setup(
 
 
 async def check_episode_can_fork(environment: Environment, problem: Problem, settings: RolloutSettings) -> None:
-    """Fork a new episode of ``problem``. Raises SettingsError if its environment or a tool cannot be copied."""
+    """Fork a new episode of ``problem`` as a check. Raises SettingsError if the episode cannot be forked."""
     episode = environment.episode(problem)
     try:
         async with asyncio.timeout(settings.environment_deadline):
@@ -156,7 +156,7 @@ def build_rewards(settings: RewardRelatedSettings) -> WeightedRewards | None:
 
 
 def rewards_compare_answers(settings: RewardRelatedSettings) -> bool:
-    """Return True if rewards compare answers with reference answers, so that each problem needs one."""
+    """Return True if each problem needs a reference answer, because rewards compare answers with it."""
     return environment_compares_answers(settings) and not settings.reward.functions
 
 

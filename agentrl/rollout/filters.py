@@ -1,4 +1,4 @@
-"""Filters that select the trajectories for baselines and the loss, and the groups to train."""
+"""Filters that select the trajectories used for baselines and the loss, and the groups to train on."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class FilterRules:
 
 
 def filter_groups(groups: Iterable[Group], rules: FilterRules) -> tuple[tuple[Group, ...], dict[str, int]]:
-    """Return the groups to train, and the numbers of untrained rollouts and groups by reason.
+    """Return the groups to train on, and the numbers of rollouts and groups not trained on, by reason.
 
     The rules apply in this order: excluded rollouts, void turns and truncation, empty groups, a failed greedy rollout,
     accuracy, equal rewards. Rollouts in the baseline but not in the loss are listed in :attr:`.Group.masked`. A failed

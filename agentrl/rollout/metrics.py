@@ -16,7 +16,7 @@ def rollout_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return averages over all rollouts except greedy rollouts. Branches of a rollout count as one rollout.
 
     Mean rewards weight rollouts by :attr:`.Trajectory.token_weight`, so that mean rewards do not depend on the budget
-    or on forks. Other averages count every rollout, and every end of a forked rollout, once. The standard error treats
+    or on forks. Other averages count every rollout, and every leaf of a forked rollout, once. The standard error treats
     groups as clusters. Undefined metrics are omitted.
     """
     played = [item for group in groups for item in group.trajectories]
@@ -160,7 +160,7 @@ class StalenessTracker:
         self._training = True
 
     def record_training_end(self) -> None:
-        """Record that the batch has been trained. From now on, the engine's version counts as the newest."""
+        """Record that training on the batch has finished. From now on, the engine's version counts as the newest."""
         self._trained += self._training
         self._training = False
         self._steps_at[self._version] = self._trained

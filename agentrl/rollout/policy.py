@@ -158,7 +158,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
 
     @asynccontextmanager
     async def limit_and_trace_wait(self, episode: Episode, name: str) -> AsyncGenerator[dict[str, Any], None]:
-        """Limit a block that waits for ``episode`` to ``rollout.environment_deadline``, and trace it as ``name``.
+        """Apply ``rollout.environment_deadline`` to a block that waits for ``episode``, and trace it as ``name``.
 
         Raises UnavailableError after the deadline.
         """
@@ -223,7 +223,7 @@ class TurnPolicy(ABC, Generic[RolloutResult]):
     async def _sample_turn(self, episode: Episode, limit: int) -> str | None:
         """Sample a turn of at most ``limit`` tokens, and set ``turn_truncated`` and ``context_full``.
 
-        Raises EngineError.
+        Raises EngineError if the engine fails.
         """
 
     @abstractmethod
@@ -263,7 +263,7 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
     sample_index: int
     name: str
     seed: int
-    start_time: float  # by the event loop's clock
+    start_time: float  # in seconds of the event loop's clock
     engine: Engine
     codec: TextCodec
     temperature: float = 1.0
@@ -342,7 +342,8 @@ class TokenPolicy(TurnPolicy[tuple[Trajectory, ...]]):
 
         ``cache_sequence_id``: the name of the sequence in the engine's cache.
 
-        If the policy is routed, the completion has the routes from index ``routes_from`` on. Raises EngineError.
+        If the policy is routed, the completion has the routes from index ``routes_from`` on. Raises EngineError if
+        the engine fails.
         """
         request_id = f"{self.name}-{turn:04d}-{part:06d}"
         if self.turn_barrier is not None:

@@ -1,19 +1,19 @@
-"""Schedule of groups to start and to train, and the sources that supply groups.
+"""Schedule of the groups to start and to train on, and the sources that supply groups.
 
 :class:`GroupSchedule` is pure arithmetic without clocks or tasks. A :class:`RolloutSource` supplies the groups of
 a step, either on demand or from rollouts that run ahead of training in the background.
 
-A batch consists of ``groups`` groups. Each group records the number of batches trained when it was issued. No token of
-the group is older than this. A group is *due* in the batch by which its oldest token would be ``max_staleness`` batches
-old.
+A batch consists of ``groups`` groups. Each group records the number of batches that were completed when the group was
+issued. All its tokens are sampled after that. A group is *due* in the batch by which its oldest token would be
+``max_staleness`` batches old.
 
-Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not trained. All
-issued groups therefore fit into the batches up to the last batch in which a group is due. This holds for groups of any
-length, so no group is ever dropped.
+Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not yet used for
+training. All issued groups therefore fit into the batches up to the last batch in which a group is due. This holds for
+groups of any length, so no group is ever dropped.
 
-Overtaking. Groups that finish early may be trained before earlier groups, as long as the remaining groups can
-still be trained in time. The condition is that for every k, at most k batches of remaining groups are due within the
-next k batches. Otherwise the trainer waits. Taking the earliest finished groups is the best choice (earliest deadline
+Overtaking. Groups that finish early may be used before earlier groups, as long as the remaining groups can still be
+used in time. The condition is that for every k, at most k batches of remaining groups are due within the next k
+batches. Otherwise the trainer waits. Taking the earliest finished groups is the best choice (earliest deadline
 first). If this choice violates the condition, every choice does.
 
     >>> schedule = GroupSchedule(groups=2, max_staleness=1)
@@ -49,7 +49,7 @@ from agentrl.trajectory import Group
 
 @dataclass(slots=True)
 class _GroupsOfSameAge:
-    """Groups that were issued after the same number of trained batches and are not yet taken."""
+    """Groups that were issued after the same number of completed batches and are not yet taken."""
 
     untaken: int = 0
     finished: int = 0
@@ -67,15 +67,15 @@ class GroupSchedule:
     ) -> None:
         """Create an empty schedule.
 
-        ``groups``: groups per batch. ``batches``: number of batches to train, if known; no group is issued for later
+        ``groups``: groups per batch. ``batches``: total number of batches, if known; no group is issued for later
         batches. ``starts_early``: groups may start before the previous batch is taken.
         """
         self.groups = groups
         self.max_staleness = max_staleness
         self._starts_early = starts_early
         self._batches = batches
-        self._issued: dict[int, tuple[int, int]] = {}  # groups not taken: (batches trained when issued, order of issue)
-        self._cohorts: dict[int, _GroupsOfSameAge] = {}  # by batches trained when issued, oldest first
+        self._issued: dict[int, tuple[int, int]] = {}  # not taken: (completed batches when issued, order of issue)
+        self._cohorts: dict[int, _GroupsOfSameAge] = {}  # by number of completed batches when issued, oldest first
         self._finished: set[int] = set()
         self._issue_count = 0
         self._in_training = False
@@ -113,7 +113,7 @@ class GroupSchedule:
         self._cohorts[self._issued[index][0]].finished += 1
 
     def take_groups(self, count: int, *, refill: bool = False) -> list[int] | None:
-        """Take the next ``count`` groups to train, in the order of issue. Returns None while the trainer has to wait.
+        """Take the next ``count`` groups to train on, in the order of issue. Returns None if the trainer must wait.
 
         ``refill``: the groups complete the previous batch, which was too small after filtering.
         """
@@ -145,7 +145,7 @@ class GroupSchedule:
         return True
 
     def record_trained(self) -> None:
-        """Record that the last batch taken has been trained."""
+        """Record that training on the last batch taken has finished."""
         self.trained_batches += 1
         self._in_training = False
 
@@ -168,13 +168,13 @@ class RolloutSource(ABC):
 
     @abstractmethod
     async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
-        """Return ``count`` groups in the order of issue. ``refill``: for a batch that was too small after filtering.
+        """Return ``count`` groups in the order of issue. ``refill``: fill a batch that was too small after filtering.
 
         Raises WorldError after ``deadline``, in seconds of the event loop's clock.
         """
 
     def record_trained(self) -> None:
-        """Record that the last batch taken has been trained."""
+        """Record that training on the last batch taken has finished."""
         return
 
     async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:

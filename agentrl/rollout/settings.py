@@ -65,7 +65,7 @@ class BranchingSettings(BaseModel):
     ) -> int:
         """Return the number of branches after ``turn``, at most ``leaves``; 1 if the rollout does not fork there.
 
-        ``log_probs``: the turn's sampled tokens. ``measured``: the estimated best widths by turn.
+        ``log_probs``: log-probabilities of the turn's sampled tokens. ``measured``: the estimated best widths by turn.
         """
         width = self.width
         match self.where:
@@ -118,9 +118,9 @@ class RolloutSettings(BaseModel):
     engine: str = Field(
         "transformers",
         description="engine that samples from the policy: transformers (in the rollout worker), vllm (in servers), or"
-        " an engine of a plug-in by its registered name or as module:Class",
+        " a plug-in's engine, specified by its registered name or as module:Class",
     )
-    problems_per_step: int = Field(128, ge=1, description="groups (problems) trained per step")
+    problems_per_step: int = Field(128, ge=1, description="groups (problems) to train on per step")
     group_size: int = Field(16, ge=1, description="trajectories per problem, on average over a step")
     budget: Budget = Field(
         "uniform",
@@ -129,12 +129,12 @@ class RolloutSettings(BaseModel):
         "p (1 - p), where p is the probability of success. Every problem has the same weight in the loss",
     )
     budget_max: int | None = Field(
-        None, ge=2, description="with a budget: maximum number of rollouts per problem; null: 4 x group_size"
+        None, ge=2, description="with budget=neyman or variance: maximum rollouts per problem; null: 4 x group_size"
     )
     oversampling: float = Field(
         1.0,
         ge=1.0,
-        description="groups generated per group trained, before filters. Raise it if filters drop many groups",
+        description="groups generated, before filters, per group trained on. Raise it if filters drop many groups",
     )
     max_extra_rounds: int = Field(
         0,
@@ -152,7 +152,7 @@ class RolloutSettings(BaseModel):
         1,
         ge=0,
         description="with schedule=asynchronous: maximum age, in training steps, of the weights that sampled a "
-        "trajectory's oldest token when the trajectory is trained",
+        "trajectory's oldest token, when the policy is trained on the trajectory",
     )
     kv_on_update: Literal["recomputed", "kept"] = Field(
         "recomputed",
@@ -194,17 +194,17 @@ class RolloutSettings(BaseModel):
     program_seconds: float | None = Field(
         None,
         gt=0,
-        description="total seconds that the programs and tools of a trajectory may run; then the trajectory ends as "
-        "deadline. null: only the limit of each program applies",
+        description="maximum total seconds that the programs and tools of a trajectory run; a trajectory that exceeds "
+        "this limit ends as deadline. null: only the limit of each program applies",
     )
     environment_deadline: float = Field(
         3600.0,
         gt=0,
-        description="seconds that an environment may take for one turn, including waiting; then the trajectory is an "
-        "infrastructure failure",
+        description="maximum seconds for one turn of an environment, including waiting; a trajectory that exceeds this "
+        "limit counts as an infrastructure failure",
     )
     step_deadline: float = Field(
-        7200.0, gt=0, description="seconds that the rollouts of a step may take; then the run ends with an error"
+        7200.0, gt=0, description="maximum seconds for the rollouts of a step; after this limit, the run fails"
     )
     retries: int = Field(
         2, ge=0, description="number of times that a trajectory is restarted after an infrastructure failure"
@@ -243,7 +243,7 @@ class RolloutSettings(BaseModel):
 
     @property
     def staleness_bound(self) -> int:
-        """The maximum age of a token when it is trained, in training steps."""
+        """The maximum age of a token, in training steps, when the policy is trained on it."""
         return {"synchronous": 0, "overlapped": 1, "asynchronous": self.max_staleness}[self.schedule]
 
 
@@ -261,7 +261,8 @@ class RewardSettings(BaseModel):
     deadline: float = Field(
         30.0,
         gt=0,
-        description="seconds that each of reward.functions may take; then the trajectory is an infrastructure failure",
+        description="maximum seconds for each of reward.functions; a trajectory that exceeds this limit counts as an "
+        "infrastructure failure",
     )
 
     overlong_buffer: int = Field(
@@ -273,7 +274,7 @@ class RewardSettings(BaseModel):
     overlong_limit: int | None = Field(
         None,
         ge=1,
-        description="number of model tokens at which the length penalty is complete; null: rollout.max_response_tokens",
+        description="number of model tokens at which the length penalty reaches -1; null: rollout.max_response_tokens",
     )
     overlong_factor: float = Field(1.0, ge=0, description="factor on the length penalty")
 
@@ -329,5 +330,5 @@ def longest_request_tokens(rollout: RolloutSettings, evaluated: int | None) -> i
 
 
 def environment_compares_answers(settings: EnvironmentRelatedSettings) -> bool:
-    """Return True if the environment compares answers with reference answers, so that each problem needs one."""
+    """Return True if each problem needs a reference answer, because the environment compares answers with it."""
     return grades_answers(settings.env) and settings.grader.function is None

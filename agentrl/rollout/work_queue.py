@@ -1,4 +1,4 @@
-"""The work queue, which issues problems with shares of the step's budget and keeps them until they are trained."""
+"""The work queue. Issues problems with shares of the step's budget, and keeps them until their step is finished."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ _SAVED_FIELDS = ("index", "size", "problem_weight", "key", "widths")
 class QueueState(TypedDict):
     """State of a work queue in a checkpoint.
 
-    ``queue`` contains the fields of the untrained groups, and ``planned`` the same fields of later groups, whose
-    prompts are not yet measured.
+    ``queue`` contains the fields of issued groups whose training step is not finished. ``planned`` contains the same
+    fields of later groups, whose prompts are not yet measured.
     """
 
     sampler: SamplerState
@@ -62,11 +62,11 @@ class PromptTooLongError(Exception):
 
 
 class WorkQueue:
-    """Issues problems in the sampler's order and keeps them until they are trained.
+    """Issues problems in the sampler's order and keeps them until their training step is finished.
 
     The first rollout of a problem measures its prompt, because only a started episode has a prompt. Until then, no
     other problem is issued, so that indices do not depend on which environment starts fastest. After a restart, issued
-    but untrained problems are issued first, with their previous indices.
+    problems whose training step was not finished come first, with their previous indices.
 
     Problems are drawn in blocks of ``settings.groups_per_round``. ``settings.budget`` distributes a block's rollouts
     over its problems. A problem that replaces a skipped problem has the same number of rollouts.
@@ -75,7 +75,7 @@ class WorkQueue:
     def __init__(self, sampler: ProblemSampler, settings: RolloutSettings, *, updates_posteriors: bool = False) -> None:
         """Create a queue. Problems with prompts over ``settings.max_prompt_tokens`` are skipped and counted.
 
-        ``updates_posteriors``: trained rollouts update the sampler's posteriors.
+        ``updates_posteriors``: after each training step, its rollouts update the sampler's posteriors.
         """
         self._sampler = sampler
         self._settings = settings
@@ -133,7 +133,7 @@ class WorkQueue:
         self._newest_is_measured.set()
 
     def requeue_untrained(self) -> None:
-        """Issue untrained problems again, before new problems."""
+        """Issue all problems again whose training step was not finished, before new problems."""
         self._requeued = deque(self._untrained_in_order())
         self._untrained = {}
         self._newest_is_measured.set()  # the requeued problems come before the unmeasured problem
@@ -145,7 +145,7 @@ class WorkQueue:
         return list(islice(chain(self._requeued, self._drawn), count))
 
     def remove_trained_and_update_posteriors(self, groups: Sequence[Group]) -> None:
-        """Remove trained groups, and update the posteriors of their problems and the statistics of forks."""
+        """Remove a finished step's groups, and update the posteriors of their problems and the statistics of forks."""
         for group in groups:
             del self._untrained[group.index]
         if self._updates_posteriors:
@@ -184,7 +184,7 @@ class WorkQueue:
         return skipped
 
     def state_dict(self) -> QueueState:
-        """Return the sampler's position and the untrained problems as JSON values. May be called at any time."""
+        """Return the sampler's position and the queued problems as JSON values. May be called at any time."""
         return {
             "sampler": self._sampler.state_dict(),
             "next_index": self._next_index,

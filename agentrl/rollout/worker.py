@@ -20,7 +20,7 @@ from agentrl.telemetry.metrics import compute_user_metrics
 from agentrl.telemetry.trace import add_slice_since, slice_start_time
 from agentrl.trajectory import Group
 
-# Consecutive steps with only excluded rollouts after which a run ends. Steps emptied by filters do not count.
+# Number of consecutive steps with only excluded rollouts after which a run ends. Steps emptied by filters do not count.
 _FAILED_STEPS = 3
 
 
@@ -29,11 +29,11 @@ class RolloutWorker:
     """Collects groups, filters them and tracks their age.
 
     ``greedy``: play every problem once more at temperature 0, for a baseline. ``last_step``: the run's last step;
-    no rollouts are played for later steps. ``updates_posteriors``: trained rollouts update the sampler's posteriors,
-    for a budget or a curriculum.
+    no rollouts are played for later steps. ``updates_posteriors``: after each training step, its rollouts update the
+    sampler's posteriors, for a budget or a curriculum.
 
-    After :meth:`next_batch`, ``version`` is the policy to be trained, ``sampled_groups`` are all groups that were
-    played for ``step``, and ``metrics`` describe them.
+    After :meth:`next_batch`, ``version`` is the version of the policy to be trained, ``sampled_groups`` are all groups
+    that were played for ``step``, and ``metrics`` describe them.
     """
 
     driver: Driver
@@ -55,7 +55,7 @@ class RolloutWorker:
         self._failed_steps = 0
 
     async def next_batch(self, step: int) -> tuple[Group, ...]:
-        """Return the groups to train in this step. Raises WorldError after ``step_deadline``.
+        """Return the groups to train on in this step. Raises WorldError after ``step_deadline``.
 
         Queued groups precede new ones. While the filters leave too few groups, up to ``max_extra_rounds`` additional
         rounds are played.
@@ -148,8 +148,8 @@ class RolloutWorker:
         if self._failed_steps == _FAILED_STEPS:
             raise WorldError(
                 f"steps {step - _FAILED_STEPS + 1} to {step}: every rollout failed for reasons outside the policy, so "
-                f"nothing was trained. Last failure: {self.driver.last_failure or 'see the log above'}. Fix its cause, "
-                "then continue the run with --resume"
+                f"the policy was not trained. Last failure: {self.driver.last_failure or 'see the log above'}. Fix its "
+                "cause, then continue the run with --resume"
             )
 
     def _raise_if_too_stale(self, step: int, stalest: float) -> None:

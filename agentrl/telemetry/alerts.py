@@ -17,10 +17,10 @@ from agentrl.telemetry.records import ChangeRecord, Metrics
 _FIRST_COMPARISON = 3  # minimum number of rows for a comparison with the start
 _RECENT_STEPS = 5  # rows in an average of the newest steps
 _PAST_STEPS = 20  # rows in an average or a median of earlier steps
-_COLLAPSE_ERRORS = 4.0  # standard errors; a larger fall from the start is a collapse
-_WORSE_ERRORS = 3.0  # standard errors; a policy is worse than at the start if its score fell by at least as many
+_COLLAPSE_ERRORS = 4.0  # in standard errors; a larger fall from the start is a collapse
+_WORSE_ERRORS = 3.0  # in standard errors; a policy whose score fell by at least this much is worse than at the start
 _FEWEST_GROUPS = 8  # minimum number of groups for a usable standard error
-_EARLY_UPDATES = 10  # a collapse within so few updates is usually caused by the learning rate
+_EARLY_UPDATES = 10  # a collapse within this many updates is usually caused by the learning rate
 _GIB = 1024**3
 
 Rule = Callable[[Sequence[Metrics]], str | None]
@@ -349,7 +349,7 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
 )
 def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
     # A policy that solves nearly every problem also has low entropy: healthy runs end below 0.01 nats at a reward of
-    # 0.97. `policy/entropy` cannot be used, because steps that train no group, as after a collapse, lack it.
+    # 0.97. `policy/entropy` cannot be used, because steps without a group to train on do not record it.
     first, last = _first_and_last_means(rows, "rollout/sampled_entropy")
     if last is None or first is None or last >= 0.05 * first or last >= 0.01:
         return None
@@ -396,7 +396,7 @@ def length_explosion(rows: Sequence[Metrics]) -> str | None:
 
 @_register_rule(
     metrics=("groups/trained",),
-    when="no group was trained in 5 consecutive steps",
+    when="no group was trained on in 5 consecutive steps",
     advice="mix in easier or harder problems, raise rollout.group_size, or set rollout.max_extra_rounds",
     symptom_of=(
         "reward_collapse",
@@ -415,8 +415,8 @@ def no_signal(rows: Sequence[Metrics]) -> str | None:
     metrics=("reward/mean", "policy/entropy"),
     when="from step 100 on: `reward/mean` and `policy/entropy` over the last 20 steps are within 2.5 standard errors "
     "of the first 20",
-    advice="raise optimizer.learning_rate; check that groups are trained (groups/trained) and that their tokens have "
-    "advantages",
+    advice="raise optimizer.learning_rate; check that groups are trained on (groups/trained) and that their tokens "
+    "have advantages",
     symptom_of=(
         "never_correct",
         "constant_reward",

@@ -36,7 +36,7 @@ def os_errors_as_world_errors(path: Path, operation: str) -> Iterator[None]:
 
 @contextmanager
 def malformed_as_world_error(location: str) -> Iterator[None]:
-    """Convert errors from malformed content (a missing field, a string for a number) to a WorldError."""
+    """Convert errors from malformed content (a missing field, a string instead of a number) to a WorldError."""
     try:
         yield
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError, RecursionError) as error:

@@ -58,7 +58,7 @@ def measure_free_resources(folder: Path) -> dict[str, float]:
 
 
 def free_memory_bytes() -> int:
-    """Return the available memory in bytes, limited by the free memory of the control group without its cache."""
+    """Return the available memory in bytes, limited by the control group. Its inactive file cache counts as free."""
     machine = re.search(r"^MemAvailable:\s+(\d+) kB", _read_text_or_empty("/proc/meminfo"), re.MULTILINE)
     free = int(machine[1]) * 1024 if machine else usable_memory_bytes()
     limit, used = (

@@ -40,7 +40,7 @@ class EvaluationRecord(ScoreRecord):
 
 
 class BestRecord(EvaluationRecord):
-    """The best evaluation. ``policy`` is the directory of its policy in the run directory, or None if not kept."""
+    """The best evaluation. ``policy`` is the policy's directory in the run directory, or None if it was not kept."""
 
     policy: str | None
 

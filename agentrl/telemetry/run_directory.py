@@ -113,7 +113,7 @@ class RunDirectory:
         self.write_text("summary.json", json.dumps(summary, indent=2, ensure_ascii=False, allow_nan=False) + "\n")
 
     def append_metrics(self, row: Mapping[str, float]) -> None:
-        """Append a row, which is on disk when this method returns. Raises ValueError without an integer ``step``."""
+        """Append a row, which is on disk when this method returns. Raises ValueError if it has no integer ``step``."""
         if not isinstance(row.get("step"), int):
             raise ValueError(f"a metrics row must have an integer 'step'; got {dict(row)!r}")
         append_line(self.metrics_file, encode_json_line(row))

@@ -27,7 +27,7 @@ class TelemetrySettings(BaseModel):
     tokens_every: int = Field(1, ge=0)
     """number of steps between recorded files of token statistics (trainer log-probability, entropy, energy, return,
     baseline and advantage of each model token), which `agentrl explain` and `agentrl view` read; only steps whose
-    trajectories are recorded have one. 0: record none"""
+    trajectories are recorded have such a file. 0: record none"""
     trace: bool = False
     """write trace.json for Perfetto (ui.perfetto.dev), with the steps of ranks and worker, every trajectory with its
     turns, programs and waiting times, servers and sandboxes"""

@@ -1,4 +1,4 @@
-"""Token statistics of a step: in memory, in files, and joined with the step's trajectories. Imports no torch.
+"""Token statistics of a step: in memory, in files, and joined with the step's trajectories. Does not import torch.
 
 The training step records :class:`TrajectoryTokens` for every trajectory that it trained on. Each rank writes its
 records to one Parquet file (:func:`write_tokens`). :func:`read_step` joins the files of all ranks with the step's
@@ -352,7 +352,7 @@ class StoredStep:
     warnings: tuple[str, ...] = ()
 
     def trained_group(self, trajectory: StoredTrajectory) -> list[StoredTrajectory]:
-        """Return the trained trajectories of ``trajectory``'s group, including itself, in the order of training."""
+        """Return all trajectories of ``trajectory``'s group that the step trained on, in the order of training."""
         by_key = {item.key: item for item in self.trajectories}
         return [by_key[key] for key in self.rows if key.group == trajectory.key.group and key in by_key]
 

@@ -23,7 +23,7 @@ from pathlib import Path
 from agentrl.telemetry.files import os_errors_as_world_errors
 
 _LARGEST_BUFFER = 1 << 16  # bytes
-_LONGEST_WAIT = 1_000_000_000  # nanoseconds between two writes of a busy process
+_LONGEST_WAIT = 1_000_000_000  # maximum nanoseconds between two writes of a busy process
 
 logger = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""Transfer of a run to experiment trackers in background threads. Training waits for the threads only at its end."""
+"""Background threads that send a run's data to experiment trackers. Training waits for them only at its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from agentrl_envs.registry import describe_error
 
 SAMPLE_COLUMNS = ("problem", "group", "sample", "reward", "ended", "verdict", "turns", "model tokens", "conversation")
 LONGEST_CONVERSATION = 20_000  # characters of a conversation
-_LONGEST_QUEUE = 1000  # messages: the rows and tables of hundreds of steps
+_LONGEST_QUEUE = 1000  # messages, enough for the rows and tables of hundreds of steps
 _RUN_CONTINUES = "the run continues, and its directory contains all data"
 
 Message = Callable[[Tracker], object]
@@ -28,8 +28,8 @@ Message = Callable[[Tracker], object]
 class TrackerThread:
     """Thread that opens a tracker and processes messages in order, from a bounded queue.
 
-    ``notify`` and ``warn`` print a line. Only the first failure and the first dropped message are printed, and their
-    counts at the end.
+    ``notify`` and ``warn`` print a line. Only the first failure and the first dropped message are printed. The
+    numbers of failures and dropped messages are printed at the end.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class TrackerThread:
             self._stopped = True
             self._warn(f"tracker {self._name} could not be opened: {describe_error(error)}; {_RUN_CONTINUES}")
             with contextlib.suppress(Empty):
-                self._messages.get_nowait()  # makes room for `close`, which may wait for it
+                self._messages.get_nowait()  # `close` may be waiting for room in the queue
             return
         while not self._stopped and (message := self._messages.get()) is not None:
             self._send(tracker, message)
@@ -128,7 +128,7 @@ class Trackers:
     def log_metrics(self, row: Metrics) -> None:
         """Send a row of ``metrics.jsonl`` and, if due, a sample of the previous step's trajectories.
 
-        The sample is sent one step later, because the trajectories of a step are written during the next one.
+        The sample is sent one step later, because the trajectories of a step are written during the next step.
         """
         step = int(row["step"])
         numbers = {key: value for key, value in row.items() if key != "step"}

@@ -108,7 +108,7 @@ def check_trackers(names: Iterable[str]) -> None:
         TRACKERS[name]
 
 
-_LONGEST_PARAMETER = 6000  # characters that MLflow stores of a parameter
+_LONGEST_PARAMETER = 6000  # maximum number of characters of a parameter in MLflow
 _PARAMETERS_PER_REQUEST = 100  # limit of MLflow
 
 
@@ -126,7 +126,7 @@ class WandbTracker:
         try:
             self._run = self._init_run(run, mode=None)
         except (wandb.errors.CommError, TimeoutError):
-            wandb.teardown()  # otherwise the service keeps the run's id
+            wandb.teardown()  # otherwise wandb's service still holds the run's id
             self._run = self._init_run(run, mode="offline")
         self.location = str(run.folder) if self._run.offline else str(self._run.url)
 

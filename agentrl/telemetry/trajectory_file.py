@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 _MAGIC = b"PAR1"  # first and last bytes of a complete file
 _MIN_BLOCK_SIZE = 1 << 18  # tokens plus bytes of JSON in a row group, which is written and read as a whole
-_LARGEST_BLOCK = 1 << 28  # bytes, 20 times an ordinary row group; limits the memory of readers
+_LARGEST_BLOCK = 1 << 28  # bytes, 20 times the size of an ordinary row group; limits the memory of readers
 _COLUMNS = ["record", "token_ids", "log_probs"]
 _LOG_PROBS = "log_probs"
 _LIST_FIELDS = ("prompt_ids", "token_ids", _LOG_PROBS, "support_ids", "support_sizes")

@@ -37,7 +37,7 @@ class AlgorithmSettings(_Settings):
     branches of the token's nearest fork, without the token's branch; pooled: over the siblings and the group's other
     rollouts"""
     sibling_pool: float = Field(1.0, gt=0)
-    """weight of the group's other rollouts with siblings=pooled, as a number of siblings"""
+    """with siblings=pooled: total weight of the group's other rollouts, expressed as a number of siblings"""
     energy: Literal["logit_proxy", "head_exact", "length"] = "logit_proxy"
     """estimate of the per-token squared gradient norm that weights the optimal baselines"""
     normalize: Literal["group_std", "whiten"] | None = None
@@ -163,7 +163,7 @@ class TeacherSettings(_Settings):
     """text that only the teacher reads, at the start of its prompt. {statement}, {answer} and the names of further
     columns in braces are replaced by the values of the problem; null: the teacher reads the prompt of the policy"""
     url: str | None = None
-    """base URL of a server that scores token ids and serves the teacher as path, such as http://HOST:8000/v1 of vLLM;
+    """base URL of a server that scores token ids and serves the teacher as path, such as http://HOST:8000/v1 for vLLM;
     null: the teacher is loaded on the training ranks"""
     by_source: dict[str, SourceTeacherSettings] = {}
     """path and url of the teachers of problem sources, such as {code: {path: TEACHER}}; a source is named after its
@@ -183,7 +183,7 @@ class TeacherSettings(_Settings):
     final_coefficient: float = Field(0.0, ge=0)
     """weight after decay_steps; no effect without decay_steps. 0: the teacher is not computed after decay_steps"""
     decay_steps: int | None = Field(None, ge=1)
-    """number of steps in which the weight changes linearly from coefficient to final_coefficient; null: the weight is
+    """number of steps over which the weight changes linearly from coefficient to final_coefficient; null: the weight is
     constant"""
     temperature: float | None = Field(None, gt=0)
     """temperature of the teacher's distribution; null: rollout.temperature"""
@@ -272,7 +272,7 @@ class CorrectionSettings(_Settings):
     divergence_mask: Literal["k2", "k3"] | None = None
     """mask tokens whose divergence from the engine, by this estimator, exceeds divergence_high; null: no mask"""
     divergence_level: Literal["token", "sequence_mean", "sequence_max"] = "token"
-    """divergence that is compared with divergence_high: of the token, or the mean or maximum over its sequence"""
+    """divergence that is compared with divergence_high: the token's own, or the mean or maximum over its sequence"""
     divergence_high: float = Field(0.1, gt=0)
     """upper bound of divergence_mask"""
     route_replay: Literal["off", "rollout", "trainer"] = "off"
@@ -307,7 +307,7 @@ class CorrectionSettings(_Settings):
 
 
 class CriticSettings(_Settings):
-    """The value network of estimator gae: a transformer of the policy's architecture with a value head."""
+    """The value network of the estimator gae: a transformer of the policy's architecture with a value head."""
 
     learning_rate: float = Field(1e-5, gt=0)
     """peak learning rate of the critic; it follows the optimizer's schedule"""
@@ -348,7 +348,7 @@ class TrainingSettings(_Settings):
     In bfloat16, stages 0 and 1 run as stage 2, which accumulates gradients in float32"""
     offload: Literal["none", "optimizer", "all"] = "none"
     """state that is kept in host memory. optimizer: the optimizer state, which is also updated on the CPU (zero_stage 1
-    to 3); all: also the weights (zero_stage=3). Slower; without a GPU, it saves no memory"""
+    to 3); all: also the weights (zero_stage=3). This is slower, and saves no memory without a GPU"""
     persistence_threshold: int = Field(100_000, ge=0)
     """with zero_stage=3, parameters with at most this many elements are not sharded"""
     micro_batch_tokens: int = Field(16384, ge=64)
@@ -361,20 +361,21 @@ class TrainingSettings(_Settings):
     """number of training ranks on this machine"""
     sequence_parallel: int = Field(1, ge=1)
     """number of consecutive ranks that share a packed micro-batch (Ulysses), each holding a slice of its tokens, for
-    sequences that do not fit one rank. Must divide the number of ranks and the number of query heads; 1: each rank has
-    separate micro-batches"""
+    sequences that do not fit on one rank. Must divide the number of ranks and the number of query heads; 1: each rank
+    has separate micro-batches"""
     threads: int = Field(0, ge=0)
     """CPU threads per process; 0: the number of cores divided by the number of processes"""
     deterministic: bool = False
-    """make runs bitwise reproducible: turns are sampled in rounds, requests sorted and threads fixed. Slower"""
+    """make runs bitwise reproducible: turns are sampled in rounds, requests are sorted, and the number of threads is
+    fixed. This is slower"""
     worker_timeout: float = Field(7200.0, gt=0)
-    """seconds that a rank waits for a response of the rollout worker, such as its plan; then the run ends with an
-    error. Raise it if the rollouts of one step take longer"""
+    """maximum seconds that a rank waits for a response from the rollout worker, such as its plan; after this limit, the
+    run fails. Raise it if the rollouts of one step take longer"""
     collective_deadline: float = Field(1800.0, gt=0)
-    """seconds that a rank waits for another rank in a collective. Such a wait never includes rollouts, but may include
-    kernel compilation, longer micro-batches or a large checkpoint on another rank. A rank without progress for this
-    time in an update, a transfer, a checkpoint or the first step counts as stuck; in other activities, cluster.deadline
-    applies"""
+    """maximum seconds that a rank waits for another rank in a collective. Such a wait never includes rollouts, but may
+    include kernel compilation, longer micro-batches or a large checkpoint on another rank. A rank without progress for
+    this time in an update, a transfer, a checkpoint or the first step counts as stuck; in other activities,
+    cluster.deadline applies"""
 
     def effective_zero_stage(self, *, bfloat16: bool) -> int:
         """Return the ZeRO stage that DeepSpeed runs.
@@ -396,7 +397,7 @@ class CheckpointSettings(_Settings):
     keep: int = Field(2, ge=1)
     """number of checkpoints to keep; older ones are deleted"""
     asynchronous: bool | None = None
-    """write checkpoints in the background: a step waits only until the state is copied in host memory (12 bytes per
+    """write checkpoints in the background: a step waits only until the state is copied to host memory (12 bytes per
     trained parameter over all ranks). A checkpoint becomes valid at the end of the step in which its files are
     complete. null: only checkpoints of more than 1 GB over all ranks"""
     best: bool = True
@@ -417,10 +418,10 @@ class ColdstartSettings(_Settings):
     variants: int = Field(4, ge=1)
     """number of copies of each formula problem, each with different numbers"""
     direct_share: float = Field(0.0, ge=0, le=1)
-    """fraction of the demonstrations that state the answer immediately: in a box, also for agent programs, or, if the
-    environment is a class, by their last turn. A policy that imitates such demonstrations guesses the answer.
-    Reinforcement learning can then improve the policy by making it use the tool. The tiny preset sets direct_share only
-    for generated demonstrations"""
+    """fraction of the demonstrations that state the answer immediately: in the form of their last turn if the
+    environment is a class, otherwise in a box (also for agent programs). A policy that imitates such demonstrations
+    guesses the answer. Reinforcement learning can then improve the policy by making it use the tool. The tiny preset
+    sets direct_share only for generated demonstrations"""
     direct_turn: Literal["first", "any"] = "first"
     """turn of a direct answer. first: the first turn; any: a random turn before the last, after observations that do
     not yet determine the answer. With any, the policy learns to give up early, and more often in longer tasks"""
@@ -429,8 +430,8 @@ class ColdstartSettings(_Settings):
     steps: int = Field(200, ge=1)
     """number of supervised updates"""
     copy_steps: int = Field(0, ge=0)
-    """number of first steps whose batches also contain repeated sequences of random tokens, as many as demonstrations.
-    A new model learns from these sequences to copy, for example the result of a tool into the next call or the
+    """number of initial steps whose batches also contain one repeated sequence of random tokens per demonstration.
+    From these sequences, a new model learns to copy, for example the result of a tool into the next call or the
     answer"""
     batch_size: int = Field(48, ge=1)
     """number of demonstrations per update"""

@@ -189,7 +189,7 @@ class _ApiHandlers:
             try:
                 is_run = folder.kind == "run"
                 about = read_run_summary(RunDirectory(folder.path)) if is_run else read_evaluation_summary(folder.path)
-                to_json(about)  # raises for this entry, not for the whole list
+                to_json(about)  # serialize here, so that an error affects only this entry
             except Exception as error:  # noqa: BLE001  (a run that cannot be read must not hide the others)
                 about = {"error": str(error) if isinstance(error, AgentRLError) else describe_error(error)}
             by_kind[folder.kind].append({"id": folder.id, "name": folder.name, **about})

@@ -52,7 +52,10 @@ class CalculationHandlers:
     def what_if(
         self, step: int, trajectory: int, estimator: str, options: Mapping[str, object], size: int | None
     ) -> object:
-        """Recompute a trajectory's group with another estimator. ``fields`` contains the trajectory's columns."""
+        """Recompute a trajectory's group with another estimator.
+
+        In the result, ``fields`` contains the trajectory's columns.
+        """
         stored, chosen = self._read_group_of_trajectory(step, trajectory)
         if estimator_needs(estimator, **merge_options_with_defaults(stored, estimator, options)).step_wide:
             stored = read_step(self._run, step)

@@ -48,7 +48,7 @@ class TokenExplanation:
         yield from self._loss_lines(facts)
 
     def value_at_token(self, values: np.ndarray) -> float:
-        """Return the token's entry in ``values`` of its trajectory's model tokens."""
+        """Return the token's entry in ``values``, which has one entry per model token of the trajectory."""
         return float(values[self.index])
 
     def _header_lines(self) -> Iterator[str]:
@@ -214,7 +214,7 @@ def compute_baseline_weights(step: StoredStep, trajectory: StoredTrajectory, ind
             last[item.key.sample] = sibling
 
     def baseline(returns: Mapping[int, float]) -> float:
-        """Compute the token's baseline for ``returns`` by index in ``siblings``. Other returns are 0."""
+        """Compute the token's baseline for ``returns``, keyed by index in ``siblings``. Missing returns are 0."""
         rewards = torch.zeros_like(inputs.rewards)
         for sibling, value in returns.items():
             rewards[sibling, int(siblings[sibling].model_token_positions[-1])] = value
@@ -232,9 +232,10 @@ def compute_baseline_weights(step: StoredStep, trajectory: StoredTrajectory, ind
 
 
 def loss_log_prob_gradients(facts: TokenMetadata, row: TrajectoryTokens) -> np.ndarray | None:
-    """Compute d loss / d log p [K] of a trajectory's tokens in the update that trained on it, before ``loss_weight``.
+    """Compute d loss / d log p [K] of a trajectory's tokens in the update that trained on it.
 
-    Entropy and KL terms are not included. Returns None if the loss selects tokens over the whole step.
+    The factor ``loss_weight``, entropy and KL terms are not included. Returns None if the loss selects tokens over the
+    whole step.
     """
     if LOSSES.traits(facts.loss).step_wide:
         return None

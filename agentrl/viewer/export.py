@@ -38,8 +38,8 @@ from agentrl.viewer.trajectories import build_trajectory_page, read_step_rows
 
 STATIC = Path(__file__).parent / "static"
 RUN_ID, EVALUATION_ID = "run", "evaluation"
-_LARGEST_RUN = 100_000_000  # bytes; larger files open slowly and cannot be sent by mail
-_LARGEST_REPORT = 9_500_000  # bytes of conversations in a page that opens quickly
+_LARGEST_RUN = 100_000_000  # bytes; larger files open slowly and cannot be sent by email
+_LARGEST_REPORT = 9_500_000  # bytes of conversations in a page; larger pages open slowly
 _POLICY = (
     "default-src 'none'; script-src 'sha256-{hash}'; style-src 'unsafe-inline'; img-src data: blob:; "
     "base-uri 'none'; form-action 'none'"
@@ -89,7 +89,7 @@ def export_evaluation_page(path: Path, out: Path) -> None:
 
 
 def _compress_rollout_pages(path: Path) -> list[str]:
-    """Compress the pages of rollouts by :func:`rank_by_alternating_correctness`, as many per problem as fit."""
+    """Compress as many rollout pages per problem as fit, in the order of :func:`rank_by_alternating_correctness`."""
     rank_of = rank_by_alternating_correctness(read_rollout_rows(path))
     if not rank_of:
         return []

@@ -1,4 +1,4 @@
-"""Size-limited readers for a growing ``metrics.jsonl``, returned as columns, and for other JSON Lines files."""
+"""Size-limited readers for JSON Lines files. A growing ``metrics.jsonl`` is read into columns."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from agentrl.viewer.run_files import json_numbers
 
 _LONGEST_LINE = 1 << 24  # bytes; a row of metrics has a few thousand
 _MOST_CACHED_RUNS = 16  # runs whose columns stay in memory: 8 MB each with 5,000 steps of 100 metrics
-_RECENT_STEPS = 15  # number of latest steps in a mean
+_RECENT_STEPS = 15  # number of latest steps over which means are computed
 _LARGEST_STEP = 1 << 53  # JavaScript's largest exact integer
 
 

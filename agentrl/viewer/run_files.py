@@ -66,7 +66,7 @@ def read_run_settings(run: RunDirectory) -> Mapping[str, object]:
     with os_errors_as_world_errors(run.config, "read"), resolve_path_inside(run.config, run.path).open("rb") as file:
         content = file.read(_LARGEST_CONFIG + 1)
     if len(content) > _LARGEST_CONFIG:
-        raise WorldError(f"{run.config} is damaged: larger than {_LARGEST_CONFIG >> 20} MB")
+        raise WorldError(f"{run.config} is damaged: it is larger than {_LARGEST_CONFIG >> 20} MB")
     try:
         depth = 0
         for event in yaml.parse(content, Loader=_LOADER):
@@ -77,7 +77,7 @@ def read_run_settings(run: RunDirectory) -> Mapping[str, object]:
     except (ValueError, yaml.YAMLError) as error:
         raise WorldError(f"{run.config} is damaged: invalid YAML ({error})") from error
     if not isinstance(settings, Mapping):
-        raise WorldError(f"{run.config} is damaged: not a mapping of settings")
+        raise WorldError(f"{run.config} is damaged: it is not a mapping of settings")
     return settings
 
 
@@ -149,7 +149,7 @@ def _open_tokenizer(path: Path, folder: Path, _changed: int) -> RunTokenizer:
     try:
         path = resolve_path_inside(path, folder)
         if path.stat().st_size > _LARGEST_TOKENIZER:
-            return RunTokenizer(None, f"{path} is damaged: larger than {_LARGEST_TOKENIZER >> 20} MB")
+            return RunTokenizer(None, f"{path} is damaged: it is larger than {_LARGEST_TOKENIZER >> 20} MB")
         return RunTokenizer(Tokenizer.from_file(str(path)))
     except (WorldError, OSError) as error:
         return RunTokenizer(None, str(error))

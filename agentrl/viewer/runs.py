@@ -112,7 +112,7 @@ _COLLAPSES = ("reward_collapse", "entropy_collapse")
 # A run counts as stopped when its last row is older than the larger of these two limits. The first allows for
 # checkpoints and evaluations.
 _STOPPED_AFTER = 120.0  # seconds
-_STOPPED_AFTER_STEPS = 10  # median durations of a step
+_STOPPED_AFTER_STEPS = 10  # multiple of the median step duration
 _LONGEST_START = 900.0  # seconds that a run may take to complete its first step
 _NO_PROGRESS = Progress(step=0, seconds=0.0, step_seconds=None, result=None, warnings=())
 

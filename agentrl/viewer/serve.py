@@ -31,7 +31,7 @@ from agentrl.viewer.app import make_app
 from agentrl.viewer.export import export_run_page
 from agentrl.viewer.runs import RunLibrary
 
-_DEADLINE = 120.0  # seconds until a response; the first one includes the import of torch
+_DEADLINE = 120.0  # seconds to wait for a response; the first response includes the import of torch
 
 
 class CalculationClient:
@@ -44,7 +44,7 @@ class CalculationClient:
         self._run: Path | None = None
 
     def request(self, run: Path, question: dict[str, object]) -> object:
-        """Return the result of a request. Raises SettingsError if it is invalid, WorldError if the process fails."""
+        """Return the result. Raises SettingsError if the request is invalid, and WorldError if the process fails."""
         with self._lock:
             connection = self._connect(run.resolve())
             try:
@@ -131,7 +131,10 @@ def view_command(paths: Sequence[Path], *, port: int | None, browse: bool, echo:
 def export_command(
     paths: Sequence[Path], out: Path | None, *, steps: Sequence[int], groups: int | None, echo: Callable[[str], object]
 ) -> None:
-    """Write the page of one run to ``out``. Raises SettingsError if ``paths`` are not one run or ``out`` is None."""
+    """Write the page of one run to ``out``.
+
+    Raises SettingsError if ``paths`` is not a single run or ``out`` is None.
+    """
     if out is None:
         raise SettingsError("--steps and --groups apply only to --export FILE: add --export")
     if len(paths) != 1 or not (paths[0] / "config.yaml").is_file():

@@ -23,12 +23,15 @@ from agentrl_envs.types import Ended, Verdict
 
 _MOST_CACHED_STEPS = 24  # steps whose rows stay in memory: about 0.5 MB each with 512 trajectories
 _EXCERPT_LENGTH = 140
-_EQUAL_REWARDS = 1e-8  # rewards closer than this are equal, as for the filter of groups
+_EQUAL_REWARDS = 1e-8  # rewards that differ by less are equal, as in the filter of groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class SearchConditions:
-    """Search conditions for rows. None accepts any value. ``text`` is searched in the conversation, ignoring case."""
+    """Search conditions for rows. Empty strings and None accept any value.
+
+    The conversation is searched for ``text``, ignoring case.
+    """
 
     text: str = ""
     problem: str = ""
@@ -134,7 +137,10 @@ def _cached_rows(path: Path, step: int, _changed: tuple[int, ...]) -> tuple[JSON
 
 
 def _read_version_and_gradient_powers(run: RunDirectory, step: int) -> tuple[int | None, dict[RowKey, float]]:
-    """Return the policy version (None without token statistics) and the gradient power of trained trajectories."""
+    """Return the policy version, and the gradient power of every trajectory with token statistics.
+
+    The version is None if the step has no token statistics.
+    """
     version, powers = None, dict[RowKey, float]()
     for path in run.token_statistics_files(step):
         try:

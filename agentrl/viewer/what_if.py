@@ -1,4 +1,4 @@
-"""Advantages from stored token statistics, by the run's estimator or another estimator."""
+"""Compute advantages from stored token statistics, with the run's estimator or another estimator."""
 
 from __future__ import annotations
 
@@ -165,7 +165,9 @@ def _limit_group_size(
     if size is None:
         return trained_group
     if not 1 <= size <= len(samples):
-        raise SettingsError(f"N must be 1 to {len(samples)}, the number of trained rollouts of this group; got {size}")
+        raise SettingsError(
+            f"N must be 1 to {len(samples)}, the number of this group's rollouts that were trained on; got {size}"
+        )
     return [item for item in trained_group if item.key.sample in samples[:size]]
 
 

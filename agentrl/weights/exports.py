@@ -70,7 +70,10 @@ def write_export(folder: Path, tensors: Iterable[tuple[str, Tensor]], version: i
 
 
 def write_version(folder: Path, version: int, write: Callable[[Path], None], *, older_versions: int = 1) -> Path:
-    """Create a directory for ``version`` with ``write``. Keeps ``older_versions``, which engines may be reading."""
+    """Create a directory for ``version`` with ``write``, and return it.
+
+    Keeps the last ``older_versions`` previous versions, which engines may be reading.
+    """
     target = folder / f"version-{version:09d}"
     partial = folder / f"{target.name}.partial"
     shutil.rmtree(partial, ignore_errors=True)

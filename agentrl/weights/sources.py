@@ -32,7 +32,7 @@ class TransferTarget:
     backend: str = "file"
     """The name of the transfer method, for messages."""
     form: Literal["full", "merged", "adapter"] = "full"
-    """Parameters that the engine loads: all, or for a policy with adapters, the merged model or the adapters only."""
+    """Parameters that the engine loads: all or, for a policy with adapters, the merged model or only the adapters."""
     older_versions: int = 1
     """Number of older versions whose files are kept in addition to the newest version."""
     addresses: tuple[str, ...] = ()
@@ -105,9 +105,9 @@ class ParameterSource:
 def full_parameters(
     module: nn.Module, *, group_elements: int = GROUP_ELEMENTS, wanted: Callable[[str], bool] = bool
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the name and complete value of every parameter in the same order on all ranks; tied parameters once.
+    """Yield the name and complete value of every parameter, in the same order on all ranks.
 
-    ``wanted`` selects parameters by name, by default all.
+    Tied parameters are yielded once. ``wanted`` selects parameters by name, by default all.
 
     Collective under ZeRO-3, where every rank must run it to the end: parameters are gathered in groups of at most
     ``group_elements``. A value is valid until the next one is requested.

@@ -105,7 +105,7 @@ def sum_checksums(workers: Iterable[Mapping[str, tuple[int, int]]]) -> dict[str,
 
 
 def add_tied_head(found: Mapping[str, Checksum]) -> dict[str, Checksum]:
-    """Return the checksums, with the embedding's checksum added for the head if it is missing because it is tied."""
+    """Return the checksums. If the head is missing because it is tied, the embedding's checksum is added for it."""
     tied = EMBEDDING_NAME in found and HEAD_NAME not in found
     return {**found, HEAD_NAME: found[EMBEDDING_NAME]} if tied else dict(found)
 
@@ -182,13 +182,16 @@ class EngineVerification:
     parameters: int
 
     def __str__(self) -> str:
-        difference = f"log-probabilities of engine and trainer differ by {self.noise:.2g} nats on average"
+        difference = f"{self.noise:.2g} nats on average"
         if not self.parameters:
-            return f"{self.engine} shares the trained weights; with the start policy {difference}"
+            return (
+                f"{self.engine} shares the trained weights; at the start, the log-probabilities of engine and trainer "
+                f"differed by {difference}"
+            )
         checksums = f"checksums of {self.compared} of {self.parameters} parameters"
         return (
-            f"{self.engine}: every transfer is verified by {checksums} and by a probe; "
-            f"with the start policy {difference}, bound {self.bound:.2g}"
+            f"{self.engine}: every transfer is verified by {checksums} and by a probe; at the start, the "
+            f"log-probabilities of engine and trainer differed by {difference} (bound {self.bound:.2g})"
         )
 
 
@@ -209,7 +212,7 @@ class Verifier:
     """Checks that the engines of a run have the trainer's weights."""
 
     def __init__(self, dtype: str, *, bound: float | None = None) -> None:
-        """Create a verifier. ``bound`` replaces the measured bound; None: measure it."""
+        """Create a verifier. ``bound`` replaces the bound that is otherwise measured."""
         self._limit = NOISE_LIMITS[dtype] if bound is None else bound
         self._floor = NOISE_FLOORS[dtype] if bound is None else bound
         self._verified: dict[str, EngineVerification] = {}

@@ -134,7 +134,7 @@ class Policy(Protocol[RolloutResult]):
         ...
 
     def close(self) -> None:
-        """Release the engine's resources of this rollout."""
+        """Release the engine resources that this rollout uses."""
         ...
 
 

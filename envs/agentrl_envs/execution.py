@@ -113,7 +113,10 @@ class EpisodeSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
     ) -> Execution:
-        """Run `execute` from a synchronous function in a thread. Raises EpisodeUsageError if called on the loop."""
+        """Run `execute` from a synchronous function in a thread.
+
+        Raises EpisodeUsageError if called on an event loop, because the call would block the loop.
+        """
         try:
             asyncio.get_running_loop()
         except RuntimeError:
@@ -122,9 +125,10 @@ class EpisodeSandbox:
         raise EpisodeUsageError("sandbox.run() would block the event loop: use await sandbox.execute(...)")
 
     async def fork(self) -> EpisodeSandbox:
-        """Return the sandbox of a forked episode, with a copy of the session. Raises UnavailableError.
+        """Return the sandbox of a forked episode, with a copy of the session.
 
-        If the sandbox is full, waits for room as long as `execute` does.
+        If the sandbox is full, waits for room as long as `execute` does. Raises UnavailableError if the session cannot
+        be copied.
         """
         twin = EpisodeSandbox(self._sandbox, self._settings)
         session = self._session

@@ -63,7 +63,10 @@ class EnvironmentFactory(ABC, Generic[Section]):
         """Create the environment without opening it. ``chat`` is the model's chat format, or None for plain text."""
 
     def template_use(self, settings: Section) -> TemplateUse | None:
-        """Return the use of the chat template, or None for plain-text conversations. Raises PluginError."""
+        """Return the use of the chat template, or None for plain-text conversations.
+
+        Raises PluginError if the settings are inconsistent or a tool is invalid.
+        """
         return None
 
     @property

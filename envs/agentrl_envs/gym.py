@@ -177,7 +177,7 @@ class SimpleTIREnv(ProblemEnv):
 
 
 class ReasoningEnv(ProblemEnv):
-    """Problems that are solved in a single turn without tools.
+    """Gymnasium environment for problems that are solved in a single turn without tools.
 
     Example::
 

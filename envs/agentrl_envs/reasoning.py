@@ -19,7 +19,7 @@ from agentrl_sandbox.client import SandboxSettings
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class BoxedAnswerProtocol(TextProtocol):
-    """A protocol with one turn, which ends with the sequence. The last ``\\boxed`` is the answer. Runs no programs."""
+    """A protocol with one turn and no programs. The last ``\\boxed`` is the answer."""
 
     observation_limit: int = 0
 

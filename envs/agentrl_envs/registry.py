@@ -99,7 +99,7 @@ class Registry(Generic[Item]):
 
         Does not import ``module:attribute``.
         """
-        if name in self.names():  # also if a package registers a removed name
+        if name in self.names():  # a package may register a removed name
             return
         replacement = self._removed.get(name.partition(":")[0])
         if replacement is not None:

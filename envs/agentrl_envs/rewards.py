@@ -1,4 +1,4 @@
-"""Custom rewards: functions that compute the reward of a finished rollout, instead of the environment.
+"""Custom rewards: functions that replace the environment's reward for a finished rollout.
 
 ``reward.functions`` maps ``module:function`` to a weight. Each function is called once for every rollout that is not
 excluded, with the arguments of `RewardFunction`::
@@ -141,7 +141,11 @@ class TimedRewardFunction:
         verdict: Verdict | None,
         sandbox: EpisodeSandbox | None = None,
     ) -> tuple[float, ...]:
-        """Return the reward of each turn. Raises RewardError, UnavailableError, and TimeoutError after the deadline."""
+        """Return the reward of each turn.
+
+        Raises RewardError if the function fails or returns an invalid value, UnavailableError if a service does not
+        respond, and TimeoutError after the deadline.
+        """
         options = {"sandbox": sandbox} if self._injected else {}
         call = functools.partial(self._function, problem, conversation, verdict, **options)
         try:
@@ -197,7 +201,7 @@ class WeightedRewards:
         self._names = {path: name if counts[name] == 1 else path for path, name in short.items()}
 
     async def open(self) -> None:
-        """Open a sandbox if a function requires it. Raises `agentrl_sandbox.client.SandboxError`."""
+        """Open a sandbox if a function requires it. Raises `agentrl_sandbox.client.SandboxError` if this fails."""
         if self._sandbox is None and any(function.needs_sandbox for function in self._functions):
             self._sandbox = await open_sandbox(self._settings)
 
@@ -210,7 +214,7 @@ class WeightedRewards:
     async def __call__(self, problem: Problem, conversation: Conversation, verdict: Verdict | None) -> RewardSum:
         """Call all functions concurrently.
 
-        Raises RewardError, UnavailableError, and TimeoutError after the deadline.
+        Raises the errors of `TimedRewardFunction`, and RewardError if the weighted sum for a turn is too large.
         """
         sandbox = None if self._sandbox is None else EpisodeSandbox(self._sandbox, ExecutionSettings())
         values = await asyncio.gather(

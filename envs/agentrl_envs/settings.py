@@ -89,7 +89,7 @@ INSTRUCTIONS: Mapping[str, str] = {
 
 
 class ChatSettings(BaseModel):
-    """Format of a conversation around the model's turns."""
+    """Settings for the format of a conversation: chat template and system message."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -101,7 +101,7 @@ class ChatSettings(BaseModel):
     system_prompt: str = Field(
         default="",
         description="text of the system message, for problems without a system message; in plain text, the prompt "
-        "begins with it",
+        "begins with this text",
     )
     template_options: dict[str, object] = Field(
         default_factory=dict, description="variables of the chat template, such as enable_thinking"
@@ -118,9 +118,9 @@ class ToolChatSettings(ChatSettings):
 
     history: Literal["keep", "template"] = Field(
         default="keep",
-        description="form of the model's earlier turns, with tool calls in the chat template. keep: the sampled "
-        "tokens; template: rendered again by the template, as in deployed servers, for example without "
-        "reasoning. If the rendered tokens differ, a new trajectory starts",
+        description="form in which the model sees its earlier turns, if the chat template formats the tool calls. "
+        "keep: the sampled tokens; template: rendered again by the chat template, as deployed servers do, for example "
+        "without reasoning. If the rendered tokens differ from the sampled tokens, a new trajectory starts",
     )
 
 
@@ -185,12 +185,12 @@ class SimpleTIRSettings(ToolChatSettings, ExecutionSettings):
 
     @property
     def system_prompt_and_instruction(self) -> str:
-        """System prompt and instruction, in the form of a plain-text protocol."""
+        """System prompt and instruction, combined into the text that precedes the problem."""
         return self._with_system_prompt(self.effective_instruction)
 
 
 class ToolTurnSettings(ToolChatSettings):
-    """Turns of an environment whose tools are the methods of a class."""
+    """Settings for the turns of an environment whose tools are the methods of a class."""
 
     max_turns: int = Field(default=10, ge=1, description="maximum model turns in one episode")
     max_calls: int = Field(default=8, ge=1, description="maximum tool calls answered per turn")
@@ -214,7 +214,7 @@ class ClassEnvironmentSettings(ToolTurnSettings, ExecutionSettings):
 
 
 class ContainerSettings(BaseModel):
-    """Containers of tasks in Harbor's format."""
+    """Settings of the containers for tasks in Harbor's format."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -258,8 +258,8 @@ class HarborAgentSettings(ContainerSettings):
     helper_image: str = Field(
         default="agentrl-sandbox",
         min_length=1,
-        description="image with Python that opens the gateway's address inside a container, by default the image of "
-        "the sandbox service",
+        description="image with Python for the helper container that opens the gateway's port inside a task's "
+        "container; by default the image of the sandbox service",
     )
 
 
@@ -277,7 +277,7 @@ class ReasoningSettings(ChatSettings):
 
     @property
     def system_prompt_and_instruction(self) -> str:
-        """System prompt and instruction, which precede the problem."""
+        """System prompt and instruction, combined into the text that precedes the problem."""
         return self._with_system_prompt(self.effective_instruction)
 
 
@@ -300,8 +300,8 @@ class OpenEnvSettings(BaseModel):
 
     action: dict[str, object] | None = Field(
         default=None,
-        description="action of a turn, in which {text} is replaced by the turn's text; null: the only text field of "
-        "the server's actions",
+        description="action of a turn, in which {text} is replaced by the turn's text; null: the text is sent in the "
+        "only text field of the server's actions",
     )
     observation: str | None = Field(
         default=None,
@@ -312,7 +312,8 @@ class OpenEnvSettings(BaseModel):
     reset_observation: str | None = Field(
         default=None,
         min_length=1,
-        description="field of the first observation that the model reads; null: as observation",
+        description="field of the first observation that the model reads; null: the same field as observation, or "
+        "the only text field",
     )
     instruction: str = Field(default="", description="text before the first observation")
     stop: tuple[str, ...] = Field(

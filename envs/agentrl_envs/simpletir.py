@@ -1,8 +1,8 @@
 """SimpleTIR: the model solves a problem by writing Python, reading the output and trying again.
 
-All protocols (`agentrl_envs.protocols`) use the same episode. Its base class, `ToolEpisode`, is also the base of
-episodes of a user's class. A correct answer has reward 1, and everything else has reward 0. The driver handles token
-limits and the end of sequence. The episode handles text.
+All protocols (`agentrl_envs.protocols`) use the same episode. Its base class, `ToolEpisode`, is also the base class of
+episodes for environments that are defined by a user's class. A correct answer has reward 1, and everything else has
+reward 0. The driver handles token limits and the end of sequence. The episode handles text.
 """
 
 from __future__ import annotations
@@ -206,7 +206,7 @@ class SimpleTIREpisode(ToolEpisode):
         return self._step_after_calls(observation, (call,))
 
     async def _execute(self, program: str) -> Execution:
-        """Run a program after the problem's setup. Raises UnavailableError."""
+        """Run a program after the problem's setup. Raises UnavailableError if the sandbox fails."""
         if self._sandbox is None:
             raise EpisodeUsageError("the episode has no sandbox, so its protocol must not run programs")
         problem = self.problem
@@ -227,7 +227,10 @@ class SimpleTIREpisode(ToolEpisode):
         return Step(observation=observation, reward=0.0, ended=ended, tool_calls=calls)
 
     async def _grade(self, answer: str, *, observation: str, calls: tuple[ToolCall, ...]) -> Step:
-        """Return the last step. Without a reference answer, the reward is 0, and a reward function may replace it."""
+        """Grade the answer and return the last step.
+
+        Without a reference answer, the reward is 0. A reward function may replace it.
+        """
         last = Step(observation=observation, reward=0.0, ended=Ended.ANSWERED, answer=answer, tool_calls=calls)
         if self.problem.answer is None and not self._grader.needs_no_reference:
             return last

@@ -116,7 +116,7 @@ def as_reward(value: object) -> float:
     if isinstance(value, SupportsFloat):
         with contextlib.suppress(
             OverflowError, TypeError, ValueError
-        ):  # such as 10**400, or a tensor with several elements
+        ):  # raised for 10**400 or a tensor with several elements
             number = float(value)
     if not abs(number) <= MAX_REWARD:
         raise ValueError(f"{value!r:.100}; valid: a number from {-MAX_REWARD:,.0f} to {MAX_REWARD:,.0f}")

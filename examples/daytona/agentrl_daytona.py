@@ -1,4 +1,4 @@
-"""A sandbox of Daytona for agentrl: ``sandbox.url=daytona://`` or ``daytona://SNAPSHOT``.
+"""Daytona as a sandbox for agentrl: ``sandbox.url=daytona://`` or ``daytona://SNAPSHOT``.
 
 Each program runs in a Daytona sandbox, which has no network and is deleted afterwards. The key and the address of the
 API are read from the variables of Daytona's SDK (``DAYTONA_API_KEY``, ``DAYTONA_API_URL``).
@@ -27,7 +27,7 @@ from agentrl_sandbox.client import (
 )
 
 _SPARE_SECONDS = 10  # for starting the interpreter
-# Runs in the Daytona sandbox. Its argument is a call, and its output the result, as JSON.
+# Runs in the Daytona sandbox. The argument is a call as base64-encoded JSON. The output is the result as JSON.
 _RUNNER = """
 import base64, json, os, signal, subprocess, sys, tempfile
 call = json.loads(base64.b64decode(sys.argv[1]))
@@ -80,7 +80,7 @@ class DaytonaSandbox:
 
     @property
     def isolation(self) -> Isolation:
-        """Properties that Daytona states. They are not probed."""
+        """Isolation properties according to Daytona. They are not probed."""
         return Isolation(layers=dict.fromkeys(PROPERTIES, "daytona"), mode="none")
 
     async def execute(
@@ -94,7 +94,7 @@ class DaytonaSandbox:
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
     ) -> Execution:
-        """Run a program. Equal calls with one ``request_id`` share a run."""
+        """Run a program. Equal calls with the same ``request_id`` share one run."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         if session is not None:
@@ -124,7 +124,7 @@ class DaytonaSandbox:
         try:
             async with self._slots:
                 sandbox = await self._client.create(
-                    # ephemeral: Daytona deletes it when it stops, which it does after a time if this process is killed
+                    # ephemeral: if this process is killed, Daytona stops the sandbox after some time and deletes it
                     CreateSandboxFromSnapshotParams(snapshot=self._snapshot, network_block_all=True, ephemeral=True)
                 )
                 try:
@@ -153,11 +153,11 @@ class DaytonaSandbox:
         raise RefusedError("daytona:// has no sessions: set environment.interpreter=fresh")
 
     async def fork_session(self, session: str) -> str:
-        """Raise UnknownSessionError."""
+        """Raise UnknownSessionError, because no session can be open."""
         raise UnknownSessionError(f"no session {session!r}: daytona:// has no sessions")
 
     async def close_session(self, session: str) -> None:
-        """Raise UnknownSessionError."""
+        """Raise UnknownSessionError, because no session can be open."""
         raise UnknownSessionError(f"no session {session!r}: daytona:// has no sessions")
 
     async def close(self) -> None:
@@ -174,5 +174,5 @@ def _execution(outcome: Outcome, began: float, *, stderr: str) -> Execution:
 
 
 async def open_daytona(settings: SandboxSettings) -> DaytonaSandbox:
-    """Open the sandbox of ``settings.url``: the function of the entry point ``daytona``."""
+    """Open the sandbox for ``settings.url``. The entry point ``daytona`` refers to this function."""
     return DaytonaSandbox(settings)

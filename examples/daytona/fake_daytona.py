@@ -9,7 +9,7 @@ from aiohttp import web
 
 
 class FakeDaytona:
-    """Creates, uses and deletes sandboxes. Commands run on this machine."""
+    """Server that creates and deletes fake sandboxes. Commands run on this machine."""
 
     def __init__(self) -> None:
         self.alive: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""The plug-in and Daytona's SDK against a local fake of the HTTP API."""
+"""Tests of the plug-in with Daytona's SDK against a local fake of the HTTP API."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def _programs(monkeypatch: pytest.MonkeyPatch) -> None:
     await fake.start()
     monkeypatch.setenv("DAYTONA_API_KEY", "key")
     monkeypatch.setenv("DAYTONA_API_URL", f"{fake.url}/api")
-    # model_construct: the scheme is valid only if the package is installed
+    # model_construct skips validation, which accepts the scheme only if the package is installed.
     defaults = {name: field.default for name, field in SandboxSettings.model_fields.items()}
     sandbox = await open_daytona(SandboxSettings.model_construct(**defaults | {"url": "daytona://small", "workers": 2}))
     program = "import sys; print(open('a.txt').read(), input()); open('b.txt', 'w').write('x'); sys.stderr.write('e')"

@@ -107,7 +107,7 @@ def write(path: Path, rows: Iterable[Row]) -> None:
 
 
 def main() -> None:
-    """Write all files. Training and demonstrations ask about the same people, the held-out questions about others."""
+    """Write all files. Training and demonstrations ask about the same people; held-out questions are about others."""
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     towns, people = make_world(random)

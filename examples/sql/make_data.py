@@ -60,7 +60,7 @@ class Database:
 
 
 def write_database(folder: Path, number: int, random: Random) -> Database:
-    """Return a database of eight rows. The numbers in a column are distinct, so the largest is unique."""
+    """Write a database with eight rows. The numbers in a column are distinct, so the largest is unique."""
     kind = KINDS[number % len(KINDS)]
     names = tuple(random.sample(kind.words.split(), 8))
     columns = [random.sample(range(10, 100), len(names)) for _ in kind.numbers]
@@ -113,7 +113,7 @@ def write(path: Path, count: int, make: Callable[[], Row]) -> None:
 
 
 def main() -> None:
-    """Write all files. Training and demonstrations use the same databases, the held-out questions use others."""
+    """Write all files. Training and demonstrations use the same databases; the held-out questions use others."""
     random, folder = Random(0), Path("data")
     folder.mkdir(exist_ok=True)
     databases = [write_database(folder, number, random) for number in range(120)]

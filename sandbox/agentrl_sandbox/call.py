@@ -65,7 +65,7 @@ class FrameBuffer(Generic[_Header]):
         while len(self._data) - position >= _FRAME_HEAD.size:
             size, header_size = _FRAME_HEAD.unpack_from(self._data, position)
             if size > self._limit or header_size > size:
-                raise FrameError(f"invalid frame of {size} bytes with a header of {header_size}")
+                raise FrameError(f"invalid frame of {size} bytes with a header of {header_size} bytes")
             end = position + _FRAME_HEAD.size + size
             if len(self._data) < end:
                 break
@@ -118,7 +118,7 @@ def check_file_names(names: Iterable[str]) -> None:
         if why:
             raise ValueError(f"invalid file name {name!r}: {why}; a name is a relative path such as 'data/points.csv'")
     if count > MAX_FILES:
-        raise ValueError(f"{count} files; at most {MAX_FILES} are allowed")
+        raise ValueError(f"the call names {count} files; at most {MAX_FILES} are allowed")
 
 
 def check_files(files: Mapping[str, bytes], max_bytes: int) -> None:
@@ -253,7 +253,7 @@ class CallSandbox(Sandbox, ABC):
 
     @abstractmethod
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run one program. Equal calls with the same ``request_id`` share a run."""
+        """Run one program. Equal calls with the same ``request_id`` share one run."""
 
 
 def validate_timeout(seconds: float) -> float:

@@ -52,7 +52,11 @@ class DockerSandbox(RunnerPool):
         self._replacing: asyncio.Task[None] | None = None
 
     async def start(self) -> None:
-        """Start the container and wait for its runner. Raises StartError or UnisolatedError."""
+        """Start the container and wait for its runner.
+
+        Raises StartError if no runner connects, and UnisolatedError if a property is missing (unless
+        ``allow_unisolated``).
+        """
         self.open()
         await asyncio.to_thread(self._start_container)
         waiting = asyncio.ensure_future(self.registry.wait_for_runner(_START_SECONDS))
@@ -79,7 +83,7 @@ class DockerSandbox(RunnerPool):
         started = time.monotonic()
         try:
             return await super().run(call, request_id)
-        except (BusyError, ClosedError) as error:  # closed while the call waited
+        except (BusyError, ClosedError) as error:  # the sandbox may be closed while the call waits
             return infrastructure_failure(str(error), started)
 
     async def close(self) -> None:
@@ -160,7 +164,10 @@ class DockerSandbox(RunnerPool):
 
 
 async def open_docker(settings: SandboxSettings) -> DockerSandbox:
-    """Start a container. Raises StartError and, unless ``allow_unisolated``, UnisolatedError."""
+    """Start a container.
+
+    Raises StartError if it does not start, and UnisolatedError if a property is missing (unless ``allow_unisolated``).
+    """
     try:
         client = await asyncio.to_thread(docker.from_env)
     except DockerException as error:

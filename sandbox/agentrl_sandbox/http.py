@@ -83,14 +83,18 @@ class RetryTimer:
 
 
 class ServiceSandbox(CallSandbox, ABC):
-    """Base class that implements ``Sandbox`` with requests. Requests are retried until ``retry_deadline``."""
+    """Base class that implements ``Sandbox`` by sending requests, which are retried until ``retry_deadline``."""
 
     def __init__(self, settings: SandboxSettings) -> None:
         self._settings = settings
         self._closed = False
 
     async def open(self) -> Self:
-        """Wait until a service is ready, and check it. Raises StartError, UnisolatedError or RefusedError."""
+        """Wait until a service is ready, and check it.
+
+        Raises StartError if no service is ready or a service is unsuitable, UnisolatedError if a property is missing,
+        and RefusedError if a service rejects the request.
+        """
         deadline = time.monotonic() + min(_START_SECONDS, self._settings.retry_deadline)
         try:
             while True:
@@ -106,40 +110,40 @@ class ServiceSandbox(CallSandbox, ABC):
             raise
 
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
-        """Run a program; see ``Sandbox``. Raises ClosedError, UnknownSessionError, RefusedError and ValueError."""
+        """Run a program; see ``Sandbox``. Raises ClosedError after ``close`` and RefusedError for a rejected call."""
         if self._closed:
             raise ClosedError("the sandbox was closed")
         request = build_execute_request(call, request_id, default=self._settings.timeout)
         started = time.monotonic()
         try:
             return await self._request_with_retries(request, call.session)
-        except (BusyError, ClosedError) as error:  # closed while the program ran
+        except (BusyError, ClosedError) as error:  # the sandbox may be closed while the program runs
             return infrastructure_failure(str(error), started)
 
     async def open_session(self) -> str:
-        """Open a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
+        """Open a session; see ``Sandbox``. Raises BusyError if no capacity becomes available by ``retry_deadline``."""
         return await self._request_with_retries(
             ServiceRequest(method="POST", path="/v1/sessions", body={}, read=_parse_session, opens_session=True)
         )
 
     async def fork_session(self, session: str) -> str:
-        """Fork a session; see ``Sandbox``. Raises BusyError if no capacity is available until ``retry_deadline``."""
+        """Fork a session; see ``Sandbox``. Raises BusyError if no capacity becomes available by ``retry_deadline``."""
         path = f"/v1/sessions/{session}/fork"
         request = ServiceRequest(method="POST", path=path, body={}, read=_parse_session, opens_session=True)
         return await self._request_with_retries(request, session)
 
     async def close_session(self, session: str) -> None:
-        """Close a session; see ``Sandbox``. Raises BusyError if the service is unreachable until ``retry_deadline``."""
+        """Close a session; see ``Sandbox``. Raises BusyError if the service does not respond by ``retry_deadline``."""
         path = f"/v1/sessions/{session}"
         await self._request_with_retries(ServiceRequest(method="DELETE", path=path, read=lambda answer: None), session)
 
     @abstractmethod
     async def check_without_retries(self) -> None:
-        """Check a service. Raises StartError, UnisolatedError or RefusedError, and BusyError if it is not ready."""
+        """Check a service. Raises the same errors as ``open``, and BusyError if the service is not ready."""
 
     @abstractmethod
     async def _request_with_retries(self, request: ServiceRequest[_T], session: str | None = None) -> _T:
-        """Send a request, of ``session`` if set, until the response is valid. Raises BusyError after the deadline."""
+        """Send a request (for ``session``, if set) until the response is valid. Raises BusyError after the deadline."""
 
 
 class HttpSandbox(ServiceSandbox):
@@ -158,9 +162,9 @@ class HttpSandbox(ServiceSandbox):
         self._idle: list[httpx.AsyncHTTPTransport] = []
         self._active: set[httpx.AsyncHTTPTransport] = set()
         self._request_slots = asyncio.Semaphore(settings.workers or _MAX_REQUESTS)
-        self._outage_logged = False  # until a request receives a response
+        self._outage_logged = False  # True from the warning until a request receives a response
         self._why_cancelled = ""
-        self.pending: set[asyncio.Timeout] = set()  # one for each request that waits or has been sent
+        self.pending: set[asyncio.Timeout] = set()  # one timeout for each request that waits or has been sent
 
     @property
     def isolation(self) -> Isolation:
@@ -173,7 +177,7 @@ class HttpSandbox(ServiceSandbox):
     async def check_reported_state(self, state: JsonObject) -> None:
         """Check the isolation and limits reported by the service, and run a program.
 
-        Raises StartError, UnisolatedError or RefusedError.
+        Raises the same errors as ``open``.
         """
         self._isolation = _parse_isolation(state)
         missing = self._isolation.missing

@@ -137,7 +137,10 @@ class ForkServerProcess(asyncio.Protocol):
         )
 
     async def request_session_operation(self, operation: str, session: int, **more: int) -> None:
-        """Open, fork or close a session. Raises ServerExitedError, TimeoutError or ServerRefusedError."""
+        """Open, fork or close a session.
+
+        Raises ServerRefusedError if the server refuses, and ServerExitedError or TimeoutError if it does not respond.
+        """
         await self._send_and_wait({"op": operation, "number": session, **more}, [], _SESSION_SECONDS)
 
     def close_session(self, session: int) -> None:
@@ -242,7 +245,7 @@ def _start_process(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[by
                 cwd="/",
                 start_new_session=True,
             )
-        opened.pop_all()  # stays open for the lifetime of the server
+        opened.pop_all()  # the socket and the file stay open for the lifetime of the server
     return process, messages, ours
 
 
@@ -267,7 +270,7 @@ class LocalSandbox(CallSandbox):
         self._settings = settings
         self._config = config
         self._isolation = Isolation(layers={}, mode=config.isolate)
-        self._numbers = itertools.count(1)  # of sessions
+        self._numbers = itertools.count(1)  # session numbers
         self._worker_slots = asyncio.Semaphore(settings.concurrency)
         self._shared_runs = SharedRuns()
         self._sessions = SessionRegistry[ForkServerProcess, int]()
@@ -395,12 +398,15 @@ class LocalSandbox(CallSandbox):
             raise
 
     async def _running_server(self) -> ForkServerProcess:
-        """Return the server, restarted if it exited. Raises StartError, and ServerExitedError after ``close``."""
+        """Return the server, restarted if it exited.
+
+        Raises StartError if a restart fails, and ServerExitedError after ``close``.
+        """
         async with self._restart_lock:
             if self._closed:
                 raise ServerExitedError("the sandbox was closed")
             if self._server.exited:
-                await self._server.close()  # before another server runs programs as the same users
+                await self._server.close()  # first end this server's programs: the next server may use the same users
                 config = replace(self._config, first_user=choose_first_user_id(self._settings))
                 self._server = await ForkServerProcess.start(config)
                 self._record_session_ends(self._server)

@@ -201,14 +201,14 @@ os._exit(3)
 """
 
 
-_TIMEOUT_FACTORS = (1, 3, 9)  # factors on the time limits
+_TIMEOUT_FACTORS = (1, 3, 9)  # factors of successive attempts, applied to the time limits
 _PROBE_SECONDS = 0.3  # deadline of the time probe
 _PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should exit by themselves
 _NEIGHBOUR_SECONDS = 0.3  # time to search for a neighbour's files
 
 ExecuteProbe = Callable[..., Awaitable[Execution]]
 # Runs a probe with its time limits multiplied by the argument. Returns True if the sandbox has the property. Raises
-# InconclusiveProbeError.
+# InconclusiveProbeError if the probe must be repeated.
 Probe = Callable[[int], Awaitable[bool]]
 
 
@@ -222,9 +222,10 @@ class InconclusiveProbeError(Exception):
 async def probe_isolation(
     sandbox: Sandbox, *, mode: str, layers: Mapping[str, int], settings: SandboxSettings
 ) -> Isolation:
-    """Run all probes and return the layer that provides each property, or None. Raises StartError.
+    """Run all probes and return the layer that provides each property, or None.
 
-    ``layers`` are the layers that the server reports, apart from namespaces.
+    ``layers`` are the layers that the server reports, apart from namespaces. Raises StartError if the sandbox cannot
+    run programs or a probe stays inconclusive.
     """
 
     async def execute(program: str, *, timeout: float) -> Execution:
@@ -314,7 +315,7 @@ def _victim_process() -> Iterator[_Victim]:
 
 
 async def _probe_network(execute: ExecuteProbe, factor: int) -> bool:
-    """Probe that no message of the program reaches a TCP or a UDP socket. Messages of other processes are ignored."""
+    """Check that no message of the program reaches a TCP or a UDP socket. Messages of other processes are ignored."""
     word = secrets.token_hex(8)
     with socket.socket() as tcp, socket.socket(type=socket.SOCK_DGRAM) as udp:
         for listener in (tcp, udp):
@@ -350,7 +351,7 @@ def _public_directory() -> Iterator[str]:
 
 
 async def _probe_write_isolation(execute: ExecuteProbe, factor: int) -> bool:
-    """Probe that writes have no effect in directories outside scratch, and that scratch is writable."""
+    """Check that writes have no effect in directories outside scratch, and that scratch is writable."""
     name = f"agentrl-sandbox-probe-{secrets.token_hex(8)}"
     with _public_directory() as public:
         untouched = Path(public, "untouched")
@@ -371,7 +372,7 @@ def _is_unchanged(file: Path) -> bool:
 
 
 async def _probe_read_isolation(execute: ExecuteProbe, victim: _Victim, neighbours: bool, factor: int) -> bool:
-    """Probe that a program cannot read secrets from a world-readable file, another program's files or a process.
+    """Check that a program cannot read secrets from a world-readable file, another program's files or a process.
 
     ``neighbours``: programs run concurrently, so the search is conclusive only if the other program's file existed.
     """
@@ -424,7 +425,7 @@ def _ended_normally(ran: Execution) -> bool:
 
 
 async def _probe_timeout(execute: ExecuteProbe, factor: int) -> bool:
-    """Probe that a program that ignores signals is killed at its timeout."""
+    """Check that a program that ignores signals is killed at its timeout."""
     ran = await execute(TIME, timeout=factor * _PROBE_SECONDS)
     if "spins" not in ran.stdout:
         raise InconclusiveProbeError(ran)

@@ -82,13 +82,13 @@ class SandboxSettings(BaseModel):
         300.0,
         gt=0,
         description="seconds, in addition to the program's time limit, for which a call to a busy or unreachable "
-        "service is retried; then the call is an infrastructure failure",
+        "service is retried; a call that still fails counts as an infrastructure failure",
     )
     service_deadline: float = Field(
         30.0,
         gt=0,
         description="with several services: seconds without a response after which a service counts as lost. Its "
-        "calls are then sent to the other services, and its sessions have ended",
+        "calls are then sent to the other services, and its sessions end",
     )
     first_user: int | None = Field(
         None,
@@ -175,7 +175,7 @@ class GatewaySettings(BaseModel):
         description="bearer token; unset: a generated token; 'none': no authentication",
     )
     token_file: Path | None = Field(
-        None, description="file in which a generated token is stored; unset: it is logged once"
+        None, description="file in which a generated token is stored; unset: the token is logged once"
     )
     allowed_hosts: str = Field(
         "", description="accepted names in the Host header in addition to 127.0.0.1 and localhost, separated by commas"
@@ -186,9 +186,9 @@ class GatewaySettings(BaseModel):
         gt=0,
         description="seconds within which the body of a request must arrive; the limit for headers is 10 seconds",
     )
-    queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; further calls get 429")
+    queue_limit: int = Field(4096, ge=0, description="calls that may wait for a runner; others are rejected (429)")
     queue_seconds: float = Field(
-        300.0, gt=0, description="seconds that a call may wait for a runner before it gets 503"
+        300.0, gt=0, description="seconds that a call may wait for a runner before it is rejected (503)"
     )
     drain_seconds: float = Field(
         60.0, ge=0, description="seconds that the gateway waits for running calls after SIGTERM"

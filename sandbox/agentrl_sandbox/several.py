@@ -36,7 +36,7 @@ class _MonitoredService(HttpSandbox):
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
         self.error: SandboxError | None = UnreachableServiceError("not checked yet", begun=False)  # None: usable
-        self.failing_since = math.inf  # finite from a failure until the service recovers or is lost
+        self.failing_since = math.inf  # start of the current outage; infinite once the service is lost
         self.workers = 1
 
     def handle_request_failure(self, error: SandboxError) -> None:
@@ -67,7 +67,7 @@ class SeveralSandboxes(ServiceSandbox):
         return Isolation.combine([service.isolation for service in self._services if service.isolation.layers])
 
     async def check_without_retries(self) -> None:
-        """Check all services. Services that do not respond may join later, but a faulty service is an error."""
+        """Check all services. Raises the error of a faulty service. Services that do not respond may join later."""
         await asyncio.gather(*map(self._check_health, self._services))
         for service in self._services:
             if not isinstance(service.error, BusyError | None):
@@ -122,7 +122,7 @@ class SeveralSandboxes(ServiceSandbox):
             await self._check_health(service)
 
     async def _check_health(self, service: _MonitoredService) -> None:
-        """Check a service's health and, if the service is not in use, its isolation."""
+        """Check a service's health and, if the service is currently unusable, also its isolation."""
         deadline = self._settings.service_deadline
         try:
             async with asyncio.timeout(min(_CHECK_SECONDS, deadline)):

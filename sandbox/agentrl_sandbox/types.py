@@ -38,7 +38,7 @@ class Outcome(StrEnum):
     MEMORY_LIMIT = "memory_limit"  # killed for exceeding its memory limit, or ended by an uncaught MemoryError
     OUTPUT_LIMIT = "output_limit"  # killed for exceeding the limit of its output or scratch directory
     KILLED = "killed"  # ended by a signal that the sandbox did not send
-    INFRASTRUCTURE_FAILURE = "infrastructure_failure"  # the sandbox failed; no result of the program
+    INFRASTRUCTURE_FAILURE = "infrastructure_failure"  # the sandbox failed; the program has no result
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -62,7 +62,7 @@ class Execution:
 
 
 def infrastructure_failure(why: str, started: float) -> Execution:
-    """Return an infrastructure failure with the reason ``why``. ``started`` is a time of ``time.monotonic``."""
+    """Return an infrastructure failure with the reason ``why``. ``started`` is a time from ``time.monotonic``."""
     return Execution(
         outcome=Outcome.INFRASTRUCTURE_FAILURE,
         stdout="",
@@ -143,12 +143,11 @@ class Sandbox(Protocol):
         files: Mapping[str, bytes] | None = None,
         fetch_files: Sequence[str] = (),
     ) -> Execution:
-        """Run a program, for at most ``timeout`` seconds (None: the setting's).
+        """Run a program, for at most ``timeout`` seconds (None: the configured timeout).
 
         Equal calls with the same ``request_id`` share one run. ``files`` are written to the scratch directory before
-        the run, and ``fetch_files`` are read from it afterwards. A ``session`` keeps the variables and
-        files of its earlier programs. Raises ValueError for an invalid argument and UnknownSessionError for an unknown
-        session.
+        the run, and ``fetch_files`` are read from it afterwards. A ``session`` keeps the variables and files of its
+        earlier programs. Raises ValueError for an invalid argument and UnknownSessionError for an unknown session.
         """
         ...
 
@@ -167,7 +166,10 @@ class Sandbox(Protocol):
         ...
 
     async def close_session(self, session: str) -> None:
-        """End a session and its program. No effect if the session has ended. Raises UnknownSessionError."""
+        """End a session and its program. No effect if the session has ended.
+
+        Raises UnknownSessionError if the session was never opened.
+        """
         ...
 
     async def close(self) -> None:

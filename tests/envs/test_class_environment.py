@@ -314,7 +314,7 @@ async def test_a_step_that_returns_something_else_is_named() -> None:
 
 
 def test_what_is_no_environment_is_said() -> None:
-    with pytest.raises(PluginError, match="nor a class with reset"):
+    with pytest.raises(PluginError, match="nor a class with a reset method"):
         resolve_environment(f"{HERE}:NoReset")
     factory = resolve_environment(f"{HERE}:Shop")
     assert isinstance(factory, ClassEnvironmentFactory)

@@ -218,7 +218,7 @@ def test_our_own_environments_are_found_by_name() -> None:
         (f"{__name__}:GessEnv", "has no 'GessEnv'; did you mean 'GuessEnv'"),
         (
             f"{__name__}:Nothing",
-            r"neither a gymnasium.Env, nor a class with reset, nor a subclass of agentrl_envs",
+            r"neither a gymnasium.Env, nor a class with a reset method, nor a subclass of agentrl_envs",
         ),
         (f"{__name__}:NUMBER", "is a int, but must be a class or a function"),
     ],

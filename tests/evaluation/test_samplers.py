@@ -71,7 +71,7 @@ async def test_a_model_that_is_read_here(tmp_path: Path) -> None:
         fingerprint = model_fingerprint(read_model(str(tmp_path), chosen.model).state_dict().items())
         assert opened.model_record() == {"name": str(tmp_path), "fingerprint": fingerprint}
         assert opened.concurrency == 3
-        said = r"^problem 0 of toy: .* exceeds the number of positions of the model \(1024\); valid: .* at most 1019$"
+        said = r"^problem 0 of toy: .* exceed the number of positions of the model \(1024\); valid: .* at most 1019$"
         with pytest.raises(SettingsError, match=said):
             opened.prompts_too_long(prompts("short", "p" * 10))
         with pytest.raises(
@@ -93,7 +93,7 @@ async def test_what_fits_is_accepted_and_the_cache_counts_too(tmp_path: Path) ->
     )
     assert opened.prompts_too_long(prompts("p" * 10)) == {}
     said = (
-        r"exceeds rollout\.kv_cache_tokens \(100\); valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
+        r"exceed rollout\.kv_cache_tokens \(100\); valid: rollout\.kv_cache_tokens of at least 101, or .* at most 89$"
     )
     with pytest.raises(SettingsError, match=said):
         opened.prompts_too_long(prompts("p" * 11))

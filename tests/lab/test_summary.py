@@ -121,10 +121,10 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
     [
         ({"estimators": "tir_obt"}, "--estimators: tir_obt: unknown estimator 'tir_obt'; did you mean 'tir_otb'"),
         ({"estimators": "tir_otb:tial=carry"}, "did you mean 'tail'"),
-        ({"estimators": "tir_otb:tail"}, "options of tir_otb:tail must be written option=value"),
+        ({"estimators": "tir_otb:tail"}, "options of tir_otb:tail must be written as option=value"),
         ({"estimators": "rloo,grpo,rloo"}, "--estimators lists rloo twice"),
-        ({"estimators": "none"}, "none cannot be measured here: all its advantages are 0"),
-        ({"estimators": "gae"}, "gae cannot be measured here: it needs a critic that was trained for this policy"),
+        ({"estimators": "none"}, "none cannot be measured: all its advantages are 0"),
+        ({"estimators": "gae"}, "gae cannot be measured: it needs a critic that was trained for this policy"),
         ({"estimators": "otb_cross:energy=length"}, "otb_cross has no option energy, because its energy is fixed"),
         ({"group_sizes": "4,64"}, "--group-sizes 64: a group must have 2 to 32 trajectories, because"),
         ({"group_sizes": "4,x"}, "--group-sizes must be whole numbers, such as 4,8,16; got 'x'"),

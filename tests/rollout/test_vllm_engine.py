@@ -151,7 +151,7 @@ async def test_another_tokenizer_is_told_by_its_first_difference() -> None:
 
     async with fakes(CODEC) as (server,):
         server.codec = Shifted()  # type: ignore[assignment]
-        with pytest.raises(SettingsError, match=r"tokenizer differs .* \[220, 82, 84\] here and \[221, 82, 84\] there"):
+        with pytest.raises(SettingsError, match=r"tokenizer differs .* policy \[220, 82, 84\], server \[221, 82, 84\]"):
             async with opened([server]):
                 pass
 

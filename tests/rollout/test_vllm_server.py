@@ -517,6 +517,6 @@ def test_a_server_that_new_weights_do_not_reach_ends_the_run(policy: Path, liar:
     said = re.sub(r"\s+", " ", done.stdout)
     assert done.returncode == 1, said
     unwritten = r"the checksums of \d+ of \d+ parameters differ from the trainer's: model.embed_tokens.weight"
-    assert re.search(rf"transfer 1 of 2 of version \d failed: the vLLM server {liar}: {unwritten}", said), said
+    assert re.search(rf"transfer 1 of 2 for version \d failed: the vLLM server {liar}: {unwritten}", said), said
     assert re.search(r"error: the weights of version \d did not arrive in 2 transfers by file: ", said), said
     assert "Traceback" not in said

@@ -83,7 +83,7 @@ def test_a_command_in_a_container_trains(command_line: Any, random_policy: Path)
         "training.steps=2",
     ]
     said = command_line.run("train", *start, *images, *SETTINGS, *small)
-    assert "agent: python3 /agent/agent.py, in a container for each rollout" in said
+    assert "agent: python3 /agent/agent.py, in a separate container for each rollout" in said
     rows = [row for row in command_line.metrics("agents") if "policy/updates" in row]
     assert [(row["policy/updates"], row["groups/excluded"]) for row in rows] == [(1, 0), (1, 0)]
     played = list(RunDirectory(command_line.folder / "runs" / "agents").read_trajectories(2))

@@ -220,8 +220,8 @@ def test_a_statistics_pass_where_the_other_ranks_would_wait_for_that_of_a_large_
     plans = plan_step([group(0, 9, 7, 6), group(1, 4)], objective(estimator="ogb"), budget=9, ranks=2)
     (reason,) = {reason for plan in plans for reason in plan.statistics_pass_reasons}
     assert reason == (
-        "a group of 20 tokens does not fit one micro-batch (training.micro_batch_tokens=9), and the other ranks would "
-        "wait for its rank"
+        "a group of 20 tokens does not fit into one micro-batch (training.micro_batch_tokens=9), and the other ranks "
+        "would wait for its rank"
     )
     assert all(len(unit) == 1 for plan in plans for unit in plan.updates[0])
 
@@ -335,8 +335,8 @@ def test_a_correction_needs_the_step_for_a_divisor(correction: dict[str, Any], a
     ("algorithm", "tokens", "said"),
     [
         ({}, 49, "one forward for statistics, advantages and backward (micro-batches of whole groups)"),
-        ({"estimator": "grpo"}, 50, "one forward .*, also for groups that do not fit one micro-batch .* only rewards"),
-        ({"estimator": "ogb"}, 50, "one forward .*; a second forward for all but the last micro-batch of groups"),
+        ({"estimator": "grpo"}, 50, "one forward .*, also for groups that do not fit into one .* need only rewards"),
+        ({"estimator": "ogb"}, 50, "one forward .*; groups that do not fit into one .* need a second forward"),
         ({"normalize": "whiten"}, 50, "a statistics pass, then the training pass: whitening needs the mean"),
     ],
 )

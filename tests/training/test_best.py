@@ -105,7 +105,7 @@ def test_the_summary_says_which_was_best_and_whether_its_policy_is_there(checkpo
     best.keep_only(evaluation)
     record = best.best_record([evaluation])
     assert record == evaluation | {"policy": "checkpoints/best"}
-    said = f"best evaluation: step 5, avg@8 0.500; its policy: agentrl eval --model {checkpoints / 'best'}"
+    said = f"best evaluation: step 5, avg@8 0.500; to evaluate its policy: agentrl eval --model {checkpoints / 'best'}"
     assert best.describe_best_record(record) == said
 
 
@@ -115,7 +115,8 @@ def test_a_run_keeps_its_best_policy(command_line: CommandLine, random_policy: P
     run = command_line.folder / "runs" / "chosen"
     arguments = ["environment.kwargs.right=[50,70]", "evaluation.every=1", "checkpoint.every=1", "checkpoint.keep=3"]
     said = command_line.run(*command_line.counting(random_policy, "name=chosen", *arguments))
-    assert "best evaluation: step 2, avg@2 1.000; its policy: agentrl eval --model runs/chosen/checkpoints/best" in said
+    best = "runs/chosen/checkpoints/best"
+    assert f"best evaluation: step 2, avg@2 1.000; to evaluate its policy: agentrl eval --model {best}" in said
     assert names(run / "checkpoints") == ["best", "step-000002", "step-000003", "step-000004"]
     chosen = load_file(run / "checkpoints" / "best" / "model.safetensors")
     state = load_file(run / "checkpoints" / "step-000002" / "engine" / "part-00000.safetensors")

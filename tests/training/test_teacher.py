@@ -181,7 +181,7 @@ def test_a_server_may_list_tokens_that_the_policy_lacks(server: TeacherServer) -
 
 def test_a_server_that_is_gone_or_shows_too_few_tokens_is_named(server: TeacherServer) -> None:
     batch = Batch.from_micro_batch(MicroBatch.from_trajectories(ROWS))
-    with pytest.raises(WorldError, match=r"the teacher t at http://127.0.0.1:9/v1 does not score trajectories"):
+    with pytest.raises(WorldError, match=r"the teacher t at http://127.0.0.1:9/v1 cannot score trajectories"):
         ServedTeacher(TeacherSettings(url="http://127.0.0.1:9/v1", path="t"), refused_ids={}, deadline=0.1).score_batch(
             batch
         )

@@ -14,9 +14,10 @@ ENERGIES = ("logit_proxy", "length", "head_exact")
 
 
 def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
-    """Compute w = ||e_y - p||^2 = (1 - p)^2 + sum_{v != y} p(v)^2, any shape, not negative, accurate near p = 1.
+    """Compute w = ||e_y - p||^2 = (1 - p)^2 + sum_{v != y} p(v)^2 for inputs of any shape.
 
-    Only the kernel avoids the cancellation in sum p^2 - p^2, so prefer its `energy`.
+    w is not negative. (1 - p)^2 is accurate near p = 1. Only the kernel avoids the cancellation in sum p^2 - p^2, so
+    prefer its `energy`.
 
     >>> round(logit_proxy_energy(torch.tensor(0.75).log(), torch.tensor(0.625)).item(), 6)
     0.125
@@ -26,7 +27,7 @@ def logit_proxy_energy(log_probs: Tensor, sum_pi_squared: Tensor) -> Tensor:
 
 
 def token_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
-    """Compute w_t [B, T] in float64 for the kind `energy`, 0 off the mask.
+    """Compute w_t [B, T] in float64 for the kind `energy`. It is 0 outside the mask.
 
     `logit_proxy`: the kernel's `token_energy`, or computed from log_probs and sum_pi_squared. `head_exact`: the proxy
     times ||h||^2. The factor 1 / tau^2 of docs/reference/formulas.md 3 is omitted, because it cancels in every
@@ -86,7 +87,7 @@ class GroupedReturns:
     returns: Tensor  # [J, N, C] float64
     weights: Tensor  # [J, N, C] float64, positive where valid
     valid: Tensor  # [J, N, C] bool
-    sizes: Tensor  # [J] number of rows of the group, at most N
+    sizes: Tensor  # [J] number of rows of each group, at most N
 
 
 def column_baselines(columns: GroupedReturns, *, tail: str, leave_one_out: bool) -> Tensor:

@@ -86,9 +86,9 @@ class TokenTrees:
     previous_token: Tensor  # [R, W] int64: index of the previous token on the path; -1: none
 
     def sum_along_paths(self, values: Tensor) -> Tensor:
-        """Sum values [R, W], 0 off the mask, over the tokens on the path from the root to each token, inclusive.
+        """Sum values [R, W] over the tokens on the path from the root to each token, inclusive.
 
-        Each round doubles the number of tokens in every partial sum.
+        Values outside the mask must be 0. Each round doubles the number of tokens in every partial sum.
         """
         back = self.previous_token.masked_fill(~self.mask, -1)
         sums = values.clone()
@@ -100,7 +100,7 @@ class TokenTrees:
 
     @cached_property
     def token_depths(self) -> Tensor:
-        """Number of model tokens before each token on its path from the root, [R, W]; 0 off the mask."""
+        """Number of model tokens before each token on its path from the root, [R, W]; 0 outside the mask."""
         return (self.sum_along_paths(self.mask.long()) - 1).clamp_(min=0)
 
     @cached_property
@@ -174,7 +174,7 @@ class LeafPaths:
         return tensor[self.rollout.unsqueeze(-1), self.position].masked_fill_(~self.valid, 0)
 
     def scatter_to_tokens(self, tensor: Tensor) -> Tensor:
-        """Average [L, D] over the paths of each token: [R, W], 0 off the mask."""
+        """Average values [L, D] over the paths of each token. Returns [R, W], with 0 outside the mask."""
         rows = self.rollout.unsqueeze(-1).expand_as(self.position)[self.valid]
         sums, counts = tensor.new_zeros(2, *self.mask.shape)
         sums.index_put_((rows, self.position[self.valid]), tensor[self.valid], accumulate=True)
@@ -213,7 +213,7 @@ class InputsByRollout(AdvantageInputs):
     """Inputs with one row [W] for each of R rollouts."""
 
     branched: Tensor  # [R] bool: a rollout of the same group has branches
-    previous: Tensor  # [R, W] int64 index in the row of the model token before each one; -1: none
+    previous: Tensor  # [R, W] int64 index in the row of the previous token on the path; -1: none
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -222,7 +222,7 @@ class RolloutRowMapping:
 
     mask: Tensor  # [B, T] the model tokens
     positions: Tensor  # [B, T] index of each model token in its rollout's row
-    previous: Tensor  # [B, T] index of the model token before it on its path from the root; -1: none
+    previous: Tensor  # [B, T] index in the rollout's row of the previous model token on the path; -1: none
     rollout: Tensor  # [B] the rollout of each row
     first: Tensor  # [R] the first row of each rollout
     last: Tensor  # [R] the last row of each rollout
@@ -241,7 +241,7 @@ class RolloutRowMapping:
         begins = torch.ones_like(order, dtype=torch.bool)
         begins[1:] = (names[:, 1:] != names[:, :-1]).any(0)
         ends = begins.roll(-1)
-        number = begins.cumsum(0) - 1  # of the rollout, in this order
+        number = begins.cumsum(0) - 1  # index of each row's rollout, in this order
         counts = mask.sum(-1)[order]
         before = counts.cumsum(0) - counts
         rollout, start = torch.empty_like(order), torch.empty_like(order)
@@ -277,7 +277,7 @@ class RolloutRowMapping:
         if inputs.bootstrap_values is not None:
             merged = replace(merged, bootstrap_values=inputs.bootstrap_values[self.last])
         if inputs.trajectory_energy is not None:
-            # The energy of a sum of gradients, assuming that the gradients of sequences are orthogonal.
+            # This is the energy of the sum of the sequences' gradients if these are orthogonal, which is assumed here.
             energy = inputs.trajectory_energy
             merged = replace(
                 merged, trajectory_energy=energy.new_zeros(len(self.first)).index_add_(0, self.rollout, energy)

@@ -19,12 +19,12 @@ from agentrl.algorithms.estimators.registry import (
 )
 from agentrl.algorithms.records import Advantages, Groups
 
-_EQUAL = 1e-9  # rewards of a group that differ by less than this fraction of the largest differ by rounding only
+_EQUAL = 1e-9  # rewards of a group count as equal if their relative difference is below this (rounding errors)
 
 
 @register_estimator("grpo", options=ScalarOptions, aggregation="seq_mean_token_mean", group_based=True)
 def grpo(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
-    """Compute A = (R - mean) / (std + 1e-6) over the group, std unbiased (Shao et al., arXiv 2402.03300).
+    """Compute A = (R - mean) / (std + 1e-6) over the group, with the unbiased std (Shao et al., arXiv 2402.03300).
 
     A group of one: mean 0 and std 1, so A = R.
     """
@@ -74,7 +74,7 @@ def treerl(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 
 def _standardize_by_group(totals: Tensor, groups: Groups) -> Tensor:
-    """Compute (R - mean) / (std + 1e-6) over each row's group [B], std unbiased; R for a group of one."""
+    """Compute (R - mean) / (std + 1e-6) over each row's group [B], with the unbiased std; R for a group of one."""
     alone = groups.group_size_by_row == 1
     centred = totals - torch.where(alone, 0.0, groups.broadcast_group_mean(totals))
     spread = (
@@ -146,10 +146,10 @@ def gpg(inputs: EstimatorInputs, options: ScalarOptions) -> Advantages:
 
 @register_estimator("opo", options=WeightedBaselineOptions, group_based=True)
 def opo(inputs: EstimatorInputs, options: WeightedBaselineOptions) -> Advantages:
-    """Compute A = R - b, b = sum (K + eps) R / sum (K + eps), K the model tokens (Hao et al., arXiv 2505.23585).
+    """Compute A = R - b, where b = sum (K + eps) R / sum (K + eps) (Hao et al., arXiv 2505.23585).
 
-    K includes rejected tokens. With importance weights or a loss mask, use `ogb` with `energy="length"` as the weighted
-    form. A group of one: A = R.
+    K is the number of model tokens, including rejected tokens. With importance weights or a loss mask, use `ogb` with
+    `energy="length"` as the weighted form. A group of one: A = R.
     """
     weights = inputs.lengths.double() + options.epsilon
     return advantages_from_baselines(
@@ -196,7 +196,7 @@ def weighted_group_means(
 
 
 def advantages_from_baselines(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:
-    """Return Advantages from totals [B] and values [B] or [B, T]; advantages default to totals - baselines."""
+    """Return Advantages from totals [B] and baselines [B] or [B, T]; advantages default to totals - baselines."""
     totals = totals.unsqueeze(-1)
     baselines = baselines.unsqueeze(-1) if baselines.dim() == 1 else baselines
     if advantages is None:

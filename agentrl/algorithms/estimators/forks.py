@@ -66,7 +66,7 @@ class LeafRowMapping:
     ([[0.0, 1.0, 0.0], [0.0, 0.0, 0.0]], [[0, 1, -1], [0, 1, 1]])
     """
 
-    layout: CompactLayout  # of the B rows; K is its width
+    layout: CompactLayout  # layout of the B rows; K is its width
     tokens: Tensor  # [L, D] row * K + compact index of each token of a leaf's path
     valid: Tensor  # [L, D] bool, entries that exist
     leaf: Tensor  # [L] row of each leaf
@@ -137,7 +137,7 @@ class LeafRowMapping:
         )
         if inputs.trajectory_energy is None:
             return leaves
-        # The energy of the sum of the edges' gradients, assuming that the gradients are orthogonal.
+        # This is the energy of the sum of the edges' gradients if these are orthogonal, which is assumed here.
         energy = inputs.trajectory_energy[self.ancestors].masked_fill(self.ancestors < 0, 0.0).sum(1)
         return replace(leaves, trajectory_energy=energy)
 
@@ -185,7 +185,7 @@ class Siblings:
 
     rows: Tensor  # [l] leaf rows below these edges
     edge: Tensor  # [l] edge of each leaf row, numbered 0 .. E-1
-    groups: Groups  # the edges by their fork
+    groups: Groups  # the edges, grouped by their forks
     leaves: int  # L
 
     @classmethod
@@ -202,7 +202,10 @@ class Siblings:
         return sums.index_add_(0, self.edge, leaf_values[self.rows])
 
     def sum_over_siblings(self, edge_values: Tensor) -> Tensor:
-        """Sum values [E, C] over the siblings of each leaf's edge, [L, C]; 0 for leaves without an edge here."""
+        """Sum values [E, C] over the siblings of each leaf's edge. Returns [L, C].
+
+        The sum is 0 for leaves that have no edge at this level.
+        """
         stacked = self.groups.stack(edge_values).masked_fill(~self.groups.present.unsqueeze(-1), 0.0)
         siblings = self.groups.unstack(sum_excluding_self(stacked.transpose(1, 2)).transpose(1, 2))
         return self.copy_to_leaves(siblings)
@@ -219,7 +222,7 @@ SIBLINGS = ("none", "only", "pooled")
 def sibling_baselines(
     forest: RolloutForest, returns: Tensor, weights: Tensor, valid: Tensor, *, siblings: str, pool: float, tail: str
 ) -> Tensor:
-    """Compute b = sum W G / sum W at each token's index over its siblings, [L, D], without the token's own branch.
+    """Compute b = sum W G / sum W over each token's siblings, at the token's index. Returns [L, D].
 
     ``returns`` G, ``weights`` W + eps and ``valid`` are [L, C] at compact indices, with C = D, or C = 1 for one value
     per leaf. The siblings of a token are the leaves of the other children of its nearest fork. Above the first fork,

@@ -28,7 +28,7 @@ _OTHER_BLOCK_ELEMENTS = 1 << 24
 
 @dataclass(frozen=True)
 class EstimatorInputs:
-    """Rows of a batch that contain whole groups. Derived tensors are float64, NaN-free and 0 off model tokens."""
+    """Rows of a batch that contain whole groups. Derived tensors are float64, NaN-free and 0 outside model tokens."""
 
     source: AdvantageInputs  # unchecked
     groups: Groups
@@ -171,7 +171,7 @@ class EstimatorInputs:
         return ways, rewards.scatter_add_(-1, ways.valid.sum(-1, keepdim=True) - 1, elsewhere.unsqueeze(-1))
 
     def token_field(self, name: str, *, allow_negative: bool = True) -> Tensor:
-        """Return the input field `name` [B, T] in float64, 0 off the mask.
+        """Return the input field `name` [B, T] in float64, with 0 outside the mask.
 
         Raises InvalidInputError for a non-finite value at a model token, or a negative one unless ``allow_negative``.
         """

@@ -59,8 +59,8 @@ class EstimatorNeeds:
     """Requirements of an estimator for given options.
 
     `inputs`: AdvantageInputs fields in addition to the three required ones; `token_energy` may be replaced by log_probs
-    and sum_pi_squared. `step_wide`: the rows of the whole optimizer step on all ranks must be in one call; otherwise
-    the rows of each group. `reason` is the cause, empty if not step_wide. `weighted`: advantages depend on
+    and sum_pi_squared. `step_wide`: the rows of the whole optimizer step on all ranks must be in one call, not only the
+    rows of each group. `reason` says why; it is empty if `step_wide` is False. `weighted`: advantages depend on
     `importance_weights` and `loss_mask`, where these are given.
     """
 
@@ -92,7 +92,7 @@ class EstimatorEntry(RegistryEntry[EstimatorFunction]):
         return EstimatorNeeds(inputs=inputs, weighted=self.weighted, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
-        """Raise MissingInputError for the first missing input. The message names its provider."""
+        """Raise MissingInputError for the first missing input, with a message that says how to obtain it."""
         for required in sorted(self.requires):
             if getattr(inputs, required) is None:
                 what = _PROVIDERS.get(required, required)
@@ -213,14 +213,14 @@ class DiscountedReturnOptions(WhitenedAdvantageOptions):
 class GaeOptions(DiscountedReturnOptions):
     """Options of `gae`."""
 
-    lam: float = checked_option(1.0, check_range, 0.0, 1.0)  # 0: critic after one token; 1: rewards only
+    lam: float = checked_option(1.0, check_range, 0.0, 1.0)  # 0: next reward, then the critic; 1: all rewards
 
 
 @dataclass(frozen=True, kw_only=True)
 class WeightedBaselineOptions(ScalarOptions):
     """Options of `opo`, whose baseline is a weighted mean over the group."""
 
-    leave_one_out: bool = checked_option(False, check_bool)  # exclude a trajectory from its own baseline: unbiased
+    leave_one_out: bool = checked_option(False, check_bool)  # exclude a trajectory from its own baseline (unbiased)
     epsilon: float = checked_option(1e-8, check_positive)  # added to the weights, in units of their scale
 
 

@@ -36,7 +36,7 @@ def policy_loss(
     selected: Tensor | None = None,
     **options: object,
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Return the named policy loss per token, to aggregate over the loss mask, and metrics. All tensors are [B, T].
+    """Return the named policy loss per token, to be aggregated over the loss mask, and metrics. All tensors are [B, T].
 
     The metrics are detached scalars over the mask: the loss's own, and `ratio_mean`, `ratio_max`, `ratio_min`,
     `approx_kl` (k3 of old || new) and `tokens`, the weight of the means of micro-batches.
@@ -83,7 +83,7 @@ def step_selection(
     seed: int = 0,
     **options: object,
 ) -> Tensor:
-    """Select the tokens of a step-wide loss, [B, T] bool, from the rows of one *whole* optimizer step.
+    """Select the tokens of a step-wide loss from the rows of one *whole* optimizer step. Returns [B, T] bool.
 
     A statistics pass computes `log_probs` with the weights at the start of the step. Each micro-batch passes its rows
     of the result to `policy_loss(selected=...)`. `trajectory_ids` [B] int64 default to the row index. A token's random

@@ -93,7 +93,7 @@ class ProbabilityClipOptions(Options):
 
 @dataclass(frozen=True, kw_only=True)
 class DivergenceClipOptions(Options):
-    """Largest binary KL (nats) of a rise (clip_high) or fall (clip_low) of a token before its loss becomes 0."""
+    """Largest binary KL (nats) of a rise (clip_high) or fall (clip_low) of a probability before the loss becomes 0."""
 
     clip_low: float = checked_option(0.05, check_range, 0.0)
     clip_high: float = checked_option(0.05, check_range, 0.0)
@@ -157,7 +157,7 @@ def cispo(inputs: LossInputs, options: WeightClipOptions) -> tuple[Tensor, dict[
 
 @register_loss("sapo", options=GateOptions, traits=LossTraits(aggregation="seq_mean_token_mean"))
 def sapo(inputs: LossInputs, options: GateOptions) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute -A (4 / t) sigmoid(t (ratio - 1)), a soft clip with t by the sign of A (arXiv 2511.20347)."""
+    """Compute -A (4 / t) sigmoid(t (ratio - 1)), a soft clip; t depends on the sign of A (arXiv 2511.20347)."""
     positive, negative = (
         inputs.ratio.new_tensor(t) for t in (options.temperature_positive, options.temperature_negative)
     )
@@ -192,8 +192,8 @@ _TRAITS = LossTraits(aggregation="seq_mean_token_mean", aggregations=SEQUENCE_ME
 def gspo(inputs: LossInputs, options: SequenceClipOptions) -> tuple[Tensor, dict[str, Tensor]]:
     """Compute `ppo` with the ratio sg[u] p / sg[p], u = exp(min(mean of log_ratio, 10)) (arXiv 2507.18071).
 
-    The mean is over all model tokens of the sequence, including those off the loss mask, because u is a property of the
-    sequence. Only `seq_mean_token_mean` weights every sequence equally.
+    The mean is over all model tokens of the sequence, including those outside the loss mask, because u is a property of
+    the sequence. Only `seq_mean_token_mean` weights every sequence equally.
     """
     u = inputs.sequence_log_ratio.clamp(max=_LOG_LIMIT).exp()  # (B, 1)
     ratio = u * (inputs.log_probs - inputs.log_probs.detach()).exp()
@@ -258,7 +258,7 @@ def _importance_weighted_loss(inputs: LossInputs, keep: Tensor) -> tuple[Tensor,
 
 
 def advantage_log_prob_covariances(inputs: LossInputs) -> Tensor:
-    """Compute (A - mean A) (ln p - mean ln p) [B, T] float64, with means over the loss mask; 0 off it."""
+    """Compute (A - mean A) (ln p - mean ln p) [B, T] float64, with means over the loss mask, and 0 outside it."""
     count = inputs.mask.sum().clamp(min=1)
     advantages, log_probs = inputs.advantages.double(), inputs.log_probs.detach().double()
     product = (advantages - advantages.sum() / count) * (log_probs - log_probs.sum() / count)
@@ -266,9 +266,9 @@ def advantage_log_prob_covariances(inputs: LossInputs) -> Tensor:
 
 
 def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draws: Tensor) -> Tensor:
-    """Select random tokens that ppo does not clip and whose covariance is in (low, high), [B, T] bool.
+    """Select random tokens that ppo does not clip and whose covariance is in (low, high). Returns [B, T] bool.
 
-    The number is `covariance_fraction` of *all* tokens, at least one, or all such tokens if there are fewer.
+    Their number is `covariance_fraction` of *all* tokens, at least one, or all such tokens if there are fewer.
     """
     product = advantage_log_prob_covariances(inputs)
     inside = (product > options.covariance_low) & (product < options.covariance_high)
@@ -280,7 +280,7 @@ def select_for_clip_cov(inputs: LossInputs, options: ClipCovarianceOptions, draw
 
 
 def select_for_kl_cov(inputs: LossInputs, options: KLCovarianceOptions, draws: Tensor) -> Tensor:
-    """Select the `covariance_fraction` of tokens with the largest covariance, at least one, [B, T] bool.
+    """Select the `covariance_fraction` of tokens with the largest covariance, at least one. Returns [B, T] bool.
 
     Random draws order equal covariances, so that the order of rows has no effect.
     """

@@ -108,7 +108,7 @@ def attend_flex(
     cap: float | None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Run the backend `flex`: one call with a block mask. Compiled on GPUs; torch has no backward pass on CPUs.
+    """Run the backend `flex`: one call with a block mask. It is compiled on GPUs and has no backward pass on CPUs.
 
     A sink z multiplies the result of a softmax with the log-sum-exp l by exp(l) / (exp(l) + exp(z)).
     """
@@ -221,7 +221,7 @@ def torch_varlen_attention(
     softmax_scale: float | None,
     window_size: tuple[int, int],
     softcap: float,
-    **_: bool,  # always causal; torch's global setting makes the backward pass deterministic
+    **_: bool,  # ignored: always causal, and deterministic if torch's global setting is
 ) -> Tensor:
     """Call torch's built-in flash-attn 2 with flash-attn's arguments. Raises KernelInputError if scores are capped."""
     from torch.nn.attention.varlen import varlen_attn

@@ -24,7 +24,7 @@ from agentrl.kernels.records import KernelInputError
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceParallelGroup:
-    """A sequence-parallel group. All methods except :meth:`rank_slice` are collective, forward and backward."""
+    """A sequence-parallel group. All methods but :meth:`rank_slice` are collective in the forward and backward pass."""
 
     rank: int  # rank of this process in the group
     size: int
@@ -136,7 +136,7 @@ class PackedRow:
 
     token_ids: Tensor  # [L] int32
     lengths: Tensor  # [S] int64, number of tokens of each segment, in row order; on the host
-    continued_segments: Tensor  # [S] int64, index of the segment that it continues, its own index if none; on the host
+    continued_segments: Tensor  # [S] int64, index of the segment that each segment continues, or its own; on the host
     prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
     response_starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
     routes: Tensor | None = None  # [L, R] int16, experts of each token in every layer, -1 if unknown
@@ -155,11 +155,11 @@ class PackedRow:
         return positions[None].to(self.token_ids.device)
 
     def response_token_ids(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the ids of the response tokens at ``columns`` of the documents ``rows``, which are broadcast."""
+        """Return the ids of the response tokens at ``columns`` of the documents ``rows``. Both are broadcast."""
         return self.input_ids[0, self.response_starts[rows] + columns]
 
     def predicting_positions(self, rows: Tensor, columns: Tensor) -> Tensor:
-        """Return the row index of the state that predicts each of these response tokens.
+        """Return the row index of the state that predicts each response token at ``columns`` of the documents ``rows``.
 
         For a column after the end of a response, the index is inside the row but arbitrary.
         """
@@ -177,7 +177,7 @@ class PackedRow:
         )
 
     def pad_to_multiple(self, multiple: int) -> PackedRow:
-        """Pad the row to a multiple, so that the ranks sharing the row have equal numbers of tokens.
+        """Pad the row to a multiple of ``multiple`` tokens, so that ranks sharing the row have equal numbers of tokens.
 
         The padding is a final segment of zeros that no document attends to.
         """

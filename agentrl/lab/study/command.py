@@ -33,7 +33,7 @@ def study_command(
     check: Check,
     echo: Callable[[str], None],
 ) -> None:
-    """Execute the missing runs of the study in ``file`` and report the results. A record (``.json``) is only reported.
+    """Execute the missing runs of the study in ``file`` and report the results. For a record (``.json``), only report.
 
     Runs and report are stored in ``folder``, by default ``runs/NAME``. A run that has ended according to the stored
     record is not repeated, even if its directory was deleted. Raises SettingsError or WorldError.

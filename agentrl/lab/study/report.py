@@ -186,7 +186,7 @@ def _table_cell(text: str) -> str:
 
 WIDTH = 11.5  # inches
 COLUMNS = 4
-_WINDOW = 10  # number of steps in a mean of rewards
+_WINDOW = 10  # number of steps over which rewards are averaged
 
 
 def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
@@ -209,7 +209,7 @@ def _plot_in_one_panel(variants: Mapping[str, Sequence[RunCurve]], study: StudyS
     figure = new_figure(WIDTH, 4.8)
     scores, rewards = figure.subplots(1, 2)
     longest = max((len(run.steps) for runs in variants.values() for run in runs), default=0)
-    window = _WINDOW if longest >= 2 * _WINDOW else 1  # a single mean would be an invisible line
+    window = _WINDOW if longest >= 2 * _WINDOW else 1  # a line through a single mean would be invisible
     reward_title = "Training reward, means of ten steps" if window == _WINDOW else "Training reward"
     for index, (variant, runs) in enumerate(variants.items()):
         _plot_band(scores, _scores_by_step_or_tokens(runs, study.tokens), variant, index)
@@ -252,7 +252,7 @@ def _steps_and_means(points: Mapping[int, Sequence[float]]) -> tuple[list[int], 
 
 
 def _scores_by_step_or_tokens(runs: Sequence[RunCurve], tokens: int | None = None) -> dict[int, list[float]]:
-    """Return the scores of all runs by step or, with ``tokens``, at nine numbers of sampled tokens up to ``tokens``."""
+    """Return the scores of all runs by step or, with ``tokens``, at nine token counts up to ``tokens``."""
     points: dict[int, list[float]] = {}
     for run in runs:
         if tokens is not None:

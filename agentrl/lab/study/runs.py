@@ -150,12 +150,12 @@ def _execute_run(
         running.discard(process)
     if run.status == "finished":
         report(run, "finished")
-    elif not stop.is_set() and code not in (130, -2):  # 130 and -2: the run itself was interrupted, not failed
+    elif not stop.is_set() and code not in (130, -2):  # 130 and -2: the run was interrupted
         run.failure_file.write_text(f"exit status {code}\n{_last_line(run)}\n", encoding="utf-8")
         report(run, f"failed with exit status {code}: {_last_line(run)} ({run.log_file})")
 
 
 def _last_line(run: StudyRun) -> str:
     lines = run.log_file.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    lines = [line for line in lines if not line.startswith("help: ")]  # the error is on the line above
+    lines = [line for line in lines if not line.startswith("help: ")]  # the error precedes the help line
     return lines[-1] if lines else "the log is empty"

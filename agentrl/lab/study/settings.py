@@ -19,7 +19,7 @@ _RESERVED = ("seed", "name", "runs_dir")  # the study sets them for each run
 
 
 class StudySettings(BaseModel):
-    """A grid of runs. Its variants are the product of ``variants`` and all lists in ``grid``. Each runs on every seed.
+    """A grid of runs: each variant with each seed. Variants are the product of ``variants`` and all lists in ``grid``.
 
     >>> study = StudySettings(name="n", grid={"algorithm.estimator": ["grpo", "tir_otb"]}, seeds=[0, 1])
     >>> [(variant, dict(values)) for variant, values in study.all_variants().items()]
@@ -30,7 +30,7 @@ class StudySettings(BaseModel):
 
     name: str = Field(pattern=r"^\w[\w.-]*$", description="name of the study and of its folder")
     env: str = Field("simpletir", description="as in agentrl train --env")
-    config: str | list[str] | None = Field(None, description="as in agentrl train --config; a list for several")
+    config: str | list[str] | None = Field(None, description="as in agentrl train --config; a name or a list")
     settings: SettingValues = Field({}, description="settings of every run, with dotted keys")
     variants: dict[str, SettingValues] = Field({}, description="named sets of settings, with dotted keys")
     grid: dict[str, list[Scalar]] = Field({}, description="lists of values by dotted key")
@@ -39,7 +39,9 @@ class StudySettings(BaseModel):
     baseline: str | None = Field(
         None, description="variant with which all others are compared; null: the first variant"
     )
-    target: float | None = Field(None, ge=0, le=1, description="report the tokens and trajectories until this score")
+    target: float | None = Field(
+        None, ge=0, le=1, description="report the tokens and trajectories needed to reach this score"
+    )
     tokens: int | None = Field(None, ge=1, description="compare the scores after this number of sampled tokens")
     collapse: float = Field(
         0.5, gt=0, lt=1, description="a run has collapsed if its last score is below this share of its best score"
@@ -83,7 +85,10 @@ class StudySettings(BaseModel):
         return self.baseline or next(iter(self.all_variants()))
 
     def with_baseline(self, variant: str | None) -> StudySettings:
-        """Return the study with another baseline, if it is not None. Raises SettingsError for an unknown variant."""
+        """Return a copy with ``variant`` as the baseline, or this study if ``variant`` is None.
+
+        Raises SettingsError for an unknown variant.
+        """
         return self if variant is None else parse_study({**self.model_dump(), "baseline": variant}, "--baseline")
 
     def all_variants(self) -> Mapping[str, SettingValues]:

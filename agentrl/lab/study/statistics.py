@@ -152,7 +152,7 @@ class HeldOutScore(BaseModel):
 
 
 class RunCurve(BaseModel):
-    """One run of a study. Lists contain one entry per training step."""
+    """One run of a study. Lists other than ``scores`` contain one entry per training step."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -163,7 +163,9 @@ class RunCurve(BaseModel):
     message: str = Field("", description="why the run failed")
     scores: tuple[HeldOutScore, ...] = ()
     steps: tuple[int, ...] = ()
-    rewards: tuple[float | None, ...] = Field((), description="mean reward of the step; null if all were excluded")
+    rewards: tuple[float | None, ...] = Field(
+        (), description="mean reward of the step; null if all trajectories were excluded"
+    )
     model_tokens: tuple[int, ...] = Field((), description="tokens sampled in the step")
     trajectories: tuple[int, ...] = Field((), description="trajectories of the step that are not excluded")
     seconds: tuple[float, ...] = ()

@@ -236,8 +236,8 @@ class ServerSettings(BaseModel):
     outage_deadline: float = Field(
         600.0, gt=0, description="seconds without a working server after which the run ends with an error"
     )
-    request_retries: int = Field(8, ge=0, description="number of times that a failed request is sent again")
-    restarts: int = Field(3, ge=0, description="number of times that each server started by the run is restarted")
+    request_retries: int = Field(8, ge=0, description="maximum number of times that a failed request is sent again")
+    restarts: int = Field(3, ge=0, description="maximum number of restarts of each server that the run started")
 
 
 _Plugin = TypeVar("_Plugin", bound="type[EnginePlugin]")
@@ -307,7 +307,7 @@ class EnginePlugin(ABC):
 
     @abstractmethod
     def managed(self, request: EngineSpecification) -> ManagedEngine:
-        """Build the engine without opening it. Raises SettingsError if the engine cannot run here."""
+        """Build the engine without opening it. Raises SettingsError if this machine cannot run it."""
 
     def problems(self, settings: EngineRelatedSettings, *, cluster: str) -> Iterable[str]:
         """Yield one message for each contradiction in the settings. ``cluster``: ``cluster.kind``."""

@@ -117,7 +117,7 @@ class Batcher:
         self._row_of: dict[str, int] = {}  # trajectory -> row
         self._waiting: deque[TurnInProgress] = deque()
         self._steps_waited = 0
-        self.evictions = 0  # trajectories that lost their prefix to another trajectory
+        self.evictions = 0  # number of trajectories that lost their prefix to another trajectory
         self._row_length = 0  # tokens reserved for every row; the cache itself grows with the rows
 
     # -- requests -------------------------------------------------------------------------------------------------

@@ -83,7 +83,7 @@ class SlotCache(Cache):
                 tensor[target, :, :length] = tensor[source, :, :length]
 
     def swap_rows(self, first: Tensor, second: Tensor, length: int) -> None:
-        """Exchange the first ``length`` entries of rows pairwise."""
+        """Exchange the first ``length`` entries of each row in ``first`` and the corresponding row in ``second``."""
         both, other = torch.cat([first, second]), torch.cat([second, first])
         for tensor in self._tensors:
             if tensor is not None:

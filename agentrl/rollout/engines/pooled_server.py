@@ -1,4 +1,4 @@
-"""One server of an engine: its client, its load, its process (if started here) and the detection of stalls.
+"""One server of an engine: its client, its load, its process (if the run started it) and the detection of stalls.
 
 A request is sent to the server with the least work, including the prefix that the server would have to recompute.
 
@@ -37,7 +37,7 @@ class ServerLoad:
     tokens: int = 0
     requests: int = 0
     limit: int | None = None
-    cached: dict[str, int] = field(default_factory=dict)  # trajectory -> tokens of its context processed here
+    cached: dict[str, int] = field(default_factory=dict)  # trajectory -> tokens of its context processed by this server
 
     @property
     def is_full(self) -> bool:
@@ -241,7 +241,10 @@ class PooledServer:
         return self.load.is_up or self.lacks_weights
 
     async def wait_until_usable(self, needs: ServerRequirements) -> ServerIdentity:
-        """Wait until the server responds, and check that it can serve the run. Raises SettingsError or WorldError."""
+        """Wait until the server responds, and check that it can serve the run.
+
+        Raises WorldError if the server does not respond, and SettingsError if it cannot serve the run.
+        """
         await self._wait_until_healthy()
         try:
             self.identity = await self.replica.identify(needs)
@@ -250,7 +253,7 @@ class PooledServer:
         return self.identity
 
     async def close(self) -> None:
-        """Disconnect, and stop the server if it was started here."""
+        """Disconnect, and stop the server if the run started it."""
         if self.reviving is not None:
             self.reviving.cancel()
             await asyncio.gather(self.reviving, return_exceptions=True)
@@ -286,7 +289,7 @@ class PooledServer:
             pause = min(LONGEST_PAUSE, 2 * pause)
 
     async def recover(self, weights: ServedWeights, may_recover: asyncio.Event) -> None:
-        """Recover the server: restart it if it was started here, and verify that it holds the current weights.
+        """Recover the server: restart it if the run started it, and verify that it holds the current weights.
 
         ``may_recover``: closed while other servers receive new weights. If only a transfer can supply the current
         weights, sets ``lacks_weights``. Raises WorldError after too many restarts.

@@ -136,13 +136,16 @@ class StreamClient:
         )
 
     async def get(self, path: str) -> Response:
-        """Return the complete response. Raises UnreachableError."""
+        """Return the complete response. Raises UnreachableError if the connection fails or breaks."""
         async with self._connection_errors():
             return await self._client.get(path)
 
     @asynccontextmanager
     async def post(self, path: str, body: object) -> AsyncIterator[Response]:
-        """Yield the unread response; the connection closes on exit. Raises UnreachableError, also while reading."""
+        """Yield the unread response; the connection closes on exit.
+
+        Raises UnreachableError if the connection fails, or breaks while the response is read.
+        """
         async with self._connection_errors(), self._client.stream("POST", path, json=body) as response:
             yield response
 

@@ -14,7 +14,7 @@ from agentrl.rollout.engines.base import Completion
 from agentrl.rollout.engines.replica import InvalidResponseError, ServerClient
 
 Check = Callable[[ServerClient], Awaitable[str | None]]
-"""Returns the problem with a server's weights, or None. Raises ServerCallError."""
+"""Returns the problem with a server's weights, or None. Raises ServerCallError if a call to the server fails."""
 
 
 class ServedWeights:
@@ -62,7 +62,7 @@ class ServedWeights:
         self.check = None  # the old check is for the old weights; a new check is set after verification
 
     async def install(self, replica: ServerClient) -> None:
-        """Install the current version on a server. Raises ServerCallError."""
+        """Install the current version on a server. Raises ServerCallError if a call to the server fails."""
         if self.directory is not None:
             await replica.load(str(self.directory))
         await replica.set_version_label(self.version)

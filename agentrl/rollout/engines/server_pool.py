@@ -72,7 +72,10 @@ class ServerEngine:
     # -- start and end --------------------------------------------------------------------------------------------
 
     async def open(self) -> None:
-        """Start the run's servers, and check all servers. Raises SettingsError or WorldError."""
+        """Start the run's servers, and check all servers.
+
+        Raises WorldError if a server does not start or respond, and SettingsError if it cannot serve the run.
+        """
         await asyncio.gather(*(server.start() for server in self._servers))
         await asyncio.gather(*(self._wait_until_usable_and_label(server) for server in self._servers))
         self._open_gate()
@@ -109,7 +112,7 @@ class ServerEngine:
             except ServerCallError as error:
                 failures.append(f"{server.address}: {error}")
                 if mentions_out_of_memory(str(error)) and server.load.limit == limit:
-                    server.halve_request_limit()  # once for all requests that failed because of the same shortage
+                    server.halve_request_limit()  # only once if several requests fail because of the same shortage
                 if (
                     not self._record_failure_and_may_retry(server, error)
                     or len(failures) > self._settings.request_retries

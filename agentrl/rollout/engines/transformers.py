@@ -68,7 +68,7 @@ class TransformersEngine:
         version: int = 0,
         deterministic: bool = False,
     ) -> None:
-        """Prepare ``model`` for sampling. Raises SettingsError if the engine's cache does not support its attention."""
+        """Prepare ``model`` for sampling. Raises SettingsError if a layer does not have full attention."""
         if not has_full_attention(model.config):
             raise SettingsError(
                 "rollout.engine=transformers supports only models with full attention in every layer: "

@@ -1,1 +1,1 @@
-"""The gateway: trains agent programs on the exact tokens that were sampled for them."""
+"""The gateway: serves the policy to agent programs, and records the exact sampled tokens for training."""

@@ -1,4 +1,4 @@
-"""Environments whose requests are matched by the gateway's rules, so that one rollout may have several trajectories.
+"""Environments in which each turn is a request, matched against earlier turns. A rollout may have several trajectories.
 
 :class:`AgentEnvironment` runs the user's program against the gateway. :class:`RerenderedEnvironment` renders a
 conversation as a deployed server would: the chat template renders earlier turns. An episode's turns become requests,
@@ -78,7 +78,7 @@ def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings
 
 
 def program_for_environment(env: str, options: Mapping[str, object], settings: AgentGatewaySettings) -> AgentProgram:
-    """Return the agent program for an environment's name and options. Raises PluginError if it is invalid."""
+    """Return the agent program for an environment's name and options. Raises PluginError if they are invalid."""
     if env.startswith(VERIFIERS):
         return load_verifiers_worker(
             env.removeprefix(VERIFIERS), validate_options(VerifiersSettings, options), settings
@@ -137,7 +137,7 @@ class AgentEnvironment(Environment):
         self.crashes: dict[str, str] = {}  # newest traceback by exception type and location
 
     async def open(self) -> None:
-        """Start the gateway and the program. Raises SettingsError if the gateway's address is not free."""
+        """Start the gateway and the program. Raises SettingsError if the gateway's address is not available."""
         if self._renderer is not None:
             await self._gateway.open()
             await self._program.open(self._gateway)
@@ -181,13 +181,13 @@ class AgentEnvironment(Environment):
         trajectories = rollout.build_trajectories(Ended.ANSWERED if failure is None else Ended.INFRASTRUCTURE_FAILURE)
         self._add_counts(rollout, trajectories)
         if failure is None and trajectories[-1].is_excluded:
-            failure = f"the rollout contains no tokens to train{rollout.stop_reason}"
+            failure = f"the rollout contains no tokens to train on{rollout.stop_reason}"
         if failure is not None:
             raise UnavailableError(failure)
         return trajectories
 
     async def _run_program(self, rollout: AgentRollout) -> str | None:
-        """Run the program to its end. Returns the reason for excluding the rollout, or None."""
+        """Run the program to completion. Returns the reason for excluding the rollout, or None."""
         access = self._gateway.register_rollout(rollout)
         failure: str | None = None
         crash: Exception | None = None

@@ -62,10 +62,10 @@ class ContainerCommand(AgentProgram):
             self._prepared[access.name] = container, stack.pop_all()
 
     async def run(self, problem: Problem, access: GatewayAccess) -> float:
-        """Run the command, then the verifier. Returns the reward. Raises AgentFailureError.
+        """Run the command, then the verifier, and return the reward. Raises AgentFailureError if either fails.
 
-        The verifier also runs in two other cases: the command fails after the policy has reached a limit, or the task's
-        time limit stops the command although the engine never failed.
+        The verifier also runs after a failed command in two cases: the policy had reached a limit, or the task's time
+        limit stopped the command although the engine never failed.
         """
         assert self._gateway is not None, "the environment is not open"
         container, stack = self._prepared.pop(access.name)
@@ -81,8 +81,8 @@ class ContainerCommand(AgentProgram):
                         problem, replace(access, base_url=base_url_in_container), self._settings
                     ),
                 )
-                # As in Harbor, the time limit of the task is a limit of the policy, like its turns and tokens, unless
-                # the agent may have spent the time on requests to a failed engine.
+                # As in Harbor, reaching the task's time limit is attributed to the policy, like reaching the turn or
+                # token limit. Exception: the agent may have spent the time on requests to a failed engine.
                 out_of_time = result.stopped and not self._gateway.engine_failed(access)
                 if result.exit_code and not out_of_time and not self._gateway.reached_limit(access):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
@@ -94,7 +94,7 @@ class ContainerCommand(AgentProgram):
                 raise ContainerOrVerifierError(str(error)) from error
 
     def describe(self) -> str:
-        return f"agent: {self._command}, in a container for each rollout; {self._containers.describe()}"
+        return f"agent: {self._command}, in a separate container for each rollout; {self._containers.describe()}"
 
     async def close(self) -> None:
         """Disconnect from Docker."""
@@ -106,7 +106,7 @@ class ContainerCommand(AgentProgram):
 def load_container_command(
     target: str, options: HarborAgentSettings, settings: AgentGatewaySettings
 ) -> ContainerCommand:
-    """Return the program for ``DIRECTORY:COMMAND``. Raises PluginError if it is invalid."""
+    """Return the program for ``DIRECTORY:COMMAND``. Raises PluginError if ``target`` is invalid."""
     directory, _, command = target.partition(":")
     if not command.strip():
         raise PluginError(f"env=harbor:{target} names no command: write harbor:DIRECTORY:COMMAND or harbor:DIRECTORY")

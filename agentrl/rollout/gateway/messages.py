@@ -31,7 +31,7 @@ _ERROR_TYPES = {
     413: "request_too_large",
     503: "overloaded_error",
 }
-_SIGNATURE = "unsigned"  # required by clients with reasoning; the gateway compares the text instead
+_SIGNATURE = "unsigned"  # clients require a signature of reasoning; the gateway compares the text instead
 _REQUIRED = {"text": "text", "tool_use": "name", "tool_result": "tool_use_id"}
 
 _Text = Annotated[str, BeforeValidator(partial(join_text_parts, separator="\n"))]
@@ -97,7 +97,7 @@ class _Thinking(WireModel):
 
 
 class MessagesRequest(ApiRequestBody):
-    """A request of the Messages API. Forced tool choices and output formats are accepted but not enforced."""
+    """A request to the Messages API. Forced tool choices and output formats are accepted but not enforced."""
 
     unused: ClassVar = frozenset(
         (

@@ -82,14 +82,14 @@ class AgentProgram(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Return a line for the console."""
+        """Describe the program in one line for the console."""
 
     async def close(self) -> None:
         """Stop processes and threads that outlive a rollout."""
 
 
 def load_agent_program(target: str, settings: AgentGatewaySettings) -> AgentProgram:
-    """Return the agent program for ``module:function`` or a command. Raises PluginError if it is invalid."""
+    """Return the agent program for ``module:function`` or a command. Raises PluginError if ``target`` is invalid."""
     if FUNCTION.fullmatch(target):
         found = import_attribute(target, "agent")
         if not callable(found):
@@ -254,7 +254,7 @@ def agent_environment_variables(
         "ANTHROPIC_BASE_URL": access.base_url.removesuffix("/v1"),
         "ANTHROPIC_API_KEY": access.api_key,
         "ANTHROPIC_MODEL": access.model,
-        "AGENTRL_STATEMENT": problem.statement.replace("\0", ""),  # environment variables cannot contain it
+        "AGENTRL_STATEMENT": problem.statement.replace("\0", ""),  # environment variables cannot contain NUL
         "AGENTRL_PROBLEM": json.dumps(settings.visible_columns(problem)),
     }
 
@@ -399,7 +399,7 @@ class WorkerProgram(AgentProgram):
 
 
 def load_worker_program(target: str, settings: AgentGatewaySettings) -> WorkerProgram:
-    """Return the worker for ``worker:COMMAND`` or ``worker:external``. Raises PluginError if it is invalid."""
+    """Return the worker for ``worker:COMMAND`` or ``worker:external``. Raises PluginError if ``target`` is invalid."""
     command = split_command(target)
     if not command:
         raise PluginError(
@@ -414,7 +414,10 @@ def load_worker_program(target: str, settings: AgentGatewaySettings) -> WorkerPr
 
 
 def load_verifiers_worker(name: str, options: VerifiersSettings, settings: AgentGatewaySettings) -> WorkerProgram:
-    """Return the worker for a task set of the verifiers library, run by ``options.python``. Raises PluginError."""
+    """Return the worker for a task set of the verifiers library, run by ``options.python``.
+
+    Raises PluginError if the task set is missing or ``options.python`` is not a file.
+    """
     if not name:
         raise PluginError(f"env={VERIFIERS} names no task set: write {VERIFIERS}TASKSET")
     if options.python is None:

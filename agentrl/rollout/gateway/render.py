@@ -192,8 +192,8 @@ def parse_tool_calls(
 def _arguments_as_json(value: object) -> str:
     """Return a call's arguments as JSON text.
 
-    Raises ValueError for values that requests reject, because clients send calls back: infinite numbers, lone
-    surrogates and excessive nesting.
+    Clients send calls back in later requests. Therefore, values that requests reject raise ValueError: infinite
+    numbers, lone surrogates and excessive nesting.
     """
     text = json.dumps(value, allow_nan=False)
     from_json(text)  # rejects lone surrogates and excessive nesting

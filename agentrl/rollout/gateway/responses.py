@@ -95,7 +95,7 @@ def _qualified_tool_name(namespace: str, name: str) -> str:
 
 
 class ResponsesRequest(ApiRequestBody):
-    """A request of the Responses API.
+    """A request to the Responses API.
 
     ``tool_choice``, ``parallel_tool_calls`` and ``text.format`` are accepted but not enforced. A custom tool is
     shown to the model as a function with one argument, ``input``, and a tool of a namespace as ``NAMESPACE__NAME``.

@@ -281,7 +281,7 @@ class AgentRollout:
         try:
             layout = self.renderer.layout(messages, request, sampled=replies.keys())
         except GatewayRequestError:
-            return None  # a template that requires calls before their responses renders the calls again
+            return None  # a template may require calls before their responses: render all messages again
         before = layout.texts_before(max(replies))
         if (
             before is None

@@ -90,11 +90,11 @@ class _Server(uvicorn.Server):
 
 
 class _LimitedProtocol(H11Protocol):
-    """uvicorn's HTTP protocol with limits on the number of connections and on the time that clients are inactive.
+    """uvicorn's HTTP protocol with limits on the number of connections and on the idle time of clients.
 
-    uvicorn's ``limit_concurrency`` refuses requests but keeps their connections. Here a connection ends if there are
-    more than ``max_connections``, if no request arrives, or if the client does not read. h11 limits the size of heads
-    and trailers.
+    uvicorn's ``limit_concurrency`` refuses requests but keeps their connections. This class closes a connection if
+    there are more than ``max_connections``, if no request arrives, or if the client does not read. h11 limits the size
+    of heads and trailers.
     """
 
     def __init__(self, *args: Any, max_connections: int, **options: Any) -> None:
@@ -148,14 +148,14 @@ class AgentGateway:
     def __init__(self, settings: AgentGatewaySettings) -> None:
         self._settings = settings
         self._entries: dict[str, _RegisteredRollout] = {}
-        self._waiting_names: asyncio.Queue[str] = asyncio.Queue()  # names of rollouts; "" once the server ends
+        self._waiting_names: asyncio.Queue[str] = asyncio.Queue()  # names of rollouts; "" when the server closes
         self.url = ""
         self.key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
         self._server: _Server | None = None
         self._serving: asyncio.Task[None] | None = None
 
     async def open(self) -> None:
-        """Start listening. Raises SettingsError if the address is not free."""
+        """Start listening. Raises SettingsError if the address is not available."""
         host, port = self._settings.host, self._settings.port
         try:
             listener = socket.create_server((host, port), backlog=_BACKLOG)
@@ -176,7 +176,7 @@ class AgentGateway:
         self._serving = asyncio.create_task(self._server.serve([listener]), name="agent-gateway")
 
     async def serve_also_on(self, listener: socket.socket) -> asyncio.Server:
-        """Serve the same rollouts on another listening socket, for example of a container. The caller closes it."""
+        """Serve the same rollouts on another listening socket, such as a container's. The caller closes the server."""
         assert self._server is not None, "the gateway is not open"
         config, state = self._server.config, self._server.server_state
         protocol: Any = config.http_protocol_class
@@ -192,7 +192,7 @@ class AgentGateway:
             self._server = self._serving = None
 
     def register_rollout(self, rollout: AgentRollout) -> GatewayAccess:
-        """Serve a rollout under a new name, so that late calls of an earlier attempt cannot reach it."""
+        """Serve a rollout under a new name, so that late calls from an earlier attempt cannot reach it."""
         name = f"{rollout.policy.name}-{secrets.token_hex(4)}"
         url, key = f"{self.url}/rollouts/{name}/v1", secrets.token_urlsafe(24)
         access = GatewayAccess(name=name, base_url=url, api_key=key, model=self._settings.model)
@@ -204,7 +204,7 @@ class AgentGateway:
         del self._entries[access.name]
 
     def reached_limit(self, access: GatewayAccess) -> bool:
-        """Return True if a limit of turns, tokens or time has stopped a rollout."""
+        """Return True if a limit on turns, tokens or time has stopped a rollout."""
         return self._entries[access.name].rollout.stopped is not None
 
     def engine_failed(self, access: GatewayAccess) -> bool:
@@ -330,7 +330,7 @@ class AgentGateway:
         )
 
     async def _assign_rollout(self, http: Request) -> Response:
-        """Return the data of the next waiting rollout, or status 204 if no rollout arrives for ``wait`` seconds."""
+        """Return the data of the next waiting rollout, or status 204 if no rollout arrives within ``wait`` seconds."""
         if not _keys_equal(_read_api_key(http), self.key):
             raise GatewayRequestError("invalid key for this gateway", status=401, code="invalid_api_key")
         wait = parse_body(_NextRolloutBody, await self._read_body(http)).wait

@@ -41,15 +41,15 @@ class AgentGatewaySettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     host: str = Field(
-        "127.0.0.1", min_length=1, description="address on which the server listens and which agents receive"
+        "127.0.0.1", min_length=1, description="address on which the server listens, and to which agents connect"
     )
     port: int = Field(0, ge=0, le=65535, description="port of the server; 0: any free port")
     model: str = Field("policy", min_length=1, description="model name that agents must request")
     history: Literal["keep", "template"] = Field(
         "keep",
-        description="form in which the model sees its earlier replies. keep: the tokens that it sampled; template: as"
-        " the chat template renders them, for example without reasoning. If this differs from the sampled"
-        " tokens, a new sequence starts",
+        description="form in which the model sees its earlier replies. keep: as the sampled tokens; template: as "
+        "rendered by the chat template, for example without reasoning. If the rendered tokens differ from the "
+        "sampled tokens, a new sequence starts",
     )
     max_generations: int = Field(
         64, ge=1, description="maximum number of generations in one rollout, including those of sub-agents"
@@ -64,11 +64,11 @@ class AgentGatewaySettings(BaseModel):
         min_length=1,
         description="file with a Jinja chat template; null: the model's chat template, or plain text if it has none",
     )
-    template_options: dict[str, object] = Field({}, description="variables of the chat template")
+    template_options: dict[str, object] = Field({}, description="variables that are passed to the chat template")
     agent_columns: list[str] | None = Field(
         [],
         description="columns of a problem that commands and workers receive in addition to id, statement and "
-        "messages, for example the path of a database, or answer; null: all columns. Functions always "
+        "messages, for example answer, or a column with the path of a database; null: all columns. Functions always "
         "receive the whole problem",
     )
     agent_rewards: bool = Field(
@@ -81,7 +81,7 @@ class AgentGatewaySettings(BaseModel):
         description="environment variables that commands and workers inherit in addition to common ones (PATH, HOME, "
         "LANG, PYTHONPATH and similar), for example the API key of a service",
     )
-    threads: int = Field(256, ge=1, description="maximum number of agents that run concurrently as blocking functions")
+    threads: int = Field(256, ge=1, description="maximum number of blocking agent functions that run concurrently")
 
     def visible_columns(self, problem: Problem) -> dict[str, object]:
         """Return the part of a problem that programs outside the trainer receive.

@@ -1,4 +1,4 @@
-"""The tree of one rollout's generations. Requests are matched with the tree message by message.
+"""The tree of one rollout's generations. Requests are matched against the tree message by message.
 
 A generation is a node. It contains the messages after its parent's reply, the tokens of these messages, and the sampled
 tokens. A request continues the deepest generation whose path, including its reply, is a prefix of the request. Messages
@@ -110,7 +110,7 @@ class GenerationTree:
 
     def __init__(self) -> None:
         self.generations: list[Generation] = []
-        self._transitions: dict[tuple[int, str], int] = {}  # a trie: state and the next message's key
+        self._transitions: dict[tuple[int, str], int] = {}  # a trie: (state, next message's key) to next state
         self._replies: dict[int, list[Generation]] = {}
         self._digests: set[str] = set()
 
@@ -128,7 +128,7 @@ class GenerationTree:
     def match_request(
         self, request: AgentRequest
     ) -> tuple[Generation | None, tuple[AgentMessage, ...], MismatchReason | None]:
-        """Return the generation that a request continues, its new messages, and the reason for an unmatched reply.
+        """Return the generation that a request continues, the request's new messages, and the reason for a mismatch.
 
         The generation is the deepest one whose path is a prefix of the request. :func:`_choose_candidate_by_call_ids`
         breaks ties.
@@ -203,7 +203,7 @@ def _reasoning_matches(generation: Generation, messages: Sequence[AgentMessage])
 
 
 def _choose_candidate_by_call_ids(candidates: Sequence[Generation], messages: Sequence[AgentMessage]) -> Generation:
-    """Return the candidate whose call ids occur most often in the request, and the newest candidate on a tie."""
+    """Return the candidate with the most call ids in the request, or the newest candidate in a tie."""
     if len(candidates) == 1:
         return candidates[0]
     ids = {call.id for message in messages for call in message.calls} | {message.call_id for message in messages}

@@ -32,7 +32,7 @@ from agentrl_envs.registry import did_you_mean
 Json = Mapping[str, object]
 
 FROZEN = ":frozen"
-"""Suffix of the model's name for calls that are not trained."""
+"""Suffix of the model's name for calls whose replies are not trained on."""
 _ERROR_MESSAGES: Mapping[str, str] = {
     "model_type": "must be a JSON object",
     "dict_type": "must be a JSON object",
@@ -153,7 +153,7 @@ class AgentRequest:
 
     ``tools``: function schemas as chat templates expect them. ``starts_with_instructions``: the first message contains
     instructions that apply to this request only. ``parses_calls``: calls are parsed from the reply. ``trainable``: the
-    reply is trained.
+    policy may be trained on the reply.
     """
 
     messages: tuple[AgentMessage, ...]
@@ -225,12 +225,12 @@ class ApiRequestBody(WireModel, ABC):
     stream: StrictBool = False
 
     def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
-        """Return the request in the common form. Raises GatewayRequestError."""
+        """Return the request in the common form. Raises GatewayRequestError if the request is invalid."""
         return replace(self._convert_to_agent_request(find_conversation), trainable=not self.model.endswith(FROZEN))
 
     @abstractmethod
     def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
-        """Return the request in the common form, marked as trainable. Raises GatewayRequestError."""
+        """Return the request in the common form, marked as trainable. Raises GatewayRequestError if it is invalid."""
 
     @abstractmethod
     def complete_response(self, reply: Reply) -> Json:

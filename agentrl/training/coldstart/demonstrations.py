@@ -125,8 +125,8 @@ def convert_to_protocol_format(
     """Return the demonstrations of ``settings`` in the format of the environment's protocol.
 
     Raises SettingsError if the environment is a class and the demonstrations are generated, because generated
-    demonstrations call different tools. Raises SettingsError for a file of demonstrations as :func:`check_tool_calls`
-    does.
+    demonstrations call different tools. For a file of demonstrations, also raises the errors of
+    :func:`check_tool_calls`, and SettingsError if an agent program would have to create the observations.
     """
     environment = settings.environment
     if not (settings.coldstart.demonstrations or "").startswith((BUILTIN, FORMULA)):

@@ -1,4 +1,4 @@
-"""The policy that a run starts from: the given model, or the cached result of a cold start."""
+"""The policy that a run starts from: the model in ``model.path``, or the cached result of a cold start."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 _PROGRESS_LINES = 20  # number of progress lines without a live display
 _SCORED_PROBLEMS = 64  # number of problems that a new policy attempts
 _TOO_FEW_SOLVED = 0.05  # fraction of solved problems below which training usually has too little success to reinforce
-_SCORE_FILE = "coldstart.json"  # in the directory of the policy
+_SCORE_FILE = "coldstart.json"  # name of a file in the policy's directory
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +158,7 @@ async def _score_policy(settings: Settings, path: Path, problems: Sequence[Probl
     chosen = [problems[index * len(problems) // count] for index in range(count)]
     environment, codec = build_environment_and_codec(settings, read_tokenizer(str(path)), str(path))
     rewards = build_rewards(settings)
-    with torch.random.fork_rng():  # so that training draws the same random numbers as with a cached policy
+    with torch.random.fork_rng():  # training must draw the same random numbers as with a cached policy
         model = read_model(str(path), settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
         deterministic = settings.training.deterministic
         engine = TransformersEngine(model, codec, settings.rollout, deterministic=deterministic)

@@ -1,4 +1,4 @@
-"""The cold start: a short supervised fine-tuning on the model tokens of demonstrations."""
+"""The cold start: short supervised fine-tuning on the model tokens of demonstrations."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ def shuffled_batches(count: int, size: int, *, seed: int) -> Iterator[list[int]]
 def random_repetition_demonstration(vocabulary: Tensor, generator: torch.Generator) -> EncodedDemonstration:
     """Return 4 to 16 random tokens of ``vocabulary`` [V] as the prompt, repeated three times as the response.
 
-    Only copying can predict the repetitions. A small new model that only imitates demonstrations learns the form of
-    tool calls long before it learns to copy results, and often makes no further progress.
+    Only a model that copies can predict the repetitions. A small new model that only imitates demonstrations learns the
+    form of tool calls long before it learns to copy results, and often makes no further progress.
     """
     length = int(torch.randint(4, 17, (), generator=generator))
     ids = tuple(vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)].tolist())
@@ -113,9 +113,9 @@ def fine_tune(
 ) -> None:
     """Minimize the mean negative log-probability of the model's tokens, in place.
 
-    The last ``coldstart.direct_steps`` steps use ``final_rows`` (as many as ``rows``) instead. The first
-    ``coldstart.copy_steps`` steps add repeated random tokens. After each step, ``report`` is called with the step's
-    number and its loss on demonstrations.
+    The last ``coldstart.direct_steps`` steps use ``final_rows`` instead, which must have the same length as ``rows``.
+    The first ``coldstart.copy_steps`` steps add repeated random tokens. After each step, ``report`` is called with the
+    step's number and its loss on demonstrations.
     """
     cold = settings.coldstart
     _, world = start_distributed(deadline=settings.training.collective_deadline)
@@ -173,7 +173,7 @@ async def cold_start(
         demonstrations = [await add_observations(item, environment) for item in read]
         try:
             output.parent.mkdir(parents=True, exist_ok=True)
-            # Remove the directory, so that nothing remains if training is killed.
+            # Check that a directory can be created. It is removed, so that nothing remains if training is killed.
             _temporary_directory(output).cleanup()
         except OSError as error:
             raise SettingsError(f"cannot write the policy to {output}: {error.strerror}") from error
@@ -286,8 +286,7 @@ def shorten_to_direct_answers(
 ) -> tuple[Demonstration, ...]:
     """Make a random ``share`` of the demonstrations end early with the answer, ``boxed`` or as in the last turn.
 
-    The answer replaces all turns from the first on (``first``), or all turns from a random turn before the last on
-    (``any``).
+    The answer replaces all turns (``first``), or a random turn before the last and all turns after it (``any``).
     """
     generator = random.Random(seed)
     shortened = []
@@ -330,7 +329,7 @@ def _temporary_directory(output: Path) -> TemporaryDirectory[str]:
 
 
 def _rename_unless_exists(folder: Path, output: Path) -> None:
-    """Rename a complete directory to ``output``, unless another process has just made the same policy."""
+    """Rename a complete directory to ``output``, unless another process has just created the same policy."""
     try:
         folder.rename(output)
     except OSError:

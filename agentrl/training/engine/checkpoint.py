@@ -215,8 +215,8 @@ def check_reference_matches(checkpoint: Path, state: RunState, path: str | None)
     """Raise SettingsError unless ``path`` is the reference policy of the run so far."""
     if state.reference != path:
         raise SettingsError(
-            f"the checkpoint {checkpoint} was trained with the reference policy {state.reference}, but the settings "
-            f"now select {path}: move the policy back, or set kl.reference"
+            f"the policy in the checkpoint {checkpoint} was trained with the reference policy {state.reference}, but "
+            f"the settings now select {path}: move the policy back, or set kl.reference"
         )
 
 

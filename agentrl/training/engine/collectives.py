@@ -32,7 +32,7 @@ _Record = TypeVar("_Record", bound="DataclassInstance")
 
 
 class RowExchange:
-    """Sends rows of micro-batches without padding to their home ranks, and results back. Collective."""
+    """Sends unpadded rows of micro-batches to their home ranks, and results back. Collective."""
 
     def __init__(
         self, masks: Sequence[Tensor], home_ranks: Tensor, *, group: torch.distributed.ProcessGroup | None = None
@@ -73,7 +73,7 @@ class RowExchange:
         return _pad_rows(self._exchange(flat, self._tokens_out, self._tokens_in), self._home_lengths)
 
     def return_results_to_senders(self, values: Tensor) -> list[Tensor]:
-        """Return results for home rows [R, longest] to their senders. Returns one tensor [b, T] per micro-batch."""
+        """Send results [R, longest] of home rows back to the rows' senders. Returns a tensor [b, T] per micro-batch."""
         flat = self._exchange(_flatten_rows(values, self._home_lengths), self._tokens_in, self._tokens_out)
         sorted_by_home = _pad_rows(flat, self._row_lengths)
         rows = torch.empty_like(sorted_by_home)

@@ -97,7 +97,9 @@ _Module_co = TypeVar("_Module_co", bound=nn.Module, covariant=True)
 
 
 def learning_rate_factor(step: int, settings: OptimizerSettings, total: int) -> float:
-    """Compute the learning rate of update ``step`` (from 0) over its peak: linear warm-up, then constant or cosine.
+    """Return the learning rate of update ``step`` (from 0) divided by the peak learning rate.
+
+    The factor rises linearly during warm-up. Afterwards it is constant or follows a cosine.
 
     >>> settings = OptimizerSettings(warmup_steps=2, schedule="cosine", final_fraction=0.1)
     >>> [round(learning_rate_factor(step, settings, 6), 3) for step in range(7)]
@@ -186,7 +188,7 @@ def start_distributed(*, deadline: float) -> tuple[int, int]:
         torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", "0")))
     else:
         os.environ.setdefault("DS_ACCELERATOR", "cpu")  # otherwise DeepSpeed warns that it found no accelerator
-    # DeepSpeed's autotuner, which is not used here, imports MLflow if it is installed, and with it pandas: 70 MB.
+    # DeepSpeed's autotuner, which is not used here, imports MLflow and pandas (70 MB) if MLflow is installed.
     with block_import("mlflow"):
         import deepspeed
 
@@ -231,7 +233,7 @@ def leave_distributed() -> None:
 
 
 def _clear_caches_of_zero_3() -> None:
-    """Clear a list and a cached method of DeepSpeed that otherwise keep every module under ZeRO-3."""
+    """Clear a list and a cached method of DeepSpeed that otherwise keep every module alive under ZeRO-3."""
     from deepspeed.runtime.zero.parameter_offload import FWD_MODULE_STACK, PartitionedParameterCoordinator
 
     FWD_MODULE_STACK.clear()
@@ -415,7 +417,7 @@ class TrainingEngine(Generic[_Module_co]):
         self._engine.offload_states(include=moved)
 
     def reload_to_gpu(self) -> None:
-        """Move the state that :meth:`offload_to_cpu` moved back to the GPU."""
+        """Move the state back to the GPU after :meth:`offload_to_cpu`."""
         self._engine.reload_states()
 
     def close(self) -> None:
@@ -488,8 +490,8 @@ def build_frozen_forward(module: nn.Module, training: TrainingSettings, *, bfloa
 def _head_output_as_dict_for_hooks(module: nn.Module) -> Iterator[None]:
     """Present the head's output as a dictionary to DeepSpeed's hooks.
 
-    Hooks registered before and after them convert it and convert it back. DeepSpeed's hooks that gather a sharded
-    weight for the backward pass find tensors only in tuples and dictionaries.
+    Hooks registered before and after DeepSpeed's hooks convert the output to a dictionary and back. DeepSpeed's hooks
+    that gather a sharded weight for the backward pass find tensors only in tuples and dictionaries.
     """
     if isinstance(module, PolicyModel):
         module.head.register_forward_hook(_statistics_as_dictionary)

@@ -21,10 +21,10 @@ _DETERMINISTIC = (":4096:8", ":16:8")
 
 
 def set_determinism(settings: TrainingSettings) -> None:
-    """Make torch use deterministic algorithms if the setting is on. Child processes inherit it.
+    """Make torch use deterministic algorithms if ``training.deterministic`` is true.
 
-    Call this before CUDA is initialized. Raises SettingsError if the environment selects a nondeterministic cuBLAS
-    workspace.
+    Call this before CUDA is initialized. Child processes inherit the cuBLAS workspace. Raises SettingsError if the
+    environment selects a nondeterministic workspace.
     """
     if not settings.deterministic:
         return

@@ -46,7 +46,7 @@ def get_rank_groups(training: TrainingSettings) -> RankGroups:
     if size == 1:
         return RankGroups(replica=rank, replicas=world)
     every = torch.distributed.group.WORLD
-    assert every is not None  # initialized, because its size is known
+    assert every is not None  # the default group exists, because its size is known
     return _create_groups(every, size, training.collective_deadline)
 
 

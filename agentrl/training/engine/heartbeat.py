@@ -72,7 +72,7 @@ class Heartbeat:
         self._step = ""
         self._kernels_loaded = False  # True if an earlier step had a pass
         self._had_pass = False
-        self._pass_began: float | None = None  # None unless a measured pass runs
+        self._pass_began: float | None = None  # None unless a measured pass is running
         self._longest_pass = 0.0
         self.beat = HeartbeatState(
             node=THIS_MACHINE.node, position=(0, 0), activity="the start", allowed_seconds=self._slow
@@ -118,7 +118,7 @@ class Heartbeat:
         )
 
     def mark_passes_end(self) -> None:
-        """Mark the end of this rank's passes: it then waits for other ranks' micro-batches and runs the update."""
+        """Mark the end of this rank's passes, before it waits for other ranks' micro-batches and runs the update."""
         self.mark_work_start(f"{self._step}, after its micro-batches")
 
     def _end_pass(self) -> None:
@@ -164,7 +164,7 @@ class HeartbeatMonitor:
         self._checked: float | None = None
 
     def record_heartbeat(self, rank: int, beat: HeartbeatState, now: float) -> None:
-        """Record a heartbeat of a rank. The time in which its process was suspended does not count."""
+        """Record a heartbeat of a rank. Time during which its process was suspended is not counted."""
         known = self._states.get(rank)
         since = now
         if known is not None and known.beat.progress_count == beat.progress_count:

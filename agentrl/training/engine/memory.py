@@ -26,7 +26,7 @@ _REMEDIES = (
 
 
 class MicroBatchMemoryError(Exception):
-    """Memory ran out in a micro-batch of this size. The library's error is the cause of this exception."""
+    """Memory ran out in a micro-batch of ``tokens`` tokens. The library's error is the cause of this exception."""
 
     def __init__(self, tokens: int, trajectories: int) -> None:
         super().__init__(f"a micro-batch of {tokens} tokens does not fit into memory")

@@ -41,7 +41,7 @@ class RankStateMetadata:
     starts: dict[str, int]  # offset of each shard in its flat parameter
     shapes: dict[str, list[int]]  # complete shapes of all parameters, including frozen ones
     adam_steps: float | None  # None before the first update, when there are no moments
-    updates: int  # of the learning rate schedule
+    updates: int  # number of updates in the learning rate schedule
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,7 +183,7 @@ def _restore_shards(saved: _SavedShardReader, module: nn.Module, optimizer: Unty
 
 
 def _optimizer_state(adam: torch.optim.Optimizer, flat: nn.Parameter, steps: float) -> dict[str, Tensor]:
-    """Return the optimizer's state of ``flat`` after ``steps`` updates, created if there was no update yet."""
+    """Return the optimizer's state of ``flat`` after ``steps`` updates. Creates the state if it does not exist."""
     state: dict[str, Tensor] = adam.state[flat]
     for moment in MOMENTS:
         if moment not in state:
@@ -212,7 +212,7 @@ def _copied(values: Tensor) -> Tensor:
 
 
 def _restore_random_state(files: Sequence[safe_open], rank: int) -> None:
-    """Restore this rank's random state. An additional rank derives a seed from another rank's state and its index."""
+    """Restore this rank's random state. An additional rank derives a seed from its index and another rank's state."""
     file = files[rank % len(files)]
     names = [key for key in file.keys() if key.startswith("random/")]  # noqa: SIM118
     states = {key.removeprefix("random/"): file.get_tensor(key) for key in names}

@@ -45,7 +45,7 @@ _CAUSE_DELAY = 3.0  # seconds to wait for the cause of a failure that may be a c
 _POLL_INTERVAL = 0.2  # seconds between two polls of the ranks
 
 EXIT_CRASHED = 1
-"""Exit code of a rank that failed with an error other than an AgentRLError, for example of a broken GPU."""
+"""Exit code of a rank that failed with an error other than an AgentRLError, for example because of a broken GPU."""
 EXIT_REPORTED_ERROR = 4
 """Exit code of a rank that failed with an AgentRLError whose exit code is :data:`EXIT_CRASHED`."""
 
@@ -292,7 +292,7 @@ class RankExit:
         if self.killed:
             return 2 if self.code != -signal.SIGTERM else 0
         if self.code in (EXIT_STUCK, OutOfMemoryError.exit_code, SettingsError.exit_code):
-            return 2  # the other ranks crash when this one closes its connections
+            return 2  # the other ranks crash when this rank closes its connections
         return 0 if self.code == EXIT_PEER_LOST else 1
 
     def __str__(self) -> str:

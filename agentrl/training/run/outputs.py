@@ -102,7 +102,7 @@ class BestPolicyExport:
         score = f"best evaluation: step {record['step']}, avg@{record['k']} {record['mean']:.3f}"
         if record["policy"] is None:
             return f"{score}; its policy was not kept (checkpoint.best)"
-        return f"{score}; its policy: agentrl eval --model {self.path}"
+        return f"{score}; to evaluate its policy: agentrl eval --model {self.path}"
 
     def _pending(self, step: int) -> Path:
         return self._checkpoints / f".best-{step:06d}"

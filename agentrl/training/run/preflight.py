@@ -155,7 +155,10 @@ def _reason_routes_not_replayable(settings: Settings, config: PreTrainedConfig, 
     if settings.correction.route_replay == "off":
         return None
     if padded:
-        return f"{replay} needs packed trajectories, but the model reads padded ones (model.rows): set it to off"
+        return (
+            f"{replay} needs packed trajectories, but the model reads padded ones (model.rows): set "
+            "correction.route_replay=off"
+        )
     return reason_routes_not_replayable(config)
 
 

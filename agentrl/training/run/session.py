@@ -74,11 +74,11 @@ _DROPPED = {
     "dropped_zero_variance": "groups with equal rewards (algorithm.drop_zero_variance)",
     "dropped_accuracy": "groups outside algorithm.accuracy_range",
     "dropped_no_greedy": "groups whose greedy rollout failed",
-    "dropped_empty": "groups without a trajectory to train",
+    "dropped_empty": "groups without a trajectory to train on",
     "excluded": "trajectories excluded from training data (infrastructure failures, cancelled, grader timeouts)",
     "void": "trajectories with a void turn",
 }
-"""Descriptions of groups and trajectories that are not trained, by the name of their metric in ``groups/``."""
+"""Descriptions of groups and trajectories that are not trained on, by the name of their metric in ``groups/``."""
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class TrainingSession:
         self._saved: tuple[int, int] | None = None  # steps and evaluations in the newest checkpoint
         self._empty_steps = 0
         self._alerting: set[str] = set()  # names of the alerts after the last step
-        self._trained: list[Metrics] | None = None  # the rows of all steps, from the first step of this process on
+        self._trained: list[Metrics] | None = None  # rows of all steps; None before this process's first step
         self._held_out: Metrics = {}  # metrics of an evaluation since the last step
         self._checkpoints = settings.run_path / "checkpoints"
         self._heartbeat = Heartbeat(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
@@ -135,7 +135,7 @@ class TrainingSession:
         self._start = path = prepare_starting_policy(settings, self._console)
         self._tokenizer = read_tokenizer(path)
         if run is not None:
-            run.write_text("tokenizer.json", self._tokenizer.backend_tokenizer.to_str())  # for readers of token ids
+            run.write_text("tokenizer.json", self._tokenizer.backend_tokenizer.to_str())  # needed to decode token ids
         self._policy = read_policy(path, settings.model, settings.training)
         objective = ObjectiveSettings.from_settings(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step
@@ -274,9 +274,9 @@ class TrainingSession:
     # -- steps ----------------------------------------------------------------------------------------------------
 
     def _run_remaining_steps(self) -> None:
-        """Run the remaining steps with their evaluations and checkpoints. Raises InterruptedRunError."""
+        """Run the remaining steps with evaluations and checkpoints. Raises InterruptedRunError on a stop request."""
         steps, every = self._settings.training.steps, self._settings.checkpoint.every
-        self._evaluate_if_due()  # at the start, or if a stop skipped it
+        self._evaluate_if_due()  # the initial evaluation, or one that was skipped when the run was stopped
         with self._console.progress(steps, self._progress.step) as progress:
             for step in range(self._progress.step + 1, steps):
                 with trace_span("step", step=step):

@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 def train(settings: Settings, resume: bool, *, callbacks: Callbacks | None = None, embedded: bool = False) -> int:
-    """Train and return the exit code. Under a launcher this process is one of its ranks (``cluster.kind``).
+    """Train and return the exit code. Under a launcher, this process is one of the launcher's ranks (``cluster.kind``).
 
     With ``embedded``, the caller's program continues afterwards: a second Ctrl-C raises KeyboardInterrupt instead of
     ending the process. If the run ends early, the last message contains its progress and the command that continues it.
@@ -190,7 +190,7 @@ def _log_to_file_under_launcher(settings: Settings, rank: int) -> contextlib.Abs
     """
     log = log_file(settings.run_path.absolute(), THIS_MACHINE.node, "rank", rank)
     if PARENT_VARIABLE not in os.environ:
-        if settings.training.num_processes == 1:  # this is the command itself
+        if settings.training.num_processes == 1:  # this process is the command that the user started
             return contextlib.nullcontext()
         tee_output_to_log(log, keep_terminal_output=rank == 0)
     return log.open("a", buffering=1) if rank == 0 and sys.stdout.isatty() else contextlib.nullcontext()

@@ -1,10 +1,10 @@
 """The plan of a step: its passes, and its trajectories packed into the same number of micro-batches on all ranks.
 
-One forward serves statistics, advantages and backward if each micro-batch contains everything that its loss needs. A
-group that does not fit into one micro-batch stays on one rank. If its advantages need only rewards, they are computed
-first, and each of its micro-batches takes one forward and one backward. Otherwise, all its micro-batches but the last
-are scored without gradient. The forward of the last micro-batch completes the group, and the other micro-batches run a
-second forward.
+One forward pass serves statistics, advantages and the backward pass if each micro-batch contains everything that its
+loss needs. A group that does not fit into one micro-batch stays on one rank. If its advantages need only rewards, they
+are computed first, and each of its micro-batches takes one forward and one backward pass. Otherwise, all its
+micro-batches but the last are scored without gradients. The forward pass of the last micro-batch completes the group,
+and the other micro-batches run a second forward pass.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from agentrl.training.step.objective_settings import (
 from agentrl.trajectory import Group, Trajectory
 
 _LARGE_GROUP_REASON = (
-    "a group of {tokens} tokens does not fit one micro-batch (training.micro_batch_tokens={budget}), and the other "
-    "ranks would wait for its rank"
+    "a group of {tokens} tokens does not fit into one micro-batch (training.micro_batch_tokens={budget}), and the "
+    "other ranks would wait for its rank"
 )
 
 
@@ -39,12 +39,12 @@ class RankPlan:
     """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
 
     An update consists of units: a micro-batch, or the micro-batches of a group that does not fit into one micro-batch.
-    There is one update if ``statistics_pass_reasons`` is empty, and no update if no group is left to train.
+    There is one update if ``statistics_pass_reasons`` is empty, and no update if no group is left to train on.
     """
 
     step: int
-    version: int  # of the trained policy
-    statistics_pass_reasons: tuple[str, ...]  # for a statistics pass before training; empty: one forward pass
+    version: int  # version of the policy to be trained
+    statistics_pass_reasons: tuple[str, ...]  # why a statistics pass runs first; empty: no such pass
     updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
     # Micro-batches scored before training if there is no statistics pass: all but the last of each split group.
     statistics_pass_batches: tuple[MicroBatch, ...]
@@ -69,7 +69,7 @@ class RowCosts:
 
     def count_added_tokens(self, rows: Sequence[Trajectory]) -> list[int]:
         """Return the number of tokens that each trajectory adds to a row: its length without its shared prefix."""
-        if self.share_prefixes and len({row.prompt_ids for row in rows}) == 1:  # common, and comparing tokens is slow
+        if self.share_prefixes and len({row.prompt_ids for row in rows}) == 1:  # common case; comparing tokens is slow
             return [row.length - (len(row.prompt_ids) if number else 0) for number, row in enumerate(rows)]
         tree = PrefixTree()
         counts = [0] * len(rows)
@@ -89,7 +89,7 @@ class RowCosts:
         return sum(self.count_added_tokens(rows))
 
     def cost(self, rows: Sequence[Trajectory]) -> float:
-        """Return the cost of the computed tokens. The attention of a token costs in proportion to its position."""
+        """Return the cost of the computed tokens. A token's attention cost is proportional to its position."""
         added = self.count_added_tokens(rows)
         shared = (row.length - count for row, count in zip(rows, added, strict=True))
         squares = sum(row.length**2 - count**2 for row, count in zip(rows, shared, strict=True))
@@ -107,8 +107,8 @@ def pack_into_micro_batches(
 
     A unit is a group or some of its trajectories. In descending order of cost, each unit is added to the cheapest
     micro-batch with room for it. The number of micro-batches is the smallest possible multiple of ``ranks``, or less
-    with too few units. Therefore all micro-batches cost nearly the same, and ranks seldom wait for each other. A unit
-    larger than the budget gets a separate micro-batch.
+    if there are too few units. Therefore all micro-batches cost nearly the same, and ranks seldom wait for each other.
+    A unit larger than the budget gets a separate micro-batch.
     """
     if not units:
         return []
@@ -161,9 +161,10 @@ def balance_over_ranks(units: Sequence[Unit], *, ranks: int, costs: RowCosts) ->
 def split_group(
     group: Sequence[Trajectory], max_tokens: int, *, costs: RowCosts = RowCosts()
 ) -> list[Sequence[Trajectory]]:
-    """Split a group into parts of at most ``max_tokens`` tokens or one trajectory, as large as possible.
+    """Split a group into parts of at most ``max_tokens`` tokens, as large as possible.
 
-    The branches of a rollout stay together where possible, because they share prefixes.
+    A longer trajectory is a separate part. The branches of a rollout stay together where possible, because they share
+    prefixes.
     """
     longest: Counter[int] = Counter()
     for row in group:
@@ -329,8 +330,14 @@ def describe_passes(settings: ObjectiveSettings, *, group_tokens: int, budget: i
         return f"{text} (micro-batches of whole groups)"
     size = f"{group_tokens} tokens, training.micro_batch_tokens={budget}"
     if advantages_known_before_forward(settings):
-        return f"{text}, also for groups that do not fit one micro-batch ({size}): their advantages need only rewards"
-    return f"{text}; a second forward for all but the last micro-batch of groups that do not fit one ({size})"
+        return (
+            f"{text}, also for groups that do not fit into one micro-batch ({size}), because their advantages need "
+            "only rewards"
+        )
+    return (
+        f"{text}; groups that do not fit into one micro-batch ({size}) need a second forward for all micro-batches but "
+        "the last"
+    )
 
 
 def statistics_pass_reasons(settings: ObjectiveSettings) -> tuple[str, ...]:

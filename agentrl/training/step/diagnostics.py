@@ -82,7 +82,7 @@ def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: 
 
 
 def mixed_version_turn_mask(versions: Tensor) -> Tensor:
-    """Return a mask [B, T] of turns sampled by several versions. ``versions`` are -1 off model tokens.
+    """Return a mask [B, T] of turns sampled by several versions. ``versions`` [B, T] is -1 outside model tokens.
 
     >>> mixed_version_turn_mask(torch.tensor([[0, 0, -1, 0, 1, -1, 1, -1]])).int().tolist()
     [[0, 0, 0, 1, 1, 0, 0, 0]]

@@ -35,7 +35,7 @@ _OMITTED = ("tokens", "trajectories", "ess", "log_ppl_gap")  # policy/log_ppl_ga
 
 
 class RolloutCorrector:
-    """Applies the rollout correction of the settings to a batch."""
+    """Applies the configured rollout correction to a batch."""
 
     def __init__(self, settings: CorrectionSettings) -> None:
         self._active = settings.active
@@ -43,10 +43,10 @@ class RolloutCorrector:
         self.self_normalizes = settings.self_normalize
 
     def correct(self, batch: Batch, *, meter: MetricAccumulator, normalizer: Tensor | None = None) -> Correction | None:
-        """Compute weights and loss mask of the batch, or return None if no correction is set.
+        """Compute the batch's weights and loss mask, or return None if no correction is set.
 
-        ``normalizer`` is the sum of :meth:`normalizer_sums` over one update; without ``normalizer``, this batch is a
-        whole update.
+        ``normalizer`` is the sum of :meth:`normalizer_sums` over one update; without ``normalizer``, this batch is
+        treated as a whole update.
         """
         if not self._active:
             return None
@@ -55,13 +55,13 @@ class RolloutCorrector:
         return correction
 
     def normalizer_sums(self, batch: Batch) -> Tensor:
-        """Return the batch's contribution to an update's normalizer, [2]."""
+        """Return the batch's contribution [2] to an update's normalizer."""
         return correction_weight_sums(
             batch.log_probs, batch.rollout_log_probs, batch.response_mask, loss_mask=batch.loss_mask, **self._options
         )
 
     def energy_weights(self, batch: Batch) -> Tensor:
-        """Return unnormalized energy weights [B, T], because a group may span micro-batches."""
+        """Return energy weights [B, T]. They are not normalized, because a group may span micro-batches."""
         if not self._active:
             return batch.loss_mask.to(batch.log_probs.dtype)
         return self._rollout_correction(batch, self_normalize=False).importance_weights
@@ -146,7 +146,7 @@ class BatchCompleter:
         return _add_advantages(parts, inputs, self._advantages_on_this_rank(inputs))
 
     def _advantages_on_this_rank(self, inputs: Sequence[AdvantageInputs]) -> list[Advantages]:
-        """Return the advantages of each micro-batch, for groups that span these micro-batches."""
+        """Return the advantages of each micro-batch. Groups may span these micro-batches, but no others."""
         joined = inputs[0]
         if len(inputs) > 1:
             width = max(part.rewards.shape[1] for part in inputs)
@@ -215,7 +215,7 @@ class BatchCompleter:
     def _correction_normalizers(
         self, updates: Sequence[Sequence[Batch]], engine: TrainingEngine[nn.Module]
     ) -> Sequence[Tensor | None]:
-        """Return each update's normalizer [2] of the correction's weights, or None if disabled. Collective."""
+        """Return the normalizer [2] of each update's weights, or None without self-normalization. Collective."""
         if not self.corrector.self_normalizes:
             return [None] * len(updates)
         sums = torch.zeros(len(updates), 2, dtype=torch.float64, device=engine.device)
@@ -244,7 +244,7 @@ class BatchCompleter:
         )
 
     def _inputs_known_before_forward(self, batch: Batch, meter: MetricAccumulator) -> AdvantageInputs:
-        """Return the inputs that are known before the forward pass."""
+        """Return the estimator's inputs that are known before the forward pass."""
         return AdvantageInputs(
             rewards=self._rewards_with_length_penalty(batch, meter),
             response_mask=batch.response_mask,
@@ -321,7 +321,10 @@ def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:
 
 
 def explained_variance(batches: Sequence[Batch], engine: TrainingEngine[nn.Module]) -> Tensor:
-    """Compute 1 - Var(returns - values) / Var(returns) over the step's model tokens; 0 for Var = 0. Collective."""
+    """Compute 1 - Var(returns - values) / Var(returns) over the step's model tokens. Collective.
+
+    The result is 0 if Var(returns) is 0.
+    """
 
     def squared_deviations(values: Sequence[Tensor]) -> Tensor:
         moments = [

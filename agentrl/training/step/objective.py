@@ -31,7 +31,10 @@ class PolicyObjective:
     """Policy loss, entropy bonus, KL penalty and divergence from a teacher under one aggregation."""
 
     def __init__(self, settings: ObjectiveSettings) -> None:
-        """Resolve the loss. Raises SettingsError if the loss is unknown or does not support a changed setting."""
+        """Resolve the loss.
+
+        Raises SettingsError if the loss is unknown or does not support a setting that differs from its default.
+        """
         self._algorithm = settings.algorithm
         self._seed = settings.seed
         self._options = loss_options(settings)
@@ -42,7 +45,7 @@ class PolicyObjective:
         self.needs_selection = LOSSES.traits(settings.algorithm.loss).step_wide
 
     def normalizer(self, tokens: float, sequences: float) -> float | None:
-        """Return the divisor of an update's loss for its ``tokens`` and ``sequences`` over all ranks, or None."""
+        """Return the loss divisor of an update with ``tokens`` and ``sequences`` over all ranks; None for token_sum."""
         return {"token_mean": tokens, "token_sum": None}.get(self._mode, sequences)
 
     def normalizer_over_ranks(self, batches: Sequence[Batch], engine: TrainingEngine[nn.Module]) -> float | None:
@@ -111,7 +114,7 @@ class PolicyObjective:
         return value, metrics
 
     def trajectory_loss_factors(self, batch: Batch, normalizer: float | None) -> Tensor:
-        """Return the factor [B] of each trajectory's tokens in the policy loss, before the correction's weights."""
+        """Return the factor [B] of each trajectory's tokens in the policy loss, excluding the correction's weights."""
         return token_factors(
             batch.trained_mask,
             self._mode,
@@ -164,7 +167,7 @@ class PolicyObjective:
 
 
 def _ratio_to_sampling_policy(log_probs: Tensor, batch: Batch, *, ratio_is_one: bool) -> Tensor | None:
-    """Return the ratio of the current policy to the sampling policy [B, T], detached; None if every ratio is 1.
+    """Return the detached ratio [B, T] of the current policy to the sampling policy, or None if every ratio is 1.
 
     The result is the ratio to the policy before the step, times the weights of the rollout correction. A weight, with
     its bounds, replaces the ratio of the policy before the step to the sampling policy.

@@ -62,7 +62,7 @@ class ObjectiveSettings:
 
     @property
     def aggregation(self) -> str:
-        """The configured aggregation, or the default of loss and estimator.
+        """The configured aggregation, or the default for the loss and the estimator.
 
         Raises SettingsError if the loss or estimator is unknown, or if the loss does not support the aggregation.
         """
@@ -103,7 +103,7 @@ def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
     algorithm = settings.algorithm
     options = _checked_options(algorithm, "estimator", ESTIMATORS, _ESTIMATOR_KEYS, algorithm.estimator_options)
     if "loss_aggregation" in ESTIMATORS.option_names(algorithm.estimator):
-        # An optimal baseline weights tokens like the loss (docs/reference/formulas.md 4).
+        # An optimal baseline weights tokens as the loss does (docs/reference/formulas.md 4).
         options.setdefault("loss_aggregation", settings.aggregation)
     return options
 
@@ -111,7 +111,7 @@ def estimator_options(settings: ObjectiveSettings) -> dict[str, Any]:
 def loss_options(settings: ObjectiveSettings) -> dict[str, Any]:
     """Return the options of ``algorithm.loss``. Raises SettingsError as :func:`estimator_options` does.
 
-    Calls the loss on one token. Raises SettingsError if the result is not as ``register_loss`` requires.
+    Calls the loss on one token. Raises SettingsError if the result does not meet the requirements of ``register_loss``.
     """
     name = settings.algorithm.loss
     options = _checked_options(settings.algorithm, "loss", LOSSES, _LOSS_KEYS, settings.algorithm.loss_options)

@@ -1,4 +1,4 @@
-"""The other models of a step: the reference of the KL penalty, the teacher, and the critic of estimator gae."""
+"""The other models of a step: the reference of the KL penalty, the teacher, and the critic of the estimator gae."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class FrozenPolicy:
 
     @torch.no_grad()
     def score_batch(self, batch: Batch, chosen: Tensor | None = None) -> tuple[Tensor, FrozenHead | None]:
-        """Compute log-probabilities [B, T] of the sampled tokens, 0 off model tokens. Collective under ZeRO-3.
+        """Compute log-probabilities [B, T] of the sampled tokens; other entries are 0. Collective under ZeRO-3.
 
         The distributions of both policies are restricted to the batch's support, if there is one.
 
@@ -141,7 +141,7 @@ class TeachersBySource:
 
 
 def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: Tensor | None = None) -> None:
-    """Raise SettingsError if a token id of ``refused_ids`` occurs in a trajectory, with the message for this id."""
+    """If a token id of ``refused_ids`` occurs in a trajectory, raise SettingsError with the message for this id."""
     if refused_ids:
         row_ids = batch.row.token_ids.cpu()
         for number, length in enumerate(batch.response_lengths.tolist()):
@@ -153,7 +153,7 @@ def raise_for_refused_ids(batch: Batch, refused_ids: Mapping[int, str], chosen: 
 
 
 def reference_path(settings: KLSettings, initial: str) -> str | None:
-    """Return the path of the reference policy, by default the policy ``initial``; None without a penalty."""
+    """Return the path of the reference policy (default: ``initial``), or None without a KL penalty."""
     return None if settings.coefficient == 0.0 else settings.reference or initial
 
 
@@ -171,7 +171,10 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
 def open_teachers(
     settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
 ) -> FrozenPolicy | ServedTeacher | TeachersBySource:
-    """Open the teacher of every problem source on this rank, each model once. Raises SettingsError."""
+    """Open the teacher of every problem source on this rank, each model once.
+
+    Raises SettingsError if a model cannot be read or does not fit the policy's vocabulary.
+    """
     opened: dict[tuple[str, str | None], FrozenPolicy | ServedTeacher] = {}
     by_source = settings.teacher.settings_by_source
     for one in by_source.values():
@@ -185,7 +188,7 @@ def open_teachers(
 def _open_teacher(
     teacher: TeacherSettings, settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
 ) -> FrozenPolicy | ServedTeacher:
-    """Open one teacher: ``teacher.path``, by default the policy ``initial``, or a server.
+    """Open one teacher: a server, or the model at ``teacher.path`` (default: the policy ``initial``).
 
     Raises SettingsError if the model cannot be read, if its vocabulary is smaller than the policy's, or if its
     tokenizer has different ids for ordinary tokens. A special token with a different id is refused when it occurs.

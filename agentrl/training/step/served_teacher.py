@@ -68,7 +68,7 @@ class ServedTeacher:
         try:
             answers = asyncio.run(self._score_rows([ids[number][: lengths[number]] for number in numbers]))
         except ServerCallError as error:
-            raise WorldError(f"the teacher {self._model} at {self._url} does not score trajectories: {error}") from None
+            raise WorldError(f"the teacher {self._model} at {self._url} cannot score trajectories: {error}") from None
         scores = dict(zip(numbers, answers, strict=True))
         sampled, top_ids, top = [], [], []
         for row, column in zip(batch.rows.tolist(), batch.columns.tolist(), strict=True):

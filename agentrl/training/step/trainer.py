@@ -101,7 +101,7 @@ class Trainer:
         self._routes_measured_at: int | None = None
 
     def state_dict(self) -> dict[str, dict[str, float]]:
-        """Return the JSON-serializable state that a checkpoint stores beside the engines."""
+        """Return the JSON-serializable state that a checkpoint stores in addition to the engines' states."""
         return {} if self._reference is None else {"kl": self._kl.state_dict()}
 
     def load_state_dict(self, state: dict[str, dict[str, float]]) -> None:
@@ -119,7 +119,7 @@ class Trainer:
         """Run one step's updates, and return metrics reduced over ranks.
 
         ``before_update`` is called before each update, when gradients are complete. ``recorder`` receives the rows of
-        this rank. Raises MicroBatchMemoryError if a micro-batch does not fit.
+        this rank. Raises MicroBatchMemoryError if a micro-batch does not fit in memory.
         """
         self._engine.module.train()
         if self._critic is not None:
@@ -183,7 +183,10 @@ class Trainer:
                 self._train_update(step, batches, tokens=plan.model_tokens[number], weights_unchanged=number == 0)
 
     def _train_with_one_forward(self, step: _Step) -> None:
-        """Train an update with one forward pass for advantages and loss. :mod:`.batching` describes large groups."""
+        """Run an update with one forward pass for both advantages and loss.
+
+        :mod:`.batching` describes the additional passes of large groups.
+        """
         plan = step.plan
         normalizer = self._objective.normalizer(plan.tokens, plan.sequences)
         with torch.no_grad():
@@ -217,7 +220,8 @@ class Trainer:
         batch = self._to_device(unit[-1])
         with _convert_memory_errors(batch):
             last, statistics, hidden = self._score_batch(batch, step)
-            # Keep the order of training and recording, so that advantages can be recomputed bitwise.
+            # Pass the batches in the order in which they are trained on and recorded, so that advantages can be
+            # recomputed bitwise.
             last, *others = self._completer.complete_groups([last, *earlier], beta=step.beta, meter=step.meter)
             self._record_metrics(step, last, hidden)
             self._accumulate_loss_gradient(step, statistics, last, normalizer, ratio_is_one=True)
@@ -271,7 +275,7 @@ class Trainer:
         self._apply_update(step)
 
     def _select_tokens(self, step: _Step, batches: Sequence[Batch], *, weights_unchanged: bool) -> list[Batch]:
-        """Return the batches with the tokens that the loss selects. Collective."""
+        """Return the batches with masks of the tokens that the loss selects. Collective."""
 
         def log_probs(batch: Batch) -> Tensor:
             return batch.log_probs if weights_unchanged else self._run_policy_forward(batch, step)[0].log_probs
@@ -307,7 +311,7 @@ class Trainer:
         """Run the frozen policies whose whole distribution the loss needs, then the policy's forward pass.
 
         Returns (statistics, hidden states, log-probabilities under these frozen policies). Statistics [B, T] are zero
-        off model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
+        outside model tokens and connected to the graph. Hidden states are [N, D] for this rank's N model tokens.
         """
         self._heartbeat.mark_pass_start()
         scored = {
@@ -369,7 +373,8 @@ class Trainer:
     def _record_or_add_routes(self, batch: Batch, routes: RoutingPass, step: _Step) -> Batch:
         """Record metrics of replayed ``routes``, or return the batch with the routes that the trainer has selected.
 
-        In the first micro-batch of a step, a second forward measures the difference from the engine without replay.
+        In the first micro-batch of a step, a second forward pass measures the difference from the engine without
+        replay.
         """
         row, policy = batch.row, self._engine.module
         if routes.replayed is None:
@@ -408,7 +413,7 @@ class Trainer:
             ratio_is_one=ratio_is_one,
         )
         if step.recorder is not None and batch.counted:
-            update = len(step.norms)  # of the step, from 0
+            update = len(step.norms)  # index of the update in the step
             step.recorder.add_micro_batch(
                 batch,
                 factors=self._objective.trajectory_loss_factors(batch, normalizer),

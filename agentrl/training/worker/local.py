@@ -136,12 +136,15 @@ class LocalRolloutService:
     def __init__(
         self, settings: Settings, policy_path: str, *, ranks: int = 1, trained: PreTrainedModel | None = None
     ) -> None:
-        """Open environment and engine. An engine in this process samples from ``trained`` or from a copy."""
+        """Open the environment and the engine.
+
+        An engine in this process samples from ``trained`` or, by default, from a separate copy of the policy.
+        """
         self._settings = settings
         self._ranks = ranks
         self._folder = settings.run_path.absolute()
         self._interrupted = False
-        self._groups: tuple[Group, ...] | None = None  # of the planned step, until it is finished
+        self._groups: tuple[Group, ...] | None = None  # groups of the planned step; None if no step is planned
         with contextlib.ExitStack() as opened:  # closes the opened parts if a later part fails to open
             self._open(opened, policy_path, trained)
             self._opened = opened.pop_all()

@@ -92,7 +92,7 @@ class WorkerServer:
         while True:
             for ready in wait([*calls, *controls], timeout=INTERVAL):
                 if not isinstance(ready, Connection):
-                    raise TypeError(f"waited for connections, got {ready!r}")
+                    raise TypeError(f"expected a connection, got {ready!r}")
                 try:
                     message = ready.recv()
                 except (EOFError, OSError):
@@ -202,7 +202,7 @@ def _accept(
     listener: socket.socket, startup: WorkerStartup, arrived: queue.Queue[tuple[RankConnectionMessage, Connection]]
 ) -> None:
     while True:
-        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # not a rank of this run
+        with contextlib.suppress(AuthenticationError, OSError, EOFError):  # the client is not a rank of this run
             connection = Connection(listener.accept()[0].detach())
             set_tcp_timeout(connection, startup.settings.cluster.deadline)
             deliver_challenge(connection, startup.key)

@@ -61,7 +61,7 @@ _REPORT_SECONDS_AFTER_STUCK = 5.0
 
 @dataclass(frozen=True, kw_only=True)
 class _WorkerAddress:
-    """The address at which the worker listens."""
+    """The address at which the worker listens, and the key that authenticates the ranks."""
 
     address: tuple[str, int]
     key: bytes
@@ -89,7 +89,7 @@ class RemoteRolloutService:
             listener, address = listen_for_ranks(ranks)
             return _WorkerAddress(address=address, key=secrets.token_bytes(32))
 
-        # The worker takes seconds to minutes to start: ranks receive its address first and wait outside collectives.
+        # The worker takes seconds to minutes to start, so ranks receive its address first and wait outside collectives.
         endpoint = run_on_rank_zero(listen)
         if listener is not None:
             startup = WorkerStartup(settings=settings, policy_path=policy_path, ranks=ranks, key=endpoint.key)
@@ -208,7 +208,7 @@ class RemoteRolloutService:
             return ""
         if code >= 0:
             return f" (it exited with code {code})"
-        return f" (it was killed by {signal.Signals(-code).name}, which the system sends when memory runs out)"
+        return f" (it was killed by {signal.Signals(-code).name}; the system sends SIGKILL when memory runs out)"
 
 
 def _error_from(failure: CallFailure) -> Exception:

@@ -1,4 +1,4 @@
-"""The calls from training ranks to the rollout worker, each defined once, with a description of the wait.
+"""The calls from training ranks to the rollout worker, each with a description of what the ranks wait for.
 
 :class:`.local.LocalRolloutService` executes the calls. :class:`.remote.RemoteRolloutService` sends them by name to
 another process.
@@ -37,8 +37,8 @@ class WorkerCall:
     """A method that can be called in the worker's process."""
 
     signature: inspect.Signature
-    waiting_for: str  # a format string over the arguments
-    interruptible: bool  # a request to stop cancels the call
+    waiting_for: str  # format string, filled with the call's arguments
+    interruptible: bool  # whether a request to stop cancels the call
 
     def bind_arguments(self, *args: object, **kwargs: object) -> dict[str, Any]:
         """Return the arguments of a call by name, including defaults."""
@@ -54,7 +54,7 @@ WORKER_CALLS: dict[str, WorkerCall] = {}
 def _call(waiting_for: str, *, interruptible: bool = False) -> Callable[[_Method], _Method]:
     def register(method: _Method) -> _Method:
         signature = inspect.signature(method)
-        waiting_for.format(**dict.fromkeys(signature.parameters, 0))  # an unknown argument fails here, not in a run
+        waiting_for.format(**dict.fromkeys(signature.parameters, 0))  # an unknown name fails here, not in a run
         WORKER_CALLS[method.__name__] = WorkerCall(
             signature=signature, waiting_for=waiting_for, interruptible=interruptible
         )
@@ -99,14 +99,17 @@ class RolloutService(Protocol):
 
     @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        """Play the held-out problems, and return a report without groups, or None if there are no problems.
+        """Evaluate on the held-out problems, and return a report without groups, or None if there are no problems.
 
-        With ``falsified`` observations, only problems that reveal a value by execution are played.
+        With ``falsified`` observations, only problems that reveal a value by execution are used.
         """
 
     @_call("the worker's state")
     def state_dict(self) -> QueueState:
-        """Return the state of sampler and work queue, once the trajectories of all finished steps are written."""
+        """Return the state of the sampler and the work queue.
+
+        Returns when the trajectories of all finished steps are written.
+        """
 
     @_call("the worker to restore its state")
     def load_state_dict(self, state: QueueState) -> None:

@@ -93,7 +93,7 @@ class WeightSender:
             problem = self._try_to_send(target, version, probe)
             if problem is None:
                 return
-            self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} of version {version} failed: {problem}")
+            self._console.warning(f"transfer {attempt + 1} of {_ATTEMPTS} for version {version} failed: {problem}")
         raise WeightMismatchError(
             f"the weights of version {version} did not arrive in {_ATTEMPTS} transfers by {target.backend}: {problem}. "
             "The run stops, because the engine would sample from a different policy than the trained one."

@@ -182,7 +182,7 @@ class ClassEnvironment(Environment):
             self._sandbox = await open_sandbox(self._sandbox_settings)
 
     def episode(self, problem: Problem) -> ClassEpisode:
-        """Create an episode. Its instance is created when it starts."""
+        """Create an episode. The instance of the class is created when the episode starts."""
         return ClassEpisode(problem, self._factory, self.settings, self._protocol, self._sandbox, self._grader)
 
     async def close(self) -> None:

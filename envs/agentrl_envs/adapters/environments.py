@@ -41,6 +41,6 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     if hasattr(loaded, "reset"):
         return ClassEnvironmentFactory(name, loaded)
     raise PluginError(
-        f"environment {name!r}: {loaded.__qualname__} is neither a gymnasium.Env, nor a class with reset, nor a "
-        "subclass of agentrl_envs.episode.Environment"
+        f"environment {name!r}: {loaded.__qualname__} is neither a gymnasium.Env, nor a class with a reset method, "
+        "nor a subclass of agentrl_envs.episode.Environment"
     )

@@ -51,7 +51,10 @@ class GymnasiumEpisode:
         return True
 
     async def start(self) -> str:
-        """Create and reset the environment. Raises EnvironmentContractError for a non-text prompt, and TimeoutError."""
+        """Create and reset the environment.
+
+        Raises EnvironmentContractError if the prompt is not text, and TimeoutError if a call exceeds its deadline.
+        """
         if self._env is not None:
             raise EpisodeUsageError("the episode has already started: call start() once")
         self._env = await self._call_in_thread(self._make)
@@ -122,7 +125,7 @@ class GymnasiumEnvironment(Environment):
         self._threads = BlockingCallPool(self.settings.threads, name="gymnasium-env")
 
     def episode(self, problem: Problem) -> GymnasiumEpisode:
-        """Create an episode. Its environment is created when it starts."""
+        """Create an episode. The gymnasium environment is created when the episode starts."""
         return GymnasiumEpisode(
             problem,
             make=lambda: self._make(**self.settings.kwargs),

@@ -38,13 +38,13 @@ LABEL = "agentrl-harbor"
 
 _MEGABYTE = 1 << 20
 _MOST_OUTPUT = _MEGABYTE
-_MOST_REWARD = 1 << 16  # bytes of the verifier's reward file
+_MOST_REWARD = 1 << 16  # maximum bytes of the verifier's reward file
 _GRACE = 30.0  # seconds that Docker may need beyond the time limit of a command
 _HELPER_SECONDS = 60.0
 # The first line of the output is the process group ID, used to kill the command. The output is not limited by a pipe
 # to `head`, because the pipe would wait for background processes.
 _RUN = 'echo $$; exec timeout -k 1 "$0" bash -c "$1" 2>&1'
-_TIMED_OUT, _SIGNALED = 124, 128  # exit codes: of `timeout`; of a signal, minus its number
+_TIMED_OUT, _SIGNALED = 124, 128  # exit code of `timeout`; exit code after a signal, minus the signal's number
 # This program opens a listening socket in the helper's network and sends it to this process. The helper can then end.
 _LISTEN = """
 import socket, sys
@@ -90,11 +90,11 @@ class TaskContainers:
             raise UnavailableError(f"{log}\n{error.msg}") from error
         except TimeoutError as error:
             raise UnavailableError("Docker did not respond in time") from error
-        except (DockerException, OSError) as error:  # the SDK also raises errors of requests, which are OSErrors
+        except (DockerException, OSError) as error:  # the SDK also raises `requests` errors, which are OSErrors
             raise UnavailableError(f"Docker: {error}") from error
 
     async def start(self, task: HarborTask) -> TaskContainer:
-        """Wait for a free slot and start a container of the task. Raises UnavailableError."""
+        """Wait for a free slot and start a container of the task. Raises UnavailableError if it does not start."""
         await self._slots.acquire()
         container = TaskContainer(self, task, self._slots.release)
         try:
@@ -253,7 +253,7 @@ class TaskContainer:
         code = int(self._containers.client.api.exec_inspect(run)["ExitCode"] or 0)
         late = code >= _TIMED_OUT and time.monotonic() - began >= timeout
         first, _, rest = bytes(kept).partition(b"\n")
-        output = rest if first.isdigit() else bytes(kept)  # an error of Docker, for example if there is no bash
+        output = rest if first.isdigit() else bytes(kept)  # Docker's error message, for example if there is no bash
         return CommandResult(
             output=output.decode(errors="replace"),
             exit_code=code,
@@ -348,7 +348,8 @@ class TaskContainer:
     async def open_listener(self, port: int, image: str) -> socket.socket:
         """Return a socket of this process that listens on ``127.0.0.1:port`` in the container's network.
 
-        A helper container of ``image`` opens the socket. The image must contain ``python3``. Raises UnavailableError.
+        A helper container of ``image`` opens the socket. The image must contain ``python3``. Raises UnavailableError
+        if Docker fails.
         """
         return await self._containers.call_docker(
             partial(self._open_listener, port, image), timeout=_HELPER_SECONDS + _GRACE
@@ -440,7 +441,7 @@ def _call_ignoring_docker_errors(call: Callable[..., object], **options: object)
 
 
 def _parse_reward(text: str, name: str) -> float:
-    """Return the reward in a file's text. Raises ValueError.
+    """Parse the reward from a file's text. Raises ValueError if the text contains no valid reward.
 
     >>> _parse_reward("0.5", "reward.txt"), _parse_reward('{"reward": 1, "speed": 3}', "reward.json")
     (0.5, 1.0)
@@ -450,7 +451,7 @@ def _parse_reward(text: str, name: str) -> float:
     try:
         values = json.loads(text)
     except RecursionError:
-        raise ValueError("it is nested too deeply") from None
+        raise ValueError("reward.json is nested too deeply") from None
     if isinstance(values, dict):
         values = values.get("reward") if "reward" in values or len(values) != 1 else next(iter(values.values()))
     return as_reward(values)

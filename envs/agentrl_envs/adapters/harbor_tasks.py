@@ -35,7 +35,7 @@ _CANARY = re.compile(r"\A(?:[ \t]*(?:<!--.*canary.*-->|#.*canary.*)\s*(?:\n|\Z))
 
 
 def _resolve_variable(value: str) -> str:
-    """Replace ``${NAME}`` or ``${NAME:-DEFAULT}`` by the environment variable of this process, as Harbor does."""
+    """Replace ``${NAME}`` or ``${NAME:-DEFAULT}`` with the value of the environment variable, as Harbor does."""
     reference = _REFERENCE.fullmatch(value)
     found = value if reference is None else os.environ.get(reference[1], reference[2])
     if found is None:
@@ -126,7 +126,9 @@ def read_task(directory: Path) -> HarborTask:
     used += ["trajectory.json"] if (directory / "trajectory.json").exists() else []
     used += ["docker-compose.yaml"] if (directory / "environment" / "docker-compose.yaml").exists() else []
     if used:
-        raise PluginError(f"{file}: {', '.join(used)}: not supported; remove this task from the directory")
+        raise PluginError(
+            f"{file} uses features that are not supported: {', '.join(used)}; remove this task from the directory"
+        )
     if not (directory / "tests" / "test.sh").is_file():
         raise PluginError(f"{directory / 'tests' / 'test.sh'} does not exist, so the task has no verifier")
     if config.environment.docker_image is None and not (directory / "environment" / "Dockerfile").is_file():
@@ -156,9 +158,9 @@ def read_task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
 
 
 def check_agent_files(files: str | None, directory: str) -> None:
-    """Raise PluginError unless ``environment.agent_files`` is a directory without tasks of ``directory``.
+    """Raise PluginError if ``environment.agent_files`` is not a directory, or if it exposes tasks of ``directory``.
 
-    Nor may the directory be the tests or the solution of a task.
+    The directory must not contain a task, and must not be inside the tests or the solution of a task.
     """
     if files is None:
         return

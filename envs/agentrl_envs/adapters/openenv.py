@@ -329,7 +329,7 @@ class OpenEnvEnvironment(Environment):
             self._fields = choose_text_fields(await self.server.fetch_schemas(), self.settings, self.server.url)
 
     def episode(self, problem: Problem) -> OpenEnvEpisode:
-        """Create an episode. Its session begins when it starts."""
+        """Create an episode. The session begins when the episode starts."""
         return OpenEnvEpisode(problem, self)
 
     async def close(self) -> None:

@@ -94,7 +94,7 @@ class RolloutWorker:
                     playing.create_task(self._play(assigned))
 
     async def _play(self, rollout: AssignedRollout) -> None:
-        """Play one episode. Its reward is the mean reward of its trained agents."""
+        """Play one episode. The reward is the mean reward of its trainable agents."""
         from verifiers.v1 import EvalClientConfig, ModelContext
 
         path = f"/{rollout['rollout_id']}"

@@ -275,7 +275,7 @@ def _has_variables(answer: Answer) -> bool:
 
 
 def _inequality_to_interval(text: str, parts: tuple[Answer, ...], signs: list[str]) -> Bracketed | None:
-    """Convert an inequality of a single variable to an interval."""
+    """Convert an inequality in a single variable to an interval. Returns None for other relations."""
     if all(sign in (">", ">=") for sign in signs):
         parts, signs = parts[::-1], [FLIPPED[sign] for sign in reversed(signs)]
     leaves = [part for part in parts if isinstance(part, Quantity)]
@@ -315,7 +315,8 @@ def _parse_part(text: str) -> Answer:
     if len(union) > 1:
         return _bracketed_or_unparsed(text, "union", [_parse_part(piece) for piece in union])
     signs = _TWO_SIGNS.findall(text)
-    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):  # two points, unless the signs are independent
+    # A tuple with one sign, or with the linked signs \pm and \mp, stands for two points.
+    if text[:1] == "(" and (len(signs) == 1 or "mp" in signs):
         return _parse_plus_minus(text) or UnparsedText(text)
     return (
         _parse_brackets(text)

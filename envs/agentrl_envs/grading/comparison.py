@@ -112,7 +112,11 @@ def _is_parsable(answer: Answer) -> bool:
 
 
 def _equal_by_math_verify(answer: Answer, reference: Answer) -> bool:
-    """Compare with math-verify: text that only math-verify can parse, or sets in different notations."""
+    """Return True if math-verify considers two answers equal.
+
+    Uses math-verify only for text that could not be parsed, for inconclusive values, and for sets in different
+    notations.
+    """
     both = (answer, reference)
     unread = any(isinstance(one, UnparsedText) for one in both)
     series = (
@@ -222,7 +226,7 @@ def _second_of_day(clock: TimeOfDay) -> int:
 
 
 def _same_numeral(reference: Answer, answer: Answer) -> bool:
-    """Compare numerals with a base. One side may omit the base if it consists only of digits."""
+    """Compare numerals with a base. A number without a base matches a numeral with the same digits."""
     if isinstance(reference, Numeral) and isinstance(answer, Numeral):
         return (reference.digits, reference.base) == (answer.digits, answer.base)
     numeral, other = (reference, answer) if isinstance(reference, Numeral) else (answer, reference)
@@ -242,7 +246,10 @@ def _same_quantity(reference: Quantity, answer: Quantity) -> bool:
 
 
 def _same_angle(reference: Quantity, answer: Quantity) -> bool:
-    """Compare degrees with radians. A number counts as radians by its unit, or if it contains pi or an arc function."""
+    """Compare an angle in degrees with an angle in radians.
+
+    A number without a unit is in radians if it contains pi or an arc function.
+    """
     degrees = [leaf for leaf in (reference, answer) if leaf.unit is not None and leaf.unit.dimension == (("°", 1),)]
     if len(degrees) != 1:
         return False

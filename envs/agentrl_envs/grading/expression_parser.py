@@ -6,7 +6,7 @@ True
 True
 >>> parse_expression("17 0")
 Traceback (most recent call last):
-agentrl_envs.grading.expression_parser.ExpressionSyntaxError: a number next to a factor
+agentrl_envs.grading.expression_parser.ExpressionSyntaxError: a number cannot follow a factor
 
 Adjacent factors bind more tightly than a division sign: ``1/2x`` is ``1/(2x)``. Adjacent numbers are not a product. An
 integer before a proper fraction is a mixed number. ``i`` is the imaginary unit unless it is the index of a sum.
@@ -70,7 +70,7 @@ def _latex_commands(names: str) -> frozenset[str]:
 _FUNCTIONS = _latex_commands(
     "sin cos tan sec csc cot arcsin arccos arctan arcsec arccsc arccot sinh cosh tanh exp ln lg log det"
 )
-_ARGUMENT_COUNTS = {  # functions and their number of arguments; 0 for any number
+_ARGUMENT_COUNTS = {  # functions and their number of arguments; 0 means any number
     r"\abs": 1, r"\Integer": 1, r"\Float": 1, r"\factorial": 1, r"\floor": 1, r"\ceil": 1, r"\cbrt": 1,
     r"\Rational": 2, r"\root": 2, r"\binomial": 2, r"\gcd": 0, r"\lcm": 0, r"\max": 0, r"\min": 0,
 }  # fmt: skip
@@ -93,13 +93,13 @@ _CLOSING = {"(": ")", "[": "]", "{": "}"}
 
 
 def parse_expression(text: str) -> Expression:
-    """Parse the whole text as one expression. Raises ExpressionSyntaxError."""
+    """Parse the whole text as one expression. Raises ExpressionSyntaxError if the text is not valid."""
     try:
         parser = _ExpressionParser(_tokenize(text))
         tree = parser.sum_or_fraction()
         parser.expect_end()
     except RecursionError as error:
-        raise ExpressionSyntaxError("too deep") from error
+        raise ExpressionSyntaxError("the expression is nested too deeply") from error
     return tree
 
 
@@ -142,7 +142,7 @@ class _ExpressionParser:
 
     def expect_end(self) -> None:
         if self._peeked.kind != "end":
-            raise ExpressionSyntaxError(f"{self._peeked.text!r} at the end")
+            raise ExpressionSyntaxError(f"expected the end, found {self._peeked.text!r}")
 
     def sum_or_fraction(self) -> Expression:
         r"""Parse a sum, or plain TeX's fraction (``\over``) or binomial (``\choose``) of two sums."""
@@ -188,7 +188,7 @@ class _ExpressionParser:
         factors = [self._factor()]
         while self._starts_a_factor() and not (stop_at_functions and self._peeked.text in _FUNCTIONS):
             if self._peeked.kind == "number":
-                raise ExpressionSyntaxError("a number next to a factor")
+                raise ExpressionSyntaxError("a number cannot follow a factor")
             start = self._position
             before, factor = factors[-1], self._factor()
             texts = [token.text for token in self._tokens[start : self._position]]
@@ -200,7 +200,7 @@ class _ExpressionParser:
                 and (share := _value_of_fraction(factor)) is not None
             ):
                 if share >= 1:
-                    raise ExpressionSyntaxError("neither a mixed number nor a product")
+                    raise ExpressionSyntaxError("an improper fraction cannot follow an integer")
                 factors = [FunctionCall("+", (before, factor))]
             else:
                 factors.append(factor)
@@ -243,7 +243,7 @@ class _ExpressionParser:
     def _exponent(self) -> Expression:
         minus = self._consume_signs()
         if self._peeked.kind == "name" and len(self._peeked.text) > 1:
-            raise ExpressionSyntaxError("several letters as an exponent")
+            raise ExpressionSyntaxError("an exponent of several letters needs braces")
         tree = self._operand()
         if self._consume_if_in("^"):
             tree = FunctionCall("^", (tree, self._exponent()))
@@ -303,7 +303,7 @@ class _ExpressionParser:
         """Return the text of the next token or braced group."""
         token = self._next_token()
         if token.kind == "end":
-            raise ExpressionSyntaxError("an unexpected end")
+            raise ExpressionSyntaxError("the text ends too early")
         if token.text != "{":
             return token.text
         depth, texts = 1, []
@@ -311,7 +311,7 @@ class _ExpressionParser:
             token = self._next_token()
             depth += {"{": 1, "}": -1}.get(token.text, 0)
             if token.kind == "end":
-                raise ExpressionSyntaxError("an unclosed brace")
+                raise ExpressionSyntaxError("a brace is not closed")
             texts.append(token.text)
         return "".join(texts[:-1])
 
@@ -339,9 +339,9 @@ class _ExpressionParser:
     def _argument(self) -> Expression:
         """Parse the argument of a LaTeX command: a braced group, a digit, a letter, or another command."""
         if self._peeked.kind == "number" and len(self._peeked.text) > 1:
-            raise ExpressionSyntaxError("a number of several digits without braces")
+            raise ExpressionSyntaxError("an argument of several digits needs braces")
         if self._peeked.kind == "name" and len(self._peeked.text) > 1:
-            raise ExpressionSyntaxError("several letters without braces")
+            raise ExpressionSyntaxError("an argument of several letters needs braces")
         if self._peeked.kind == "sign" and self._peeked.text != "{":
             raise ExpressionSyntaxError(f"{self._peeked.text!r} is not an argument")
         return self._operand()
@@ -365,7 +365,7 @@ class _ExpressionParser:
     def _function_call(self, name: str) -> Expression:
         arguments = self._parenthesized_arguments()
         if _ARGUMENT_COUNTS[name] not in (0, len(arguments)):
-            raise ExpressionSyntaxError(f"{name} with {len(arguments)} arguments")
+            raise ExpressionSyntaxError(f"{name} does not accept {len(arguments)} arguments")
         match name:
             case r"\Rational":
                 return divide(*arguments)
@@ -390,7 +390,7 @@ class _ExpressionParser:
             if name != "ln":
                 tree = divide(tree, FunctionCall("ln", (base or Number(Fraction(10)),)))
         elif base is not None:
-            raise ExpressionSyntaxError(f"{name} with a subscript")
+            raise ExpressionSyntaxError(f"{name} does not accept a subscript")
         elif power == FunctionCall("neg", (Number(Fraction(1)),)):
             return FunctionCall(f"arc{name}", (argument,))
         else:
@@ -422,7 +422,7 @@ class _ExpressionParser:
             self._expect(sign)
         index = self._next_token()
         if index.kind != "name":
-            raise ExpressionSyntaxError("a sum without an index")
+            raise ExpressionSyntaxError("the sum or product has no index")
         self._expect("=")
         low = self.sum()
         for sign in ("}", "^"):
@@ -445,13 +445,13 @@ class _ExpressionParser:
             self._consume_if_in("\\\\")
         self._next_token()
         if self._environment_name() != kind or len({len(row.arguments) for row in rows}) != 1:
-            raise ExpressionSyntaxError("an invalid matrix")
+            raise ExpressionSyntaxError("the matrix is not valid")
         matrix = FunctionCall("matrix", tuple(rows))
         return FunctionCall("det", (matrix,)) if kind == "vmatrix" else matrix
 
     def _environment_name(self) -> str:
         if self._peeked.text != "{":
-            raise ExpressionSyntaxError("an environment without a name")
+            raise ExpressionSyntaxError("the environment has no name")
         return self._next_raw_text()
 
     @property
@@ -476,7 +476,7 @@ class _ExpressionParser:
 
     def _expect(self, text: str) -> None:
         if not self._consume_if_in(text):
-            raise ExpressionSyntaxError(f"{self._peeked.text!r} instead of {text!r}")
+            raise ExpressionSyntaxError(f"expected {text!r}, found {self._peeked.text!r}")
 
 
 _COMMAND_PARSERS: dict[str, Callable[[_ExpressionParser], Expression]] = {

@@ -104,7 +104,7 @@ class GradingProcess:
 
     @classmethod
     async def start(cls, settings: GraderSettings) -> GradingProcess:
-        """Start a process and wait until it has imported its libraries. Raises GraderError."""
+        """Start a process and wait until it has imported its libraries. Raises GraderError if this fails."""
         errors = tempfile.TemporaryFile()  # noqa: SIM115  (closed with the process)
         # -P: a file in the working directory, such as a user's sympy.py, must not shadow a library of the worker.
         command = (sys.executable, "-P", "-m", "agentrl_envs.grading.worker")
@@ -302,7 +302,8 @@ class Grader:
     async def score(self, answer: str, problem: Problem) -> tuple[Verdict, float]:
         """Return the verdict and the reward: the score of a custom function, or else 1 for a correct answer.
 
-        Raises GraderError, and EnvironmentContractError if a custom function fails.
+        Raises GraderError if no grading process can be started, and EnvironmentContractError if a custom function
+        fails.
         """
         if self._custom is not None:
             return await self._custom.grade(answer, problem)
@@ -399,11 +400,14 @@ class Grader:
         return Verdict.ANSWER_TIMEOUT
 
     async def _compare_with_retry(self, answer: str | None, reference: str) -> Verdict:
-        """Compare, and repeat in a second process if the first process dies. Raises NoVerdictError."""
+        """Compare, and repeat in a second process if the first process dies.
+
+        Raises NoVerdictError if the last process returns no verdict.
+        """
         try:
             return await self._compare_in_worker(answer, reference)
         except WorkerDiedError as error:
-            logger.warning("grading %.80r failed and is repeated: %s", answer, error)
+            logger.warning("grading %.80r failed and will be repeated: %s", answer, error)
             return await self._compare_in_worker(answer, reference)
 
     async def _compare_in_worker(self, answer: str | None, reference: str) -> Verdict:

@@ -236,7 +236,7 @@ def _extract_stated_answer(text: str) -> str:
         start = pattern.match(text)
         rest = "" if start is None else text[start.end() :]
         if start is not None and rest and can_name_requested_quantity(start["subject"]):
-            # If the text command is still open, the answer is wrapped in a new one, so that its braces match.
+            # If the text command is still open, wrap the answer in a new text command, so that the braces match.
             text = _strip_delimiters(f"\\text{{{rest}" if start["open"] and not start["closed"] else rest)
     return text
 

@@ -187,7 +187,7 @@ def split_unit_letter(text: str) -> tuple[str, Unit] | None:
 
 
 def split_quantities(text: str) -> tuple[list[tuple[str, Fraction]], Unit] | None:
-    """Split a quantity in several units, such as ``5 ft 6 in``.
+    """Split a quantity that is given in several units, such as ``5 ft 6 in``.
 
     Returns (number, size of its unit in the first unit) for each part, and the first unit. Returns None unless all
     units have one dimension and descending sizes.

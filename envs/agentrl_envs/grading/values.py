@@ -44,7 +44,10 @@ class NoValueError(Exception):
 
 
 def evaluate_expression(tree: Expression, point: Mapping[str, Fraction], digits: int) -> Scalar | Matrix:
-    """Return the value of an expression at ``point``, which maps symbols to values. Raises NoValueError."""
+    """Return the value of an expression at ``point``, which maps symbols to values.
+
+    Raises NoValueError if the expression is undefined at this point or too expensive to evaluate.
+    """
     with mp.workdps(digits):
         try:
             return _ExpressionEvaluator(dict(point)).value(tree)
@@ -83,7 +86,7 @@ def _power_modulo(base: int, exponent: Expression, modulus: int, value: Callable
 
 def _totient(number: int) -> int:
     if number > 10**10:
-        raise NoValueError("a large modulus")
+        raise NoValueError("the modulus is too large")
     result, rest, divisor = number, number, 2
     while divisor * divisor <= rest:
         if rest % divisor == 0:
@@ -135,7 +138,7 @@ class _ExpressionEvaluator:
         modulus = self.value(by)
         if isinstance(modulus, Fraction) and modulus.denominator == 1 and modulus > 0:
             return Fraction(evaluate_modulo(tree, int(modulus), self.value))
-        raise NoValueError("a modulus that is not a positive integer")
+        raise NoValueError("the modulus is not a positive integer")
 
     def _series(self, tree: FunctionCall) -> Scalar:
         body, index, low_tree, high_tree = tree.arguments
@@ -143,7 +146,7 @@ class _ExpressionEvaluator:
         low, high = _require_integer(self.value(low_tree)), _require_integer(self.value(high_tree))
         self._terms += max(0, high - low + 1)
         if self._terms > _MAX_TERMS:
-            raise NoValueError("a long sum")
+            raise NoValueError("the sums and products have too many terms")
         before = dict(self._point)
         result: Scalar = Fraction(int(tree.function == "product"))
         combine = _times if tree.function == "product" else _plus
@@ -178,7 +181,7 @@ _plus, _times = _exact_if_possible(operator.add), _exact_if_possible(operator.mu
 def _require_small(value: Scalar) -> Scalar:
     number = to_mpmath(value)
     if abs(number) > _MAX_ARGUMENT:
-        raise NoValueError("a large argument")
+        raise NoValueError("the argument is too large")
     return number
 
 
@@ -196,7 +199,7 @@ def _power(base: Scalar, exponent: Scalar) -> Scalar:
             return _integer_power(_root(base, Fraction(exponent.denominator)), exponent.numerator)
         exponent = to_mpmath(exponent)
     if base == 0:
-        raise NoValueError("zero to an irrational power")
+        raise NoValueError("zero cannot be raised to an irrational power")
     return mp.power(to_mpmath(base), _require_small(exponent))
 
 
@@ -242,7 +245,7 @@ def _exact_root(value: int, degree: int) -> int | None:
 def _factorial(value: Scalar) -> Scalar:
     if isinstance(value, Fraction) and value.denominator == 1:
         if value < 0:
-            raise NoValueError("the factorial of a negative number")
+            raise NoValueError("the factorial of a negative number is undefined")
         if value <= _MAX_EXACT_FACTORIAL:
             return Fraction(math.factorial(int(value)))
     return mp.factorial(_require_small(value))
@@ -265,7 +268,7 @@ def _floor(value: Scalar) -> Scalar:
 
 def _logarithm(value: Scalar) -> Scalar:
     if value == 0:
-        raise NoValueError("the logarithm of zero")
+        raise NoValueError("the logarithm of zero is undefined")
     return Fraction(0) if value == 1 else mp.log(to_mpmath(value))
 
 
@@ -288,18 +291,18 @@ def _extremum(function: Callable[..., object]) -> Callable[..., Scalar]:
 def _require_integer(value: Scalar) -> int:
     if isinstance(value, Fraction) and value.denominator == 1:
         return int(value)
-    raise NoValueError("no integer")
+    raise NoValueError("the value is not an integer")
 
 
 def _require_real(value: Scalar) -> Scalar:
     if mp.im(value) != 0:
-        raise NoValueError("not a real number")
+        raise NoValueError("the value is not a real number")
     return mp.re(value)
 
 
 def _require_defined(value: Scalar) -> Scalar:
     if not isinstance(value, Fraction) and mp.isnan(value):
-        raise NoValueError("undefined")
+        raise NoValueError("the value is undefined")
     return value
 
 
@@ -323,7 +326,7 @@ def _matrix_function(function: str, values: list[Scalar]) -> Scalar:
             if sum(map(len, values)) > _MAX_MATRIX_CELLS or any(
                 isinstance(cell, tuple) for row in values for cell in row
             ):
-                raise NoValueError("a large matrix")
+                raise NoValueError("the matrix is too large or contains matrices")
             return tuple(values)
         case "neg":
             return _matrix_times(values[0], Fraction(-1))
@@ -333,7 +336,7 @@ def _matrix_function(function: str, values: list[Scalar]) -> Scalar:
             return reduce(_matrix_plus, values)
         case "*":
             return reduce(_matrix_times, values)
-    raise NoValueError(f"{function} of matrices")
+    raise NoValueError(f"{function} is not supported for matrices")
 
 
 def _matrix_plus(left: Matrix, right: Matrix) -> Matrix:
@@ -349,7 +352,7 @@ def _matrix_times(left: Scalar, right: Scalar) -> Scalar:
     if not isinstance(right, tuple):
         return tuple(tuple(_times(cell, right) for cell in row) for row in left)
     if len(left[0]) != len(right):
-        raise NoValueError("a product of matrices with incompatible shapes")
+        raise NoValueError("matrices of incompatible shapes cannot be multiplied")
     columns = list(zip(*right, strict=True))
     return tuple(tuple(_sum(*map(_times, row, column)) for column in columns) for row in left)
 

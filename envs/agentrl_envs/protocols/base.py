@@ -92,7 +92,7 @@ class TextProtocol(ABC):
 
     @property
     def end_after_empty_turn(self) -> Ended:
-        """How an episode ends after a turn with neither a call nor an answer: by default normally, with reward 0."""
+        """How an episode ends after a turn with neither a call nor an answer. By default, it stops with reward 0."""
         return Ended.STOPPED
 
     def user_message(self, statement: str) -> str:

@@ -45,7 +45,7 @@ class ReToolProtocol(TextProtocol):
         return (_CLOSE_CODE, _CLOSE_ANSWER)
 
     def user_message(self, statement: str) -> str:
-        """Return instruction, statement and answer format. Without an instruction, return only the statement."""
+        """Return the instruction, statement and answer format. Without an instruction, return only the statement."""
         return f"{self.instruction}\n\nProblem:\n{statement}{_ANSWER_FORMAT}" if self.instruction else statement
 
     def plain_prompt(self, problem: Problem) -> str:

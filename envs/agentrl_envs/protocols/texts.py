@@ -24,7 +24,10 @@ _CUT_NOTE = "\n[... output cut ...]\n"
 
 
 def format_execution_result(execution: Execution, limit: int) -> str:
-    """Return a note if a limit ended the program, else the last line of stderr, else stdout, shortened to ``limit``."""
+    """Return the output or error that the model reads, shortened to ``limit`` characters.
+
+    This is a note if the program was stopped, otherwise the last line of stderr, or stdout if stderr is empty.
+    """
     return truncate_output(
         _OUTCOME_NOTES.get(execution.outcome) or _last_line(execution.stderr) or execution.stdout.strip("\r\n"), limit
     )

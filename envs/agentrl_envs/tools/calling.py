@@ -6,8 +6,7 @@ A call has one of four outcomes:
 - A call error, which the model reads: an exception that the arguments can cause (`ValueError`, ``KeyError``,
   ``sqlite3.OperationalError`` and so on).
 - A bug of the tool, which ends the run: an exception that validated arguments cannot cause (`BUG_ERRORS`), or a result
-that
-  is neither text nor JSON.
+  that is neither text nor JSON.
 - An unavailable service (`UnavailableError`, ``ConnectionError`` and similar), which excludes the rollout.
 """
 
@@ -78,7 +77,7 @@ async def call_tool(
 ) -> str:
     """Call the tool and return the text that the model reads. With ``lenient=True``, no exception counts as a bug.
 
-    Raises ToolCallError, ToolError and UnavailableError.
+    Raises ToolCallError for a call error, ToolError for a bug, and UnavailableError for an unavailable service.
     """
     try:
         value = await _run_tool(name, function, arguments, threads)
@@ -90,7 +89,7 @@ async def call_tool(
         raise ToolError(f"the tool {name!r} raised {describe_error(error)}") from error
     except Exception as error:
         if indicates_unreachable_service(error):
-            raise UnavailableError(f"the tool {name!r}: {describe_error(error)}") from error
+            raise UnavailableError(f"the tool {name!r} could not reach a service: {describe_error(error)}") from error
         raise ToolCallError(f"{type(error).__name__}: {error}") from error
     return _result_text(name, value)
 
@@ -130,11 +129,11 @@ def _result_text(name: str, value: object) -> str:
             raise ToolError(
                 f"the tool {name!r} must return text or JSON, not {type(value).__name__} ({error})"
             ) from error
-    return value.encode(errors="replace").decode()  # a lone surrogate has no encoding
+    return value.encode(errors="replace").decode()  # a lone surrogate cannot be encoded
 
 
 class CoroutineWithBlockingWarning(Generator[object, object, object]):
-    """Awaits a coroutine, and logs a warning, once per tool, if the coroutine blocks the event loop.
+    """Awaits a coroutine. Logs one warning per tool if its coroutine blocks the event loop.
 
     All rollouts wait while the event loop is blocked.
     """

@@ -47,14 +47,17 @@ class McpSession:
         self._lost_connections: list[_McpConnection] = []
 
     async def connect(self) -> _McpConnection:
-        """Return the open connection. Raises UnavailableError."""
+        """Return the connection, opened if necessary. Raises UnavailableError if the server cannot be reached."""
         if self._current is None or self._current.has_ended:
             self._current = _McpConnection(self.target)
         await self._current.wait_for_client()
         return self._current
 
     async def call(self, tool: str, /, **arguments: object) -> str:
-        """Call a tool and return its text. Raises ToolCallError and UnavailableError."""
+        """Call a tool and return its text.
+
+        Raises ToolCallError if the tool reports an error, and UnavailableError if the connection fails.
+        """
         from mcp import MCPError
         from mcp.types import CONNECTION_CLOSED
 
@@ -67,7 +70,7 @@ class McpSession:
             if self._current is connection:  # the next call opens a new connection
                 self._current = None
                 self._lost_connections.append(connection)
-            raise UnavailableError(f"the MCP server {self.target!r}: {error}") from error
+            raise UnavailableError(f"the connection to the MCP server {self.target!r} failed: {error}") from error
 
     def fork(self) -> McpSession:
         """Return a session for a copy of the trajectory. Raises EpisodeUsageError if this session is connected."""
@@ -105,7 +108,7 @@ class _McpConnection:
         return await asyncio.shield(self._client)
 
     async def call(self, tool: str, arguments: dict[str, object]) -> CallToolResult:
-        """Call a tool. Raises MCPError, and UnavailableError if the server disconnects during the call."""
+        """Call a tool. Raises MCPError if the request fails, and UnavailableError if the server disconnects."""
         client = await self.wait_for_client()
         answer = asyncio.ensure_future(client.call_tool(tool, arguments))
         try:
@@ -151,7 +154,7 @@ def list_server_tools(target: str) -> tuple[ToolSchema, ...]:
         ) from error
     with ThreadPoolExecutor(
         1, thread_name_prefix="mcp"
-    ) as thread:  # in a thread, because asyncio.run fails in a thread with a running event loop
+    ) as thread:  # a separate thread, because asyncio.run fails in a thread with a running event loop
         try:
             schemas = thread.submit(lambda: asyncio.run(_list_tools(target))).result()
         except Exception as error:

@@ -77,7 +77,7 @@ def parameters_schema(
     try:
         schema = TypeAdapter(made).json_schema()
     except (PydanticSchemaGenerationError, PydanticInvalidForJsonSchema) as error:
-        raise SignatureError(f"a type of its parameters has no JSON schema ({str(error).splitlines()[0]})") from error
+        raise SignatureError(f"the type of a parameter has no JSON schema ({str(error).splitlines()[0]})") from error
     return {"type": "object", "properties": {}} | {
         key: _remove_titles(value) for key, value in schema.items() if key != "title"
     }
@@ -112,7 +112,7 @@ INJECTED_PARAMETERS = ("problem", "sandbox")
 """Parameters that receive objects of the episode instead of arguments of the model."""
 
 _TOOL_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,63}")
-_MAX_ERROR_CHARACTERS = 300  # limit of a validation error, because jsonschema includes the whole value in its message
+_MAX_ERROR_CHARACTERS = 300  # per message, because jsonschema includes the whole value in its messages
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

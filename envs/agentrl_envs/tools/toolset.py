@@ -56,7 +56,7 @@ class Tool(Protocol):
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolEntry:
-    """One tool: a function, a method of the episode's instance of a class, or a tool of a server.
+    """One tool: a function, a method of the episode's instance of a class, or a tool of an MCP server.
 
     ``shared_session`` is the connection to a server that all episodes share. ``injected`` contains the names among
     ``problem`` and ``sandbox`` that are parameters of the tool.
@@ -237,9 +237,8 @@ class EpisodeTools:
     ) -> None:
         """Create the tools without instantiating classes.
 
-        ``extra_arguments`` contains further arguments for ``__init__``.
-
-        With ``lenient``, every exception is a call error, which the model reads.
+        ``extra_arguments`` contains further arguments for the classes' constructors. With ``lenient``, every exception
+        is a call error, which the model reads.
         """
         self._tools = tools
         self._extra_arguments = extra_arguments or {}
@@ -264,9 +263,10 @@ class EpisodeTools:
         return self._instances[tool_class]
 
     async def call(self, name: str, arguments: Mapping[str, object]) -> tuple[str, ToolCall]:
-        """Call a tool. Returns its text for the model and its telemetry. Raises ToolError and UnavailableError.
+        """Call a tool. Returns its text for the model and its telemetry.
 
-        A call that exceeds its time limit is a call error, like a program that exceeds its time limit.
+        A call that exceeds its time limit is a call error, like a program that exceeds its time limit. Raises ToolError
+        if the tool has a bug, and UnavailableError if a service does not respond.
         """
         entry = self._tools.entry(name)
         assert entry is not None  # checked by the protocol
@@ -289,7 +289,7 @@ class EpisodeTools:
         return result, ToolCall(outcome=outcome, seconds=time.monotonic() - began)
 
     async def fork(self, sandbox: EpisodeSandbox | None) -> EpisodeTools:
-        """Copy the instances with their ``fork()`` method, or else with `copy.deepcopy`.
+        """Copy the instances with their ``fork()`` method if they have one, otherwise with `copy.deepcopy`.
 
         A ``fork()`` method may be asynchronous. Raises ToolError if an instance cannot be copied.
         """

@@ -30,7 +30,7 @@ def execute(command: str) -> str:
     """Return the end of a command's output. No command may crash the agent, because a crash excludes the rollout."""
     limited = 'ulimit -f 1048576; exec timeout 30 bash -c "$0"'  # files of at most 1 GiB
     words = ["bash", "-c", limited, command.replace("\0", "")]
-    with tempfile.TemporaryFile() as output:  # a pipe would wait for processes in the background
+    with tempfile.TemporaryFile() as output:  # with a pipe, run() would wait for background processes
         run = subprocess.run(words, stdin=subprocess.DEVNULL, stdout=output, stderr=output, check=False)
         output.seek(max(0, output.seek(0, os.SEEK_END) - OUTPUT_BYTES))
         return output.read(OUTPUT_BYTES).decode(errors="replace") or f"exit code {run.returncode}"

@@ -41,7 +41,7 @@ def expect_outcome(*outcomes: Outcome) -> Expectation:
 
 
 def expect_exception(name: str) -> Expectation:
-    """Return a judge that passes if the program ended with an uncaught exception of this name."""
+    """Return an expectation that is met if the program ended with an uncaught exception of this name."""
 
     def judge(run: Execution) -> bool:
         lines = run.stderr.strip().splitlines()
@@ -61,7 +61,10 @@ def expect_blocked_attack(run: Execution) -> bool:
 
 
 def attack_case(property_name: str, name: str, body: str, *, prologue: str = "", after: str | None = None) -> Case:
-    """Build a case from statements, one per line. A statement that raises no OSError counts as a success."""
+    """Build a case from attacks, one statement per line.
+
+    A statement succeeds unless it raises OSError or AttackFailedError.
+    """
     lines = [line.strip() for line in body.strip().splitlines()]
     program = (
         f"{_HELPERS}{prologue}\n"

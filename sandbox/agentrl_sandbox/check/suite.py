@@ -37,7 +37,7 @@ async def run_case(sandbox: Sandbox, case: Case) -> CaseResult:
 
 
 async def run_suite(sandbox: Sandbox, cases: Sequence[Case] = CASES) -> AsyncIterator[CaseResult]:
-    """Run all cases, then the cases with several programs."""
+    """Run ``cases``, then the cases that need several programs."""
     for case in cases:
         yield await run_case(sandbox, case)
     yield await _time_case(
@@ -109,7 +109,10 @@ def _describe(run: Execution) -> str:
 
 
 async def run_checks(settings: SandboxSettings) -> int:
-    """Run the suite and print the results. Returns 0 if all cases passed, else 1. Raises SandboxError."""
+    """Run the suite and print the results. Returns 0 if all cases passed, otherwise 1.
+
+    Raises SandboxError if the sandbox cannot be opened.
+    """
     sandbox = await open_sandbox(settings)
     print(f"{settings.url}: {sandbox.isolation.describe()}\n", flush=True)
     results = []

@@ -75,7 +75,10 @@ class LandlockRules:
         self._rules = [self._make_rule(path, bits) for path, bits in rights if os.path.exists(path)]
 
     def enforce(self, extra_rules: Iterable[tuple[str, int]]) -> None:
-        """Restrict this process and its children permanently, with ``extra_rules`` in addition. Raises OSError."""
+        """Apply these rules and ``extra_rules`` to this process and its children permanently.
+
+        Raises OSError if a system call fails.
+        """
         arguments = ctypes.byref(self._attributes), ctypes.c_size_t(self._size), ctypes.c_uint(0)
         ruleset = kernel.system_call_or_raise("landlock_create_ruleset", _CREATE, *arguments)
         opened_rules = [_PathBeneath(bits & self._files, os.open(path, os.O_PATH)) for path, bits in extra_rules]
@@ -140,7 +143,7 @@ def mount_proc(flags: int) -> None:
 def enter_user_namespace_as_root(extra_flags: int = 0) -> None:
     """Enter a new user namespace in which this process's user is root and the only user.
 
-    ``extra_flags``: further flags.
+    ``extra_flags`` select further namespaces to enter.
     """
     user, group = os.geteuid(), os.getegid()
     kernel.unshare(kernel.CLONE_NEWUSER | extra_flags)
@@ -163,7 +166,7 @@ def visible_files_and_devices(readable: Iterable[str]) -> tuple[list[str], list[
 
 
 def _open_mount_sources(readable: Iterable[str]) -> dict[str, tuple[int, bool]]:
-    """Open descriptors of all paths to bind, because the new root may cover them."""
+    """Open a descriptor for each path to mount, because the new root may cover the paths."""
     files, devices = visible_files_and_devices(readable)
     chosen = files + devices
     return {path: (os.open(path, os.O_PATH | os.O_CLOEXEC), os.path.isdir(path)) for path in chosen}
@@ -188,7 +191,7 @@ def _add_symlinks_to_new_root() -> None:
             os.symlink(os.readlink(path), _NEW_ROOT + path)
     for path, target in _LINKS.items():
         if os.path.isdir(_NEW_ROOT + path):
-            continue  # contains the interpreter, so it remains a read-only directory without other entries
+            continue  # the path contains the interpreter, so it remains a read-only directory without other entries
         os.makedirs(os.path.dirname(_NEW_ROOT + path), exist_ok=True)
         os.symlink(target, _NEW_ROOT + path)
 
@@ -228,7 +231,7 @@ class Lockdown:
             self._rules = LandlockRules(version, rights)
 
     def apply(self, scratch: str) -> None:
-        """Restrict this process permanently, so that it can write only to ``scratch``. Raises OSError."""
+        """Restrict this process permanently, so that it can write only to ``scratch``. Raises OSError on failure."""
         if self._rules is not None:
             self._rules.enforce(((scratch, SCRATCH_RIGHTS), (self._processes, READ_ONLY_RIGHTS)))
         if self._filter is not None:
@@ -422,6 +425,6 @@ def _receive_and_run_program(scratch: str) -> tuple[int, bytes, tuple[str, ...]]
 
 
 def _write_fetch_file(scratch: str, names: tuple[str, ...]) -> None:
-    """Fetch files. Ignores all errors, because the program may have broken the interpreter."""
+    """Write the fetch file. Ignores all errors, because the program may have broken the interpreter."""
     with contextlib.suppress(BaseException):
         fetch_files(scratch, names, ChildFetchWriter(_FETCHED_DESCRIPTOR, names))

@@ -31,7 +31,8 @@ def kill_leftover_processes(keep: Collection[int], user: int | None = None) -> N
     """Kill and reap every child of this process except ``keep``, with all descendants.
 
     This process must adopt orphans, so that all leftover processes are its children. If a slot has a separate ``user``,
-    all processes of the user are killed at once, so that none can escape by forking. Raises TimeoutError.
+    all processes of the user are killed at once, so that none can escape by forking. Raises TimeoutError if a process
+    does not end.
     """
     deadline = time.monotonic() + _KILL_SECONDS
     while leftovers := [pid for pid in child_pids(os.getpid()) if pid not in keep]:
@@ -82,7 +83,7 @@ def _kill_trees(roots: Collection[int]) -> None:
 
 
 def _stop_trees(roots: list[int], stopped: set[int], own_group: int) -> set[int]:
-    """Stop all running processes below ``roots``, each before its children are listed."""
+    """Stop ``roots`` and all their descendants, each before its children are listed. Returns the newly stopped PIDs."""
     found: set[int] = set()
     waiting, seen = roots, set[int]()
     while waiting:

@@ -84,7 +84,10 @@ _READ_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
 
 def write_files(scratch: str, source: int, files: Sequence[tuple[str, int]]) -> None:
-    """Write files with these names and sizes, in order, from the position of ``source``. Raises OSError."""
+    """Write files with these names and sizes, in order, from the current position of ``source``.
+
+    Raises OSError if a file cannot be written.
+    """
     for name, size in files:
         with _open_inside(scratch, name, _WRITE_FLAGS, make=True) as target:
             if not stat.S_ISREG(os.fstat(target).st_mode):

@@ -210,5 +210,5 @@ def _call(function: str, what: str, *arguments: object) -> int:
 
 def _system_call_number_here(table: dict[str, int]) -> int:
     if _machine not in table:
-        raise OSError(0, f"no system call numbers for {_machine}; known: {', '.join(table)}")
+        raise OSError(0, f"the system call numbers of {_machine} are unknown; supported: {', '.join(table)}")
     return table[_machine]

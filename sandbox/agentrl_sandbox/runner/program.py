@@ -180,7 +180,7 @@ class Program:
     fetch: tuple[str, ...] = ()
     fetched_file: int = -1  # the memory file that returns fetched files
     session: int | None = None
-    pid: int = 0  # of the first process, or of the session init
+    pid: int = 0  # PID of the first process, or of the session init
     next_checks: dict[str, float] = field(default_factory=dict)  # times of the next expensive checks
     reason: Outcome | None = None  # reason why the server killed the program
 

@@ -47,7 +47,7 @@ setxattr 188 5, shmat 30 196, shmctl 31 195, shmdt 67 197, shmget 29 194, socket
 statmount 457 457, swapoff 168 225, swapon 167 224, sysfs 139 -, syslog 103 116, umount2 166 39, unshare 272 97,
 uselib 134 -, userfaultfd 323 282, ustat 136 -, utime 132 -, utimensat 280 88, utimes 235 -, vhangup 153 58,
 vmsplice 278 75
-"""  # name, number on x86-64, number on 64-bit ARM; - where the machine has no such call
+"""  # name, number on x86-64, number on 64-bit ARM; "-" if the machine has no such call
 _TABLE_ROWS = [entry.split() for entry in _TABLE.split(",")]
 _NUMBERS = {name: tuple(None if text == "-" else int(text) for text in numbers) for name, *numbers in _TABLE_ROWS}
 _TABLE_COLUMNS = {"x86_64": 0, "aarch64": 1}
@@ -207,7 +207,7 @@ leaving the process group, because fork bombs are killed by process group."""
 
 _ARCHITECTURES = {"x86_64": 0xC000_003E, "aarch64": 0xC000_00B7}
 _NEW_NAMESPACES = 0x7E02_0000  # all CLONE_NEW* flags of clone(2)
-_CLONE_PARENT = 0x8000  # such a process would leave the watched process tree
+_CLONE_PARENT = 0x8000  # a process created with this flag would leave the watched process tree
 _CLONE_THREAD, _CLONE_FILES = 0x10000, 0x400
 # Allowed options: names, timer slack, huge pages, no_new_privs, vector lengths, and queries. New kernels add options,
 # and some of them allocate kernel memory (PR_FUTEX_HASH: 256 MB in one call).
@@ -248,7 +248,10 @@ class SeccompFilter:
         self._call = _SECCOMP_CALL[platform.machine()]
 
     def install(self) -> None:
-        """Install the filter permanently in this process and its children, after no_new_privileges. Raises OSError."""
+        """Install the filter permanently in this process and its children.
+
+        Requires ``no_new_privileges``. Raises OSError if the kernel rejects the filter.
+        """
         mode = ctypes.c_uint(_SET_MODE_FILTER), ctypes.c_uint(_FLAG_SPECULATION_ALLOWED)
         kernel.system_call_or_raise("seccomp", self._call, *mode, ctypes.byref(self._program))
 

@@ -52,7 +52,7 @@ from agentrl_sandbox.runner.sessions import SESSION_ZYGOTE, SessionManager
 from agentrl_sandbox.runner.usage import measure_usage
 from agentrl_sandbox.types import Outcome
 
-_CHECK_SECONDS = 0.1  # seconds between checks of memory and of the parent
+_CHECK_SECONDS = 0.1  # seconds between checks of resource usage
 _MAX_READ_BYTES = 1 << 20  # bytes read from one stream before other streams get a turn
 _ZYGOTE_KINDS = ("bare", "science")
 

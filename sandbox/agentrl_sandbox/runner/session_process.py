@@ -101,7 +101,7 @@ def run_session_interpreter(control: int, scratch: str, directory_name: str, loc
 
 
 class SessionInterpreter:
-    """A session in its interpreter process."""
+    """Runs the programs of a session and forks the session, in its interpreter process."""
 
     def __init__(self, control: int, scratch: str, directory: str) -> None:
         self._control = socket.socket(fileno=control)
@@ -423,7 +423,7 @@ class SessionInit:
             self._send({"op": "exit", "id": session, "status": status})
 
     def _kill_leftovers(self) -> None:
-        """Kill orphans and the descendants of idle interpreters. Raises TimeoutError.
+        """Kill orphans and the descendants of idle interpreters. Raises TimeoutError if they do not end.
 
         All processes are stopped before any is killed. Stopped processes still count against RLIMIT_NPROC, so a fork
         bomb cannot outrun the loop. A process may end before it is stopped and leave a child that the same scan misses.
@@ -441,10 +441,10 @@ class SessionInit:
             stopped |= alive
             ended = found - alive
             if time.monotonic() > deadline:
-                raise TimeoutError(f"{len(alive)} processes of a program did not end in {_KILL_SECONDS:g} s")
+                raise TimeoutError(f"{len(alive)} processes of a program did not end within {_KILL_SECONDS:g} s")
 
     def _stop_leftovers(self) -> set[int]:
-        """Stop leftover processes, each before its children are listed. Returns their ids, even if unreaped."""
+        """Stop leftover processes, each before its children are listed. Returns their PIDs, including unreaped ones."""
         sessions = {pid: session for session, pid in self._pids.items()}
         found: list[int] = []
         for child in child_pids(os.getpid()):

@@ -190,7 +190,7 @@ class SessionManager:
         self._sessions: dict[int, ServerSession] = {}
         self._families: dict[int, SessionFamily] = {}
         self._free_slots = list(range(config.workers, config.slots))
-        self._queued_opens: deque[tuple[int, int]] = deque()  # requests for a session, each with its number
+        self._queued_opens: deque[tuple[int, int]] = deque()  # requests to open a session, with their session numbers
         self._identifiers = itertools.count(-1, -1)
         self._programs_can_signal_init = programs_can_signal_init(config)
 
@@ -472,7 +472,7 @@ class SessionManager:
             self._server.reply({"op": "refused", "id": session.request, "kind": "start", "why": why})
         session.program = None
         self._server.reply({"op": "ended", "number": session.identifier, "why": why})
-        if session.held_answer is not None:  # answers the program that ended the session
+        if session.held_answer is not None:  # the result of the program that ended the session
             header, blobs = session.held_answer
             session.held_answer = {**header, "session_ended": True}, blobs
         self._send_held_answer(session)

@@ -1,4 +1,4 @@
-"""Measurement of a program's memory, and of its files in a scratch directory without a mount.
+"""Measurement of a program's memory, and of its files if the scratch directory is not a separate mount.
 
 The program may change the directory during the measurement, so directories are opened one at a time and never through
 links.
@@ -337,7 +337,10 @@ def user_files(user: int, directory: str) -> Iterator[tuple[str, os.stat_result]
 
 
 def _open_subdirectory(parent: int, name: str) -> int | None:
-    """Open a directory, even if it denies access to its owner. Returns None if it does not exist. Raises OSError."""
+    """Open a directory, even if it denies access to its owner. Returns None if the directory does not exist.
+
+    Raises OSError if the directory cannot be opened.
+    """
     with contextlib.suppress(FileNotFoundError, NotADirectoryError):
         try:
             return os.open(name, _DIRECTORY_FLAGS, dir_fd=parent)
@@ -347,7 +350,7 @@ def _open_subdirectory(parent: int, name: str) -> int | None:
 
 
 def _grant_access_and_open(parent: int, name: str) -> int:
-    """Grant the owner access through a path descriptor (cannot be redirected), and open the directory."""
+    """Grant the owner access through a path descriptor, which cannot be redirected, and open the directory."""
     here = os.open(name, os.O_PATH | _DIRECTORY_FLAGS, dir_fd=parent)
     try:
         os.chmod(f"/proc/self/fd/{here}", 0o700)

@@ -60,7 +60,7 @@ def make_objects_immortal() -> None:
         if id(item) not in seen:
             seen.add(id(item))
             waiting += gc.get_referents(item)
-            if isinstance(item, CodeType):  # code objects, which the collector does not traverse
+            if isinstance(item, CodeType):  # the collector does not traverse code objects
                 waiting += (item.co_consts, item.co_names, item.co_linetable, item.co_exceptiontable, item.co_name)
     seen.remove(id(seen))
     for address in seen:

@@ -71,7 +71,7 @@ class ExecutionAnswer(BaseModel):
     stdout: str
     stderr: str
     exit_code: int | None = Field(
-        description="exit status; minus the signal number after a signal; null if the sandbox failed"
+        description="exit status, or minus the signal number if a signal ended the program; null: the sandbox failed"
     )
     seconds: float
     truncated: bool = Field(description="true if the middle of an output stream was dropped")
@@ -89,7 +89,7 @@ class ErrorAnswer(BaseModel):
     """Reason for a rejected request."""
 
     detail: object
-    error: str | None = Field(None, description="name of the client's exception class")
+    error: str | None = Field(None, description="name of the Python exception class")
 
 
 def execution_to_json(execution: Execution) -> dict[str, object]:

@@ -97,7 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     serve = commands.add_parser("serve", help="serve HTTP requests", epilog=epilog)
     serve.add_argument("--host", help="address to listen on (default 127.0.0.1)")
-    serve.add_argument("--port", help="port (default 8080); 0 picks a free one")
+    serve.add_argument("--port", help="port (default 8080); 0 picks a free port")
     serve.add_argument("--no-token", action="store_true", help="disable authentication")
     serve.add_argument("--sockets", type=Path, help="directory of the runners' sockets (default: start runners here)")
     serve.add_argument("--runners", type=int, default=1, help="number of runners to start here")

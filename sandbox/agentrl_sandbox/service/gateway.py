@@ -347,7 +347,7 @@ def _open_listener(host: str, port: int) -> socket.socket:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0][0]
         return socket.create_server((host, port), family=family, backlog=2048)
     except OSError as error:
-        raise StartError(f"cannot listen at {host}:{port}: {error}") from error
+        raise StartError(f"cannot listen on {host}:{port}: {error}") from error
 
 
 def read_or_create_token(file: Path | None) -> str:

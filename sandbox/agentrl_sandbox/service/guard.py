@@ -85,7 +85,10 @@ class RequestGuard:
             raise RejectedRequestError(401, why, {"WWW-Authenticate": "Bearer"})
 
     async def _read_body(self, headers: dict[bytes, bytes], receive: Receive) -> bytes:
-        """Read the complete body, up to the limit. Raises RejectedRequestError or _ClientDisconnectedError."""
+        """Read the complete body.
+
+        Raises RejectedRequestError if the body is too large, and _ClientDisconnectedError if it is incomplete.
+        """
         said = headers.get(b"content-length", b"0")
         if not said.isdigit() or int(said) > self._max_body:
             raise RejectedRequestError(413, f"the body exceeds {self._max_body} bytes")

@@ -165,11 +165,11 @@ def parse_runner_message(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage
     try:
         message = _MESSAGE.validate_python(header)
     except ValidationError as error:
-        raise FrameError(f"an invalid message: {error.errors()[0]['msg']}") from error
+        raise FrameError(f"it sent an invalid message: {error.errors()[0]['msg']}") from error
     if isinstance(message, ExecutionMessage):
         return message, _parse_execution(message, blobs)
     if blobs:
-        raise FrameError("unexpected bytes after a header")
+        raise FrameError("it sent unexpected bytes after a header")
     return message, None
 
 
@@ -215,7 +215,10 @@ class RunnerLink(asyncio.Protocol):
 
     @classmethod
     async def connect(cls, path: str, name: str, on_change: Callable[[RunnerLink], None]) -> RunnerLink:
-        """Connect and wait for the runner's hello. Raises OSError or TimeoutError."""
+        """Connect and wait for the runner's hello.
+
+        Raises OSError if the connection fails, and TimeoutError if no hello arrives.
+        """
         loop = asyncio.get_running_loop()
         _, link = await loop.create_unix_connection(lambda: cls(name, on_change), path)
         try:
@@ -244,7 +247,7 @@ class RunnerLink(asyncio.Protocol):
         identifier = next(self._identifiers)
         frame = pack_frame({**header, "id": identifier}, *blobs)
         if len(frame) > MAX_FRAME:
-            raise FrameError(f"a request of {len(frame)} bytes exceeds the limit of {MAX_FRAME}")
+            raise FrameError(f"a request of {len(frame)} bytes exceeds the limit of {MAX_FRAME} bytes")
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Answer] = loop.create_future()
         self._waiting[identifier] = future
@@ -304,7 +307,7 @@ class RunnerLink(asyncio.Protocol):
     def _answer(self, identifier: int, answer: Answer) -> None:
         future = self._waiting.pop(identifier, None)
         if future is None:
-            raise FrameError("an answer without a request")
+            raise FrameError("it sent an answer without a request")
         self._timers.pop(identifier).cancel()
         if not future.done():
             future.set_result(answer)
@@ -319,7 +322,7 @@ class RunnerLink(asyncio.Protocol):
 
 
 _log = logging.getLogger(__name__)
-_POLL_SECONDS = 0.2  # between two scans of the directory
+_POLL_SECONDS = 0.2  # seconds between scans of the directory
 _MAX_RUNNERS = 1024
 
 

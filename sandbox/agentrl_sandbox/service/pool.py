@@ -34,7 +34,7 @@ from agentrl_sandbox.types import (
     infrastructure_failure,
 )
 
-Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # with the required runner, if any
+Waiter = tuple[asyncio.Future[RunnerLink], RunnerLink | None]  # future of the assigned runner; required runner, if any
 
 
 class RunnerQueue:
@@ -187,15 +187,18 @@ class RunnerPool(CallSandbox):
     # -- sessions -------------------------------------------------------------------------------------------------
 
     async def open_session(self) -> str:
-        """Open a session at the runner with the fewest sessions; see ``Sandbox``. Also raises BusyError."""
+        """Open a session at the runner with the fewest sessions; see ``Sandbox``.
+
+        Also raises BusyError if no runner is connected or the runner fails.
+        """
         return await self._start_session(self._open())
 
     async def fork_session(self, session: str) -> str:
-        """Fork a session at the same runner; see ``Sandbox``. Also raises BusyError."""
+        """Fork a session at the same runner; see ``Sandbox``. Also raises BusyError if the runner fails."""
         return await self._start_session(self._fork(session))
 
     async def close_session(self, session: str) -> None:
-        """Close a session; see ``Sandbox``. Also raises BusyError."""
+        """Close a session; see ``Sandbox``. Also raises BusyError if the runner fails."""
         if self.sessions.has_ended(session):
             return
         found = self.sessions.find(session)
@@ -251,7 +254,10 @@ class RunnerPool(CallSandbox):
 
 
 async def _request_session(link: RunnerLink, operation: str, name: str | None = None) -> str:
-    """Send a session request. Raises NotSentError, BusyError if the runner fails, or the error of a refusal."""
+    """Send a session request.
+
+    Raises NotSentError if the runner has exited, BusyError if it fails, and an error of ``REFUSALS`` if it refuses.
+    """
     header = {"op": operation} if name is None else {"op": operation, "session": name}
     try:
         answer = await link.request(header, [], timeout=_SESSION_SECONDS)
@@ -269,7 +275,11 @@ async def _request_session(link: RunnerLink, operation: str, name: str | None = 
 
 
 async def _run_at_runner(link: RunnerLink, call: Call) -> Execution:
-    """Run a program at a runner. Raises NotSentError, UnknownSessionError or InvalidCallError."""
+    """Run a program at a runner.
+
+    Raises NotSentError if the runner has exited, UnknownSessionError if the session has ended, and InvalidCallError if
+    the arguments are invalid.
+    """
     started = time.monotonic()
     header, blobs = call.frame()
     timeout = call.timeout or link.hello.result().limits.get("timeout", 3600.0)

@@ -81,7 +81,7 @@ def listen_on_unix_socket(directory: Path, name: str) -> Iterator[socket.socket]
             listener.listen(64)
             os.rename(temporary, path)
     except OSError as error:
-        raise StartError(f"cannot listen at {path}: {error}") from error
+        raise StartError(f"cannot listen on {path}: {error}") from error
     with listener:
         try:
             yield listener
@@ -110,7 +110,7 @@ def _check_socket_unused(path: Path) -> None:
             probe.connect(str(path))
         except (FileNotFoundError, ConnectionRefusedError, PermissionError):
             return
-    raise StartError(f"another runner listens at {path}: choose a different name for this runner")
+    raise StartError(f"another runner listens on {path}: choose a different name for this runner")
 
 
 class RunnerService:

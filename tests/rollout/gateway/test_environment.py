@@ -285,7 +285,7 @@ async def test_a_prompt_without_room_for_a_reply_is_no_data_and_says_so() -> Non
     short = RolloutSettings(max_prompt_tokens=4, retries=0)
     (group,), _, driver = await play(f"{AGENTS}:endless", saying("x"), rollout=short)
     assert group.trajectories[0].is_excluded
-    assert str(driver.last_failure).startswith("the rollout contains no tokens to train: a context of 25 tokens")
+    assert str(driver.last_failure).startswith("the rollout contains no tokens to train on: a context of 25 tokens")
 
 
 async def test_a_worker_says_why_a_rollout_failed(monkeypatch: pytest.MonkeyPatch) -> None:

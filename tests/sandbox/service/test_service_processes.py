@@ -184,7 +184,7 @@ async def test_a_runner_that_cannot_start_ends_the_service_with_its_message(tmp_
     )
     _, message = await asyncio.wait_for(process.communicate(), READY_SECONDS)
     assert process.returncode == 2
-    assert "cannot listen at" in message.decode()
+    assert "cannot listen on" in message.decode()
     assert message.decode().splitlines()[-1] == "error: the runner could not start (see its message above)"
     assert "Traceback" not in message.decode()
 

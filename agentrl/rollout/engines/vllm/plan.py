@@ -39,10 +39,10 @@ SLEEP_OPTIONS = ("--sleep-mode-offload-cudagraph", "--enable-nccl-comm-suspend")
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
 """The head sizes that vLLM 0.32's CPU attention supports (``CPUAttentionBackend.get_supported_head_sizes``)."""
 
-_MEMORY_FRACTION = 0.85  # of a GPU's memory, for a server that does not share the GPU
+_MEMORY_FRACTION = 0.85  # fraction of a GPU's memory for a server that does not share the GPU
 _SMALLEST_MEMORY_FRACTION = 0.05
-# Bytes of a colocated GPU that are reserved for the server's CUDA context and for training's memory other than tensors.
-# A weight transfer by IPC also needs a buffer and a copy of the largest parameter.
+# Bytes of a colocated GPU that are reserved for the server's CUDA context and for the memory that training uses outside
+# of tensors. A weight transfer by IPC also needs a buffer and a copy of the largest parameter.
 _RESERVED_BYTES = 2 * 2**30
 _LORA_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # supported by vLLM 0.32
 
@@ -130,7 +130,7 @@ class VLLMPlan(ServerPlan):
         """Return changes that enable the control endpoints and, on a CPU, leave cores and memory to other processes."""
         changes = {**super().environment_variable_changes(), "VLLM_SERVER_DEV_MODE": "1"}
         if self.on_node:
-            changes["VLLM_HOST_IP"] = self.host  # not detected by vLLM on a node without a route to other networks
+            changes["VLLM_HOST_IP"] = self.host  # vLLM cannot detect it on a node without a route to other networks
         defaults = {"VLLM_NO_USAGE_STATS": "1"}
         if self.adapter_rank:
             changes["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"

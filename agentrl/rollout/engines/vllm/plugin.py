@@ -36,8 +36,8 @@ class VLLMSettings(ServerSettings):
         None,
         gt=0,
         le=1,
-        description="fraction of a GPU's memory for a server; null: 0.85, and if colocated at most the memory that is "
-        "free when the servers start",
+        description="fraction of a GPU's memory for a server; null: 0.85, but for colocated servers at most the "
+        "fraction that is free when they start",
     )
     extra_args: list[str] = Field([], description="additional command-line arguments of vLLM's server")
     transfer: Literal["auto", "nccl", "ipc", "file"] = Field(

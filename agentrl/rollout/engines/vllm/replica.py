@@ -224,7 +224,8 @@ def _read_token_support(token: _Token) -> list[int]:
     if abs(total - 1) > _PROBABILITY_SUM_TOLERANCE:
         raise InvalidResponseError(
             f"the {len(kept)} tokens that the server listed have a total probability of {total:.4f}, so the server "
-            "samples from other tokens too: more than rollout.top_k tokens are equally likely, or it ignores top_k"
+            "samples from other tokens too: more than rollout.top_k tokens are equally likely, or the server ignores "
+            "top_k"
         )
     return [item.token_id for item in kept]
 
@@ -264,7 +265,7 @@ def read_cache_use(metrics: str) -> CacheUse:
 
 
 def read_computed_tokens(metrics: str) -> int | None:
-    """Return the tokens that a server has sampled and prefilled, from its Prometheus metrics; None if absent.
+    """Return the number of tokens that a server sampled and prefilled, from its Prometheus metrics; None if absent.
 
     >>> read_computed_tokens('''vllm:prompt_tokens_total{engine="0"} 40.0
     ... vllm:generation_tokens_total{engine="0"} 1.2e+03
@@ -548,11 +549,11 @@ def _read_logits_dtype(model_config: Mapping[str, Any], policy_dtype: str = "mod
     >>> _read_logits_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}}, "float32")
     'float32'
     """
-    overrides = model_config.get("hf_overrides")  # a string if it is a function
+    overrides = model_config.get("hf_overrides")  # a string if the server uses a function as override
     head = overrides.get("head_dtype") or policy_dtype if isinstance(overrides, Mapping) else policy_dtype
     return str(model_config.get("dtype") if head == "model" else head).lower().removeprefix("torch.")
 
 
 def _first_difference(ours: tuple[int, ...], theirs: tuple[int, ...]) -> str:
     index = next((i for i, (a, b) in enumerate(zip(ours, theirs, strict=False)) if a != b), min(len(ours), len(theirs)))
-    return f"{list(ours[index : index + 3])} here and {list(theirs[index : index + 3])} there"
+    return f"policy {list(ours[index : index + 3])}, server {list(theirs[index : index + 3])}"

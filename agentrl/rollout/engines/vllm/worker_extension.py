@@ -36,7 +36,7 @@ def served_parameters(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """
     fused: dict[str, list[str]] = getattr(model, "packed_modules_mapping", None) or {}
     for prefix, module in model.named_modules():
-        path = prefix.removesuffix(".base_layer")  # present if the layer supports adapters
+        path = prefix.removesuffix(".base_layer")  # layers that support adapters have this suffix
         parent, _, own = path.rpartition(".")
         parts = fused.get(own, [own])
         sizes = list(getattr(module, "output_partition_sizes", ())) if len(parts) > 1 else [-1]
