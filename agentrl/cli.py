@@ -98,7 +98,7 @@ def plan(
     ] = None,
     write: Annotated[Path | None, _option("FILE", "write the overlay to FILE, for agentrl train --config FILE")] = None,
 ) -> None:
-    """Estimate the GPU memory needed to train a model. If it fits, print settings for these GPUs as a YAML overlay."""
+    """Estimate the GPU memory needed to train a model. If the model fits, print a YAML overlay for these GPUs."""
     settings = _load_settings("plan", overrides, config=config, options={"model.path": model})
     from agentrl.planning.plan import plan_command
     from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements

@@ -227,7 +227,7 @@ class Trajectory:
 
     @property
     def receives_reward(self) -> bool:
-        """True if this trajectory receives a reward: the rollout's last trajectory, or any end of a forked rollout."""
+        """True if this trajectory receives a reward: the rollout's last trajectory, or any leaf of a forked rollout."""
         return self.branch == self.branches - 1 if self.path_weight is None else self.ended is not Ended.FORKED
 
     @property

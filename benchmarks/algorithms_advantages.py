@@ -65,7 +65,7 @@ def run(options: argparse.Namespace) -> None:
 
 
 def make_inputs(rows: int, width: int, group_size: int) -> AdvantageInputs:
-    """Make rows that fill a quarter to all of the width: turns of about 700 tokens, observations of about 100."""
+    """Make rows that fill at least a quarter of the width. Turns have about 700 tokens, observations about 100."""
     generator = torch.Generator().manual_seed(0)
     turns = torch.rand(rows, width // 400 + 2, 2, generator=generator)
     lengths = (turns * torch.tensor([700.0, 100.0]) + torch.tensor([350.0, 50.0])).long()

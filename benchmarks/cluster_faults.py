@@ -24,7 +24,7 @@ A fourth run, of one process, generates with two vLLM servers:
 
 server   one server is killed, and restarted beside the other
 
-`noticed` is the time until the console names the fault, and `trains again` the time until the next step is recorded.
+The two times are until the console reports the fault, and until the next step is recorded.
 The metrics of each run, without times, are compared with the metrics of an undisturbed run. Needs root.
 """
 
@@ -297,11 +297,12 @@ def main() -> None:
     parser.add_argument("--deadline", type=float, default=20.0, help="cluster.deadline")
     options = parser.parse_args()
     if (why := obstacle()) is not None:
-        raise SystemExit(f"not here: {why}")
+        raise SystemExit(f"cannot run on this machine: {why}")
     folder = Path(tempfile.mkdtemp(prefix="faults"))
     line = CommandLine(folder)
     try:
-        print("| fault | console message | noticed, s | trains again, s |\n|---|---|---|---|", flush=True)
+        print("| fault | console message | seconds until noticed | seconds until the next step |")
+        print("|---|---|---|---|", flush=True)
         if "sandbox" in options.faults:
             with_sandboxes(line)
         if "server" in options.faults:

@@ -112,7 +112,7 @@ PATCH = "apply_patch <<'END'\n*** Begin Patch\n{}\n*** End Patch\nEND"
 
 def call(name: str, **arguments: object) -> str:
     """Return a reply that calls a tool."""
-    return f'I go on.<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
+    return f'I will continue.<tool_call>{{"name": "{name}", "arguments": {json.dumps(arguments)}}}</tool_call>'
 
 
 def session(*commands: str) -> str:

@@ -67,7 +67,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=2000)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--tables", default=",".join(TABLES), help="which tables, separated by commas")
+    parser.add_argument("--tables", default=",".join(TABLES), help="tables to print, separated by commas")
     arguments = parser.parse_args()
     begun = time.monotonic()
     for table in arguments.tables.split(","):

@@ -252,7 +252,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     seconds: dict[str, float] = {}
 
     def stage(name: str, work: Callable[[], _Value]) -> _Value:
-        """Return the result of ``work``, and store the shortest of three times."""
+        """Run ``work`` three times, store the shortest time, scaled to the whole step, and return the result."""
         spent = []
         for _ in range(3):
             began = time.thread_time()
@@ -289,7 +289,7 @@ def step_costs(trajectories: int, tokens: int, measured: int) -> None:
     in_c = sum(value for name, value in seconds.items() if "msgspec" in name)
     print(f"{trajectories * tokens / 1e6:.1f} million tokens, CPU seconds")
     lines = {**seconds, "JSON in C (msgspec)": in_c, "Python, NumPy and torch": sum(seconds.values()) - in_c}
-    for name, value in {**lines, "beside training: write trajectories": beside}.items():
+    for name, value in {**lines, "in the background: write trajectories": beside}.items():
         print(f"{name:40}{value:7.3f} s")
 
 

@@ -1,4 +1,4 @@
-"""Compare the time of exact trajectory energies with the time of a training pass, and of one pass per row.
+"""Compare the time of exact trajectory energies with the times of a training pass and of a separate pass per row.
 
     python benchmarks/energies.py [--rows 8] [--length 512] [--hidden 512] [--repeats 5] [--threads 2]
 
@@ -106,7 +106,7 @@ def main() -> None:
     medians = {name: tuple(map(statistics.median, zip(*found, strict=True))) for name, found in times.items()}
     for name, (clock, own) in medians.items():
         ratios = (medians["energies"][0] / clock, medians["energies"][1] / own)
-        print(f"{name:<10} {clock:8.3f} s  {own:8.3f} s CPU  energies / this: {ratios[0]:.2f} ({ratios[1]:.2f} by CPU)")
+        print(f"{name:<10} {clock:8.3f} s  {own:8.3f} s CPU  energies / this: {ratios[0]:.2f} (CPU: {ratios[1]:.2f})")
 
 
 if __name__ == "__main__":

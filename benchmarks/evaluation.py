@@ -235,14 +235,14 @@ def summary(
         if abs(found[name] - float(value)) > 1e-12
     ]
     calls = sum(sum(one["tool_calls"]["outcomes"].values()) for one in results["benchmarks"].values())
-    print(
-        f"{rollouts} rollouts with {calls} programs took {seconds[0] / 60:.2f} min; the results took {seconds[1]:.1f} s"
-    )
+    print(f"{rollouts} rollouts with {calls} programs took {seconds[0] / 60:.2f} min; ", end="")
+    print(f"writing the results took {seconds[1]:.1f} s")
     if memory.samples:
         tenth, end = memory.at_share(0.1), memory.samples[-1][1]
         most = max(megabytes for _, megabytes in memory.samples)
         growth = end / tenth - 1
-        print(f"memory: {tenth:.0f} MB after a tenth, {end:.0f} MB at the end ({growth:+.1%}), {most:.0f} MB at most")
+        print(f"memory: {tenth:.0f} MB after a tenth of the log, {end:.0f} MB at the end ({growth:+.1%}), ", end="")
+        print(f"{most:.0f} MB at most")
     print(f"rollouts.jsonl.zst {sizes[0]:.1f} MB, report.html {sizes[1]:.1f} MB")
     for line in wrong:
         print(f"WRONG {line}")

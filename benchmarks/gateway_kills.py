@@ -70,7 +70,7 @@ print(1.0)
 
 
 class ProcessEngine(ScriptedEngine[None]):
-    """Samples in a separate process, one request after another. Starts a new process after the last one has ended."""
+    """Samples in a separate process, one request after another. Starts a new process if the previous one has ended."""
 
     def __init__(self, codec: TextCodec) -> None:
         super().__init__()

@@ -87,7 +87,7 @@ class Figure:
 
     @property
     def verdict(self) -> str:
-        """``ok``, ``NOT AS EXPECTED``, or ``not judged`` where nothing is expected."""
+        """``ok``, ``NOT AS EXPECTED``, or ``not judged`` if no range is expected or ``judged`` is False."""
         if not self.judged or (self.low is None and self.high is None):
             return "not judged"
         low, high = -math.inf if self.low is None else self.low, math.inf if self.high is None else self.high

@@ -28,7 +28,7 @@ Attend = Callable[[Tensor, Tensor, Tensor, Sequence[int]], Tensor]
 
 
 def head(device: torch.device) -> Iterator[Figure | str]:
-    """Measure log-probabilities and entropies of 8,192 tokens: width 3,584, vocabulary 151,936, both passes."""
+    """Measure log-probabilities and entropies, forward and backward: 8,192 tokens, width 3,584, vocabulary 151,936."""
     real = device.type == "cuda"
     tokens, width, vocabulary = (8192, 3584, 151_936) if real else (64, 16, 1000)
     dtype = torch.bfloat16 if real else torch.float32
@@ -124,11 +124,13 @@ def attention(device: torch.device) -> Iterator[Figure | str]:
         except (ImportError, NotImplementedError, RuntimeError) as reason:  # this GPU or torch lacks the kernel
             yield f"{name}: skipped: {str(reason).splitlines()[0][:160]}"
             continue
-        yield Figure(name=f"{name}, largest error", value=error, high=2e-2 if real else 1e-4, why="of unit normals")
+        yield Figure(
+            name=f"{name}, largest error", value=error, high=2e-2 if real else 1e-4, why="inputs are unit normals"
+        )
         yield Figure(name=f"{name}, new lengths", value=new, unit="ms", judged=False)
         yield Figure(
             name=f"{name}, new over repeated lengths", value=new / again, low=least, high=most, judged=real,
-            why="cuDNN plans each new shape, the others plan none",
+            why="only cuDNN makes a plan for each new shape",
         )  # fmt: skip
 
 
@@ -305,7 +307,7 @@ def determinism(device: torch.device) -> Iterator[Figure | str]:
 
 
 def _as_in_training(policy: PolicyModel) -> None:
-    """Change the weights to bfloat16, and the attention to the backend that ``model.attention=auto`` selects."""
+    """Convert the weights to bfloat16, and select the attention backend of ``model.attention=auto``."""
     from agentrl.models.attention import choose_packed_attention
 
     policy.to(torch.bfloat16)

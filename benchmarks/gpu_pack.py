@@ -77,7 +77,9 @@ exec "$python" "$here/source/benchmarks/gpu.py" "$@"
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("folder", nargs="?", type=Path, default=Path("gpu-kit"), help="replaced if it holds a kit")
+    parser.add_argument(
+        "folder", nargs="?", type=Path, default=Path("gpu-kit"), help="output folder; replaces an older kit"
+    )
     parser.add_argument("--wheels", type=Path, help="folder that keeps the wheels for later calls")
     options = parser.parse_args()
     folder: Path = options.folder

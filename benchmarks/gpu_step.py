@@ -197,7 +197,7 @@ def shortage(device: torch.device) -> Iterator[Figure | str]:
 
 
 def _exhaust(device: torch.device) -> None:
-    """Allocate until there is no memory."""
+    """Allocate memory until none is left."""
     held = []
     while True:
         held.append(torch.empty(1 << (33 if device.type == "cuda" else 60), dtype=torch.uint8, device=device))

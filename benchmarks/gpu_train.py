@@ -150,7 +150,7 @@ def _train(settings: Mapping[str, str]) -> list[dict[str, float]]:
         command = [sys.executable, "-m", "agentrl.cli", "train", "--env", "simpletir", "--config", "tiny"]
         command += [f"runs_dir={folder}", "name=gpu"]
         command += [f"{key}={value}" for key, value in settings.items()]
-        # The cache is empty, so the cold start is trained instead of read from the cache.
+        # The cache is empty, so the cold start runs instead of being read from the cache.
         done = subprocess.run(command, capture_output=True, text=True, env=os.environ | {"XDG_CACHE_HOME": folder})
         last = done.stderr.strip().rpartition("\n")[2]
         if done.returncode and last.startswith("ModuleNotFoundError"):

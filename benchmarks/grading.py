@@ -38,7 +38,7 @@ def integer_pairs(count: int, rng: random.Random) -> Pairs:
 
 
 def math_pairs(data_dir: Path, limit: int, rng: random.Random) -> tuple[Pairs, Pairs]:
-    """Return ``(answer, gold)`` with the answers of MATH that are not plain numbers: respelled, and as calculations.
+    """Return pairs ``(answer, gold)`` for answers of MATH that are not plain numbers: respelled, and as calculations.
 
     Half of the calculations are another problem's answer, and half are the same answer plus a term with the value 0.
     """
@@ -52,13 +52,13 @@ def math_pairs(data_dir: Path, limit: int, rng: random.Random) -> tuple[Pairs, P
 
 
 def spell_otherwise(answer: str) -> str:
-    """Respell an answer as models write it: other fraction commands and blanks, no size commands, in ``$``."""
+    """Respell an answer as models write it: other fraction commands and blanks, no size commands, ``$`` around it."""
     answer = answer.replace(r"\frac", r"\dfrac").replace(r"\left", "").replace(r"\right", "")
     return f"$ {answer.replace(',', ', ')} $"
 
 
 async def through_the_pool(pairs: Pairs, workers: int) -> tuple[float, float, Counter[Verdict]]:
-    """Return wall-clock seconds, CPU seconds (with the workers') and verdicts, without the start of the workers."""
+    """Return wall-clock seconds, CPU seconds (with the workers') and verdicts. The workers' start is not timed."""
     grader = Grader(GraderSettings(workers=workers))
     await asyncio.gather(*(grader.grade(f"sqrt({index})", "7") for index in range(2, 2 + workers)))
     pids = grader.idle_worker_pids

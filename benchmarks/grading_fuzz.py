@@ -155,7 +155,7 @@ def tokens(text: str) -> list[str]:
 
 
 def explained(answer: str, gold: str, mutation: str) -> bool:
-    """Return True if the content is the same. Damage may move a factor, which is no change (``a4`` for ``4a``)."""
+    """Return True if the content is the same. Damage that moves a factor does not change it (``a4`` for ``4a``)."""
     if gold.partition("_")[0] == answer:  # the base left out
         return True
     left, right = tokens(answer), tokens(gold)

@@ -14,7 +14,7 @@ VOCABULARY = 32_000
 
 
 def made_tokens(number: int, length: int, draw: np.random.Generator, *, loss_weight: float) -> TrajectoryTokens:
-    """Return statistics of the ``number``-th trajectory of a step, with ``length`` model tokens, in groups of eight."""
+    """Return statistics of the ``number``-th trajectory of a step of groups of eight, with ``length`` model tokens."""
     probability = draw.beta(5, 1, length).astype(np.float32)
     returns = np.full(length, number % 2, dtype=np.float32)
     baselines = (0.5 + 0.1 * np.cumsum(draw.normal(size=length)) / length).astype(np.float32)

@@ -81,7 +81,7 @@ def run(tree: Path, policy: Path, folder: Path, steps: int) -> list[dict[str, fl
 
 
 def cold_started(folder: Path) -> Path:
-    """Return the cold-started policy of the preset that is trained."""
+    """Run the cold start of the preset ``arithmetic``, and return the directory of the policy."""
     policy = folder / "policy"
     command = [sys.executable, "-m", "agentrl.cli", "coldstart", "--config", "arithmetic"]
     subprocess.run([*command, "--output", str(policy)], cwd=HERE, check=True)

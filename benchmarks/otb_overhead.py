@@ -52,7 +52,7 @@ def main() -> None:
         low, _, high = statistics.quantiles(ratios, n=4)
         print(
             f"{clock} seconds per step: grpo {statistics.median(grpo):.4f}, tir_otb {statistics.median(otb):.4f}; "
-            f"extra, median of {len(ratios)} pairs: {statistics.median(ratios):+.2%} "
+            f"extra time, median of {len(ratios)} pairs: {statistics.median(ratios):+.2%} "
             f"(quartiles {low:+.2%}, {high:+.2%})"
         )
 

@@ -54,7 +54,7 @@ def main() -> None:
     parser.add_argument(
         "--sharing", type=float, nargs="+", help="compare shared with separate prefixes at these sharing ratios"
     )
-    parser.add_argument("--length", type=int, default=512, help="tokens of a path")
+    parser.add_argument("--length", type=int, default=512, help="number of tokens per path")
     parser.add_argument("--record", type=Path, help="JSON file for the figures of --sharing")
     parser.add_argument("--only", help="run only this side, once, and print its peak memory")
     options = parser.parse_args()
@@ -74,7 +74,7 @@ def main() -> None:
     if options.only is None:
         rows = [row for group in groups for row in group]
         tokens, longest = sum(row.length for row in rows), max(row.length for row in rows)
-        print(f"{len(rows)} trajectories of {tokens} tokens, the longest {longest}", flush=True)
+        print(f"{len(rows)} trajectories with {tokens} tokens in total, the longest with {longest}", flush=True)
     compare({"packed": packed(groups, options.budget), "padded": padded(groups, options.budget)}, options)
 
 
@@ -116,7 +116,7 @@ def tree(ratio: float, length: int) -> list[tuple[Tensor, Tensor]]:
 
     The root has 3 a tokens, each of the 4 branches has a, and each of the 32 leaves has length - 4 a.
     """
-    # Paths have 3 a + 4 * 4 a + 32 length tokens, of which 32 length - 121 a are distinct.
+    # All paths together have 3 a + 4 * 4 a + 32 * length tokens, of which 32 * length - 121 a are distinct.
     a = round(32 * length * (ratio - 1) / (19 + 121 * ratio))
     generator = torch.Generator().manual_seed(1)
 

@@ -8,7 +8,7 @@ worker and schedules are real. Trainer and engine have separate hardware, the sa
 
 lock-step      a barrier before and after the tools of every turn, as most trainers have; then training
 synchronous    a barrier only at the step's end; then training
-overlapped     the next batch is played while one is trained
+overlapped     the next batch is sampled during training on the current batch
 asynchronous   rollouts never wait unless they would be more than ``--max-staleness`` steps ahead
 
 "rollouts" is the time of a step's rollouts and "step" the time of the whole step, in seconds: means over ``--steps``

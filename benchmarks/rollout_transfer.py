@@ -113,7 +113,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         choices=SIZES,
         default=["1M", "10M", "100M", "300M"],
-        help="1B takes 5 GiB of memory and of disk",
+        help="1B needs 5 GiB of memory and 5 GiB of disk space",
     )
     parser.add_argument("--folder", type=Path, default=None, help="folder for the files; default: a temporary folder")
     parser.add_argument("--here", action="store_true", help="measure in this process, and print no heading")

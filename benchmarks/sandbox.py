@@ -300,7 +300,7 @@ async def measure_forks(count: int) -> None:
 
 
 async def _tree(sandbox: Sandbox, *, leaves: int) -> tuple[list[str], list[str]]:
-    """Return the open sessions of a tree, and the names of the errors of the others."""
+    """Return the open sessions of a tree, and the error name of each refused fork."""
     tree, errors = [await sandbox.open_session()], []
     while len(tree) + len(errors) < leaves:
         try:

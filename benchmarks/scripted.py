@@ -30,7 +30,7 @@ class ScriptedEngine(Generic[State]):
 
 
 def written(codec: TextCodec, text: str, *, ended: bool = False) -> Completion:
-    """Return a turn with this text, cut at a stop string or ended by the end of sequence."""
+    """Return a turn with this text. It ends with the end-of-sequence token if ``ended``, otherwise at a stop string."""
     ids = codec.encode(text) + ((codec.eos_id,) if ended else ())
     return Completion(
         token_ids=ids,

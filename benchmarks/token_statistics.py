@@ -33,7 +33,7 @@ Outputs = tuple[Tensor, Tensor]  # log_probs, entropy
 
 @dataclass(frozen=True, kw_only=True)
 class Problem:
-    """N tokens, D hidden units, V tokens of vocabulary; whether the loss uses the entropy."""
+    """Sizes: N tokens, D hidden units, a vocabulary of V tokens. ``entropy``: the loss uses the entropy."""
 
     tokens: int
     hidden: int
@@ -87,7 +87,7 @@ def forward_backward(side: str, problem: Problem, inputs: tuple[Tensor, Tensor, 
 
 
 def measure_times(problem: Problem, repeats: int) -> dict[str, tuple[float, float]]:
-    """Return median wall-clock and CPU seconds of every side, alternating."""
+    """Return the median wall-clock and CPU seconds of each side. The sides alternate."""
     inputs = make_inputs(problem)
     clock: dict[str, list[float]] = {side: [] for side in SIDES}
     processor: dict[str, list[float]] = {side: [] for side in SIDES}
@@ -118,7 +118,7 @@ def _peak_in_this_process(side: str, problem: Problem, threads: int) -> float:
 
 
 def _kilobytes(field: str) -> int:
-    """Return VmRSS, the resident size, or VmHWM, its peak. (getrusage includes the parent's peak, kept across exec.)"""
+    """Return VmRSS (resident size) or VmHWM (its peak). getrusage would include the parent's peak, even after exec."""
     with open("/proc/self/status", encoding="ascii") as status:
         return next(int(line.split()[1]) for line in status if line.startswith(field + ":"))
 
@@ -177,7 +177,7 @@ def gpu_table(repeats: int) -> None:
             memory -= weight.nbytes / 1e6 if products > 1 else 0.0
             print(
                 f"{backend:<8} {name:<21} {time_taken:8.1f} ms   {memory:6.0f} MB   "
-                f"ratio to {products} bare {time_taken / products / bare:.2f}"
+                f"ratio to {products} bare products {time_taken / products / bare:.2f}"
             )
 
 
@@ -195,7 +195,7 @@ def main() -> None:
         if obstacle is None:
             gpu_table(options.repeats)
         else:
-            print(f"triton: not measured, {obstacle}")
+            print(f"the GPU was not measured: {obstacle}")
 
 
 def cpu_tables(repeats: int, threads: int) -> None:

@@ -75,7 +75,7 @@ class Side:
         self.steps.append(self.receive())
 
     def close(self) -> None:
-        """Wait for the end of the program, or end it if it still waits for a message."""
+        """Close the program's input, and wait until the program exits. It is killed after 60 seconds."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         try:
@@ -172,8 +172,9 @@ def report(task: Task, sides: Sequence[Side]) -> None:
             pairs = [b[key] / a[key] for a, b in zip(ours.steps[WARM_UP:], theirs.steps[WARM_UP:], strict=True)]
             quartiles = statistics.quantiles(pairs, n=4)
             print(
-                f"tokens per {label} second, agentrl over TRL: {theirs.median(key) / ours.median(key):.2f} of medians, "
-                f"{quartiles[1]:.2f} [{quartiles[0]:.2f}, {quartiles[2]:.2f}] median and quartiles of pairs"
+                f"tokens per {label} second, agentrl relative to TRL: ratio of medians "
+                f"{theirs.median(key) / ours.median(key):.2f}; median ratio of pairs {quartiles[1]:.2f} "
+                f"(quartiles {quartiles[0]:.2f}, {quartiles[2]:.2f})"
             )
     if "agentrl" in named:
         _breakdown(named["agentrl"])
@@ -204,23 +205,21 @@ def _parts(side: Side, total: str, suffix: str) -> dict[str, float]:
 
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--repeats", type=int, default=25, help="measured steps of each side")
+    parser.add_argument("--repeats", type=int, default=25, help="number of measured steps per side")
     parser.add_argument("--prompts", type=int, default=16)
     parser.add_argument("--samples", type=int, default=8)
     parser.add_argument("--new-tokens", type=int, default=64)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument(
-        "--micro-batches", type=int, default=1, help="forward and backward passes of a step, both sides"
-    )
+    parser.add_argument("--micro-batches", type=int, default=1, help="number of micro-batches per step, for both sides")
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", help="further settings of agentrl")
     parser.add_argument("--only", choices=("agentrl", "trl"))
-    parser.add_argument("--trl-home", type=Path, default=TRL_HOME, help="where TRL's virtual environment is or will be")
-    parser.add_argument("--json", type=Path, help="write every step's figures here")
+    parser.add_argument("--trl-home", type=Path, default=TRL_HOME, help="TRL's virtual environment; created if missing")
+    parser.add_argument("--json", type=Path, help="file for the figures of every step")
     return parser.parse_args()
 
 
 def main() -> None:
-    """Measure and print."""
+    """Run the benchmark, and print the results."""
     options = arguments()
     with tempfile.TemporaryDirectory(prefix="train-step-") as folder:
         parameters = prepare(Path(folder))
@@ -239,7 +238,8 @@ def main() -> None:
             f"{task.new_tokens} tokens, load {os.getloadavg()[0]:.1f} at the start"
         )
         sides = measure(task, options.trl_home, options.only)
-        print(f"load {os.getloadavg()[0]:.1f} at the end, {options.repeats} steps each after {WARM_UP} to warm up")
+        print(f"load {os.getloadavg()[0]:.1f} at the end; ", end="")
+        print(f"{options.repeats} steps per side after {WARM_UP} warm-up steps")
         report(task, sides)
         if options.json:
             options.json.write_text(json.dumps({side.name: side.steps for side in sides}, indent=1))

@@ -45,7 +45,7 @@ class Waiting(TrainerCallback):
 
 
 def config(task: Task) -> GRPOConfig:
-    """Return the settings: GRPO without reference model, gradient checkpointing and saving, one update per step."""
+    """Return the settings: GRPO with one update per step, no reference model, gradient checkpointing or saving."""
     rows = task.prompts * task.samples // task.micro_batches
     return GRPOConfig(
         output_dir=str(Path(task.folder) / "trl"),
@@ -69,7 +69,7 @@ def config(task: Task) -> GRPOConfig:
         max_grad_norm=GRADIENT_CLIP,
         max_steps=task.steps,
         gradient_checkpointing=False,
-        logging_steps=1,  # agentrl writes its metrics every step too
+        logging_steps=1,  # agentrl also writes its metrics in every step
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,

@@ -30,7 +30,7 @@ class ShrunkOptions(TokenBaselineOptions):
     "otb_shrunk", weighted=True, options=ShrunkOptions, aggregation="token_mean", group_based=True, per_token=True
 )
 def otb_shrunk(inputs: EstimatorInputs, options: ShrunkOptions) -> Advantages:
-    """Compute A_k = G_k - (n_k b_k + c b) / (n_k + c): b_k of `tir_otb`, shrunk to b of `ogb` if n_k is small.
+    """Compute A_k = G_k - (n_k b_k + c b) / (n_k + c): b_k of `tir_otb`, shrunk toward b of `ogb` for small n_k.
 
     n_k trajectories contribute to b_k, and c = `trust`. Only for outcome rewards, because b is a mean of returns.
     """

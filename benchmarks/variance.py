@@ -28,7 +28,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="copy this output directory of agentrl variance")
     parser.add_argument(
-        "--figure", type=Path, metavar="FILE", help="draw noise against N in this PNG, for at least three sizes"
+        "--figure", type=Path, metavar="FILE", help="PNG file: noise against N, for studies with three or more sizes"
     )
     parser.add_argument("--baseline", default="rloo", help="estimator relative to which noise is printed")
     parser.add_argument(
@@ -135,7 +135,10 @@ def digits(value: float) -> str:
 
 
 def draw(found: dict[str, list[EstimatorResult]], problems: dict[str, int], path: Path, baseline: str) -> None:
-    """Draw the noise relative to the baseline against N, with one panel per study. ``problems`` are counts."""
+    """Draw the noise relative to the baseline against N, with one panel per study.
+
+    ``problems`` contains the number of problems of each study.
+    """
     figure = new_figure(4.6 * len(found), 4.6)
     panels = figure.subplots(1, len(found), sharey=True, squeeze=False)[0]
     for axes, (name, lines) in zip(panels, found.items(), strict=True):

@@ -162,7 +162,7 @@ class Laboratory:
 
 
 def table(measured: dict[str, dict[str, list[dict[str, float]]]], baseline: str = "independent: tir_otb") -> str:
-    """Render the noise of every arm relative to ``baseline``, and its scale. One column for each measurement."""
+    """Render the noise of every arm relative to ``baseline``, and its scale, with one column per measurement."""
     names = dict.fromkeys(name for arms in measured.values() for name in arms)
     columns = {title: _noise_and_scale(arms, baseline) for title, arms in measured.items()}
     lines = [f"| rollouts: estimator | {' | '.join(columns)} |", "|---" * (len(columns) + 1) + "|"]

@@ -89,7 +89,7 @@ def measure(run: RunDirectory) -> None:
             address = server.stdout.readline().strip()
             with urllib.request.urlopen(address, timeout=60) as answer:
                 answer.read()
-            print(f"start to the first page: {time.perf_counter() - began:.2f} s")
+            print(f"first page {time.perf_counter() - began:.2f} s after the start")
             walk(run, address, server.pid)
             status = Path(f"/proc/{server.pid}/status").read_text().splitlines()
             peak = next(line for line in status if line.startswith("VmHWM"))

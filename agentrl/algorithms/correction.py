@@ -113,7 +113,7 @@ def rollout_correction(
     Options: the fields of `CorrectionOptions`. Sequence ratios are over `response_mask`. The result's mask is a subset
     of `loss_mask` (default: the response mask). With `self_normalize`, weights are divided by their mean over the
     tokens in the loss (`token`) or over the sequences with a token in the loss. `normalizer` is the sum of
-    `correction_weight_sums` over the step's micro-batches and ranks. Without it, this call is the whole step.
+    `correction_weight_sums` over the step's micro-batches and ranks. Without it, this call counts as the whole step.
 
     Metrics are float64 scalars over the model tokens of this call. They include the metrics of `mismatch_metrics` and
     `perplexity_metrics`, `rho_min`, `rho_max`, `truncated_fraction` (weight capped or set to 0), `masked_fraction`

@@ -130,7 +130,10 @@ def check_rewards_on_mask(rewards: Tensor, mask: Tensor, rows: Tensor) -> None:
 
 
 class Communicator(Protocol):
-    """Exchanges tensors between the holders of a step's groups. All participants must make the same calls in order."""
+    """Exchanges tensors between the holders of a step's groups.
+
+    All participants must make the same calls in the same order.
+    """
 
     @property
     def participant_index(self) -> int:

@@ -29,7 +29,7 @@ class ClusterBackend(ABC):
     """A kind of cluster that ``cluster.kind`` can select."""
 
     many_nodes: ClassVar[bool] = False
-    """True if the cluster places ranks, servers and sandbox services on several machines. Ranks are then always
+    """True if the cluster places ranks, servers and sandbox services on several machines. If so, ranks are always
     processes of the cluster, and the machine that runs the command need not meet their requirements."""
 
     @abstractmethod

@@ -182,7 +182,7 @@ def free_port(host: str) -> int:
 
 
 def set_tcp_timeout(connection: Connection, seconds: float) -> None:
-    """Make a TCP connection fail after the other machine has not responded for about ``seconds``."""
+    """Make a TCP connection fail if the other machine has not responded for about ``seconds``."""
     # Keepalive detects a silent peer only while nothing is in flight; TCP_USER_TIMEOUT covers unacknowledged data.
     with socket.socket(fileno=os.dup(connection.fileno())) as copy:
         copy.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)

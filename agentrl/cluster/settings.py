@@ -25,8 +25,8 @@ class ClusterSettings(BaseModel):
     worker_cpus: float = Field(1.0, ge=0)
     """CPUs that the rollout worker and its child processes reserve on the Ray node of rank 0"""
     sandbox_cpus: float = Field(1.0, ge=0)
-    """CPUs that a sandbox service reserves on each Ray node with sandbox.url=ray://. A service runs twice as many
-    programs at once, and at least 4, unless sandbox.workers is set"""
+    """CPUs that a sandbox service reserves on each Ray node with sandbox.url=ray://. The maximum number of
+    concurrent programs of a service is two per CPU, but at least 4, unless sandbox.workers is set"""
     server_cpus: float = Field(1.0, gt=0)
     """CPUs that an engine server reserves on its Ray node, in addition to its GPUs"""
     start_deadline: float = Field(300.0, gt=0)

@@ -34,7 +34,10 @@ from agentrl_envs.types import Problem, Verdict
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Benchmark:
-    """A benchmark with its Hugging Face data set and its file in a data folder, without ``.jsonl`` or ``.parquet``."""
+    """A benchmark: its Hugging Face data set, and its file in a data folder.
+
+    ``file`` is the name of the file without ``.jsonl`` or ``.parquet``.
+    """
 
     name: str
     file: str

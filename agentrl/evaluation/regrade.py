@@ -74,7 +74,7 @@ def extract_answer_again(transcript: Transcript, protocol: TextProtocol) -> Tran
 
 
 def _extract_answer(transcript: Transcript, protocol: TextProtocol) -> str | None:
-    """Return the first answer in the order of an episode. In a turn, a program's answer precedes an answer in text."""
+    """Return the first answer of the conversation. In a turn, a program's answer precedes an answer in text."""
     calls = iter(transcript.tool_calls)
     turns = [turn.text for turn in transcript.turns if turn.origin == "model"]
     for text in turns:
@@ -85,7 +85,7 @@ def _extract_answer(transcript: Transcript, protocol: TextProtocol) -> str | Non
             continue
         call = next(calls, None)
         if call is None:
-            return transcript.answer  # programs outnumber calls if the rule for programs has changed
+            return transcript.answer  # more programs than stored calls: the rule for programs has changed
         printed = protocol.printed_answer(call.printed)
         if (
             printed is None

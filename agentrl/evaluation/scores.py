@@ -152,7 +152,7 @@ def _wilson_interval(mean: float, samples: float, quantile: float) -> Interval:
 def two_sided_student_quantile(degrees: int) -> float:
     """Return the two-sided 95 % quantile of Student's t (Abramowitz and Stegun 26.7.5).
 
-    The error is below 0.004 from 3 degrees of freedom on.
+    The error is below 0.004 for 3 or more degrees of freedom.
 
     >>> round(two_sided_student_quantile(29), 3)
     2.045
@@ -203,8 +203,7 @@ async def count_votes(samples: Sequence[tuple[str | None, Verdict]], grader: Ans
     """Count the votes on one problem from each sample's answer and verdict.
 
     Wrong answers are grouped in order of decreasing frequency of their spelling. Each joins the first group that the
-    grader considers equal.
-    The outcome therefore depends on the order of samples only between equally frequent spellings.
+    grader considers equal. The outcome therefore depends on the order of samples only for equally frequent spellings.
     """
     votes = [
         (answer.strip(), verdict)

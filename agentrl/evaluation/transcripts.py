@@ -201,7 +201,7 @@ class Transcript:
 
     @classmethod
     def from_record(cls, record: JSONObject) -> Transcript:
-        """Build a transcript from the result of :meth:`to_record`, also after a round trip through JSON.
+        """Build a transcript from the result of :meth:`to_record`, even after a round trip through JSON.
 
         Raises KeyError, TypeError or ValueError for an invalid record.
         """

@@ -25,7 +25,7 @@ from agentrl.kernels.records import Support, TokenStatistics, statistics_dtype
 BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}
 # Maximum number of logits in one elementwise operation: 8 MB on CPUs, within the last-level cache, and 64 MB on GPUs.
 PIECE_ELEMENTS = {"cpu": 1 << 21, "cuda": 1 << 24}
-KEEP_ELEMENTS = 1 << 23  # up to this many logits, ln p is kept for the backward pass, as a second product costs more
+KEEP_ELEMENTS = 1 << 23  # ln p of up to this many logits is kept for the backward pass, as recomputing it is slower
 
 
 def chunked_statistics(
@@ -116,7 +116,7 @@ class _ChunkedStatistics(torch.autograd.Function):
 def _write_gradient(
     log_p: Tensor, targets: Tensor, at: slice, coefficients: LogitGradientCoefficients, *, out: Tensor
 ) -> None:
-    """Write the gradient of the rows `at` to out [R, V]. Their ln p [R, V] must be finite and is not changed."""
+    """Write the logit gradient of the rows `at` to out [R, V]. log_p [R, V] must be finite and is not changed."""
     offset = coefficients.offset[at].unsqueeze(-1)
     if coefficients.slope is None:
         torch.exp(log_p, out=out).mul_(offset)

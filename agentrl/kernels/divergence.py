@@ -18,7 +18,7 @@ from agentrl.kernels.arithmetic import cap_derivative, write_tempered_logits
 from agentrl.kernels.gradients import HeadGradientAccumulator
 from agentrl.kernels.records import KernelInputError, Support, check_cap, check_head_inputs, statistics_dtype
 
-_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # maximum number of logits in a product: 32 and 256 MB
+_BLOCK_ELEMENTS = {"cpu": 1 << 23, "cuda": 1 << 26}  # maximum number of logits in a product: 32 and 256 MB of float32
 _PIECE_ELEMENTS = {"cpu": 1 << 18, "cuda": 1 << 23}  # maximum number of logits in an elementwise operation
 
 
@@ -106,7 +106,10 @@ def top_divergence(
 
 
 class _HeadOutputsAtIds(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], ids [N, K], dtype) -> hidden . weight[ids] [N, K], one block of rows at a time."""
+    """Autograd function of the head's outputs hidden . weight[ids] [N, K], computed one block of rows at a time.
+
+    Inputs: hidden [N, D], weight [V, D], ids [N, K] and the dtype of the outputs.
+    """
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, weight: Tensor, ids: Tensor, dtype: torch.dtype) -> Tensor:
@@ -138,9 +141,10 @@ def _append_remaining_log_prob(log_probs: Tensor) -> Tensor:
 
 
 class _FullKL(torch.autograd.Function):
-    """(hidden, weight, bias, reference hidden, reference weight, reference bias, maps, support, beta) -> [N].
+    """Autograd function of :func:`full_kl`. Returns the divergence [N].
 
-    ``maps`` contains (temperature, cap) of the policy and of the reference.
+    Inputs: hidden, weight and bias of the policy and of the reference, then maps, support and beta. ``maps`` contains
+    (temperature, cap) of the policy and of the reference.
     """
 
     @staticmethod

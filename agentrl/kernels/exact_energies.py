@@ -55,13 +55,14 @@ def trajectory_energies(
     correct for right padding. importance_weights [B, S]: rho_t, a constant, read only where token_mask is True.
     Temperature and cap as in `token_statistics`.
 
-    One forward and one backward to the embedding's output; no `.grad` is touched (docs/reference/formulas.md 4, arXiv
-    1510.01799). A row without a counted token has energy 0. The mode (train or eval) is not changed; with dropout,
-    the energy refers to the sampled mask. Sums and result are in float32, or float64 for float64 models, and detached.
+    Runs one forward pass and one backward pass to the embedding's output (docs/reference/formulas.md 4, arXiv
+    1510.01799). No `.grad` is touched. A row without a counted token has energy 0. The mode (train or eval) is not
+    changed; with dropout, the energy refers to the sampled mask. Sums and result are in float32, or float64 for float64
+    models, and detached.
 
-    Memory in addition to a forward and backward: the gradients of one layer's output, products of one layer (64 MB at
-    once, or one row's), and at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V].
-    Under ZeRO-3, the call is collective, with any number of rows on each rank; the head runs once.
+    Memory in addition to the two passes: the gradients of one layer's output, products of one layer (64 MB at once, or
+    one row's), and at the head the logits of a block of the vocabulary for one row (128 MB), never [B, S, V]. Under
+    ZeRO-3, the call is collective, with any number of rows on each rank; the head runs once.
 
     Raises KernelInputError for a model with trainable parameters that have no closed form here (the message names the
     module), reentrant gradient checkpointing, and inputs that do not fit together.
@@ -326,7 +327,7 @@ class _VocabularyBlocks:
             yield start, z
 
 
-_BLOCK_ELEMENTS = 1 << 25  # maximum number of logits in memory: 128 MB, and as much for a temporary tensor
+_BLOCK_ELEMENTS = 1 << 25  # maximum number of logits in memory: 128 MB of float32, and as much for a temporary tensor
 
 
 def _check_energy_inputs(

@@ -191,7 +191,7 @@ def _distinct_pairs(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return keys, entry, keys // width
 
 
-_CHUNK_ELEMENTS = 1 << 24  # maximum number of elements of inputs, gradients and products at a time: 64 MB
+_CHUNK_ELEMENTS = 1 << 24  # maximum number of elements of inputs, gradients and products at a time: 64 MB of float32
 
 
 class LayerEnergies:
@@ -206,7 +206,7 @@ class LayerEnergies:
     def __init__(
         self, layers: tuple[tuple[str, nn.Module, bool], ...], active: Tensor, positions: Tensor, dtype: torch.dtype
     ) -> None:
-        """Create the energies of ``layers``, all 0.
+        """Initialize the energies of ``layers`` to 0.
 
         `active` [B, S]: positions whose state affects a counted log-probability. `positions` [B, S]: their indices in
         the layers' input. `dtype`: dtype of the products.

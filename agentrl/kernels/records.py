@@ -68,7 +68,7 @@ class Support:
     def mask_logits(self, logits: Tensor, rows: slice, *, start: int = 0) -> Tensor:
         """Set the logits of tokens outside the sets of ``rows`` to -inf, in place.
 
-        ``logits`` [R, W] are those of W consecutive tokens from ``start``.
+        ``logits`` [R, W] contain the columns of W consecutive token ids, the first of which is ``start``.
         """
         sizes = self.sizes[rows]
         before = int(self.sizes[: rows.start].sum())

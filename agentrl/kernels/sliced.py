@@ -2,9 +2,9 @@
 
 A tile of logits [R, W] belongs to a block of rows and a slice of the vocabulary. One matrix product writes it into a
 buffer that all tiles share, and an epilogue (`triton_epilogue`) reads it once. In the forward pass the epilogue updates
-the running sums of every row. In the backward pass it replaces the tile with its gradient, a factor of
-the two products that follow. Extra memory: one tile and, in the backward pass, its gradient and the float32 gradients
-of the hidden states [N, D] and of one slice of the weight.
+the running sums of every row. In the backward pass it replaces the tile with its gradient, a factor of the two products
+that follow. Extra memory: one tile and, in the backward pass, its gradient and the float32 gradients of the hidden
+states [N, D] and of one slice of the weight.
 
 The running sums of a row (docs/reference/formulas.md 2) are six numbers computed from its raw logits z. The first five
 exclude the target:
@@ -75,7 +75,8 @@ def statistics_from_sums(sums: Tensor, temperature: Tensor, cap: float | None = 
 
 
 SLICE = 2048  # tokens of the vocabulary in a tile
-TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}  # maximum number of logits: 64 MB, or 8 MB to fit in a CPU's cache
+# Maximum number of logits in a tile: 64 MB of float32 on GPUs, and 8 MB on CPUs, within the cache.
+TILE_ELEMENTS = {"cuda": 1 << 24, "cpu": 1 << 21}
 
 
 class TileEpilogue(Protocol):
@@ -97,7 +98,7 @@ def sliced_statistics(
 ) -> TokenStatistics:
     """Compute the statistics of docs/reference/formulas.md, section 2, one vocabulary slice at a time.
 
-    Arguments as in `token_statistics`.
+    Takes the arguments of `token_statistics`.
     """
     log_probs, entropy, sum_pi_squared, energy = _SlicedStatistics.apply(
         hidden, head_weight, bias, targets.contiguous(), temperature, cap, epilogue
@@ -110,7 +111,10 @@ def sliced_statistics(
 
 
 class _SlicedStatistics(torch.autograd.Function):
-    """(hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, ...) -> four tensors [N]."""
+    """Autograd function of `sliced_statistics`. Returns log_prob, entropy, sum_pi_squared and energy, [N] each.
+
+    Inputs: hidden [N, D], weight [V, D], bias [V] or None, targets [N], temperature, cap, epilogue.
+    """
 
     @staticmethod
     def forward(

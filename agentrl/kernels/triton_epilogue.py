@@ -29,7 +29,7 @@ def accumulate_sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no 
     CAP: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Add one row of logits [R, width] to sums [R, 6], or [R, 7] with a cap, in the order of `sliced`."""
+    """Add one row of logits [R, width] to sums [R, 6], or [R, 7] with a cap, with the columns of `sliced`."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < width
@@ -49,7 +49,7 @@ def accumulate_sums_kernel(  # type: ignore[no-untyped-def]  # Triton allows no 
     moment, target = tl.load(state + 4), tl.load(state + 5)
 
     top = tl.maximum(old, tl.max(z, axis=0))
-    # Compare with -inf so that NaN counts as a logit: z > -inf is false for NaN.
+    # Test z != -inf, so that NaN counts as a logit: z > -inf is false for NaN.
     possible = z != nothing
     anchor = tl.where(top == nothing, 0.0, top)
     shifts = tl.where(possible, (z - anchor) / t, 0.0)
@@ -94,7 +94,7 @@ def logit_gradient_kernel(  # type: ignore[no-untyped-def]
 ):
     """Write one row of the gradient to out [R, width]: at_target at the target, p (offset + slope ln p) elsewhere.
 
-    out may be logits.
+    out may be the same tensor as logits.
     """
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)

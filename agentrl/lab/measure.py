@@ -300,7 +300,7 @@ class GradientMoments:
     along_variance: float | None  # Var <g, g*>; None if too few trajectories are outside each pair of groups
     along_squared: float | None  # <E g, g*>^2
     head_variance: float | None  # exact variance of the head's gradient alone; None if not requested
-    diagonal: float  # mean over groups of sum_i sum_t w_t A_t^2 / N^2, the diagonal proxy of the power
+    diagonal: float  # mean over groups of sum_i sum_t w_t A_t^2 / N^2, the diagonal proxy of ||g_m||^2
 
 
 ProblemMoments = dict[int, dict[str, GradientMoments]]
@@ -320,7 +320,7 @@ def measure_problems(
     """Yield (index, moments) for each problem, with the moments of every estimator at every group size.
 
     ``numbers`` identify the problems and, with ``seed``, determine the division into groups. Problems in ``skip`` are
-    not measured, but are part of the step of estimators that span the step.
+    not measured, but belong to the step if an estimator spans the step.
     """
     rows = {
         size: [

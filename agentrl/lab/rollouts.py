@@ -46,7 +46,8 @@ def load_lab_problems(
 ) -> tuple[LabSettings, list[Problem]]:
     """Load the problems selected by ``--problems``. Returns the updated settings and the problems in sampling order.
 
-    ``selection`` is a number of problems from data.train (default: the setting) or a file, whose problems are all used.
+    ``selection`` is a file, whose problems are all used, or a number of problems from data.train (None:
+    ``lab.problems``).
     """
     if selection is not None and not selection.isdigit():
         source = load_source(ProblemSourceSettings(path=selection), answered=rewards_compare_answers(settings)).source
@@ -137,7 +138,10 @@ class GroupSampler:
         self._runner.close()
 
     def sample_until_usable(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
-        """Sample rounds until each problem has enough usable trajectories. Returns the groups, ordered by number."""
+        """Sample until each problem has enough usable trajectories or the last round ends.
+
+        Returns the groups, ordered by number.
+        """
         return self._runner.run(self._sample(problems))
 
     async def _sample(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:

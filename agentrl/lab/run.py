@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from agentrl.lab.settings import LabSections
 
 _BATCH = 16  # number of problems sampled together; they form one step for estimators that span the step
-_MICRO_BATCH_TOKENS = 8192  # maximum tokens in a forward pass for token statistics
+_MICRO_BATCH_TOKENS = 8192  # maximum number of tokens in a forward pass for token statistics
 
 
 def variance_command(
@@ -46,8 +46,8 @@ def variance_command(
 ) -> list[EstimatorResult]:
     """Measure the policy in ``model`` on rollouts of ``problems``.
 
-    The policy in ``behaviour`` samples the rollouts. If it is None, the measured policy samples them. If it is one of
-    :data:`.FORMATS`, the measured policy samples them with weights rounded to this format.
+    The policy in ``behaviour`` samples the rollouts. If ``behaviour`` is None, the measured policy samples them. If it
+    is one of :data:`.FORMATS`, the measured policy samples them with weights rounded to this format.
 
     Moments, results and a plot are written to ``output``. An existing measurement is continued.
     """

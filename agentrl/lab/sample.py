@@ -32,8 +32,8 @@ class ProblemSample:
     cross_energy: Tensor  # [S, T] sum_{k <= t} max(0, <delta_k, delta_t>)
     trajectory_energy: Tensor  # [S] exact
     greedy_return: float
-    distinct_response_index: Tensor  # [S] index of the first trajectory with the same tokens, whose results are reused
-    importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None if the policy itself sampled
+    distinct_response_index: Tensor  # [S] index of the first trajectory with equal tokens; only rewards may differ
+    importance_weights: Tensor | None = None  # [S, T] rho, 0 if rejected; None if sampled by the policy itself
 
     @property
     def size(self) -> int:
@@ -235,8 +235,8 @@ def cross_energy(
     ``log_p`` [K, V] are the log-probabilities of the whole vocabulary, ``targets`` [K] the sampled tokens, and
     ``importance_weights`` [K] the truncated rho times the loss mask (default: 1). delta = e_y - p (arXiv 2602.07078,
     Eq. 46 and 48), multiplied by ``slope`` [K, V], the derivative of capped logits. Memory and time grow as K^2 + K V,
-    so only the laboratory measures them, as the estimator `otb_cross`: at the
-    model token k of a trajectory, the baseline of `otb_isolated` with this sum as the energy of the token.
+    so only the laboratory measures them, as the estimator `otb_cross`: at the model token k of a trajectory, the
+    baseline of `otb_isolated` with this sum as the energy of the token.
 
     >>> both = torch.tensor([[0.5, 0.5], [0.5, 0.5]]).log()
     >>> [round(value, 6) for value in cross_energy(both, torch.tensor([0, 1])).tolist()]

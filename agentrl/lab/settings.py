@@ -34,7 +34,7 @@ _NO_GRADIENT = "none"
 class EstimatorChoice:
     """A registered estimator with its options.
 
-    ``label`` is the text on the command line. ``cross`` replaces the energies of tokens by cross energies.
+    ``label`` is the text on the command line. ``cross`` replaces the energies of tokens with cross energies.
     """
 
     label: str
@@ -162,9 +162,9 @@ def _has_equal_rewards(sample: ProblemSample, rows: Tensor, include_greedy: bool
 class LabSettings:
     """Settings of one `agentrl variance` measurement."""
 
-    problems: int = 16  # problems from data.train to measure; problems with equal rewards are skipped
+    problems: int = 16  # number of problems from data.train to measure; problems with equal rewards are skipped
     problem_file: str | None = None  # digest of the problems if they are read from a file
-    samples: int = 64  # trajectories sampled for each problem; groups are drawn from them
+    samples: int = 64  # number of trajectories sampled for each problem; groups are drawn from them
     group_sizes: tuple[int, ...] = (4, 8, 16)
     groups: int = 16  # maximum number of groups of a problem
     choices: tuple[EstimatorChoice, ...] = ()

@@ -260,7 +260,7 @@ def _keep_few_heads(config: PreTrainedConfig) -> None:
     few = min(heads, _HEADS)
     few_keys = few if keys == heads else min(keys, few // 2)
     # Keep the width of a head if rotary factors are listed per dimension. Latent attention splits a head into parts, so
-    # keep the fields with their widths too.
+    # keep the fields with the widths of the parts too.
     listed = _contains_list(getattr(config, "rope_parameters", None))
     head = width // heads if listed else min(width // heads, _HEAD_WIDTH)
     divided = listed or hasattr(config, "qk_rope_head_dim")

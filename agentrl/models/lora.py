@@ -26,7 +26,7 @@ ADAPTER_NAME = "policy"
 """Name of the adapter in peft."""
 
 ADAPTER_WEIGHTS_FILE = "adapter_model.safetensors"
-_BASE = "base_layer."  # peft's prefix of the parameters of the adapted layer
+_BASE = "base_layer."  # peft's prefix for the parameter names of an adapted layer
 _FACTORS = (f".lora_A.{ADAPTER_NAME}.weight", f".lora_B.{ADAPTER_NAME}.weight")
 
 

@@ -289,8 +289,8 @@ class PolicyModel(nn.Module):
 
         Token n is at index ``columns[n]`` of the response of document ``rows[n]``, both [N] int64. With
         ``keep_hidden``, the second value contains the detached hidden states that predict these tokens, [N, D]. If
-        ranks share the row, it contains only the n tokens that this rank computes (:meth:`local_token_indices`), [n,
-        D]. Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain all N tokens,
+        ranks share the row, it is [n, D], with only the n tokens that this rank computes (:meth:`local_token_indices`).
+        Without ``keep_hidden``, it is None. With a ``reference`` or a ``teacher``, which must contain all N tokens,
         the statistics include the divergence from it. The routes of ``row`` are replayed, if it has any.
         ``support``: the sets from which the N tokens were sampled.
         """

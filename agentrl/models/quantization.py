@@ -1,4 +1,4 @@
-"""Fake quantization: weights rounded to fp8 or int8 but stored in their original dtype, for quantized rollouts."""
+"""Fake quantization, to measure quantized rollouts: rounds weights to fp8 or int8, but keeps their dtype."""
 
 from __future__ import annotations
 

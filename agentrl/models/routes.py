@@ -84,7 +84,7 @@ def record_and_replay_routes(routes: RoutingPass | None) -> Iterator[None]:
 
 
 def routing_recompute_contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    """Return the contexts of `torch.utils.checkpoint`. Layers are recomputed in the context of their forward pass."""
+    """Return the contexts for `torch.utils.checkpoint`. Layers are recomputed in the context of their forward pass."""
     first, again = attention.attention_recompute_contexts()
     routes = _current.get()
 
@@ -113,7 +113,7 @@ class _TopKOverride(TorchFunctionMode):
 
 
 def install_route_hooks(model: PreTrainedModel) -> int:
-    """Let ``model`` use :func:`record_and_replay_routes`. Returns the number of layers with experts."""
+    """Install the hooks for :func:`record_and_replay_routes`. Returns the number of layers with experts."""
     count = 0
     for name, block in model.get_decoder().named_modules():
         experts = getattr(block, "experts", None)
@@ -174,8 +174,8 @@ def reason_routes_not_replayable(config: PreTrainedConfig) -> str | None:
     shapes = {tuple(chosen.shape) for chosen in routes.chosen.values()}
     if len(routes.chosen) != layers or len(shapes) != 1 or shapes.pop()[0] != ids.shape[1]:
         return (
-            f"{name}: only {len(routes.chosen)} of its {layers} layers with experts select them by one top-k of all "
-            "scores"
+            f"{name}: its {layers} layers with experts must each select the same number of experts per token by one "
+            f"top-k of all scores; {len(routes.chosen)} of them use such a top-k"
         )
     same, _ = states(routes.recorded_routes())
     others, _ = states(routes.recorded_routes().flip(0))  # the routes of other tokens

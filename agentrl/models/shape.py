@@ -24,7 +24,7 @@ class ModelShape:
     name: str
     config: PreTrainedConfig
     parameters: int
-    largest_parameter: int  # elements of the largest tensor
+    largest_parameter: int  # number of elements of the largest tensor
     adapted: int  # input plus output features, summed over the layers with adapters
     vocabulary: int
     hidden: int

@@ -43,7 +43,7 @@ class TrainingSetup:
     ranks: int
     stage: int  # effective stage of ZeRO
     bfloat16: bool
-    tokens: int  # maximum in a micro-batch, summed over its sequence-parallel group
+    tokens: int  # maximum number in a micro-batch, summed over its sequence-parallel group
     checkpointing: bool = False
     checkpoint_offload: bool = False
     offload: Offload = "none"
@@ -126,8 +126,8 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
     gathered = min(shape.parameters, max(_LIVE, shape.largest_parameter)) * setup.dtype_bytes * gathers
 
     # The bucket is float32 and always allocated at stage 3. It has the weights' dtype at stage 1 (from the first
-    # gradient of an update on) and at stage 2 (during each backward). Stage 2 also holds a flat copy of the bucket and,
-    # in bfloat16, a float32 copy of the flat copy or of a single larger tensor.
+    # gradient of an update on) and at stage 2 (during each backward pass). Stage 2 also holds a flat copy of the bucket
+    # and, in bfloat16, a float32 copy of the flat copy or of a single larger tensor.
     filled = min(REDUCE_BUCKET, trained)
     bucket = filled * (4 if setup.stage == 3 else setup.dtype_bytes) * (setup.stage > 0)
     wide = 4 * max(filled, largest) if setup.bfloat16 else 0
@@ -174,8 +174,8 @@ def rank_memory(shape: ModelShape, setup: TrainingSetup, *, kv_tokens: int = 0, 
 def activation_bytes_kept_peak_host(shape: ModelShape, setup: TrainingSetup) -> tuple[int, int, int]:
     """Estimate the bytes that autograd keeps for ``N`` tokens in a decoder with RMS norms, attention and a gated MLP.
 
-    Returns the bytes after the forward, at the peak of forward and backward, and in host memory. A layer keeps, for
-    each token:
+    Returns the bytes after the forward pass, at the peak of both passes, and in host memory. A layer keeps, for each
+    token:
 
     - for a norm: its input in float32 and, if its weight is trained, the normalized input: ``4 D + s D``. The two norms
       before projections also keep their output, ``s D``;
@@ -183,8 +183,8 @@ def activation_bytes_kept_peak_host(shape: ModelShape, setup: TrainingSetup) -> 
       Sequence-parallel ranks keep the result twice, and copies of key-value heads if there are fewer heads than ranks;
     - for the MLP: four tensors of its width. Routing copies the input and the result for each expert.
 
-    Backward holds three gradients of the MLP's width in the last layer, or five float32 tensors in the final norm.
-    With checkpointing, a layer keeps only its input, and one layer is recomputed at a time.
+    The backward pass holds three gradients of the MLP's width in the last layer, or five float32 tensors in the final
+    norm. With checkpointing, a layer keeps only its input, and one layer is recomputed at a time.
     """
     size, hidden, queries = setup.dtype_bytes, shape.hidden, shape.heads * shape.head_dim
     tokens = setup.tokens_per_rank
@@ -215,8 +215,8 @@ def activation_bytes_kept_peak_host(shape: ModelShape, setup: TrainingSetup) -> 
 def head_peak_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """Return the head's peak memory in bytes, in addition to the hidden states of the micro-batch.
 
-    The head needs a copy of the tokens' states, and 12 float32 numbers per token for statistics and loss. Backward adds
-    gradients of the states [N, D] and of a trained weight [V, D]. The backends add:
+    The head needs a copy of the tokens' states, and 12 float32 numbers per token for statistics and loss. The backward
+    pass adds gradients of the states [N, D] and of a trained weight [V, D]. The backends add:
 
     - ``reference``: all logits and the tensors that autograd saves, ``5 x 4 N V``;
     - ``chunked``: a block of logits and three pieces of it. Up to ``2^23`` logits are kept whole. The gradient of a

@@ -155,9 +155,9 @@ class ProblemSampler:
 
     With the uniform ``curriculum``, every problem of a finite source is drawn once before any is drawn again, in an
     order that changes every epoch. The other curricula draw problems by their ``posteriors``. "variance" draws with
-    weights ``p (1 - p)``. "thompson" samples a success probability ``p`` from each posterior and draws the problems
-    with the largest ``p (1 - p)``. A call then draws a problem twice only if a source has too few problems. ``decay``:
-    see :class:`.Posteriors`.
+    weights ``p (1 - p)``, where ``p`` is the posterior mean of the success probability. "thompson" samples ``p`` from
+    each posterior and draws the problems with the largest ``p (1 - p)``. With these curricula, a call draws a problem
+    twice only if a source has too few problems. ``decay``: see :class:`.Posteriors`.
 
     >>> from agentrl.problems.arithmetic import ArithmeticSource
     >>> sampler = ProblemSampler(ArithmeticSource(seed=1), seed=5)

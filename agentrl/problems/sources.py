@@ -169,7 +169,7 @@ def load_mixture(
     """Load every source and mix them by their weights. ``seed`` applies to generators without a seed.
 
     With ``answered``, every row needs an answer, because answers are graded. Raises ProblemLoadError or one of its
-    subclasses, with a one-line message.
+    subclasses, with a one-line message, if a source cannot be loaded.
     """
     loaded = [load_source(entry, seed=seed, answered=answered) for entry in settings]
     mixture = Mixture(
@@ -376,7 +376,7 @@ def load_demonstrations(
     """Load demonstrations from ``builtin:NAME``, ``formula:FILE.jsonl`` or a JSONL file of demonstrations.
 
     ``count`` and ``families`` (None for all) apply to generators. Generators use their training split. ``variants``
-    applies to formulas. Raises ProblemLoadError or one of its subclasses.
+    applies to formulas. Raises ProblemLoadError or one of its subclasses if the demonstrations cannot be loaded.
     """
     if spec.startswith(BUILTIN):
         require_builtin_source(spec, "demonstrations", tuple(GENERATORS))

@@ -36,11 +36,7 @@ _OPERATORS: Mapping[type[ast.operator], Callable[[int, int], int]] = {
 
 
 class FormulaError(ValueError):
-    """The formula cannot be computed with integers. ``reason`` completes the phrase "a problem ..."."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(f"unusable formula: a problem {reason}")
-        self.reason = reason
+    """The formula cannot be computed with integers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,16 +60,16 @@ class Formula:
         """
         left, equals, right = text.partition("=")
         if len(text) > MAX_LENGTH or not _ARITHMETIC_TEXT.fullmatch(left):
-            raise FormulaError("whose formula contains more than integer arithmetic")
+            raise FormulaError("the formula contains more than integer arithmetic")
         if equals and not _ARITHMETIC_TEXT.fullmatch(right):
-            raise FormulaError("whose formula contains more than integer arithmetic")
+            raise FormulaError("the formula contains more than integer arithmetic")
         try:
             tree = ast.parse(re.sub(r"(?<=\d),(?=\d{3})", "", left).strip(), mode="eval").body
         except SyntaxError as error:
-            raise FormulaError("whose formula is malformed") from error
+            raise FormulaError("the formula is malformed") from error
         formula = cls(_to_integer_arithmetic(tree))
         if equals and str(formula.value()) != right.strip().replace(",", ""):
-            raise FormulaError("whose formula does not evaluate to its result")
+            raise FormulaError("the formula does not evaluate to its stated result")
         return formula
 
     @property
@@ -110,9 +106,9 @@ def _to_integer_arithmetic(node: ast.expr) -> ast.expr:
             return ast.BinOp(left=_to_integer_arithmetic(node.left), op=sign, right=_to_integer_arithmetic(node.right))
     if isinstance(node, ast.Constant) and isinstance(node.value, (int, float)) and not isinstance(node.value, bool):
         if node.value != int(node.value):
-            raise FormulaError("whose formula has decimals")
+            raise FormulaError("the formula contains decimals")
         return ast.Constant(value=int(node.value))
-    raise FormulaError("whose formula contains more than integer arithmetic")
+    raise FormulaError("the formula contains more than integer arithmetic")
 
 
 def _evaluate(node: ast.expr, floor: bool) -> int:
@@ -121,10 +117,10 @@ def _evaluate(node: ast.expr, floor: bool) -> int:
     assert isinstance(node, ast.BinOp)  # ensured by `_to_integer_arithmetic`
     left, right = _evaluate(node.left, floor), _evaluate(node.right, floor)
     if isinstance(node.op, ast.FloorDiv) and (right == 0 or (left % right and not floor)):
-        raise FormulaError("whose division leaves a remainder")
+        raise FormulaError("a division leaves a remainder")
     value = _OPERATORS[type(node.op)](left, right)
     if not 0 <= value <= MAX_VALUE:
-        raise FormulaError("with a negative or very large intermediate result")
+        raise FormulaError("an intermediate result is negative or very large")
     return value
 
 
@@ -239,9 +235,9 @@ class FormulaReport:
 
     def describe(self) -> str:
         """Summarize the report in one line for the console."""
-        reasons = ", ".join(f"{count} {reason}" for reason, count in sorted(self.unusable.items()))
+        reasons = ", ".join(f"{count} ({reason})" for reason, count in sorted(self.unusable.items()))
         return (
-            f"{self.usable} of {self.rows} problems are usable, {self.demonstrations} demonstrations; "
+            f"{self.usable} of {self.rows} problems are usable and yield {self.demonstrations} demonstrations; "
             f"left out: {reasons}"
         )
 
@@ -283,20 +279,20 @@ def formula_demonstrations(
 
 
 def _usable_problem(problem: Problem, formula: object) -> _UsableProblem | str:
-    """Return the solved problem, or the reason why the row is unusable."""
+    """Return the usable problem, or the reason why the row is unusable."""
     if problem.answer is None:
-        return "without an answer"
+        return "there is no answer"
     if not isinstance(formula, str) or not formula.strip():
-        return "without a formula"
+        return "there is no formula"
     try:
         parsed = Formula.parse(formula)
         if str(parsed.value()) != problem.answer:
-            return "whose formula does not equal the answer"
+            return "the formula does not equal the answer"
     except FormulaError as error:
-        return error.reason
+        return str(error)
     mentions = tuple(mention for mention in number_mentions(problem.statement) if mention.value in parsed.numbers)
     if {mention.value for mention in mentions} != set(parsed.numbers):
-        return "whose statement lacks a number of the formula"
+        return "the statement lacks a number of the formula"
     return _UsableProblem(problem=problem, formula=parsed, mentions=mentions)
 
 

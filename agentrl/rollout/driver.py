@@ -68,8 +68,8 @@ class AdmissionControl:
     ) -> None:
         """Configure admission control.
 
-        ``max_trajectories``: maximum number of trajectories in flight. ``max_tokens``: maximum tokens of a trajectory,
-        including its prompt. All branches of a rollout count as one trajectory.
+        ``max_trajectories``: maximum number of trajectories in flight. ``max_tokens``: maximum length of a
+        trajectory in tokens, including its prompt. All branches of a rollout count as one trajectory.
         """
         self._poll = poll
         self._max_trajectories = max_trajectories
@@ -395,7 +395,8 @@ class Driver:
     async def _play_without_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
         """Play a rollout once and return its branches.
 
-        A rollout has several branches if it forks, if its history is rendered again, or with some agents.
+        A rollout has several branches if it forks, if its history is rendered again, or if an agent's requests do not
+        continue a single sequence.
         """
         greedy = sample == group.size
         policy = TokenPolicy(

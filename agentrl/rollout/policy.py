@@ -76,7 +76,7 @@ class EventLoopThrottle:
 
 
 class TurnBarrier:
-    """A gate before every turn. It opens when all participants wait, and releases them in the order of request ids.
+    """A gate before every turn. It opens when all participants are waiting, and releases them in order of request id.
 
     Tools may return in any order. The requests of a round reach the engine together and sorted, so a batch depends only
     on the trajectories.
@@ -87,7 +87,7 @@ class TurnBarrier:
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def wait_for_all(self, request_id: str) -> None:
-        """Wait until every participant waits for its next turn."""
+        """Wait until every participant is waiting for its next turn."""
         future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[request_id] = future
         self._schedule_opening()

@@ -4,8 +4,8 @@
 a step, either on demand or from rollouts that run ahead of training in the background.
 
 A batch consists of ``groups`` groups. Each group records the number of batches that were completed when the group was
-issued. All its tokens are sampled after that. A group is *due* in the batch by which its oldest token would be
-``max_staleness`` batches old.
+issued. This number limits the age of the group's tokens, because they are sampled later. A group is *due* in the batch
+by which its oldest token would be ``max_staleness`` batches old.
 
 Admission. A group starts only if fewer than ``(max_staleness + 1) * groups`` groups are issued and not yet used for
 training. All issued groups therefore fit into the batches up to the last batch in which a group is due. This holds for
@@ -307,7 +307,7 @@ class BackgroundSource(RolloutSource):
         self._wake_waiters()
 
     async def wait_until_weights_may_change(self, *, step: int, deadline: float) -> None:
-        """Wait until the current batch is sampled, if the schedule is overlapped. A batch is sampled by one version."""
+        """With the overlapped schedule, wait until the current batch is sampled, so that one version samples it all."""
         if not self._overlapped:
             return
         try:

@@ -195,7 +195,7 @@ class RolloutSettings(BaseModel):
         None,
         gt=0,
         description="maximum total seconds that the programs and tools of a trajectory run; a trajectory that exceeds "
-        "this limit ends as deadline. null: only the limit of each program applies",
+        "this limit ends with the outcome deadline. null: only the limit of each program applies",
     )
     environment_deadline: float = Field(
         3600.0,

@@ -133,7 +133,7 @@ class WorkQueue:
         self._newest_is_measured.set()
 
     def requeue_untrained(self) -> None:
-        """Issue all problems again whose training step was not finished, before new problems."""
+        """Reissue all problems whose training step was not finished, before any new problems."""
         self._requeued = deque(self._untrained_in_order())
         self._untrained = {}
         self._newest_is_measured.set()  # the requeued problems come before the unmeasured problem

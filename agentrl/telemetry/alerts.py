@@ -349,7 +349,8 @@ def random_reward(rows: Sequence[Metrics]) -> str | None:
 )
 def entropy_collapse(rows: Sequence[Metrics]) -> str | None:
     # A policy that solves nearly every problem also has low entropy: healthy runs end below 0.01 nats at a reward of
-    # 0.97. `policy/entropy` cannot be used, because steps without a group to train on do not record it.
+    # 0.97. `policy/entropy` cannot be used, because steps without a group to train on, as after a collapse, do not
+    # record it.
     first, last = _first_and_last_means(rows, "rollout/sampled_entropy")
     if last is None or first is None or last >= 0.05 * first or last >= 0.01:
         return None
@@ -396,7 +397,7 @@ def length_explosion(rows: Sequence[Metrics]) -> str | None:
 
 @_register_rule(
     metrics=("groups/trained",),
-    when="no group was trained on in 5 consecutive steps",
+    when="5 consecutive steps without a group to train on",
     advice="mix in easier or harder problems, raise rollout.group_size, or set rollout.max_extra_rounds",
     symptom_of=(
         "reward_collapse",
@@ -474,7 +475,7 @@ def _values_of(rows: Sequence[Metrics], key: str) -> list[float]:
 
 
 def _first_and_last_means(rows: Sequence[Metrics], key: str) -> tuple[float | None, float | None]:
-    """Return the means of the first and the last five values, or None for both if these values overlap."""
+    """Return the means of the first and the last five values, or None for both if there are fewer than ten values."""
     values = _values_of(rows, key)
     if len(values) < 2 * _RECENT_STEPS:
         return None, None

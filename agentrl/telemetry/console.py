@@ -45,7 +45,7 @@ class Console:
         self._print(Text.assemble(("warning: ", "bold yellow"), append_help_link(text)))
 
     def table(self, title: str, columns: Sequence[str], rows: Sequence[Sequence[str]]) -> None:
-        """Print a small table. The first column is left-aligned, all others are right-aligned."""
+        """Print a small table. The first column is left-aligned, and all others are right-aligned."""
         table = Table(title=title, title_justify="left", box=box.SIMPLE_HEAD)
         for index, column in enumerate(columns):
             table.add_column(column, justify="right" if index else "left", no_wrap=bool(index))

@@ -52,7 +52,7 @@ def usable_memory_bytes() -> int:
 def measure_free_resources(folder: Path) -> dict[str, float]:
     """Return the free bytes on the disk of ``folder`` and the free fraction of usable memory, for alerts."""
     metrics = {MEMORY_FREE: free_memory_bytes() / usable_memory_bytes()}
-    with contextlib.suppress(OSError):  # an unavailable disk has no value
+    with contextlib.suppress(OSError):  # the metric is omitted if the disk is unavailable
         metrics[DISK_FREE] = float(shutil.disk_usage(folder).free)
     return metrics
 

@@ -26,7 +26,7 @@ LIGHT = ("#0050ba", "#f2750a", "#081121", "#972879", "#45a2e0", "#559f72", "#765
 DARK = ("#0079ff", "#ed7832", "#ffffba", "#f2a0ff", "#106ea7", "#32d2aa", "#ffe900", "#81653b")
 DASHES: tuple[tuple[float, ...], ...] = ((), (4, 2), (1, 1.5), (6, 2, 1, 2))  # dashes and gaps in units of line width
 LINE_STYLES = 16  # number of lines that can be distinguished
-_VIEWER_LINE_WIDTH = 1.8  # pixels of the viewer's lines
+_VIEWER_LINE_WIDTH = 1.8  # width of the viewer's lines in pixels
 
 
 def line_style(index: int) -> tuple[int, tuple[float, ...]]:
@@ -61,7 +61,7 @@ BLUE, ORANGE, GREEN, RED = LIGHT[0], LIGHT[1], LIGHT[5], LIGHT[7]
 GREY = "#8a8f98"
 _DOTS_PER_INCH = 140
 _LABEL_HEIGHT = 32  # points from the x axis to the lower edge of its label
-_WINDOW = 15  # steps of the running mean
+_WINDOW = 15  # number of steps in the running mean
 
 
 @dataclass(frozen=True, kw_only=True)

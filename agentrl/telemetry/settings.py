@@ -29,8 +29,8 @@ class TelemetrySettings(BaseModel):
     baseline and advantage of each model token), which `agentrl explain` and `agentrl view` read; only steps whose
     trajectories are recorded have such a file. 0: record none"""
     trace: bool = False
-    """write trace.json for Perfetto (ui.perfetto.dev), with the steps of ranks and worker, every trajectory with its
-    turns, programs and waiting times, servers and sandboxes"""
+    """write trace.json for Perfetto (ui.perfetto.dev), with the steps of ranks and worker, the servers, the sandboxes,
+    and every trajectory with its turns, programs and waiting times"""
     trackers: tuple[str, ...] = ()
     """experiment trackers to which settings, metrics, evaluations, plots and a sample of trajectories are logged:
     wandb, trackio, tensorboard, mlflow, a registered name, or module:attribute (docs/reference/telemetry.md)"""

@@ -391,7 +391,7 @@ def read_step(run: RunDirectory, step: int, *, groups: Collection[int] | None = 
 
 
 def row_key_of_record(record: JsonRecord) -> RowKey:
-    """Return the key of a trajectory's record. Keys of greedy rollouts differ from those of trained trajectories."""
+    """Return the key of a trajectory's record. Keys of greedy rollouts are also unique."""
     return RowKey(record["group"], record["sample"], record.get("branch", 0))
 
 

@@ -105,7 +105,7 @@ class Trace:
                 os.write(self._file, self._buffer)
             except OSError as error:  # a full disk must not end the run
                 self._failed = True
-                logger.warning("cannot write to %s, so tracing stops here: %s", self._path, error.strerror)
+                logger.warning("cannot write to %s, so tracing stops: %s", self._path, error.strerror)
         self._buffer.clear()
 
 

@@ -163,8 +163,8 @@ class TeacherSettings(_Settings):
     """text that only the teacher reads, at the start of its prompt. {statement}, {answer} and the names of further
     columns in braces are replaced by the values of the problem; null: the teacher reads the prompt of the policy"""
     url: str | None = None
-    """base URL of a server that scores token ids and serves the teacher as path, such as http://HOST:8000/v1 for vLLM;
-    null: the teacher is loaded on the training ranks"""
+    """base URL of a server that scores token ids and serves the teacher under the name in path, such as
+    http://HOST:8000/v1 for vLLM; null: the teacher is loaded on the training ranks"""
     by_source: dict[str, SourceTeacherSettings] = {}
     """path and url of the teachers of problem sources, such as {code: {path: TEACHER}}; a source is named after its
     file, data set or generator. path is the teacher of all other sources"""
@@ -173,8 +173,8 @@ class TeacherSettings(_Settings):
     merged into one. vLLM limits the number by --max-logprobs (20)"""
     objective: Literal["reverse_kl", "forward_kl", "jsd", "sampled"] = "reverse_kl"
     """divergence between policy and teacher at each model token. reverse_kl: KL(policy || teacher); forward_kl:
-    KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary, or
-    with url over top_tokens and the rest. sampled: reverse_kl, estimated from the log-probabilities of the sampled
+    KL(teacher || policy); jsd: generalized Jensen-Shannon divergence. These three are exact over the vocabulary, or,
+    with url, over top_tokens and the rest. sampled: reverse_kl, estimated from the log-probabilities of the sampled
     token"""
     beta: float = Field(0.5, gt=0, lt=1)
     """weight of the teacher in the mixture of objective=jsd"""

@@ -161,7 +161,7 @@ def probe_tokens(texts: Iterable[tuple[int, ...]], *, longest: int) -> tuple[int
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """Reference for the trainer's weights: ``log_probs`` of ``token_ids[1:]`` at temperature 1, and checksums."""
+    """Reference values from the trainer: ``log_probs`` of ``token_ids[1:]`` at temperature 1, and checksums."""
 
     token_ids: tuple[int, ...]
     log_probs: tuple[float, ...]

@@ -119,7 +119,7 @@ class Policy(Protocol[RolloutResult]):
         ...
 
     def fork(self) -> Sequence[Policy[RolloutResult]]:
-        """Return the policies of the branches in which the rollout continues, or () if it does not fork here.
+        """Return the policies of the branches in which the rollout continues, or () if it does not fork.
 
         Called after each turn that did not end the rollout. Must depend only on the rollout so far.
         """

@@ -119,8 +119,8 @@ class ToolChatSettings(ChatSettings):
     history: Literal["keep", "template"] = Field(
         default="keep",
         description="form in which the model sees its earlier turns, if the chat template formats the tool calls. "
-        "keep: the sampled tokens; template: rendered again by the chat template, as deployed servers do, for example "
-        "without reasoning. If the rendered tokens differ from the sampled tokens, a new trajectory starts",
+        "keep: as the sampled tokens; template: rendered again by the chat template, as in deployed servers, for "
+        "example without reasoning. If the rendered tokens differ from the sampled tokens, a new trajectory starts",
     )
 
 
@@ -370,7 +370,7 @@ class GraderSettings(BaseModel):
     deadline: float = Field(
         default=5.0,
         gt=0,
-        description="CPU seconds to parse the reference answer, and separately to compare an answer with it",
+        description="maximum CPU seconds to parse the reference answer, and separately to compare an answer with it",
     )
     start_deadline: float = Field(
         default=120.0, gt=0, description="CPU seconds that a process may take to import its libraries"

@@ -211,7 +211,7 @@ class SimpleTIREpisode(ToolEpisode):
             raise EpisodeUsageError("the episode has no sandbox, so its protocol must not run programs")
         problem = self.problem
         if self._settings.interpreter == "session" and problem.setup:
-            # Run the setup as a separate program, so that a syntax error in the first program does not discard it.
+            # Run the setup as a separate program, so that it runs even if the first program has a syntax error.
             async with self._setup_lock:
                 if self._sandbox.is_stateless:
                     await self._sandbox.execute(problem.setup)

@@ -108,7 +108,7 @@ class ToolCallFormat:
     def find_calls(self, text: str, parameters: Parameters = _no_schema) -> list[ParsedCall]:
         """Return every attempted call.
 
-        ``parameters`` returns the schemas for formats whose values have no explicit type.
+        ``parameters`` returns the schema of a tool's parameters, for formats whose values have no explicit type.
         """
         return list(self.reader(text, parameters))
 

@@ -77,9 +77,9 @@ class Problem:
     """One problem, with its reference answer if there is one.
 
     ``setup`` is Python code that the sandbox runs before each program of the episode. It defines the functions and data
-    in the statement. ``family`` is the generator's family, or the subject. ``info`` contains all other
-    columns of the row as read-only JSON values. ``messages`` is a prompt of several messages; ``statement`` then
-    contains the same prompt as one text.
+    in the statement. ``family`` is the generator's family, or the subject. ``info`` contains all other columns of the
+    row as read-only JSON values. ``messages`` is a prompt of several messages; ``statement`` then contains the same
+    prompt as one text.
 
     >>> Problem(id="0", statement="How many?", answer=None, source="shop", info={"db": "shop.sqlite"}).info["db"]
     'shop.sqlite'

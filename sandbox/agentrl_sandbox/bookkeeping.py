@@ -85,7 +85,7 @@ def _result_bytes(execution: Execution) -> int:
 
 _Owner = TypeVar("_Owner")
 _Identifier = TypeVar("_Identifier")
-_MAX_SESSIONS = 65_536  # maximum number of open and of ended sessions; the end of an open session may be missed
+_MAX_SESSIONS = 65_536  # maximum number of open sessions, because their ends may be missed, and of ended sessions
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

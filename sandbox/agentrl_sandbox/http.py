@@ -92,8 +92,9 @@ class ServiceSandbox(CallSandbox, ABC):
     async def open(self) -> Self:
         """Wait until a service is ready, and check it.
 
-        Raises StartError if no service is ready or a service is unsuitable, UnisolatedError if a property is missing,
-        and RefusedError if a service rejects the request.
+        Raises StartError if no service becomes ready or a service has other limits or cannot run programs,
+        UnisolatedError if a property is missing (unless ``allow_unisolated``), and RefusedError if a service rejects
+        the request.
         """
         deadline = time.monotonic() + min(_START_SECONDS, self._settings.retry_deadline)
         try:
@@ -285,8 +286,7 @@ class HttpSandbox(ServiceSandbox):
     def _new_connection(self) -> httpx.AsyncHTTPTransport:
         """Create a transport for one request at a time. A pool would scan all connections on every request.
 
-        A complete client would follow redirects, store cookies and use this process's proxies, and it takes twice the
-        time.
+        A complete client would follow redirects, store cookies, use this process's proxies, and take twice the time.
         """
         return httpx.AsyncHTTPTransport(
             verify=self._tls,

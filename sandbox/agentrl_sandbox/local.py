@@ -129,7 +129,8 @@ class ForkServerProcess(asyncio.Protocol):
     async def run(self, call: Call, session: int | None) -> Execution:
         """Run one program and wait for its end.
 
-        Raises ServerExitedError, TimeoutError or, in a session, ServerRefusedError.
+        Raises ServerRefusedError if the session has ended, and ServerExitedError or TimeoutError if the server does not
+        respond.
         """
         header, blobs = call.frame()
         return execution_from_frame(
@@ -250,8 +251,8 @@ def _start_process(config: RunnerConfig) -> tuple[subprocess.Popen[bytes], IO[by
 
 
 _LIBRARIES = ("numpy", "sympy", "mpmath", "scipy", "networkx", "pandas")
-# User ids that are most likely unused. A limit on processes counts all processes of a user on the host, including other
-# containers, so two runners must not share users.
+# User ids that are most likely unused. A limit on processes counts all processes of a user on the host, including those
+# in other containers, so two runners must not share users.
 _USER_IDS = range(1_879_048_192, 2_147_483_648)  # unused in systemd's table of users and groups
 _CONTAINER_USER_IDS = range(20_000, 60_000)  # for containers with only 65,536 user ids
 _MAX_SLOTS = 2048  # maximum number of workers and sessions of a runner
@@ -286,8 +287,8 @@ class LocalSandbox(CallSandbox):
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Run a program; see ``Sandbox.execute``. Cancelling the call kills the program and its session.
 
-        Raises ClosedError, UnknownSessionError, ValueError for an invalid timeout or file name, and RuntimeError in
-        another event loop.
+        Raises ClosedError after ``close``, UnknownSessionError for an unknown session, ValueError for an invalid
+        timeout or invalid files, and RuntimeError in another event loop.
         """
         self._check_open()
         seconds = validate_timeout(self._settings.timeout if call.timeout is None else call.timeout)
@@ -386,7 +387,7 @@ class LocalSandbox(CallSandbox):
     async def _request_session(
         self, server: ForkServerProcess, new_session: int, op: str, session: int, **more: int
     ) -> None:
-        """Open or fork the session ``new_session`` at a server. Closes the session if the caller is cancelled."""
+        """Open or fork the session ``new_session`` on a server. Closes the session if the caller is cancelled."""
         try:
             await server.request_session_operation(op, session, **more)
         except ServerRefusedError as refused:
@@ -421,8 +422,9 @@ class LocalSandbox(CallSandbox):
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
     """Start a server with the strongest isolation that this machine allows, and probe the isolation.
 
-    ``modes`` are tried in order: ``root`` and ``user`` namespaces (None: the modes available to this process).
-    Raises StartError and, unless ``allow_unisolated``, UnisolatedError.
+    ``modes`` are the kinds of namespaces to try, in order: ``root`` and ``user`` (None: those that this process may
+    use). If all fail, the server runs without namespaces. Raises StartError if no server starts, and UnisolatedError if
+    a property is missing (unless ``allow_unisolated``).
     """
     if modes is None:
         modes = ("root", "user") if os.geteuid() == 0 else ("user",)

@@ -201,7 +201,7 @@ os._exit(3)
 """
 
 
-_TIMEOUT_FACTORS = (1, 3, 9)  # factors of successive attempts, applied to the time limits
+_TIMEOUT_FACTORS = (1, 3, 9)  # factors by which the time limits of successive attempts are multiplied
 _PROBE_SECONDS = 0.3  # deadline of the time probe
 _PROBE_TIMEOUT_SECONDS = 20.0  # for probes that should exit by themselves
 _NEIGHBOUR_SECONDS = 0.3  # time to search for a neighbour's files
@@ -294,8 +294,8 @@ class _Victim:
 
     def __init__(self, process: subprocess.Popen[bytes], secret_start: str, secret_end: str) -> None:
         self.process = process
-        self.secret_start = secret_start  # programs search for it
-        self.secret_end = secret_end  # the searching programs do not contain it
+        self.secret_start = secret_start  # the programs search for this part
+        self.secret_end = secret_end  # not in the programs that search
 
 
 @contextmanager

@@ -27,7 +27,7 @@ _T = TypeVar("_T")
 _log = logging.getLogger(__name__)
 _CHECK_EVERY, _RECHECK_EVERY = 5.0, 1.0  # seconds between health checks of usable and unusable services
 _CHECK_SECONDS = 10.0  # maximum duration of a health check, or service_deadline if that is less
-_MAX_LOSSES = 2  # maximum number of services lost during a call, because its program may be the cause
+_MAX_LOSSES = 2  # a call that loses more services fails, because its program may be the cause
 
 
 class _MonitoredService(HttpSandbox):
@@ -36,7 +36,7 @@ class _MonitoredService(HttpSandbox):
     def __init__(self, settings: SandboxSettings) -> None:
         super().__init__(settings)
         self.error: SandboxError | None = UnreachableServiceError("not checked yet", begun=False)  # None: usable
-        self.failing_since = math.inf  # start of the current outage; infinite once the service is lost
+        self.failing_since = math.inf  # start of the latest outage; infinite if there was none or the service is lost
         self.workers = 1
 
     def handle_request_failure(self, error: SandboxError) -> None:

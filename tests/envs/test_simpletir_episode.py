@@ -172,7 +172,7 @@ async def test_environment_shares_a_given_sandbox_and_leaves_it_open(
     assert environment.describe() == [
         "SimpleTIR: up to 10 turns, 10 s a program",
         "sandbox: bounded_time (no namespaces)",
-        "grading: by value in up to 1 processes, 5 s of CPU time each",
+        "grading: by value in up to 1 processes, 5 s of CPU time per comparison",
     ]
     await environment.close()
     await environment.close()

@@ -110,10 +110,12 @@ def test_verdicts_say_where_the_optimal_baseline_does_not_win() -> None:
     (won,) = describe_findings([make_line("tir_otb", 1.0, 1.0), make_line("rloo", 1.5, 1.2)])
     assert won.endswith("The token baseline tir_otb is the best")
     (lost,) = describe_findings([make_line("rloo", 1.0, 1.0), make_line("tir_otb:tail=carry", 1.5, 1.2)])
-    assert lost.endswith("tir_otb:tail=carry, with 1.5 [1.2, 1.5] times the least noise, outside the interval")
+    assert lost.endswith(
+        "tir_otb:tail=carry, with 1.5 [1.2, 1.5] times the least noise; the difference is outside the interval"
+    )
     (close,) = describe_findings([make_line("rloo", 1.0, 1.0), make_line("otb", 1.1, 0.9)])
     assert "the differences from otb are within the interval" in close
-    assert close.endswith("times the least noise, within the interval")
+    assert close.endswith("times the least noise; the difference is within the interval")
 
 
 @pytest.mark.parametrize(

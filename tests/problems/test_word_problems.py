@@ -140,9 +140,9 @@ def test_unusable_rows_are_counted_by_reason(tmp_path: Path):
     )
     _, report = formula_demonstrations(path)
     assert report.unusable == {
-        "whose formula does not equal the answer": 1,
-        "whose statement lacks a number of the formula": 1,
-        "without a formula": 1,
+        "the formula does not equal the answer": 1,
+        "the statement lacks a number of the formula": 1,
+        "there is no formula": 1,
     }
     with pytest.raises(EmptyProblemsError, match="none of the 1 rows has a formula"):
         formula_demonstrations(write(tmp_path / "g.jsonl", ("4 pens?", "4", "")))

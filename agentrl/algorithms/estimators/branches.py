@@ -1,6 +1,6 @@
 """Rollouts with branches: every estimator receives one row per rollout, even if an agent's history branched.
 
-A rollout is one episode, independent of the contexts of its turns. Its row contains the model tokens of its sequences
+A rollout is one episode, even if its turns have different contexts. Its row contains the model tokens of its sequences
 one after the other, so sums and means over a group count every rollout once, and a return is the return of the rollout.
 No token occurs in two sequences. The rows of groups without branches are not changed.
 

@@ -217,9 +217,9 @@ def reinforce_pp(inputs: EstimatorInputs, options: DiscountedReturnOptions) -> A
 def gae(inputs: EstimatorInputs, options: GaeOptions) -> Advantages:
     """Compute A_k = delta_k + gamma lam A_{k+1}, delta_k = r_k + gamma V_{k+1} - V_k (arXiv 1506.02438).
 
-    k + 1 is the next model token, also after an observation. V after the last token is the row's `bootstrap_values`: 0
-    if the episode ended, the critic's value of the next token if it was truncated. The returns, the critic's targets,
-    are A + V. A is whitened afterwards by default (`normalize`).
+    k + 1 is the next model token, even if an observation lies between. V after the last token is the row's
+    `bootstrap_values`: 0 if the episode ended, the critic's value of the next token if it was truncated. The returns,
+    the critic's targets, are A + V. A is whitened afterwards by default (`normalize`).
 
     In branched rollouts, every path from the root to a leaf is treated as a row, with the rollout's `bootstrap_values`
     at its end. A token on several paths has the mean of its advantages.

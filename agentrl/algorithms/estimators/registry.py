@@ -213,7 +213,7 @@ class DiscountedReturnOptions(WhitenedAdvantageOptions):
 class GaeOptions(DiscountedReturnOptions):
     """Options of `gae`."""
 
-    lam: float = checked_option(1.0, check_range, 0.0, 1.0)  # 0: next reward, then the critic; 1: all rewards
+    lam: float = checked_option(1.0, check_range, 0.0, 1.0)  # 0: next reward and critic's value; 1: all rewards
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -167,10 +167,11 @@ def attend_flash(
     window: int | None,
     cap: float | None,
 ) -> Tensor:
-    """Run the backend `flash`: one call for segments of different lengths, with last queries and last keys aligned.
+    """Run the backend `flash`: one call for segments of different lengths.
 
-    Nothing is planned or compiled for a shape, so a row of a new length costs no time on the host. The kernels need
-    heads of equal widths, so narrower values (MiMo-V2-Flash, DeepSeek-V3) are padded with zeros.
+    The last query of each segment is aligned with its last key. Nothing is planned or compiled for a shape, so a row
+    of a new length costs no time on the host. The kernels need heads of equal widths, so narrower values
+    (MiMo-V2-Flash, DeepSeek-V3) are padded with zeros.
     """
     bounds, width = row.varlen_bounds, value.shape[-1]
     if width < query.shape[-1]:
@@ -221,7 +222,7 @@ def torch_varlen_attention(
     softmax_scale: float | None,
     window_size: tuple[int, int],
     softcap: float,
-    **_: bool,  # ignored: always causal, and deterministic if torch's global setting is
+    **_: bool,  # ignored: always causal; torch's global setting controls determinism
 ) -> Tensor:
     """Call torch's built-in flash-attn 2 with flash-attn's arguments. Raises KernelInputError if scores are capped."""
     from torch.nn.attention.varlen import varlen_attn

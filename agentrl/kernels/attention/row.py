@@ -87,7 +87,7 @@ class _AutogradContext(Protocol):
 
 
 class _AllToAll(torch.autograd.Function):
-    """Autograd function of (blocks [size, ...], ranks). Sends block r to rank r, and receives the result's block r."""
+    """Autograd function of (blocks [size, ...], ranks). Sends block r to rank r, and receives block r from rank r."""
 
     @staticmethod
     def forward(ctx: _AutogradContext, blocks: Tensor, ranks: SequenceParallelGroup) -> Tensor:

@@ -36,7 +36,8 @@ def study_command(
     """Execute the missing runs of the study in ``file`` and report the results. For a record (``.json``), only report.
 
     Runs and report are stored in ``folder``, by default ``runs/NAME``. A run that has ended according to the stored
-    record is not repeated, even if its directory was deleted. Raises SettingsError or WorldError.
+    record is not repeated, even if its directory was deleted. Raises SettingsError if the study is invalid or does not
+    match the stored record, and WorldError if ``folder`` cannot be created or a run's files are damaged.
     """
     require_package("scipy", extra="lab", purpose="agentrl study")  # fail now, not after hours of runs
     if file.suffix == ".json":

@@ -190,7 +190,7 @@ _WINDOW = 10  # number of steps over which rewards are averaged
 
 
 def draw_study(record: StudyRecord, folder: Path) -> list[Path]:
-    """Draw ``curves.png`` into ``folder`` unless no run has an evaluation. Returns the files."""
+    """Draw ``curves.png`` into ``folder`` if any run has an evaluation. Returns the files."""
     if not any(run.scores for run in record.runs):
         return []
     return [save_figure(study_figure(record), folder / "curves.png")]

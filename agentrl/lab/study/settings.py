@@ -30,7 +30,7 @@ class StudySettings(BaseModel):
 
     name: str = Field(pattern=r"^\w[\w.-]*$", description="name of the study and of its folder")
     env: str = Field("simpletir", description="as in agentrl train --env")
-    config: str | list[str] | None = Field(None, description="as in agentrl train --config; a name or a list")
+    config: str | list[str] | None = Field(None, description="as in agentrl train --config; a name or a list of names")
     settings: SettingValues = Field({}, description="settings of every run, with dotted keys")
     variants: dict[str, SettingValues] = Field({}, description="named sets of settings, with dotted keys")
     grid: dict[str, list[Scalar]] = Field({}, description="lists of values by dotted key")
@@ -52,7 +52,9 @@ class StudySettings(BaseModel):
         keys = [*self.settings, *self.grid, *(key for values in self.variants.values() for key in values)]
         for key in keys:
             if key in _RESERVED:
-                raise ValueError(f"{key} must not be set here, because the study sets it: use seeds and name")
+                raise ValueError(
+                    f"{key} must not be in settings, grid or variants, because the study sets it: use seeds and name"
+                )
         if len(set(self.seeds)) != len(self.seeds):
             raise ValueError(f"seeds must be distinct; got {self.seeds}")
         empty = [key for key, values in self.grid.items() if not values]

@@ -173,7 +173,7 @@ class ManagedEngine(Protocol):
     async def open(self) -> None:
         """Prepare the engine for sampling.
 
-        Raises SettingsError or WorldError, after stopping everything that it started.
+        If opening fails, stops everything that was started and raises SettingsError or WorldError.
         """
 
     def prepare_for_rollouts(self) -> None:

@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(eq=False, slots=True)
 class ServerLoad:
-    """The load of one server, which gets requests only if ``is_up``. ``limit``: maximum requests in flight."""
+    """The load of one server, which gets requests only if ``is_up``. ``limit``: maximum number in flight."""
 
     is_up: bool = True
     tokens: int = 0
@@ -71,7 +71,7 @@ class ServerLoad:
 def choose_server(
     loads: Sequence[ServerLoad], trajectory_id: str, *, context: int, failed_servers: frozenset[int] = frozenset()
 ) -> int | None:
-    """Return the index of the server with the lowest cost for a request, or None while all servers are full or down.
+    """Return the index of the server with the lowest cost for a request, or None if all servers are full or down.
 
     A trajectory therefore stays on the server that holds its prefix, until the load of another server is lower by more
     than the cost of the prefix. In the same way, the branches of a forked rollout stay on the server of their parent.

@@ -302,7 +302,7 @@ class ServerClient(ABC):
         return None
 
     async def pause(self) -> None:
-        """Pause every request until :meth:`resume`. By default, requests continue while the weights change."""
+        """Pause every request until :meth:`resume`. The default does nothing: requests run while the weights change."""
 
     async def resume(self) -> None: ...
 

@@ -1,4 +1,4 @@
-"""Environments in which each turn is a request, matched against earlier turns. A rollout may have several trajectories.
+"""Environments whose turns are requests, matched against earlier turns, so a rollout may have several trajectories.
 
 :class:`AgentEnvironment` runs the user's program against the gateway. :class:`RerenderedEnvironment` renders a
 conversation as a deployed server would: the chat template renders earlier turns. An episode's turns become requests,
@@ -219,7 +219,7 @@ class AgentEnvironment(Environment):
         """Record an exception of the program, unless an engine failure or a limit caused the exception."""
         if crash is None or rollout.failure is not None or rollout.stopped is not None:
             self.crashes.clear()
-        elif isinstance(crash, AgentFailureError):  # a command: the first line contains its exit code
+        elif isinstance(crash, AgentFailureError):  # the key is the first line, which contains a command's exit code
             self.crashes[str(crash).partition("\n")[0]] = str(crash)
         else:
             frame = traceback.extract_tb(crash.__traceback__)[-1]

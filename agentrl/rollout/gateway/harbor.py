@@ -82,7 +82,7 @@ class ContainerCommand(AgentProgram):
                     ),
                 )
                 # As in Harbor, reaching the task's time limit is attributed to the policy, like reaching the turn or
-                # token limit. Exception: the agent may have spent the time on requests to a failed engine.
+                # token limit, unless the engine failed: the agent may then have spent the time on failed requests.
                 out_of_time = result.stopped and not self._gateway.engine_failed(access)
                 if result.exit_code and not out_of_time and not self._gateway.reached_limit(access):
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")

@@ -54,7 +54,7 @@ BLOCKED_LOOP_SECONDS = 1.0
 
 
 class AgentFailureError(Exception):
-    """Raised if the agent crashes or returns no reward.
+    """Raised if an agent's process fails or the agent returns an invalid reward.
 
     The rollout is excluded, unless the policy reached a limit.
     """
@@ -78,7 +78,10 @@ class AgentProgram(ABC):
 
     @abstractmethod
     async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
-        """Play one problem. Returns the reward, or None if the program computes none. Raises AgentFailureError."""
+        """Play one problem. Returns the reward, or None if the program computes none.
+
+        Raises AgentFailureError if the agent fails. Exceptions of a user's function propagate.
+        """
 
     @abstractmethod
     def describe(self) -> str:
@@ -433,5 +436,5 @@ def load_verifiers_worker(name: str, options: VerifiersSettings, settings: Agent
         settings,
         name=f"verifiers {name}",
         variables={"AGENTRL_VERIFIERS": options.model_dump_json(include={"config", "concurrency"})},
-        trusted=True,  # the task set contains answers and rewards, and the worker runs no other code
+        trusted=True,  # the worker runs only the code of the task set, which contains the answers anyway
     )

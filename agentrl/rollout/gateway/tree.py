@@ -143,7 +143,7 @@ class GenerationTree:
                 found, depth = _choose_candidate_by_call_ids(agreeing, messages), position + 1
                 break
         for one in found.path_from_root if found is not None else ():
-            one.delivered = True  # the client has received it, because its request contains it
+            one.delivered = True  # the client has received the reply, because the request contains it
         return found, messages[depth:], self._mismatch_reason(request, depth, known)
 
     def _mismatch_reason(

@@ -61,7 +61,7 @@ class StartingPolicyScore:
 
     @classmethod
     def read(cls, policy: Path) -> StartingPolicyScore | None:
-        """Return the score stored beside a policy, or None. Raises WorldError if the stored score is damaged."""
+        """Return the score stored with a policy, or None. Raises WorldError if the stored score is damaged."""
         path = policy / _SCORE_FILE
         if not path.is_file():
             return None
@@ -69,7 +69,7 @@ class StartingPolicyScore:
             return cls(**json.loads(path.read_text()))
 
     def write(self, policy: Path) -> None:
-        """Store the score beside its policy. Raises WorldError if writing fails."""
+        """Store the score with its policy. Raises WorldError if writing fails."""
         atomic_write(policy / _SCORE_FILE, lambda out: out.write(json.dumps(asdict(self), indent=1).encode()))
 
     def print(self, console: Console) -> None:

@@ -99,7 +99,7 @@ def random_repetition_demonstration(vocabulary: Tensor, generator: torch.Generat
     """
     length = int(torch.randint(4, 17, (), generator=generator))
     ids = tuple(vocabulary[torch.randint(len(vocabulary), (length,), generator=generator)].tolist())
-    mask = (False, *[True] * (3 * length - 1))  # the first token is random
+    mask = (False, *[True] * (3 * length - 1))  # the first token cannot be predicted
     return EncodedDemonstration(prompt_ids=ids, response_ids=ids * 3, response_mask=mask)
 
 

@@ -373,7 +373,7 @@ class TrainingEngine(Generic[_Module_co]):
         return self._norm if self._clips_here else float(self._engine.get_global_grad_norm())
 
     def _clipping_hook(self, parameters: list[nn.Parameter], maximum: float) -> Callable[..., None]:
-        """Return a hook that clips before the optimizer's step, when gradients are reduced over ranks."""
+        """Return a hook that clips the gradients before the optimizer's step, after they are reduced over ranks."""
 
         def clip(*_: object) -> None:
             self._norm = float(torch.nn.utils.clip_grad_norm_(parameters, maximum))
@@ -396,7 +396,7 @@ class TrainingEngine(Generic[_Module_co]):
         return self.groups.replica
 
     def all_gather(self, values: Tensor) -> Tensor:
-        """Gather ``values`` from every rank with different rows, [ranks, ...]. Shapes must be equal. Collective."""
+        """Gather ``values`` from all ranks with different rows as [ranks, ...]. Shapes must be equal. Collective."""
         if self.groups.replicas == 1:
             return values.unsqueeze(0)
         found = [torch.empty_like(values) for _ in range(self.groups.replicas)]

@@ -41,7 +41,7 @@ class RankStateMetadata:
     starts: dict[str, int]  # offset of each shard in its flat parameter
     shapes: dict[str, list[int]]  # complete shapes of all parameters, including frozen ones
     adam_steps: float | None  # None before the first update, when there are no moments
-    updates: int  # number of updates in the learning rate schedule
+    updates: int  # number of completed updates (position in the learning rate schedule)
 
 
 @dataclass(frozen=True, kw_only=True)

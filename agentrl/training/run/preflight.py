@@ -136,7 +136,7 @@ def _check_models_support_settings(settings: Settings) -> None:
             continue  # reported when the model is read
         if model.lora.targets and path == settings.model.path:
             shape_from_config(str(path), config, model.lora)
-        padded = uses_padded_rows(model, config)  # a dry run on another machine may lack the backend for packed rows
+        padded = uses_padded_rows(model, config)  # a dry run may be on a machine without the backend for packed rows
         check_forward_matches_unpadded(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
         for reason in (
             _reason_not_paddable(settings, config) if padded else None,
@@ -163,7 +163,7 @@ def _reason_routes_not_replayable(settings: Settings, config: PreTrainedConfig, 
 
 
 def _reason_no_exact_energies(settings: Settings, config: PreTrainedConfig) -> str | None:
-    """Return the reason why the policy has no exact energies, or None if it has or the estimator does not need them."""
+    """Return the reason why the policy has no exact energies, or None if they are available or not needed."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
     name = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type, config.model_type)

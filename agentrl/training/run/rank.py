@@ -24,7 +24,7 @@ from agentrl.training.worker.service import EXIT_PEER_LOST, WorkerLostError
 
 
 def train_rank_from_environment() -> int:
-    """Train as the rank set in the environment, with the run directory's settings. Returns the exit code."""
+    """Train as the rank set in the environment variables, with the run directory's settings. Returns the exit code."""
     exit_with_parent(int(os.environ[PARENT_VARIABLE]))
     path = Path(sys.argv[1]).absolute()
     rank = os.environ["RANK"]

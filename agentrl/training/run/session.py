@@ -231,7 +231,7 @@ class TrainingSession:
         if not configured and noise > FIDELITY_FLOORS[self._settings.model.dtype]:
             self._console.warning(
                 f"log-probabilities of engine and trainer differ by {noise:.2g} nats with equal weights. This is "
-                "expected of mixture-of-experts models, because rounding changes the selected experts. For any other "
+                "expected for mixture-of-experts models, because rounding changes the selected experts. For any other "
                 "model, check the server's quantization, cache dtype and rope settings, or set algorithm.fidelity_bound"
             )
         if resume:
@@ -328,7 +328,7 @@ class TrainingSession:
         self._on_change()
 
     def _commit_step(self, step: int, updates: int, metrics: Metrics) -> None:
-        """Record a finished step. The state of a run advances only here.
+        """Record a finished step. Only this method advances the state of a run.
 
         If the run is killed at any point, ``--resume`` removes everything written after the newest checkpoint.
         """

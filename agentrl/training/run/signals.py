@@ -93,7 +93,7 @@ def _dispatch_signals(read_end: int, on_first: Callable[[], None], on_later: Cal
     """Read signal numbers from the pipe and call their handlers until the pipe is closed."""
     first: float | None = None
     while number := os.read(read_end, 1):
-        if number[0] not in _SIGNALS:  # the signal of another handler
+        if number[0] not in _SIGNALS:  # a signal for another handler
             continue
         if first is None:
             first = time.monotonic()

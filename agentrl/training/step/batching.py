@@ -196,9 +196,10 @@ def plan_step(
 ) -> list[RankPlan]:
     """Return the plan of every rank for the ``groups`` of one step. Without groups, the plans have no updates.
 
-    ``version`` is the version of the trained policy. ``attention_length``: see :class:`RowCosts`. ``padded_rows``: the
-    policy reads padded trajectories (``model.rows``); ``other_padded_rows``: another model on the ranks does.
-    ``metrics`` are the metrics of the rollouts. ``teacher_prompt``: see :meth:`.MicroBatch.from_trajectories`.
+    ``version`` is the version of the policy to be trained. ``attention_length``: see :class:`RowCosts`.
+    ``padded_rows``: the policy reads padded trajectories (``model.rows``); ``other_padded_rows``: another model on the
+    ranks does. ``metrics`` are the metrics of the rollouts. ``teacher_prompt``: see
+    :meth:`.MicroBatch.from_trajectories`.
     """
     algorithm = settings.algorithm
     exact_energies = "trajectory_energy" in estimator_requirements(settings).inputs
@@ -292,7 +293,8 @@ def _statistics_pass_is_faster(shares: Sequence[Sequence[Unit]], scored: int, co
 def choose_home_ranks(shares: Sequence[Sequence[Unit]]) -> dict[int, int]:
     """Return the rank that receives all trajectories of each group, from the units of every rank.
 
-    This is the rank with most of the group's tokens, or in a tie, the rank that receives the fewest tokens so far.
+    This is the rank with the most tokens of the group or, in a tie, the rank that has received the fewest tokens so
+    far.
     """
     tokens: dict[int, list[int]] = {}
     for rank, share in enumerate(shares):

@@ -28,10 +28,11 @@ from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, estimator_requirements
 
-# Metrics of the correction that are not combined over micro-batches as means over tokens.
-# ``ess`` is computed from other metrics at the end of a step (effective_sample_size_metrics).
+# Metrics of the correction that are means over trajectories instead of tokens.
 _MEANS_OVER_TRAJECTORIES = ("train_perplexity", "rollout_perplexity")
-_OMITTED = ("tokens", "trajectories", "ess", "log_ppl_gap")  # policy/log_ppl_gap is always recorded
+# Metrics of the correction that are not recorded here. ``ess`` is computed from other metrics at the end of a step
+# (effective_sample_size_metrics), and policy/log_ppl_gap is always recorded.
+_OMITTED = ("tokens", "trajectories", "ess", "log_ppl_gap")
 
 
 class RolloutCorrector:

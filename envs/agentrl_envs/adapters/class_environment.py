@@ -317,7 +317,7 @@ class ClassEpisode(ToolEpisode):
 class _GradeFunction:
     """``grade(answer, reference)`` for synchronous methods. Returns True if the answer is correct.
 
-    Asynchronous methods await `of` instead.
+    Asynchronous methods call ``await grade.of(answer, reference)`` instead.
     """
 
     def __init__(self, grader: Grader, loop: asyncio.AbstractEventLoop) -> None:

@@ -1,7 +1,7 @@
 """Tasks in Harbor's format: ``--env harbor:DIRECTORY``. Each rollout has a container in the local Docker engine.
 
 The built-in agent has one tool, ``bash``, which runs commands in the container. The reward is the result of the task's
-verifier. If a command is the agent, it runs in the same containers (`agentrl.rollout.gateway.harbor`).
+verifier. If the agent is a command, it runs in the same containers (`agentrl.rollout.gateway.harbor`).
 """
 
 from __future__ import annotations

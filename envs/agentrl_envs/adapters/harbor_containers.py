@@ -145,7 +145,7 @@ class TaskContainers:
         return tag
 
     def describe(self) -> str:
-        """Return a line for the console."""
+        """Summarize the containers in one line for the console."""
         return f"containers: up to {self.settings.containers} at once, without a network"
 
     async def disconnect(self) -> None:
@@ -248,7 +248,7 @@ class TaskContainer:
                     full = True
                     group = kept.partition(b"\n")[0].decode()
                     kill = partial(self._run_without_limits, f"kill -9 -- -{group} {group}", user)
-                    # Kill in a thread: this command cannot start until the output of the other command is read.
+                    # Kill in a thread, because `kill` cannot start until the output of the command is read.
                     threading.Thread(target=_call_ignoring_docker_errors, args=(kill,), daemon=True).start()
         code = int(self._containers.client.api.exec_inspect(run)["ExitCode"] or 0)
         late = code >= _TIMED_OUT and time.monotonic() - began >= timeout
@@ -288,10 +288,11 @@ class TaskContainer:
             "rm -rf /tests /logs/verifier && mkdir -p /tests /logs/verifier /logs/artifacts && "
             f"chown {owner} /tests /logs/verifier"
         )
-        if self.task.config.agent.user is not None:  # processes of the agent may still run, and copy expected results
+        if self.task.config.agent.user is not None:
+            # The agent's processes may still run. They must not read the expected results.
             prepare += " && chmod 700 /tests /logs/verifier"
         done = await self.execute(prepare, timeout=_GRACE, user="root")
-        if done.exit_code:  # for example because the agent's processes use up the limit of processes
+        if done.exit_code:  # for example because the agent's processes have reached the process limit
             await self._containers.call_docker(partial(self._run_without_limits, "kill -9 -1", "root"), timeout=_GRACE)
             done = await self.execute(prepare, timeout=_GRACE, user="root")
         if done.exit_code:
@@ -340,7 +341,7 @@ class TaskContainer:
                     file = archive.extractfile(entry)
                     assert file is not None, "it is a regular file"
                     text = file.read().decode(errors="replace").strip()
-            except tarfile.TarError as error:  # the rest of the archive was left out
+            except tarfile.TarError as error:  # the file exceeds the limit, so the archive is truncated
                 raise ValueError(refusal) from error
             return _parse_reward(text, name)
         raise ValueError("it wrote neither /logs/verifier/reward.txt nor reward.json")

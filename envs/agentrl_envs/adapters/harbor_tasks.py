@@ -160,7 +160,7 @@ def read_task_rows(directory: str) -> Iterator[tuple[str, dict[str, object]]]:
 def check_agent_files(files: str | None, directory: str) -> None:
     """Raise PluginError if ``environment.agent_files`` is not a directory, or if it exposes tasks of ``directory``.
 
-    The directory must not contain a task, and must not be inside the tests or the solution of a task.
+    The directory must not contain a task, and must not be part of the tests or the solution of a task.
     """
     if files is None:
         return

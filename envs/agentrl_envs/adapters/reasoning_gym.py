@@ -56,7 +56,7 @@ class ReasoningGymSource:
 
 
 def score(answer: str, problem: Problem) -> float:
-    """Return the data set's score of an answer, from 0 to 1 (`grader.function`)."""
+    """Return the data set's score of an answer, from 0 to 1. Used as ``grader.function``."""
     info = problem.info
     dataset = _load_dataset(str(info["dataset"]), json.dumps(info["options"], sort_keys=True), int(info["first"]))
     return min(1.0, max(0.0, float(dataset.score_answer(answer, dataset[int(info["index"])]))))
@@ -72,7 +72,7 @@ def _load_dataset(name: str, options: str, seed: int) -> ProceduralDataset:
     if name not in DATASETS:
         raise PluginError(
             f"{PREFIX}{name}: reasoning-gym has no data set of this name{did_you_mean(name, DATASETS)} "
-            f"({len(DATASETS)} exist)"
+            f"(it has {len(DATASETS)} data sets)"
         )
     try:
         return create_dataset(name, seed=seed, size=_DATASET_SIZE, **json.loads(options))

@@ -58,7 +58,7 @@ class LazyTaskList:
         self._read: list[vf.Task] = []
 
     def task_for_problem(self, problem: AssignedProblem) -> vf.Task:
-        """Return the task at the index in column ``idx`` or, without this column, at the end of the problem's id."""
+        """Return the task whose index is in column ``idx`` or, without this column, at the end of the problem's id."""
         number = problem["info"].get("idx", re.search(r"\d*$", problem["id"])[0] or 0)  # type: ignore[index]
         index = int(str(number))
         while len(self._read) <= index and (task := next(self._unread, None)) is not None:

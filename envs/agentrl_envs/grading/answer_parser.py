@@ -123,7 +123,7 @@ _TOKEN_PATTERN = re.compile(r"\\[A-Za-z]+|\\.|<=|>=|:=|==|(?<![\d)}])!=|.", re.D
 _OPENING_BRACKETS = frozenset({"(", "[", "{", r"\{", r"\langle", r"\lfloor", r"\lceil"})
 _CLOSING_BRACKETS = frozenset({")", "]", "}", r"\}", r"\rangle", r"\rfloor", r"\rceil"})
 _BRACKET_KINDS = {"()": "()", "[]": "[]", "(]": "(]", "[)": "[)", r"\{\}": "set", "{}": "set", r"\langle\rangle": "<>"}
-_REVERSED_BRACKETS = {"]": "(", "[": ")"}  # ]1,2[ is the open interval
+_REVERSED_BRACKETS = {"]": "(", "[": ")"}  # ]1,2[ is the open interval (1,2)
 _THOUSANDS = re.compile(
     r"[+-]?\s*\\?\$?\d{1,3}(?:,\d{3})+(?:\.\d+)?(?:\s*\\[a-z]+\{[^{}]*\}|\s*[a-z][a-z ]*|\s*\\?[%$])?"
 )
@@ -299,7 +299,7 @@ def _is_variable(tree: Expression) -> bool:
 
 
 def _parse_part(text: str) -> Answer:
-    """Parse one answer: a bracket with its content, a union, a ratio, a pair of signs, or an expression."""
+    r"""Parse one answer: brackets with their content, a union, ``a \pm b``, a time, a ratio, or an expression."""
     text = text.strip()
     if text in _REAL_LINE_NAMES:
         return Bracketed(text, "()", _REAL_LINE)

@@ -344,7 +344,7 @@ class Grader:
         if self._custom is not None:
             return self._custom.describe()
         settings = self._settings
-        return f"by value in up to {settings.workers} processes, {settings.deadline:g} s of CPU time each"
+        return f"by value in up to {settings.workers} processes, {settings.deadline:g} s of CPU time per comparison"
 
     @property
     def idle_worker_pids(self) -> tuple[int, ...]:

@@ -215,7 +215,7 @@ def conversion_factor(answer: Unit | None, reference: Unit | None) -> Fraction |
     if "unit" in bases or bases in (
         {"°", "celsius"},
         {"°", "fahrenheit"},
-    ):  # "square units", or degrees without a scale
+    ):  # an unspecific unit: "square units", or degrees without a scale
         return Fraction(1)
     return reference.factor / answer.factor if answer.dimension == reference.dimension else None
 

@@ -187,7 +187,7 @@ def _require_small(value: Scalar) -> Scalar:
 
 def _reciprocal(value: Scalar) -> Scalar:
     if value == 0:
-        raise NoValueError("a division by zero")
+        raise NoValueError("division by zero")
     return 1 / value
 
 
@@ -205,7 +205,7 @@ def _power(base: Scalar, exponent: Scalar) -> Scalar:
 
 def _integer_power(base: Scalar, exponent: int) -> Scalar:
     if base == 0 and exponent < 0:
-        raise NoValueError("a division by zero")
+        raise NoValueError("division by zero")
     if isinstance(base, Fraction):
         if abs(base) in (0, 1):
             return base ** (exponent % 2 or 2) if exponent else _ONE

@@ -20,7 +20,7 @@ import sys
 import warnings
 from typing import TextIO
 
-_GRACE_SECONDS = 2.0  # the parent's wall-clock deadline comes first
+_GRACE_SECONDS = 2.0  # added to hang_deadline, so that the parent's wall-clock deadline expires first
 
 
 def main(deadline: float, start_deadline: float, hang_deadline: float, memory_mb: int) -> None:

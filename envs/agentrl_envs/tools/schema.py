@@ -200,7 +200,10 @@ def injected_parameters(function: Callable[..., object], names: Sequence[str] = 
 
 def _schema_problem(schema: ToolSchema) -> str | None:
     if not isinstance(schema.name, str) or not _TOOL_NAME.fullmatch(schema.name):
-        return f"its name {schema.name!r} must consist of at most 64 letters, digits, '_', '.' and '-'"
+        return (
+            f"its name {schema.name!r} must consist of at most 64 letters, digits, '_', '.' and '-', and begin with a "
+            "letter or '_'"
+        )
     if not isinstance(schema.description, str):
         return "its description must be a string"
     if not isinstance(schema.parameters, Mapping) or schema.parameters.get("type") != "object":

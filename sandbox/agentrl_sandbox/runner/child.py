@@ -342,7 +342,7 @@ def run_child(limits: ChildLimits, slot: int, cpu_seconds: int, descriptors: lis
         if names and os.getpid() == pid:  # false in a forked child of the program, which also returns here
             _write_fetch_file(scratch, names)
         if os.getpid() == pid:
-            with contextlib.suppress(OSError):  # if the program closed it, the outcome is an ordinary error
+            with contextlib.suppress(OSError):  # if the program closed the pipe, the outcome is an ordinary error
                 write(_STATUS_DESCRIPTOR, memory_mark)
     except OSError as error:
         os.write(_STATUS_DESCRIPTOR, str(error).encode())

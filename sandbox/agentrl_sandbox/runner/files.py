@@ -114,7 +114,7 @@ def _open_inside(scratch: str, name: str, flags: int, *, make: bool) -> Iterator
     try:
         for part, how in (*((part, _DIRECTORY_FLAGS) for part in directories), (last, flags)):
             if make and how == _DIRECTORY_FLAGS:
-                with contextlib.suppress(FileExistsError):  # opening it shows whether it is a directory
+                with contextlib.suppress(FileExistsError):  # if it is not a directory, the next open fails
                     os.mkdir(part, 0o755, dir_fd=current)
             inner = os.open(part, how, 0o644, dir_fd=current)
             os.close(current)

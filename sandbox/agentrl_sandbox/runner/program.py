@@ -219,8 +219,8 @@ class Ending:
 def prepare_program(order: RequestedRun, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:
     """Start a program's deadline and open its pipes. Returns the program and the descriptors for the child.
 
-    The caller closes these descriptors: the memory file, stdout, stderr, the status pipe (outside sessions),
-    and the fetch file if there is one.
+    The caller closes these descriptors: the memory file, stdout, stderr, the status pipe (outside sessions), and the
+    fetch file if there is one.
     """
     descriptors = [create_task_file(order.call)]
     limits = [config.output_limit, config.output_limit] + ([] if order.session is not None else [_STATUS_LIMIT])

@@ -335,7 +335,7 @@ class SessionInit:
         return bool(select.select([self._server], [], [], 0)[0])
 
     def _receive_and_execute_command(self) -> bool:
-        """Execute one command of the server. Returns False if the server has disconnected."""
+        """Execute one command from the server. Returns False if the server has disconnected."""
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
         if not data:
             return False

@@ -1,9 +1,9 @@
 """Server-side sessions: open, run, fork and end sessions.
 
-A session's interpreter runs untrusted code. The server accepts one message from the interpreter: the end of the current
-program, once, with the program's serial number. Any other message ends the session. The server itself enforces
-deadlines and the limits of output and memory. The session init reports exits that the kernel confirms, and stops the
-interpreter between programs.
+A session's interpreter runs untrusted code. The only message that the server accepts from it reports that the current
+program has ended. The message is accepted once, and only with the program's serial number. Any other message ends the
+session. The server itself enforces deadlines and the limits of output and memory. The session init reports exits that
+the kernel confirms, and stops the interpreter between programs.
 """
 
 from __future__ import annotations
@@ -448,7 +448,7 @@ class SessionManager:
         if session.program is not None and session.program.reason is not None and not session.why:
             session.why = f"its program was killed: {session.program.reason.value}"
         if session.pid == 0:
-            return  # killed when the process has started
+            return  # the interpreter is killed once its process has started
         session.enter_state_until_init_acts(SessionState.ENDING)
         session.family.send_command("kill", number)
 

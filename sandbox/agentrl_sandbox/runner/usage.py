@@ -28,7 +28,7 @@ _MAX_PROCESSES = 8192  # twice the maximum of max_processes
 _INTERPRETER_TABLE_BYTES = 1 << 20  # page tables of a warm interpreter at its start
 _PIPE_BYTES = 16 * _PAGE  # capacity of a pipe
 _MAPPING_BYTES = 256  # bytes of the kernel's record of a mapped range
-_MAX_MAPPING_BYTES_READ = 256 << 10  # maximum bytes read of a list of mappings; ordinary programs have 50 kB
+_MAX_MAPPING_BYTES_READ = 256 << 10  # maximum size read from a list of mappings; ordinary programs have lists of 50 kB
 _MAX_MAPPINGS = 65_530  # vm.max_map_count
 # Bytes counted for a lock or a descriptor watched by epoll. Such a record takes 200 bytes. The higher count limits the
 # length of the lists, because reading long lists would slow down the server.

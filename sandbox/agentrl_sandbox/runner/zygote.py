@@ -179,7 +179,7 @@ def _redirect_anonymous_mmap_to_files() -> None:
 
 
 def move_heap_to_huge_pages() -> None:
-    """Move the heap to huge pages, so that forks copy and exits release far fewer page table entries."""
+    """Move the heap to huge pages. Forks then copy, and exits free, far fewer page table entries."""
     with open("/proc/self/maps", encoding="ascii") as file:
         lines = file.read().splitlines()
     for line in lines:
@@ -221,7 +221,7 @@ class Zygote:
                     return
 
     def _receive_and_execute_command(self) -> bool:
-        """Execute one command of the server. Returns False if the server has disconnected."""
+        """Execute one command from the server. Returns False if the server has disconnected."""
         flags = socket.MSG_CMSG_CLOEXEC
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, _MAX_DESCRIPTORS, flags)
         if not data:

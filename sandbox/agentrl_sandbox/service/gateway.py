@@ -48,7 +48,7 @@ from agentrl_sandbox.types import (
     UnknownSessionError,
 )
 
-_MAX_FIELD_ERRORS = 16  # maximum number of invalid fields in an answer
+_MAX_FIELD_ERRORS = 16  # maximum number of invalid fields that an answer lists
 _ERROR_RESPONSES: dict[int | str, dict[str, Any]] = {
     status: {"model": ErrorAnswer, "description": meaning}
     for status, meaning in {

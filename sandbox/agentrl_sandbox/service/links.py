@@ -240,7 +240,8 @@ class RunnerLink(asyncio.Protocol):
     async def request(self, header: Mapping[str, object], blobs: list[bytes], *, timeout: float) -> Answer:
         """Send a request and return its answer. Cancelling the call cancels the request at the runner.
 
-        Raises NotSentError, RunnerLostError or FrameError.
+        Raises NotSentError if the runner has exited, RunnerLostError if it disconnects before it answers, and
+        FrameError if the request is too large.
         """
         if self.disconnected or self._transport is None or self._transport.is_closing():
             raise NotSentError(self.why_disconnected)

@@ -69,7 +69,7 @@ class RunnerQueue:
                 promised = await future
                 return promised
         except TimeoutError as error:
-            raise BusyError(f"no runner had capacity for {self._seconds:g} s", retry_after=5) from error
+            raise BusyError(f"no runner had capacity within {self._seconds:g} s", retry_after=5) from error
         finally:
             if future.cancelled():
                 with contextlib.suppress(ValueError):  # `assign_waiting_calls` may have removed it
@@ -152,8 +152,9 @@ class RunnerPool(CallSandbox):
     async def run(self, call: Call, request_id: str | None = None) -> Execution:
         """Queue a program and run it once. If its runner fails, the outcome is an infrastructure failure.
 
-        Equal calls with the same ``request_id`` share a run. Raises BusyError, UnknownSessionError, ClosedError or
-        InvalidCallError.
+        Equal calls with the same ``request_id`` share one run. Raises BusyError if the queue is full or the wait takes
+        too long, UnknownSessionError if the session has ended, ClosedError after ``close``, and InvalidCallError if the
+        arguments are invalid.
         """
         if self._closed:
             raise ClosedError("the sandbox was closed")
@@ -275,7 +276,7 @@ async def _request_session(link: RunnerLink, operation: str, name: str | None = 
 
 
 async def _run_at_runner(link: RunnerLink, call: Call) -> Execution:
-    """Run a program at a runner.
+    """Run a program on a runner.
 
     Raises NotSentError if the runner has exited, UnknownSessionError if the session has ended, and InvalidCallError if
     the arguments are invalid.

@@ -25,7 +25,7 @@ from agentrl_sandbox.settings import SandboxSettings
 from agentrl_sandbox.types import SandboxError, StartError
 
 _log = logging.getLogger(__name__)
-_DISCONNECT_SECONDS = 5.0  # seconds to wait for a gateway without running requests to disconnect
+_DISCONNECT_SECONDS = 5.0  # seconds to wait until a gateway that has no running requests disconnects
 
 
 async def serve_runner(
@@ -137,7 +137,7 @@ class RunnerService:
                 return
 
     async def drain(self) -> None:
-        """Announce the stop to all gateways, and wait until they have disconnected after their last answers.
+        """Announce the shutdown to all gateways, and wait until each has received its last answer and disconnected.
 
         Requests in transit are also answered. A gateway that does not disconnect is disconnected.
         """

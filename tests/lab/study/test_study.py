@@ -63,8 +63,8 @@ def test_variants_are_the_product_of_named_sets_and_grid():
 @pytest.mark.parametrize(
     ("values", "said"),
     [
-        ({"settings": {"seed": 3}}, "seed must not be set here, because the study sets it"),
-        ({"grid": {"name": ["a"]}}, "name must not be set here, because the study sets it"),
+        ({"settings": {"seed": 3}}, "seed must not be in settings, grid or variants, because the study sets it"),
+        ({"grid": {"name": ["a"]}}, "name must not be in settings, grid or variants, because the study sets it"),
         ({"seeds": [1, 1]}, "seeds must be distinct; got"),
         ({"grid": {"rollout.group_size": []}}, "grid.rollout.group_size must have at least one value"),
         ({"grid": GRID, "baseline": "grpo"}, "not a variant; valid: grpo group_size=4, grpo group_size=16"),

@@ -162,8 +162,8 @@ def plan_policy_servers(
 ) -> list[VLLMPlan]:
     """Plan a policy's servers according to ``rollout.vllm``, on ``gpus`` (None: this machine's GPUs) or a CPU.
 
-    ``policy_path``: the policy's tokenizer. ``served``: the weights to load. ``longest``: tokens of the longest
-    sequence. ``backend``: the transport of weights. ``port``: None: any free port.
+    ``policy_path``: the policy, whose tokenizer is used. ``served``: the model to load. ``longest``: tokens of the
+    longest sequence. ``backend``: the transport of weights. ``port``: None for any free port.
 
     Raises SettingsError if the servers cannot be placed, vLLM is not installed or the model is not supported on a CPU.
     """
@@ -295,8 +295,8 @@ def colocated_memory_fraction(free: int, total: int, *, largest: int = 0) -> flo
 def untie_policy_for_cpu_servers(policy_path: str, copy: Path) -> str:
     """Return the path of the policy for servers that receive weights.
 
-    On a CPU, the policy is copied to ``copy`` with untied embeddings.
-    ``policy_path``: a directory or a Hugging Face id.
+    On a CPU, the policy is copied to ``copy`` with untied embeddings. ``policy_path``: a directory or a Hugging Face
+    id.
     """
     if visible_server_gpus():
         return policy_path

@@ -347,7 +347,7 @@ class VLLMClient(ServerClient):
             return tuple(entry[str(token)].logprob for token, entry in listed)
         except (KeyError, TypeError, ValueError):
             raise InvalidResponseError(
-                f"expected a log-probability of each of {len(token_ids)} tokens; got {_shortened_repr(entries)}"
+                f"expected a log-probability for each of {len(token_ids)} tokens; got {_shortened_repr(entries)}"
             ) from None
 
     # -- control --------------------------------------------------------------------------------------------------
@@ -549,7 +549,7 @@ def _read_logits_dtype(model_config: Mapping[str, Any], policy_dtype: str = "mod
     >>> _read_logits_dtype({"dtype": "torch.bfloat16", "hf_overrides": {}}, "float32")
     'float32'
     """
-    overrides = model_config.get("hf_overrides")  # a string if the server uses a function as override
+    overrides = model_config.get("hf_overrides")  # a string if the override is a function
     head = overrides.get("head_dtype") or policy_dtype if isinstance(overrides, Mapping) else policy_dtype
     return str(model_config.get("dtype") if head == "model" else head).lower().removeprefix("torch.")
 
