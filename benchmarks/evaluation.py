@@ -126,7 +126,7 @@ def expected(one: ProblemSet, n: int, ks: Sequence[int]) -> dict[str, Fraction]:
 
 
 def measured(results: Mapping[str, Any], name: str, n: int, ks: Sequence[int]) -> dict[str, float]:
-    """Return the same figures from a finished evaluation."""
+    """Return the figures of :func:`expected` as a finished evaluation measured them."""
     one = results["benchmarks"][name]
     found = {f"avg@{n}": one["avg"]["mean"], f"maj@{n}": one["maj"]}
     return found | {f"pass@{k}": one["pass"][str(k)]["value"] for k in ks}

@@ -68,7 +68,7 @@ def step_1_5b(device: torch.device) -> Iterator[Figure | str]:
 
 
 def step_7b(device: torch.device) -> Iterator[Figure | str]:
-    """Measure training steps of Qwen2.5-7B's shape with as many layers as fit."""
+    """Measure training steps of a model with Qwen2.5-7B's shape and as many layers as fit in memory."""
     yield from _steps("Qwen/Qwen2.5-7B", device)
 
 

@@ -59,7 +59,7 @@ def turned(gold: str, other: str, rng: random.Random) -> str:
 
 
 def other_beside(gold: str, other: str, rng: random.Random) -> str:
-    """Offer another answer as well."""
+    """Return a text that contains both answers."""
     return rng.choice(["{}, {}", "{} or {}", "{} \\text{{ or }} {}", "{}; {}", "{} {}"]).format(
         *rng.sample([gold, other + "7"], 2)
     )

@@ -30,7 +30,7 @@ def is_record(node: ast.ClassDef) -> bool:
 
 
 def imported_modules(tree: ast.Module) -> set[str]:
-    """Return the dotted names of all imports in a module, nested ones included. ``from a import b`` gives ``a``, ``a.b``."""
+    """Return the dotted names of all imports in a module, including nested ones. ``from a import b`` yields two."""
     names: set[str] = set()
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

@@ -35,7 +35,7 @@ def rows(trajectories: int, tokens: int) -> list[TrajectoryTokens]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=128, help="trajectories of the step")
+    parser.add_argument("--rows", type=int, default=128, help="number of trajectories in the step")
     parser.add_argument("--tokens", type=int, default=4096, help="model tokens of each trajectory")
     parser.add_argument("--run", type=Path, help="a run directory")
     options = parser.parse_args()

@@ -149,7 +149,7 @@ def paired_difference(
 
 
 def difference_on_this_benchmark(n1: Floats, c1: Floats, n2: Floats, c2: Floats) -> Interval:
-    """Compute the difference's interval on these problems from both runs' intervals (Zou and Donner 2008).
+    """Compute the interval of the difference on these problems from the intervals of both runs (Zou and Donner 2008).
 
     Given the problems, the samples of the two runs are independent.
     """

@@ -45,9 +45,9 @@ class BranchingSettings(BaseModel):
         | Annotated[str, Field(pattern=r"^(measured|(entropy|energy)>[0-9]+(\.[0-9]+)?)$")]
     ) = Field(
         (1,),
-        description="turns after which a rollout forks: a list of their numbers, counted from 1; entropy>X: turns "
-        "whose sampled tokens have a mean of -log p above X nats; energy>X: a mean of 1 - p above X; "
-        "measured: turns where forks reduce the variance of the reward most, as estimated in earlier steps",
+        description="turns after which a rollout forks. A list: turn numbers, counted from 1. entropy>X: turns whose "
+        "sampled tokens have a mean -log p above X nats. energy>X: turns whose sampled tokens have a mean 1 - p above "
+        "X. measured: turns where forks reduce the variance of the reward most, as estimated in earlier steps",
         json_schema_extra={"form": "a list of turns, entropy>X, energy>X or measured"},
     )
     leaves: int = Field(

@@ -30,7 +30,7 @@ _VIEWER_LINE_WIDTH = 1.8  # width of the viewer's lines in pixels
 
 
 def line_style(index: int) -> tuple[int, tuple[float, ...]]:
-    """Return the index into a palette and the dashes of the n-th line (from 0). Neighbours differ in both.
+    """Return the palette index and the dashes of the n-th line (from 0). Adjacent lines differ in both.
 
     >>> [line_style(index) for index in (0, 1, 8, 17)]
     [(0, ()), (1, (4, 2)), (0, (4, 2)), (1, (6, 2, 1, 2))]

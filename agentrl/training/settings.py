@@ -79,8 +79,9 @@ class AlgorithmSettings(_Settings):
     head_exact_every: int = Field(0, ge=0)
     """number of steps between head-exact variance diagnostics; 0: never"""
     fidelity_bound: float | None = Field(None, gt=0)
-    """maximum mean |log-prob difference| between engine and trainer, in float32 also for each trajectory; a larger
-    difference ends the run. null: four times the difference measured at the start, within limits for the dtype"""
+    """maximum mean |log-prob difference| between engine and trainer; a larger difference ends the run. In float32, the
+    limit also applies to each trajectory. null: four times the difference measured at the start, within limits for the
+    dtype"""
 
     @field_validator("void_turns", mode="before")
     @classmethod
@@ -197,7 +198,7 @@ class TeacherSettings(_Settings):
             raise ValueError(f"{value!r} is not a template ({error}); write {{{{ and }}}} for plain braces") from None
         for _, name, specification, conversion in fields:
             if name is not None and (not name or name.isdigit() or {*name} & {*".["} or specification or conversion):
-                raise ValueError(f"{value!r} must name columns only, such as {{answer}}")
+                raise ValueError(f"{value!r} may contain only column names in braces, such as {{answer}}")
         return value
 
     @property

@@ -48,7 +48,7 @@ def test_formulas_by_hand(text: str, python: str, value: int):
         ("3-5", "negative or very large"),
         ("3/0", "leaves a remainder"),
         ("0.65*2", "decimals"),
-        ("7+2=10", "does not evaluate to its result"),
+        ("7+2=10", "does not evaluate to its stated result"),
         ("(7+2", "malformed"),
         ("9**9", "more than integer arithmetic"),
         ("__import__('os')", "more than integer arithmetic"),

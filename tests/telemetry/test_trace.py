@@ -148,4 +148,4 @@ def test_a_full_disk_ends_the_trace_and_not_the_run(tmp_path: Path, caplog: pyte
             trace.flush()
     trace.close()
     (record,) = caplog.records
-    assert record.message.endswith("tracing stops here: No space left on device")
+    assert record.message.endswith("tracing stops: No space left on device")

@@ -217,7 +217,9 @@ def test_hints_that_cannot_be_read() -> None:
     with pytest.raises(SettingsError, match=r"teacher\.hint .*is not a template .*write \{\{ and \}\}"):
         load_settings(overrides=["teacher.hint='{answer'"])
     for hint in ("{}", "{0}", "{answer:d}", "{answer!r}", "{answer.x}", "{answer[a]}"):
-        with pytest.raises(SettingsError, match=r"teacher\.hint .*must name columns only, such as \{answer\}"):
+        with pytest.raises(
+            SettingsError, match=r"teacher\.hint .*may contain only column names in braces, such as \{answer\}"
+        ):
             load_settings(overrides=[f"teacher.hint='{hint}'"])
 
 

@@ -136,9 +136,9 @@ def convert_to_protocol_format(
         )
         if unplayable:
             raise SettingsError(
-                f"{unplayable[0].location or unplayable[0].problem.id}: the turns have no observations, and an agent "
-                f"program (env={settings.env}) cannot play single turns to create them: write an observation for every "
-                "turn but the last, or demonstrate a single turn"
+                f"{unplayable[0].location or unplayable[0].problem.id}: the turns have no observations, which "
+                f"cannot be generated because env={settings.env} is an agent program. Write an observation for every "
+                "turn except the last, or use a demonstration with a single turn"
             )
         return tuple(demonstrations)
     if isinstance(environment, ReasoningSettings) or is_agent_program(settings.env):

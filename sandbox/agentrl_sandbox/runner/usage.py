@@ -33,7 +33,7 @@ _MAX_MAPPINGS = 65_530  # vm.max_map_count
 # Bytes counted for a lock or a descriptor watched by epoll. Such a record takes 200 bytes. The higher count limits the
 # length of the lists, because reading long lists would slow down the server.
 _COUNTED_RECORD_BYTES = 16 << 10
-_MAX_RECORD_BYTES_READ = 1 << 20  # maximum bytes read of one descriptor's list
+_MAX_RECORD_BYTES_READ = 1 << 20  # maximum size read from one descriptor's list
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
