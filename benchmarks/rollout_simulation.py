@@ -100,7 +100,7 @@ class SimulatedEngine:
     def __init__(self, hardware: Hardware, length: Callable[[int], int]) -> None:
         self._hardware = hardware
         self._length = length
-        self._running: list[tuple[float, int, _Request]] = []  # heap by the _service at which each request ends
+        self._running: list[tuple[float, int, _Request]] = []  # heap, ordered by the _service at which a request ends
         self._waiting: deque[_Request] = deque()
         self._service = 0.0  # tokens that a request running from the start would have by now
         self._since = 0.0

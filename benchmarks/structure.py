@@ -25,7 +25,7 @@ def names_in(node: ast.AST) -> Counter[str]:
 
 
 def is_record(node: ast.ClassDef) -> bool:
-    """Return True if a class is a dataclass, a named tuple, a typed dictionary or a model of settings."""
+    """Return True if a class is a dataclass, a named tuple, a typed dictionary or a settings model."""
     return any(RECORDS & set(names_in(each)) for each in [*node.decorator_list, *node.bases])
 
 

@@ -90,7 +90,7 @@ def statistics_cost(trajectories: int, tokens: int) -> float:
 
 
 def trace_cost() -> float:
-    """Print the cost of the trace. Returns the seconds of a slice."""
+    """Print the cost of tracing. Returns the seconds per slice."""
     without = min(slices() for _ in range(REPEATS))
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"

@@ -228,7 +228,7 @@ class EvaluationRun:
 
     @property
     def scores(self) -> pd.DataFrame:
-        """One row per benchmark: avg@n (``mean``), its interval for problems like these, and the number of rollouts."""
+        """One row per benchmark: avg@n (``mean``), its interval for new problems of its kind, number of rollouts."""
         require_package("pandas", extra="frames", purpose="EvaluationRun.scores")
         import pandas as pd
 

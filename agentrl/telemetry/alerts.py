@@ -93,7 +93,10 @@ def select_training_rows(rows: Iterable[Metrics]) -> list[Metrics]:
 
 
 def find_alerts(rows: Sequence[Metrics]) -> list[Alert]:
-    """Return the alerts that fire after the last of ``rows`` (:func:`select_training_rows`), causes before symptoms."""
+    """Return the alerts that fire after the last row of ``rows``, causes before symptoms.
+
+    ``rows`` contains rows of metrics, as :func:`select_training_rows` returns them.
+    """
     fired = ((rule, rule.rule(rows)) for rule in RULES) if rows else ()
     return remove_repeated_alerts(
         Alert(step=int(rows[-1]["step"]), alert=rule.name, message=message, advice=rule.advice)

@@ -85,7 +85,8 @@ def _result_bytes(execution: Execution) -> int:
 
 _Owner = TypeVar("_Owner")
 _Identifier = TypeVar("_Identifier")
-_MAX_SESSIONS = 65_536  # maximum number of open sessions, because their ends may be missed, and of ended sessions
+# Maximum number of open sessions, and of ended ones. Open sessions are limited too, because their ends may be missed.
+_MAX_SESSIONS = 65_536
 
 
 @dataclass(kw_only=True, slots=True, eq=False)

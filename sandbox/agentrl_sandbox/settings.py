@@ -28,7 +28,7 @@ LIMITS = (*PROGRAM_LIMITS, "fetch_limit", "max_sessions", "session_idle_timeout"
 
 
 class SandboxSettings(BaseModel):
-    """Location and resource limits of programs."""
+    """Location of the sandbox, and resource limits of programs."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 

@@ -57,7 +57,7 @@ def _proxy_energy(inputs: EstimatorInputs, energy: str) -> Tensor:
         return _read_energy_input(inputs, "token_energy", energy, negative=False)
     if inputs.source.log_probs is None and inputs.source.sum_pi_squared is None:
         raise MissingInputError(
-            f"energy={energy!r} needs token_energy (TokenStatistics.energy of the policy's forward), or log_probs and "
+            f"energy={energy!r} needs token_energy (TokenStatistics.energy of the forward pass), or log_probs and "
             "sum_pi_squared; energy='length' needs no input"
         )
     log_probs = _read_energy_input(inputs, "log_probs", energy)

@@ -29,8 +29,8 @@ class StudySettings(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str = Field(pattern=r"^\w[\w.-]*$", description="name of the study and of its folder")
-    env: str = Field("simpletir", description="as in agentrl train --env")
-    config: str | list[str] | None = Field(None, description="as in agentrl train --config; a name or a list of names")
+    env: str = Field("simpletir", description="environment, as in agentrl train --env")
+    config: str | list[str] | None = Field(None, description="preset or list of presets, as in agentrl train --config")
     settings: SettingValues = Field({}, description="settings of every run, with dotted keys")
     variants: dict[str, SettingValues] = Field({}, description="named sets of settings, with dotted keys")
     grid: dict[str, list[Scalar]] = Field({}, description="lists of values by dotted key")

@@ -68,7 +68,7 @@ _BUCKETS = (0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 20, 60, 300)
 
 
 class GatewayMetrics:
-    """Prometheus metrics of one gateway, in a separate registry so that gateways in one process do not mix."""
+    """Prometheus metrics of one gateway, in a separate registry, because a process may run several gateways."""
 
     def __init__(self) -> None:
         self._registry = registry = CollectorRegistry()
