@@ -17,7 +17,7 @@ response has an observation of one token between two model tokens:
 ...     Trajectory(problem=problem, step=0, group=7, sample=1, prompt_ids=(1, 2),
 ...                segments=(segment(4), seen, segment(6)), ended=Ended.ANSWERED),
 ... ])
->>> packed.token_ids.tolist(), packed.lengths.tolist(), packed.continued_segments.tolist()
+>>> packed.row.token_ids.tolist(), packed.row.lengths.tolist(), packed.row.continued_segments.tolist()
 ([1, 2, 3, 4, 5, 6], [2, 1, 3], [0, 0, 0])
 >>> batch = Batch.from_micro_batch(packed)
 >>> batch.response_mask.int().tolist(), batch.rewards.tolist()
@@ -30,7 +30,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal
 
@@ -47,18 +47,14 @@ from agentrl.trajectory import Trajectory
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    """``B`` trajectories as flat arrays, packed into one row of ``L`` tokens. Uses about 9 bytes per token.
+    """``B`` trajectories, packed into one row, with flat arrays of their values. Uses about 9 bytes per token.
 
-    The row has ``S`` segments (:class:`.PackedRow`). A prefix that prompts share is stored once. The responses
-    consist of ``R`` runs, in the order of the trajectories. A run contains consecutive tokens of one origin.
-    The model sampled ``N`` of the response tokens, in ``V`` version spans.
+    A prefix that prompts share is stored once in the row (:class:`.PackedRow`). The responses consist of ``R`` runs,
+    in the order of the trajectories. A run contains consecutive tokens of one origin. The model sampled ``N`` of the
+    response tokens, in ``V`` version spans.
     """
 
-    token_ids: np.ndarray  # [L] int32
-    lengths: np.ndarray  # [S] int64, number of tokens in each segment of the row
-    continued_segments: np.ndarray  # [S] int64, index of the segment that this segment continues; its own index if none
-    prompt_ends: np.ndarray  # [B] int64, index of the last prompt token in the row
-    response_starts: np.ndarray  # [B] int64, index of the first response token in the row
+    row: PackedRow  # on the host; with the engine's routes if they are replayed
     run_lengths: np.ndarray  # [R] int32
     run_sampled: np.ndarray  # [R] bool, True if the model sampled the run
     run_rewards: np.ndarray  # [R] float32, assigned to the last token of the run
@@ -77,7 +73,6 @@ class MicroBatch:
     trained: np.ndarray  # [B] bool, False if filters removed the trajectory from the loss
     home_ranks: np.ndarray  # [B] int64, rank that receives all trajectories of the group in a statistics pass
     greedy_returns: np.ndarray | None = None  # [B] float32, reward of the group's greedy rollout
-    routes: np.ndarray | None = None  # [L, R] int16, experts of each token in every layer (:class:`.RoutingPass`)
     support_ids: np.ndarray | None = None  # int32, tokens from which model tokens were sampled (:class:`.Support`)
     support_sizes: np.ndarray | None = None  # [N] int64, size of each model token's support; 0: whole vocabulary
     counted: bool = True  # False: the micro-batch takes part in collectives, but not in the loss or the metrics
@@ -123,8 +118,7 @@ class MicroBatch:
             responses = [torch.from_numpy(response) for _, response in documents]
             teacher_row = pack_row([*zip(prompts, responses, strict=True)])
         return cls(
-            **{field.name: getattr(row, field.name).numpy() for field in fields(row) if field.name != "routes"},
-            routes=_pack_routes(items, row),
+            row=replace(row, routes=_pack_routes(items, row)),
             run_lengths=np.array([len(segment.token_ids) for segment in segments], dtype=np.int32),
             run_sampled=np.array([segment.origin == "model" for segment in segments]),
             run_rewards=np.array([segment.reward for segment in segments], dtype=np.float32),
@@ -156,14 +150,14 @@ class MicroBatch:
     @property
     def tokens(self) -> int:
         """Number of tokens in the row."""
-        return len(self.token_ids)
+        return len(self.row.token_ids)
 
     @property
     def trajectories(self) -> int:
-        return len(self.response_starts)
+        return len(self.run_counts)
 
 
-def _pack_routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | None:
+def _pack_routes(items: Sequence[Trajectory], row: PackedRow) -> Tensor | None:
     """Return the routes [L, R] of the tokens of ``row``, -1 for tokens without a route; None if there are no routes.
 
     If several trajectories share a token, its route comes from the first of them, which sampled the token.
@@ -181,8 +175,8 @@ def _pack_routes(items: Sequence[Trajectory], row: PackedRow) -> np.ndarray | No
             continue
         item_routes = item_routes.reshape(count, -1)
         if row_routes is None:
-            row_routes = np.full((len(row.token_ids), item_routes.shape[1]), -1, dtype=np.int16)
-        row_routes[row.document_token_indices(number, count - len(item.prompt_ids))] = item_routes
+            row_routes = torch.full((len(row.token_ids), item_routes.shape[1]), -1, dtype=torch.int16, device="cpu")
+        row_routes[row.document_token_indices(number, count - len(item.prompt_ids))] = torch.from_numpy(item_routes)
     return row_routes
 
 
@@ -256,11 +250,6 @@ class Batch:
             run_lengths = micro.run_lengths[first:last]
             mask[number, : lengths[number]] = np.repeat(micro.run_sampled[first:last], run_lengths)
             rewards[number, np.cumsum(run_lengths) - 1] = micro.run_rewards[first:last]
-        names = [field.name for field in fields(PackedRow) if field.name != "routes"]
-        row = PackedRow(
-            **{name: torch.from_numpy(getattr(micro, name)) for name in names},
-            routes=None if micro.routes is None else torch.from_numpy(micro.routes),
-        )
 
         def to_device(values: np.ndarray) -> Tensor:
             return torch.from_numpy(values).to(device)
@@ -270,7 +259,7 @@ class Batch:
         # Pass the number of model tokens from the host to nonzero_static, to avoid a device synchronization.
         indices = torch.nonzero_static(response_mask, size=len(micro.log_probs))
         return cls(
-            row=row.pad_to_multiple(multiple).to(device),
+            row=micro.row.pad_to_multiple(multiple).to(device),
             rows=indices[:, 0],
             columns=indices[:, 1],
             response_mask=response_mask,

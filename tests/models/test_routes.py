@@ -164,10 +164,11 @@ def with_fixed_routes(model: Any, routes: Callable[[], Tensor]) -> None:
 async def test_loss_and_gradients_are_those_of_a_forward_with_fixed_routes(model: Any, checkpointed: bool) -> None:
     items = await played(model)
     micro = MicroBatch.from_trajectories(items)
-    assert micro.routes is not None
-    known = micro.routes[:, :1] >= 0
+    assert micro.row.routes is not None
+    routes = micro.row.routes.numpy()
+    known = routes[:, :1] >= 0
     random = np.random.default_rng(0).permuted(np.arange(EXPERTS)[None].repeat(len(known), 0), axis=1)[:, :TOP]
-    micro.routes[:] = np.where(known, np.tile(random, LAYERS), micro.routes)
+    routes[:] = np.where(known, np.tile(random, LAYERS), routes)
     copy = type(model)(model.config)
     copy.load_state_dict(model.state_dict())
     if checkpointed:
@@ -265,7 +266,7 @@ async def test_a_branch_keeps_the_routes_of_the_edge_that_sampled_its_prompt(mod
         second = replace(await conversation(engine, "1", start=prompt, turns=1), prompt_ids=prompt)
     other = replace(second.segments[0], routes=(~np.frombuffer(second.segments[0].routes, dtype=np.int16)).tobytes())
     micro = MicroBatch.from_trajectories([first, replace(second, segments=(other, *second.segments[1:]))])
-    assert micro.routes is not None
-    routes = torch.from_numpy(micro.routes[: len(prompt)])
+    assert micro.row.routes is not None
+    routes = micro.row.routes[: len(prompt)]
     assert torch.equal(routes[:-1], routes_of(first))
     assert bool((routes[-1] < 0).all())

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from multiprocessing.connection import Pipe
 from pathlib import Path
 from typing import Any, cast
 
@@ -41,6 +44,26 @@ def frozen_policy(model: Any, **options: Any) -> FrozenPolicy:
 
 def with_hint(item: Trajectory) -> tuple[int, ...]:
     return HINT + item.prompt_ids
+
+
+RECEIVER = """
+import sys
+from multiprocessing.connection import Connection
+micro = Connection(int(sys.argv[1])).recv()
+print(micro.row.token_ids.tolist(), micro.teacher_row.token_ids.tolist())
+"""
+
+
+def test_a_hinted_micro_batch_reaches_a_process_with_another_authentication_key() -> None:
+    """The worker sends plans to ranks that it did not start."""
+    micro = MicroBatch.from_trajectories(ROWS, teacher_prompt=with_hint)
+    sender, receiver = Pipe()
+    sender.send(micro)
+    command = [sys.executable, "-c", RECEIVER, str(receiver.fileno())]
+    ended = subprocess.run(command, pass_fds=[receiver.fileno()], capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stderr
+    response = [3, 4, 40, 41, 5, 6, 7, 8]
+    assert ended.stdout == f"{[1, 2, *response]} {[*HINT, 1, 2, *response]}\n"
 
 
 def test_only_the_teacher_reads_the_hint() -> None:

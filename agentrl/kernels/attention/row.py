@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -140,6 +140,12 @@ class PackedRow:
     prompt_ends: Tensor  # [B] int64, index in the row of each document's last prompt token
     response_starts: Tensor  # [B] int64, index in the row of each document's first response token; the others follow it
     routes: Tensor | None = None  # [L, R] int16, experts of each token in every layer, -1 if unknown
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Pickle a row on the host as NumPy arrays. A multiprocessing connection sends a tensor as a file descriptor,
+        # which the receiver can open only with the sender's authentication key. Worker and ranks have different keys.
+        given = {item.name: getattr(self, item.name) for item in fields(self)}
+        return _row_from_arrays, ({name: value.numpy() for name, value in given.items() if value is not None},)
 
     @cached_property
     def input_ids(self) -> Tensor:
@@ -307,6 +313,10 @@ class PackedRow:
                 offset += tables[-1].shape[1]
         device = self.token_ids.device
         return [table.to(device) for table in tables], places.to(device)
+
+
+def _row_from_arrays(arrays: dict[str, Any]) -> PackedRow:
+    return PackedRow(**{name: torch.from_numpy(array) for name, array in arrays.items()})
 
 
 def _group_similar_counts(counts: Sequence[tuple[int, ...]]) -> list[list[int]]:
