@@ -54,7 +54,6 @@ class _Step:
     beta: float
     teacher_coefficient: float
     frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher | TeachersBySource]
-    before_update: Callable[[], None] | None
     recorder: TokenStatisticsRecorder | None
     norms: list[float] = field(default_factory=list)
 
@@ -109,17 +108,11 @@ class Trainer:
         if self._reference is not None:
             self._kl.load_state_dict(state["kl"])
 
-    def train(
-        self,
-        plan: RankPlan,
-        *,
-        before_update: Callable[[], None] | None = None,
-        recorder: TokenStatisticsRecorder | None = None,
-    ) -> dict[str, float]:
+    def train(self, plan: RankPlan, *, recorder: TokenStatisticsRecorder | None = None) -> dict[str, float]:
         """Run one step's updates, and return metrics reduced over ranks.
 
-        ``before_update`` is called before each update, when gradients are complete. ``recorder`` receives the rows of
-        this rank. Raises MicroBatchMemoryError if a micro-batch does not fit in memory.
+        ``recorder`` receives the rows of this rank. Raises MicroBatchMemoryError if a micro-batch does not fit in
+        memory.
         """
         self._engine.module.train()
         if self._critic is not None:
@@ -140,7 +133,6 @@ class Trainer:
             beta=self._kl.beta,
             teacher_coefficient=teacher_coefficient,
             frozen=frozen,
-            before_update=before_update,
             recorder=recorder,
         )
         self._run_passes(step)
@@ -292,8 +284,6 @@ class Trainer:
             self.fidelity_bound,
             worst=worst if self._exact else None,
         )
-        if step.before_update is not None:
-            step.before_update()
         norms = [engine.step() for engine in self._engines]
         step.norms.append(norms[0])
         if self._critic is not None:
