@@ -135,7 +135,12 @@ class Trainer:
             frozen=frozen,
             recorder=recorder,
         )
-        self._run_passes(step)
+        if plan.updates and not plan.statistics_pass_reasons:
+            self._train_with_one_forward(step)
+        elif plan.updates:
+            # Run a statistics pass over the whole step, then the updates.
+            for number, batches in enumerate(self._run_statistics_pass(step)):
+                self._train_update(step, batches, tokens=plan.model_tokens[number], weights_unchanged=number == 0)
         metrics = {"policy/tokens": 0.0} | meter.reduce_over_ranks(self._engine)
         metrics |= effective_sample_size_metrics(metrics)
         if step.norms:
@@ -165,30 +170,23 @@ class Trainer:
 
     # -- passes ---------------------------------------------------------------------------------------------------
 
-    def _run_passes(self, step: _Step) -> None:
-        plan = step.plan
-        if plan.updates and not plan.statistics_pass_reasons:
-            self._train_with_one_forward(step)
-        elif plan.updates:
-            # Run a statistics pass over the whole step, then the updates.
-            for number, batches in enumerate(self._run_statistics_pass(step)):
-                self._train_update(step, batches, tokens=plan.model_tokens[number], weights_unchanged=number == 0)
-
     def _train_with_one_forward(self, step: _Step) -> None:
         """Run an update with one forward pass for both advantages and loss.
 
         :mod:`.batching` describes the additional passes of large groups.
         """
-        plan = step.plan
-        normalizer = self._objective.normalizer(plan.tokens, plan.sequences)
-        with torch.no_grad():
-            scored = self._map_micro_batches(partial(self._score_micro_batch, step=step), plan.statistics_pass_batches)
-        earlier = iter(batch for batch, _, _ in scored if batch.counted)
-        whole_step = self._known_before_forward and self._completer.step_wide
-        for unit in [tuple(chain(*plan.updates[0]))] if whole_step else plan.updates[0]:
-            if self._known_before_forward:
+        (update,) = step.plan.updates
+        normalizer = self._objective.normalizer(step.plan.tokens, step.plan.sequences)
+        if self._known_before_forward:
+            for unit in [tuple(chain(*update))] if self._completer.step_wide else update:
                 self._train_unit_advantages_first(step, unit, normalizer)
-            else:
+        else:
+            with torch.no_grad():
+                scored = self._map_micro_batches(
+                    partial(self._score_micro_batch, step=step), step.plan.statistics_pass_batches
+                )
+            earlier = iter(batch for batch, _, _ in scored if batch.counted)
+            for unit in update:
                 self._train_unit_rerunning_earlier_micro_batches(
                     step, unit, [next(earlier) for _ in unit[1:]], normalizer
                 )
