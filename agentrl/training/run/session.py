@@ -278,15 +278,12 @@ class TrainingSession:
         steps, every = self._settings.training.steps, self._settings.checkpoint.every
         self._evaluate_if_due()  # the initial evaluation, or one that was skipped when the run was stopped
         with self._console.progress(steps, self._progress.step) as progress:
-            for step in range(self._progress.step + 1, steps):
+            for step in range(self._progress.step + 1, steps + 1):
                 with trace_span("step", step=step):
                     self._run_step(step, progress)
                 self._evaluate_if_due()
-                if is_due(step, every):
+                if step < steps and is_due(step, every):  # _finish() saves the last step
                     self._save_checkpoint()
-            if self._progress.step < steps:
-                with trace_span("step", step=steps):
-                    self._run_step(steps, progress)
         self._evaluate_once_per_step()
         if self._settings.evaluation.falsified:
             self._evaluate_once_per_step(falsified=True)
