@@ -151,19 +151,17 @@ class HeadExactMonitor:
         )
 
     def metrics_over_ranks(self, reduce: Reduce) -> dict[str, float]:
-        """Return P, S and Var over the groups of all ranks. Collective."""
+        """Return P, S and Var over the groups of all ranks. Collective, and called once, after all groups are added."""
         sums = self._accumulator
-        total = reduce(sums.gradient_sum)
+        sums.gradient_sum = reduce(sums.gradient_sum)
         count = torch.tensor(float(sums.groups)).to(sums.power_sum)
-        power, groups = reduce(torch.stack([sums.power_sum, count])).tolist()
-        if not groups:
+        sums.power_sum, groups = reduce(torch.stack([sums.power_sum, count]))
+        sums.groups = int(groups)
+        if not sums.groups:
             return {}
-        mean_power = power / groups
-        signal = float(total.double().square().sum()) / groups**2
-        metrics = {"variance/head_exact_total_power": mean_power, "variance/head_exact_signal_strength": signal}
-        if groups > 1:
-            metrics["variance/head_exact_pure_noise"] = (mean_power - signal) / (groups - 1)
-        return metrics
+        head = sums.result()
+        metrics = {"variance/head_exact_total_power": head.power, "variance/head_exact_signal_strength": head.signal}
+        return metrics if head.variance is None else metrics | {"variance/head_exact_pure_noise": head.variance}
 
 
 class FidelityError(AgentRLError):

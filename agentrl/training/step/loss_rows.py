@@ -26,6 +26,7 @@ from agentrl.batch import Batch
 from agentrl.training.engine.collectives import MetricAccumulator, RowExchange
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
+from agentrl.training.step.diagnostics import record_algorithm_metrics
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_options, estimator_requirements
 
 # Metrics of the correction that are means over trajectories instead of tokens.
@@ -94,13 +95,9 @@ def _record_metrics(correction: Correction, batch: Batch, meter: MetricAccumulat
         "weight_mean": correction.loss_mask.sum(),
     }
     for name, value in correction.metrics.items():
-        weight = weights.get(name, tokens) * int(batch.counted)
-        if name == "rho_max":
-            meter.add_largest(f"correction/{name}", value, weight)
-        elif name == "rho_min":
-            meter.add_smallest(f"correction/{name}", value, weight)
-        elif name not in _OMITTED:
-            meter.add_mean(f"correction/{name}", value, weight)
+        if name not in _OMITTED:
+            weight = weights.get(name, tokens) * int(batch.counted)
+            record_algorithm_metrics(meter, "correction", {name: value}, weight)
 
 
 class BatchCompleter:
