@@ -463,7 +463,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         teacher_prompt=None if settings.teacher.hint is None else with_hint,
     )
     if case.statistics_pass:
-        plans = [replace(plan, statistics_pass_reasons=("asked for",)) for plan in plans]
+        plans = [replace(plan, statistics_pass=True) for plan in plans]
     critic = critic_of(case) if settings.algorithm.estimator == "gae" else None
     if case.zero_stage == 3:
         assert not any(item.numel() for item in model.parameters()), "not sharded as meant"
@@ -487,7 +487,7 @@ def step(case: Case, *, groups: int = GROUPS, folder: Path | None = None) -> dic
         "state": trainer.state_dict(),
         "metrics": metrics,
         "micro_batches": [sum(map(len, update)) for update in plans[0].updates],
-        "one_forward": not plans[0].statistics_pass_reasons,
+        "one_forward": not plans[0].statistics_pass,
     }
 
 

@@ -186,29 +186,27 @@ def test_tokens_and_sequences_are_those_of_all_ranks_and_of_the_loss() -> None:
     assert [(plan.tokens, plan.sequences) for plan in plans] == [(9, 3), (9, 3)]
     # 5 + 4 + 3 + 7 tokens with prompts; each rank computes one prompt token for its group of two.
     assert [plan.metrics for plan in plans] == [{"reward/mean": 0.5, "policy/prefix_sharing": 19 / 17}, {}]
-    assert not any(plan.statistics_pass_reasons for plan in plans)
+    assert not any(plan.statistics_pass for plan in plans)
 
 
 def test_a_group_over_the_budget_stays_on_one_rank_without_the_head_exact_diagnostic() -> None:
     settings = objective(estimator="grpo", head_exact_every=1)
     fits, split = (plan_step([group(0, 5, 5)], settings, budget=size, ranks=1)[0] for size in (9, 8))
-    assert (fits.statistics_pass_reasons, fits.head_exact, counted(fits)) == ((), True, [(9, True)])
-    assert (split.statistics_pass_reasons, split.head_exact, counted(split)) == ((), False, [(5, True), (5, True)])
+    assert (fits.statistics_pass, fits.head_exact, counted(fits)) == (False, True, [(9, True)])
+    assert (split.statistics_pass, split.head_exact, counted(split)) == (False, False, [(5, True), (5, True)])
 
 
 def units_of(plan: RankPlan) -> tuple[list[list[int]], list[int]]:
     """Tokens of the micro-batches of each unit, and of those that are scored first."""
     (update,) = plan.updates
-    return [[micro.tokens for micro in unit] for unit in update], [
-        micro.tokens for micro in plan.statistics_pass_batches
-    ]
+    return [[micro.tokens for micro in unit] for unit in update], [micro.tokens for micro in plan.scored_first]
 
 
 def test_a_group_over_the_budget_is_scored_first_but_for_its_last_micro_batch() -> None:
     made = [group(0, 9, 7, 6), group(1, 8), group(2, 4), group(3, 8)]
     energies, rewards = (plan_step(made, objective(estimator=name), budget=9, ranks=2) for name in ("ogb", "grpo"))
     # The shortest trajectory, which weighs nothing, makes the numbers of passes equal.
-    assert [plan.statistics_pass_reasons for plan in energies] == [(), ()]
+    assert not any(plan.statistics_pass for plan in energies)
     first, second = map(units_of, energies)
     assert first == ([[9, 7, 6]], [9, 7])
     assert second == ([[8], [8], [4]], [4, 4])
@@ -218,11 +216,7 @@ def test_a_group_over_the_budget_is_scored_first_but_for_its_last_micro_batch() 
 
 def test_a_statistics_pass_where_the_other_ranks_would_wait_for_that_of_a_large_group() -> None:
     plans = plan_step([group(0, 9, 7, 6), group(1, 4)], objective(estimator="ogb"), budget=9, ranks=2)
-    (reason,) = {reason for plan in plans for reason in plan.statistics_pass_reasons}
-    assert reason == (
-        "a group of 20 tokens does not fit into one micro-batch (training.micro_batch_tokens=9), and the other ranks "
-        "would wait for its rank"
-    )
+    assert all(plan.statistics_pass for plan in plans)
     assert all(len(unit) == 1 for plan in plans for unit in plan.updates[0])
 
 

@@ -28,26 +28,21 @@ from agentrl.training.step.objective_settings import (
 )
 from agentrl.trajectory import Group, Trajectory
 
-_LARGE_GROUP_REASON = (
-    "a group of {tokens} tokens does not fit into one micro-batch (training.micro_batch_tokens={budget}), and the "
-    "other ranks would wait for its rank"
-)
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankPlan:
     """One rank's work in one step. The plans of all ranks have the same number of micro-batches.
 
     An update consists of units: a micro-batch, or the micro-batches of a group that does not fit into one micro-batch.
-    There is one update if ``statistics_pass_reasons`` is empty, and no update if no group is left to train on.
+    Without a statistics pass there is one update. There is no update if no group is left to train on.
     """
 
     step: int
     version: int  # version of the policy to be trained
-    statistics_pass_reasons: tuple[str, ...]  # why a statistics pass runs first; empty: no such pass
+    statistics_pass: bool  # True if every micro-batch is scored before the updates
     updates: tuple[tuple[tuple[MicroBatch, ...], ...], ...]
-    # Micro-batches scored before training if there is no statistics pass: all but the last of each split group.
-    statistics_pass_batches: tuple[MicroBatch, ...]
+    # Micro-batches scored before the update if there is no statistics pass: all but the last of each split group.
+    scored_first: tuple[MicroBatch, ...]
     tokens: float  # number of tokens in the loss over all ranks, weighted by problem
     sequences: float  # number of rollouts with tokens in the loss over all ranks, weighted by problem
     model_tokens: tuple[int, ...]  # number of model tokens of each update over all ranks
@@ -206,11 +201,11 @@ def plan_step(
     share_prefixes = not (padded_rows or other_padded_rows or exact_energies)
     costs = RowCosts(attention_length=attention_length, share_prefixes=share_prefixes)
     largest = max((costs.count_tokens(group.trajectories) for group in groups), default=0)
-    reasons = statistics_pass_reasons(settings)
+    statistics_pass = bool(statistics_pass_reasons(settings))
     # The head-exact diagnostic needs whole groups, so it is omitted if a group does not fit into a micro-batch.
     head_exact = is_due(step, algorithm.head_exact_every) and largest <= budget
     updates: list[list[tuple[tuple[MicroBatch, ...], ...]]] = [[] for _ in range(ranks)]
-    statistics_pass_batches: list[list[MicroBatch]] = [[] for _ in range(ranks)]
+    scored_first: list[list[MicroBatch]] = [[] for _ in range(ranks)]
     trained: list[Trajectory] = []
     model_tokens: list[int] = []
     greedy = {group.index: group.greedy.reward for group in groups if group.greedy is not None}
@@ -221,12 +216,11 @@ def plan_step(
         split = [tuple(split_group(rows, budget, costs=costs)) for rows in every if costs.count_tokens(rows) > budget]
         shares = distribute_alternately(pack(whole), ranks=ranks)
         scored = 0
-        if split and not reasons:
+        if split and not statistics_pass:
             shares = balance_over_ranks([*split, *pack(whole)], ranks=ranks, costs=costs)
             scored = 0 if advantages_known_before_forward(settings) else 1
-            if _statistics_pass_is_faster(shares, scored, costs):
-                reasons = (_LARGE_GROUP_REASON.format(tokens=largest, budget=budget),)
-        if reasons and not head_exact:
+            statistics_pass = _statistics_pass_is_faster(shares, scored, costs)
+        if statistics_pass and not head_exact:
             parts = [piece for rows in every for piece in split_group(rows, budget // 4, costs=costs)]
             shares = distribute_alternately(pack(parts), ranks=ranks)
         rows = [item for group in every for item in group]
@@ -248,8 +242,8 @@ def plan_step(
         first = max(sum(len(unit) - 1 for unit in share) for share in shares) * scored
         for rank, share in enumerate(shares):
             units = [tuple(packed(items) for items in unit) for unit in share]
-            statistics_pass_batches[rank] += [micro for unit in units for micro in unit[:-1]] if scored else []
-            statistics_pass_batches[rank] += [filler] * (first - len(statistics_pass_batches[rank]))
+            scored_first[rank] += [micro for unit in units for micro in unit[:-1]] if scored else []
+            scored_first[rank] += [filler] * (first - len(scored_first[rank]))
             updates[rank].append((*units, *[(filler,)] * (most - sum(map(len, units)))))
     trajectories = sum(len(group.rollouts) for group in groups)
     planned = (micro for rank_updates in updates for update in rank_updates for unit in update for micro in unit)
@@ -262,9 +256,9 @@ def plan_step(
         RankPlan(
             step=step,
             version=version,
-            statistics_pass_reasons=reasons,
+            statistics_pass=statistics_pass,
             updates=tuple(updates[rank]),
-            statistics_pass_batches=tuple(statistics_pass_batches[rank]),
+            scored_first=tuple(scored_first[rank]),
             tokens=math.fsum(row.model_tokens * row.token_weight for row in trained),
             sequences=math.fsum(row.weight * row.problem_weight for row in trained),
             model_tokens=tuple(model_tokens),

@@ -135,7 +135,7 @@ class Trainer:
             frozen=frozen,
             recorder=recorder,
         )
-        if plan.updates and not plan.statistics_pass_reasons:
+        if plan.updates and not plan.statistics_pass:
             self._train_with_one_forward(step)
         elif plan.updates:
             # Run a statistics pass over the whole step, then the updates.
@@ -182,9 +182,7 @@ class Trainer:
                 self._train_unit_advantages_first(step, unit, normalizer)
         else:
             with torch.no_grad():
-                scored = self._map_micro_batches(
-                    partial(self._score_micro_batch, step=step), step.plan.statistics_pass_batches
-                )
+                scored = self._map_micro_batches(partial(self._score_micro_batch, step=step), step.plan.scored_first)
             earlier = iter(batch for batch, _, _ in scored if batch.counted)
             for unit in update:
                 self._train_unit_rerunning_earlier_micro_batches(
