@@ -12,12 +12,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy, mismatch_metrics
+from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy, kl_penalty, mismatch_metrics
 from agentrl.batch import Batch
 from agentrl.errors import AgentRLError
 from agentrl.models.policy import PolicyModel
 from agentrl.telemetry.tokens import TrajectoryTokens
 from agentrl.training.engine.collectives import MetricAccumulator
+from agentrl.training.step.objective_settings import ObjectiveSettings
 from agentrl.weights.sources import gathered_linear
 from agentrl.weights.verify import NOISE_LIMITS, noise_bound
 
@@ -65,6 +66,27 @@ def record_forward_metrics(meter: MetricAccumulator, batch: Batch, *, version: i
     proxies = diagonal_proxy(statistics.energy, batch.advantages * batch.path_weights[:, None], mask)
     rollouts = torch.where(mask.any(-1), batch.weights, 0.0).double().sum()
     meter.add_mean("variance/total_power", proxies.sum() / torch.where(rollouts > 0, rollouts, 1.0), rollouts)
+
+
+def record_divergences(meter: MetricAccumulator, batch: Batch, settings: ObjectiveSettings) -> None:
+    """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher.
+
+    For several teachers, also record the mean of each source in ``teacher.by_source``.
+    """
+    mask, statistics = batch.response_mask, batch.computed_statistics
+    for name, others, estimator, full in (
+        ("kl/mean", batch.reference_log_probs, settings.kl.resolved_estimator, statistics.full_kl),
+        ("teacher/divergence", batch.teacher_log_probs, settings.teacher.estimator, statistics.teacher_divergence),
+    ):
+        if others is not None:
+            penalty = kl_penalty(batch.log_probs, others, estimator, mask=mask, full=full).double()
+            parts = {name: mask}
+            for source in settings.teacher.by_source if name == "teacher/divergence" else ():
+                chosen = torch.tensor([one == source for one in batch.sources], device=mask.device)
+                parts[f"{name}/{source}"] = mask & chosen[:, None]
+            for key, part in parts.items():
+                tokens = part.sum()
+                meter.add_mean(key, (penalty * part).sum() / tokens.clamp(min=1), tokens * int(batch.counted))
 
 
 def variance_proxies(*, total_power: float, gradient_norm: float, trajectories: float) -> dict[str, float]:

@@ -20,7 +20,6 @@ from agentrl.algorithms import (
     rollout_correction,
 )
 from agentrl.algorithms.advantages import Moments
-from agentrl.algorithms.kl import kl_penalty
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
 from agentrl.batch import Batch
 from agentrl.training.engine.collectives import MetricAccumulator, RowExchange
@@ -128,18 +127,16 @@ class BatchCompleter:
             return _add_advantages(batches, inputs, self._advantages_over_ranks(batches, inputs, engine))
         return _add_advantages(batches, inputs, self._advantages_on_this_rank(inputs))
 
-    def add_correction(self, batch: Batch, *, meter: MetricAccumulator) -> Batch:
+    def add_correction(self, batch: Batch, *, meter: MetricAccumulator, normalizer: Tensor | None = None) -> Batch:
         """Add the rollout correction (importance weights and loss mask) to a scored batch.
 
-        The batch comes from :meth:`add_advantages_before_forward`. Its divergences from the reference policy and the
-        teacher are recorded in ``meter``.
+        ``normalizer``: see :meth:`RolloutCorrector.correct`.
         """
-        self._record_divergences(batch, meter)
-        return replace(batch, correction=self.corrector.correct(batch, meter=meter))
+        return replace(batch, correction=self.corrector.correct(batch, meter=meter, normalizer=normalizer))
 
     def complete_groups(self, parts: Sequence[Batch], *, beta: float, meter: MetricAccumulator) -> list[Batch]:
         """Add rewards, advantages and corrections to the batches of whole groups."""
-        parts = [replace(batch, correction=self.corrector.correct(batch, meter=meter)) for batch in parts]
+        parts = [self.add_correction(batch, meter=meter) for batch in parts]
         inputs = [self._advantage_inputs(batch, beta=beta, meter=meter) for batch in parts]
         return _add_advantages(parts, inputs, self._advantages_on_this_rank(inputs))
 
@@ -176,7 +173,7 @@ class BatchCompleter:
         receives all trajectories on rank 0.
         """
         every = [
-            replace(batch, correction=self.corrector.correct(batch, meter=meter, normalizer=normalizer))
+            self.add_correction(batch, meter=meter, normalizer=normalizer)
             for update, normalizer in zip(updates, self._correction_normalizers(updates, engine), strict=True)
             for batch in update
         ]
@@ -226,7 +223,6 @@ class BatchCompleter:
     def _advantage_inputs(self, batch: Batch, *, beta: float, meter: MetricAccumulator) -> AdvantageInputs:
         statistics, final_values, correction = batch.computed_statistics, batch.final_values, batch.correction
         known = self._inputs_known_before_forward(batch, meter)
-        self._record_divergences(batch, meter)
         return replace(
             known,
             rewards=self._rewards_with_kl_penalty(batch, known.rewards, beta),
@@ -269,26 +265,6 @@ class BatchCompleter:
         meter.add_mean("reward/overlong_share", (penalties < 0).double().mean(), counted)
         # The branches of a rollout share one penalty: the weighted mean of their penalties.
         return add_at_last_token(batch.rewards, batch.response_mask, penalties * batch.weights)
-
-    def _record_divergences(self, batch: Batch, meter: MetricAccumulator) -> None:
-        """Record the mean KL penalty for any ``kl.placement``, and the mean divergence from the teacher.
-
-        For several teachers, also record the mean of each source in ``teacher.by_source``.
-        """
-        mask, statistics, settings = batch.response_mask, batch.computed_statistics, self._settings
-        for name, others, estimator, full in (
-            ("kl/mean", batch.reference_log_probs, settings.kl.resolved_estimator, statistics.full_kl),
-            ("teacher/divergence", batch.teacher_log_probs, settings.teacher.estimator, statistics.teacher_divergence),
-        ):
-            if others is not None:
-                penalty = kl_penalty(batch.log_probs, others, estimator, mask=mask, full=full).double()
-                parts = {name: mask}
-                for source in settings.teacher.by_source if name == "teacher/divergence" else ():
-                    chosen = torch.tensor([one == source for one in batch.sources], device=mask.device)
-                    parts[f"{name}/{source}"] = mask & chosen[:, None]
-                for key, part in parts.items():
-                    tokens = part.sum()
-                    meter.add_mean(key, (penalty * part).sum() / tokens.clamp(min=1), tokens * int(batch.counted))
 
     def _rewards_with_kl_penalty(self, batch: Batch, rewards: Tensor, beta: float) -> Tensor:
         """Subtract the KL penalty from rewards if ``kl.placement`` is reward."""

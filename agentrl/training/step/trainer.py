@@ -29,6 +29,7 @@ from agentrl.training.step.diagnostics import (
     TokenStatisticsRecorder,
     check_fidelity,
     record_algorithm_metrics,
+    record_divergences,
     record_forward_metrics,
     variance_proxies,
 )
@@ -83,6 +84,7 @@ class Trainer:
         ``heartbeat``.
         """
         self._engine = engine
+        self._settings = settings
         self._temperature = temperature
         self.fidelity_bound = fidelity_bound
         # In other dtypes, rounding alone can exceed the bound on short trajectories.
@@ -413,5 +415,6 @@ class Trainer:
 
     def _record_metrics(self, step: _Step, batch: Batch, hidden: Tensor | None) -> None:
         record_forward_metrics(step.meter, batch, version=step.plan.version)
+        record_divergences(step.meter, batch, self._settings)
         if step.monitor is not None and hidden is not None and batch.counted:
             step.monitor.add_groups(batch, hidden)
