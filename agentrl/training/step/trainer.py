@@ -331,8 +331,11 @@ class Trainer:
         Returns (the batch with the results; statistics connected to the graph; hidden states).
         """
         statistics, hidden, log_probs = self._run_policy_forward(batch, step, keep_hidden=step.monitor is not None)
-        if self._engine.module.routes is not None:
-            batch = self._record_or_add_routes(batch, self._engine.module.routes, step)
+        routes = self._engine.module.routes
+        if routes is not None and routes.replayed is None:
+            batch = self._with_recorded_routes(batch, routes)
+        elif routes is not None:
+            self._record_replay_metrics(batch, routes, step)
         values = final_values = None
         log_probs |= {
             name: policy.score_batch(batch)[0] for name, policy in step.frozen.items() if name not in log_probs
@@ -358,29 +361,29 @@ class Trainer:
             scored = replace(scored, trajectory_energy=energies)
         return scored, statistics, hidden
 
-    def _record_or_add_routes(self, batch: Batch, routes: RoutingPass, step: _Step) -> Batch:
-        """Record metrics of replayed ``routes``, or return the batch with the routes that the trainer has selected.
+    def _with_recorded_routes(self, batch: Batch, routes: RoutingPass) -> Batch:
+        """Return the batch with the routes that the trainer has selected."""
+        recorded = routes.recorded_routes()
+        whole = recorded.new_full((len(batch.row.token_ids), recorded.shape[1]), -1)
+        whole[rank_slice(batch.row, self._engine.module.sequence)] = recorded
+        return replace(batch, row=replace(batch.row, routes=whole))
+
+    def _record_replay_metrics(self, batch: Batch, routes: RoutingPass, step: _Step) -> None:
+        """Record metrics of replayed ``routes``.
 
         In the first micro-batch of a step, a second forward pass measures the difference from the engine without
         replay.
         """
-        row, policy = batch.row, self._engine.module
-        if routes.replayed is None:
-            recorded = routes.recorded_routes()
-            whole = recorded.new_full((len(row.token_ids), recorded.shape[1]), -1)
-            whole[rank_slice(row, policy.sequence)] = recorded
-            return replace(batch, row=replace(row, routes=whole))
         other, total = routes.count_changed_and_replayed()
         step.meter.add_mean("policy/other_routes", other.double() / max(1, total), total * int(batch.counted))
         if self._routes_measured_at != step.plan.step:
             self._routes_measured_at = step.plan.step
             with torch.no_grad():
-                without_replay = replace(batch, row=replace(row, routes=None))
+                without_replay = replace(batch, row=replace(batch.row, routes=None))
                 statistics, _, _ = self._run_policy_forward(without_replay, replace(step, frozen={}))
             mismatch = mismatch_metrics(statistics.log_probs, batch.rollout_log_probs, batch.response_mask)
             weight = mismatch["tokens"] * int(batch.counted)
             step.meter.add_mean("policy/engine_abs_diff_own_routes", mismatch["mean_abs_difference"], weight)
-        return batch
 
     def _accumulate_loss_gradient(
         self,
