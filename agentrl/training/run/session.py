@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import socket
 import time
 from collections.abc import Callable, Iterator
@@ -116,7 +115,8 @@ class TrainingSession:
         self._alerting: set[str] = set()  # names of the alerts after the last step
         self._trained: list[Metrics] | None = None  # rows of all steps; None before this process's first step
         self._held_out: Metrics = {}  # metrics of an evaluation since the last step
-        self._checkpoints = settings.run_path / "checkpoints"
+        self._run_path = settings.run_path
+        self._checkpoints = self._run_path / "checkpoints"
         self._heartbeat = Heartbeat(deadline=settings.cluster.deadline, slow=settings.training.collective_deadline)
         with contextlib.ExitStack() as opened:  # closes the opened parts if a later part fails to open
             self._open(opened)
@@ -127,16 +127,16 @@ class TrainingSession:
         if run is not None:
             opened.callback(run.close)
         if settings.telemetry.trace:
-            start_trace(RunDirectory(self._checkpoints.parent).trace, f"rank {self.rank}")
+            start_trace(RunDirectory(self._run_path).trace, f"rank {self.rank}")
             opened.callback(stop_trace)
         self._trackers = Trackers(settings.telemetry, run, notify=self._console.note, warn=self._console.warning)
         opened.callback(self._trackers.close)
-        self._best = BestPolicyExport(self._checkpoints.parent)
-        self._start = path = prepare_starting_policy(settings, self._console)
-        self._tokenizer = read_tokenizer(path)
+        self._best = BestPolicyExport(self._run_path)
+        self._start = prepare_starting_policy(settings, self._console)
+        self._tokenizer = read_tokenizer(self._start)
         if run is not None:
             run.write_text("tokenizer.json", self._tokenizer.backend_tokenizer.to_str())  # needed to decode token ids
-        self._policy = read_policy(path, settings.model, settings.training)
+        self._policy = read_policy(self._start, settings.model, settings.training)
         objective = ObjectiveSettings.from_settings(settings)
         updates = settings.training.steps * settings.algorithm.updates_per_step
         self._engine = TrainingEngine(
@@ -147,16 +147,22 @@ class TrainingSession:
             updates=updates,
         )
         opened.callback(self._engine.close)
-        check_packed_forward(path, self._policy)
-        self._adapter = adapter_record(settings.model.lora, base=path)
+        check_packed_forward(self._start, self._policy)
+        self._adapter = adapter_record(settings.model.lora, base=self._start)
         has_critic = "values" in estimator_requirements(objective).inputs
-        self._critic = open_critic(settings, initial=path, updates=updates) if has_critic else None
-        self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._checkpoints.parent, rank=self.rank)
-        self._reference_path = reference_path(settings.kl, path)
-        self._trainer = self._open_trainer(objective)
-        self._tokens = TokenStatisticsWriter(
-            self._checkpoints.parent, settings.telemetry, objective, self._engine.groups
+        self._critic = open_critic(settings, initial=self._start, updates=updates) if has_critic else None
+        self._budget = MicroBatchBudget(settings.training.micro_batch_tokens, self._run_path, rank=self.rank)
+        self._reference_path = reference_path(settings.kl, self._start)
+        self._trainer = Trainer(
+            self._engine,
+            objective,
+            temperature=settings.rollout.temperature,
+            reference=open_reference(self._reference_path, settings, self._engine, initial=self._start),
+            teacher=open_teachers(settings, self._engine, initial=self._start),
+            critic=self._critic,
+            heartbeat=self._heartbeat,
         )
+        self._tokens = TokenStatisticsWriter(self._run_path, settings.telemetry, objective, self._engine.groups)
         opened.callback(self._tokens.close)
         self._engines: dict[str, TrainingEngine[nn.Module]] = {"engine": self._engine}
         if self._critic is not None:
@@ -166,27 +172,10 @@ class TrainingSession:
         opened.callback(self._writer.close)
         self._moves_state = bool(engine_facts(settings.rollout).shares_gpus) and settings.training.offload == "none"
         self._offload_state()
-        self._service = self._open_service(path)
+        self._service = self._open_service()
         self._sender = self._open_sender()
         opened.callback(self._sender.close)
         opened.callback(self._service.close)  # runs first: stops the servers to which the sender is connected
-
-    def _open_trainer(self, objective: ObjectiveSettings) -> Trainer:
-        settings, reference, teacher = self._settings, None, None
-        if self._reference_path is not None:
-            reference = open_reference(self._reference_path, settings, self._engine, initial=self._start)
-        if settings.teacher.active:
-            teacher = open_teachers(settings, self._engine, initial=self._start)
-        return Trainer(
-            self._engine,
-            objective,
-            temperature=settings.rollout.temperature,
-            fidelity_bound=math.inf,  # until print_setup_and_restore() measures the noise
-            reference=reference,
-            teacher=teacher,
-            critic=self._critic,
-            heartbeat=self._heartbeat,
-        )
 
     def _open_sender(self) -> WeightSender:
         rollout, cluster = self._settings.rollout, self._settings.cluster
@@ -194,23 +183,23 @@ class TrainingSession:
         return WeightSender(
             self._service,
             self._engine,
-            folder=self._checkpoints.parent / ".weights",
+            folder=self._run_path / ".weights",
             console=self._console,
             lora=self._settings.model.lora,
             base=self._start,
             host=_address_for_servers() if elsewhere else "127.0.0.1",
         )
 
-    def _open_service(self, path: str) -> RolloutService:
+    def _open_service(self) -> RolloutService:
         if self._world > 1 or self._settings.rollout.schedule != "synchronous":
             from agentrl.training.worker.remote import RemoteRolloutService
 
             service = RemoteRolloutService(
-                self._settings, path, rank=self.rank, ranks=self._world, heartbeat=self._heartbeat
+                self._settings, self._start, rank=self.rank, ranks=self._world, heartbeat=self._heartbeat
             )
             return cast(RolloutService, service)  # its methods are generated
         shared = engine_facts(self._settings.rollout).in_process and self._settings.training.zero_stage <= 2
-        return LocalRolloutService(self._settings, path, trained=self._policy.causal_lm if shared else None)
+        return LocalRolloutService(self._settings, self._start, trained=self._policy.causal_lm if shared else None)
 
     # -- phases ---------------------------------------------------------------------------------------------------
 
@@ -243,7 +232,7 @@ class TrainingSession:
             f"training: {_describe_parameters(self._policy)}, {settings.algorithm.estimator} with "
             f"{settings.algorithm.loss}, {settings.rollout.problems_per_step} problems x "
             f"{settings.rollout.group_size} a step, steps {self._progress.step + 1} to {settings.training.steps}, "
-            f"run directory {self._checkpoints.parent}"
+            f"run directory {self._run_path}"
         )
         if not settings.data.eval:
             self._console.note(_UNEVALUATED)

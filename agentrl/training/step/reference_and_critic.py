@@ -157,8 +157,12 @@ def reference_path(settings: KLSettings, initial: str) -> str | None:
     return None if settings.coefficient == 0.0 else settings.reference or initial
 
 
-def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str) -> FrozenPolicy:
-    """Open the reference policy on this rank. Raises SettingsError if the model cannot be read."""
+def open_reference(
+    path: str | None, settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
+) -> FrozenPolicy | None:
+    """Open the reference policy on this rank, if there is one. Raises SettingsError if the model cannot be read."""
+    if path is None:
+        return None
     policy, forward = _frozen_policy(path, settings, engine, initial=initial)
     return FrozenPolicy(
         policy,
@@ -170,11 +174,13 @@ def open_reference(path: str, settings: Settings, engine: TrainingEngine[PolicyM
 
 def open_teachers(
     settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
-) -> FrozenPolicy | ServedTeacher | TeachersBySource:
-    """Open the teacher of every problem source on this rank, each model once.
+) -> FrozenPolicy | ServedTeacher | TeachersBySource | None:
+    """Open the teacher of every problem source on this rank, each model once. Returns None without a teacher.
 
     Raises SettingsError if a model cannot be read or does not fit the policy's vocabulary.
     """
+    if not settings.teacher.active:
+        return None
     opened: dict[tuple[str, str | None], FrozenPolicy | ServedTeacher] = {}
     by_source = settings.teacher.settings_by_source
     for one in by_source.values():

@@ -72,7 +72,7 @@ class Trainer:
         settings: ObjectiveSettings,
         *,
         temperature: float,
-        fidelity_bound: float,
+        fidelity_bound: float = math.inf,
         reference: FrozenPolicy | None = None,
         teacher: FrozenPolicy | ServedTeacher | TeachersBySource | None = None,
         critic: Critic | None = None,
@@ -80,8 +80,8 @@ class Trainer:
     ) -> None:
         """Pass ``reference``, ``teacher`` and ``critic`` if and only if ``settings`` need them.
 
-        ``fidelity_bound``: see :func:`.diagnostics.check_fidelity`. Each pass over a micro-batch is marked in
-        ``heartbeat``.
+        ``fidelity_bound``: see :func:`.diagnostics.check_fidelity`. A run sets the attribute after it has measured the
+        noise. Each pass over a micro-batch is marked in ``heartbeat``.
         """
         self._engine = engine
         self._settings = settings
