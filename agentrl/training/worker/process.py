@@ -22,16 +22,16 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from agentrl.cluster.launchers import count_local_ranks
 from agentrl.cluster.processes import set_tcp_timeout
-from agentrl.errors import AgentRLError
+from agentrl.errors import AgentRLError, SettingsError, WorldError
 from agentrl.training.engine.determinism import count_computing_processes, set_determinism, set_threads
 from agentrl.training.engine.heartbeat import INTERVAL, HeartbeatMonitor
 from agentrl.training.worker.local import LocalRolloutService
 from agentrl.training.worker.service import (
-    CallFailure,
     CallReply,
     InterruptedRunError,
     RankConnectionMessage,
     StuckRanks,
+    WorkerLostError,
     WorkerRequest,
     WorkerStartup,
 )
@@ -149,10 +149,11 @@ class WorkerServer:
             self._reply_to_all(CallReply())
             self._execute_requests(service)
         except _RankLostError as error:
-            self._reply_to_all(CallReply(failure=CallFailure(message=str(error), lost=True)))
+            self._reply_to_all(CallReply(error=WorkerLostError(str(error))))
         except _REPORTED_ERRORS as error:
             code = error.exit_code if isinstance(error, AgentRLError) else _DEFAULT_EXIT_CODE
-            self._reply_to_all(CallReply(failure=CallFailure(message=str(error), exit_code=code)))
+            kind = SettingsError if code == SettingsError.exit_code else WorldError
+            self._reply_to_all(CallReply(error=kind(str(error))))
         finally:
             if service is not None:
                 service.close()
@@ -184,7 +185,7 @@ class WorkerServer:
         except InterruptedRunError:
             if self._lost is not None:
                 raise _RankLostError(self._lost) from None
-            self._reply_to_all(CallReply(failure=CallFailure(message="interrupted", interrupted=True)))
+            self._reply_to_all(CallReply(error=InterruptedRunError()))
             return
         for rank, value in enumerate(values):
             self._send(rank, CallReply(value=value))

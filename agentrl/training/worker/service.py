@@ -189,24 +189,11 @@ class WorkerRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallFailure:
-    """The reason why a call failed. ``interrupted``: a stop was requested; otherwise the run ends with ``exit_code``.
-
-    ``lost``: another rank exited or is stuck.
-    """
-
-    message: str
-    exit_code: int = 1
-    interrupted: bool = False
-    lost: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class CallReply:
-    """Reply to a call: the method's return value, or the reason why it failed."""
+    """Reply to a call: the method's return value, or the error that every rank raises."""
 
     value: object = None
-    failure: CallFailure | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
