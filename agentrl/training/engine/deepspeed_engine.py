@@ -48,48 +48,35 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._measured: list[tuple[str, Callable[[], float]]] = []
+        self._measured: list[tuple[str, Any, Any]] = []  # name, start and end: seconds, or CUDA events
 
     @contextmanager
     def time_section(self, name: str) -> Iterator[None]:
         """Add the duration of the block to ``name``, even if the block raises."""
-        seconds = (_start_stream_timer if self._device.type == "cuda" else _start_clock)()
+        began = self._now()
         try:
             yield
         finally:
-            self._measured.append((name, seconds()))
+            self._measured.append((name, began, self._now()))
 
     def read_and_reset_seconds(self) -> dict[str, float]:
         """Return the seconds spent in each section since the last call. Waits for the GPU."""
-        if self._device.type == "cuda" and self._measured:
+        cuda = self._device.type == "cuda"
+        if cuda and self._measured:
             torch.cuda.synchronize(self._device)
         totals: dict[str, float] = {}
-        for name, seconds in self._measured:
-            totals[name] = totals.get(name, 0.0) + seconds()
+        for name, began, ended in self._measured:
+            totals[name] = totals.get(name, 0.0) + (began.elapsed_time(ended) / 1000 if cuda else ended - began)
         self._measured.clear()
         return totals
 
-
-def _start_clock() -> Callable[[], Callable[[], float]]:
-    began = time.monotonic()
-
-    def end() -> Callable[[], float]:
-        seconds = time.monotonic() - began
-        return lambda: seconds
-
-    return end
-
-
-def _start_stream_timer() -> Callable[[], Callable[[], float]]:
-    """Start a timer on the current CUDA stream. It can be read once the GPU has executed the end event."""
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-
-    def end() -> Callable[[], float]:
-        last.record()
-        return lambda: first.elapsed_time(last) / 1000
-
-    return end
+    def _now(self) -> Any:
+        """Return the time or, on a GPU, an event that is recorded once the GPU reaches this point of the stream."""
+        if self._device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
 _Value = TypeVar("_Value")
