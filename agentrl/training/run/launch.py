@@ -45,9 +45,9 @@ _CAUSE_DELAY = 3.0  # seconds to wait for the cause of a failure that may be a c
 _POLL_INTERVAL = 0.2  # seconds between two polls of the ranks
 
 EXIT_CRASHED = 1
-"""Exit code of a rank that failed with an error other than an AgentRLError, for example because of a broken GPU."""
+"""Exit code of a rank that failed with an error that is not reported, for example because of a broken GPU."""
 EXIT_REPORTED_ERROR = 4
-"""Exit code of a rank that failed with an AgentRLError whose exit code is :data:`EXIT_CRASHED`."""
+"""Exit code of a rank that reported an error whose exit code equals :data:`EXIT_CRASHED`."""
 
 RANK_MODULE = "agentrl.training.run.rank"
 # Exit codes after which the ranks are not restarted: success, invalid settings, and a stop on request.

@@ -22,7 +22,7 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from agentrl.cluster.launchers import count_local_ranks
 from agentrl.cluster.processes import set_tcp_timeout
-from agentrl.errors import AgentRLError, SettingsError, WorldError
+from agentrl.errors import SettingsError, WorldError, reported_exit_code
 from agentrl.training.engine.determinism import count_computing_processes, set_determinism, set_threads
 from agentrl.training.engine.heartbeat import INTERVAL, HeartbeatMonitor
 from agentrl.training.worker.local import LocalRolloutService
@@ -35,14 +35,8 @@ from agentrl.training.worker.service import (
     WorkerRequest,
     WorkerStartup,
 )
-from agentrl_envs.episode import EnvironmentContractError
-from agentrl_envs.registry import PluginError, load_plugins
-from agentrl_sandbox.client import SandboxError
+from agentrl_envs.registry import load_plugins
 
-# Errors that end the run with a message and no traceback.
-_REPORTED_ERRORS = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
-# Exit code of a run after an error of these types that does not define an exit code.
-_DEFAULT_EXIT_CODE = 2
 _CONNECT_SECONDS = 600.0  # seconds to wait for all ranks to connect
 _EXIT_SECONDS = 20.0  # seconds that this process may take to exit cleanly after a rank has exited
 
@@ -150,8 +144,10 @@ class WorkerServer:
             self._execute_requests(service)
         except _RankLostError as error:
             self._reply_to_all(CallReply(error=WorkerLostError(str(error))))
-        except _REPORTED_ERRORS as error:
-            code = error.exit_code if isinstance(error, AgentRLError) else _DEFAULT_EXIT_CODE
+        except Exception as error:
+            code = reported_exit_code(error)
+            if code is None:
+                raise
             kind = SettingsError if code == SettingsError.exit_code else WorldError
             self._reply_to_all(CallReply(error=kind(str(error))))
         finally:
