@@ -1,4 +1,4 @@
-"""Training with DeepSpeed: optimizer, schedule, ZeRO and collectives. Only this module trains with DeepSpeed."""
+"""Training with DeepSpeed: optimizer, schedule, ZeRO and reductions. Only this module trains with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from agentrl.errors import WorldError
 from agentrl.kernels import TokenStatistics
 from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.loading import read_model
@@ -79,7 +78,6 @@ class Stopwatch:
         return event
 
 
-_Value = TypeVar("_Value")
 _Module_co = TypeVar("_Module_co", bound=nn.Module, covariant=True)
 
 
@@ -228,57 +226,6 @@ def _clear_caches_of_zero_3() -> None:
     for cell in getattr(cached, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def gather_from_ranks(value: _Value) -> list[_Value]:
-    """Return every rank's ``value``, in the order of ranks. Collective. Values are pickled and should be small."""
-    values = [value] * torch.distributed.get_world_size()
-    if len(values) > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def run_on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
-    """Call ``work`` on this rank and return every rank's value, in the order of ranks. Collective.
-
-    A WorldError on one rank is raised on all ranks, so that no rank waits in the next collective.
-    """
-    value: _Value | None = None
-    problem: str | None = None
-    try:
-        value = work()
-    except WorldError as error:
-        problem = str(error)
-    outcomes = gather_from_ranks((value, problem))
-    problems = [text for _, text in outcomes if text is not None]
-    if problems:
-        raise WorldError(problems[0])
-    return [cast(_Value, found) for found, _ in outcomes]
-
-
-def run_on_rank_zero(work: Callable[[], _Value]) -> _Value:
-    """Call ``work`` on rank 0 only, and return its value on every rank.
-
-    Handles errors as :func:`run_on_every_rank` does. Collective.
-
-    ``work`` must be fast, because the other ranks wait in a collective.
-    """
-    found = run_on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
-    return cast(_Value, found)
-
-
-def all_to_all(
-    values: Tensor, sent: list[int], received: list[int], group: torch.distributed.ProcessGroup | None = None
-) -> Tensor:
-    """Send the r-th part of ``values``, of ``sent[r]`` entries, to rank r of ``group`` (None: all ranks). Collective.
-
-    Returns the parts received from all ranks, in the order of ranks, with ``received[r]`` entries from rank r.
-    """
-    if len(sent) == 1:
-        return values
-    result = values.new_empty(sum(received), *values.shape[1:])
-    torch.distributed.all_to_all_single(result, values.contiguous(), received, sent, group=group)
-    return result
 
 
 class TrainingEngine(Generic[_Module_co]):

@@ -27,8 +27,8 @@ from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import prepare_starting_policy
-from agentrl.training.engine.collectives import check_shared_folder
-from agentrl.training.engine.deepspeed_engine import leave_distributed, run_on_rank_zero, start_distributed
+from agentrl.training.engine.collectives import check_shared_folder, run_on_rank_zero
+from agentrl.training.engine.deepspeed_engine import leave_distributed, start_distributed
 from agentrl.training.engine.determinism import (
     count_computing_processes,
     get_random_state,

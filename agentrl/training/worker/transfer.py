@@ -16,7 +16,8 @@ from agentrl.models.lora import write_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import os_errors_as_world_errors
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, run_on_every_rank
+from agentrl.training.engine.collectives import run_on_every_rank
+from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.worker.service import RolloutService
 from agentrl.weights.exports import AdapterSource, MergedSource, copy_to_host, write_export, write_version
 from agentrl.weights.sources import DirectTransfer, ParameterSource, TransferTarget
