@@ -313,34 +313,26 @@ class RankExit:
 class RankProcesses:
     """The running ranks of one attempt."""
 
-    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankExit], None] | None = None) -> None:
+    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankExit], None] = lambda end: None) -> None:
         """``report`` is called with the first failure immediately, because the other ranks take a while to exit."""
+        self.stop_requested = False
+        self.killed = False
         self._handles = handles
         self._report = report
-        self._stop_requested = threading.Event()
-        self._killed = threading.Event()
-        self._killed_by_timer = threading.Event()
+        self._killed_by_timer = False
         self._terminating = False
         self._cause: RankExit | None = None
-        self._reported: RankExit | None = None
         self._cause_found_at = 0.0
-
-    @property
-    def stop_requested(self) -> bool:
-        return self._stop_requested.is_set()
-
-    @property
-    def killed(self) -> bool:
-        return self._killed.is_set()
+        self._reported: RankExit | None = None
 
     def request_stop(self) -> None:
         """Stop the ranks at the next safe point."""
-        self._stop_requested.set()
+        self.stop_requested = True
         _send_signal(self._handles, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the ranks."""
-        self._killed.set()
+        self.killed = True
         _send_signal(self._handles, signal.SIGKILL)
 
     def wait_and_return_root_cause(self, poll: Callable[[], object] = lambda: None) -> RankExit | None:
@@ -350,39 +342,29 @@ class RankProcesses:
             ends = {index: end for index, one in enumerate(running) if (end := _exit_of(one)) is not None}
             running = [one for index, one in enumerate(running) if index not in ends]
             for end in ends.values():
-                self._update_cause(end)
-            if self._cause is not None and self._cause.code != EXIT_INTERRUPTED:
-                self._report_once(self._cause, at_once=not running)
+                ended_by_timer = self._killed_by_timer and end.lost is None
+                if end.code and not ended_by_timer and (self._cause is None or end.severity > self._cause.severity):
+                    self._cause, self._cause_found_at = end, time.monotonic()
+            cause = self._cause
+            if cause is not None and cause.code != EXIT_INTERRUPTED:
+                # A possible consequence of another failure is reported after a delay.
+                sure = not running or cause.severity > 0 or time.monotonic() > self._cause_found_at + _CAUSE_DELAY
+                if sure and cause is not self._reported and not self.stop_requested:
+                    self._reported = cause
+                    self._report(cause)
                 if not self._terminating:
                     self._terminating = True
-                    self._start_termination(
-                        running, _EXIT_SECONDS if self._cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS
-                    )
+                    self._start_termination(running, _EXIT_SECONDS if cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS)
             if running:
                 poll()
                 time.sleep(_POLL_INTERVAL)
         return self._cause
 
-    def _update_cause(self, end: RankExit) -> None:
-        if self._killed_by_timer.is_set() and end.lost is None:
-            return  # killed by the timer of _start_termination
-        if end.code and (self._cause is None or end.severity > self._cause.severity):
-            self._cause = end
-            self._cause_found_at = time.monotonic()
-
-    def _report_once(self, cause: RankExit, *, at_once: bool) -> None:
-        """Report the cause of a failure once. A possible consequence of another failure is reported after a delay."""
-        sure = at_once or cause.severity > 0 or time.monotonic() > self._cause_found_at + _CAUSE_DELAY
-        if sure and cause is not self._reported and not self.stop_requested:
-            self._reported = cause
-            if self._report is not None:
-                self._report(cause)
-
     def _start_termination(self, running: Sequence[ProcessHandle], seconds: float) -> None:
         """Send SIGTERM to the ranks, and kill the remaining ranks after ``seconds`` in a daemon thread."""
 
         def kill() -> None:
-            self._killed_by_timer.set()
+            self._killed_by_timer = True
             _send_signal(running, signal.SIGKILL)
 
         _send_signal(running, signal.SIGTERM)
