@@ -38,6 +38,18 @@ _OUT_OF_MEMORY = re.compile(
 )
 
 
+EXIT_CRASHED = 1
+"""Exit code of a rank that failed with an error that is not reported, for example because of a broken GPU."""
+EXIT_PEER_LOST = 3
+"""Exit code of a rank that exited because the rollout worker or another rank exited or is stuck."""
+EXIT_REPORTED_ERROR = 4
+"""Exit code of a rank that reported an error whose exit code equals :data:`EXIT_CRASHED`."""
+EXIT_STUCK = 6
+"""Exit code of a rank whose main thread was stuck."""
+EXIT_INTERRUPTED = 130
+"""Exit code of a run that stopped on request."""
+
+
 class AgentRLError(Exception):
     """An error that the command line reports as one message without a traceback."""
 

@@ -28,12 +28,19 @@ from agentrl.cluster.processes import (
     gpus_visible_before_launch,
 )
 from agentrl.cluster.sandboxes import SandboxServices
-from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
+from agentrl.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PEER_LOST,
+    EXIT_REPORTED_ERROR,
+    EXIT_STUCK,
+    OutOfMemoryError,
+    SettingsError,
+    WorldError,
+)
 from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.engines.base import engine_facts, runs_servers_on_nodes, server_bundles
 from agentrl.telemetry.console import Console
-from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals
-from agentrl.training.worker.service import EXIT_PEER_LOST, EXIT_STUCK
+from agentrl.training.run.signals import handle_stop_signals
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -43,11 +50,6 @@ _EXIT_SECONDS = 30.0  # seconds to wait for ranks to exit after SIGTERM if a ran
 _EXIT_SECONDS_AFTER_LOSS = 5.0  # seconds to wait for ranks to exit after SIGTERM if a rank or the worker was lost
 _CAUSE_DELAY = 3.0  # seconds to wait for the cause of a failure that may be a consequence of another failure
 _POLL_INTERVAL = 0.2  # seconds between two polls of the ranks
-
-EXIT_CRASHED = 1
-"""Exit code of a rank that failed with an error that is not reported, for example because of a broken GPU."""
-EXIT_REPORTED_ERROR = 4
-"""Exit code of a rank that reported an error whose exit code equals :data:`EXIT_CRASHED`."""
 
 RANK_MODULE = "agentrl.training.run.rank"
 # Exit codes after which the ranks are not restarted: success, invalid settings, and a stop on request.

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from agentrl.cluster.processes import PARENT_VARIABLE
 from agentrl.config import load_settings
-from agentrl.errors import reported_exit_code
+from agentrl.errors import EXIT_CRASHED, EXIT_PEER_LOST, EXIT_REPORTED_ERROR, reported_exit_code
 from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.run.launch import EXIT_CRASHED, EXIT_REPORTED_ERROR
 from agentrl.training.run.start import run_rank
-from agentrl.training.worker.service import EXIT_PEER_LOST, WorkerLostError
+from agentrl.training.worker.service import WorkerLostError
 
 
 def train_rank_from_environment() -> int:

@@ -26,12 +26,11 @@ from torch._dynamo.callback import callback_handler
 from agentrl.cluster.launchers import listen_for_ranks
 from agentrl.cluster.local import THIS_MACHINE, LocalProcess, log_file
 from agentrl.cluster.processes import ProcessSpec, set_tcp_timeout
+from agentrl.errors import EXIT_PEER_LOST, EXIT_STUCK
 from agentrl.rollout.engines.base import engine_facts
 from agentrl.training.engine.collectives import run_on_rank_zero
 from agentrl.training.engine.heartbeat import INTERVAL, Heartbeat
 from agentrl.training.worker.service import (
-    EXIT_PEER_LOST,
-    EXIT_STUCK,
     WORKER_CALLS,
     CallReply,
     RankConnectionMessage,

@@ -146,11 +146,6 @@ class RolloutService(Protocol):
         """Release the worker's rollouts, engine and environment."""
 
 
-EXIT_PEER_LOST = 3
-"""Exit code of a rank that exited because the rollout worker or another rank exited or is stuck."""
-EXIT_STUCK = 6
-"""Exit code of a rank whose main thread was stuck."""
-
 STOP_TIMEOUT = 60.0
 """Seconds for the worker to cancel its rollouts; it waits only for running programs and requests."""
 
