@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from typer.models import ArgumentInfo, OptionInfo
 
-from agentrl.errors import AgentRLError, append_help_link
+from agentrl.errors import append_help_link, reported_exit_code
 
 if TYPE_CHECKING:
     from agentrl.config import Command, Settings
@@ -411,7 +411,7 @@ def main() -> None:
     try:
         app()
     except Exception as error:
-        code = _exit_code(error)
+        code = reported_exit_code(error)
         if code is None:
             raise
         typer.echo(f"error: {append_help_link(str(error))}", err=True)
@@ -422,19 +422,6 @@ def configure_openmp_and_logging() -> None:
     """Configure OpenMP and logging, before a command imports its libraries."""
     shorten_spinning()
     logging.getLogger("stamina").setLevel(logging.ERROR)  # stamina logs every retry; the caller reports the failure
-
-
-def _exit_code(error: Exception) -> int | None:
-    """Return the exit code of an error, or None for a bug. Imports other packages only after a failure."""
-    if isinstance(error, AgentRLError):
-        return error.exit_code
-    from agentrl_envs.episode import EnvironmentContractError, UnavailableError
-    from agentrl_envs.registry import PluginError
-    from agentrl_sandbox.client import SandboxError
-
-    if isinstance(error, UnavailableError):
-        return 1
-    return 2 if isinstance(error, EnvironmentContractError | PluginError | SandboxError) else None
 
 
 def shorten_spinning() -> None:

@@ -15,7 +15,8 @@ AgentRLError
 ├── FidelityError             trainer and engine disagree on sampled tokens (agentrl.training.step.diagnostics)
 └── WeightMismatchError       an engine's weights differ from the weights sent to it (agentrl.training.worker.transfer)
 
-Any other exception is a bug and propagates unchanged.
+Some errors of agentrl_envs and agentrl_sandbox are reported in the same way (:func:`reported_exit_code`). Any other
+exception is a bug and propagates unchanged.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from importlib import resources
 from pathlib import Path
 from typing import ClassVar
 
-from agentrl_envs.registry import install_command
+from agentrl_envs.registry import PluginError, install_command
 
 _OUT_OF_MEMORY = re.compile(
     r"out of memory|OutOfMemory"  # torch, CUDA, Triton, and NCCL's "Cuda failure 2 'out of memory'"
@@ -35,6 +36,18 @@ _OUT_OF_MEMORY = re.compile(
     r"|STATUS_ALLOC_FAILED|DEVICE_ALLOCATION_FAILED",  # cuBLAS and cuDNN
     re.IGNORECASE,
 )
+
+
+EXIT_CRASHED = 1
+"""Exit code of a rank that failed with an error that is not reported, for example because of a broken GPU."""
+EXIT_PEER_LOST = 3
+"""Exit code of a rank that exited because the rollout worker or another rank exited or is stuck."""
+EXIT_REPORTED_ERROR = 4
+"""Exit code of a rank that reported an error whose exit code equals :data:`EXIT_CRASHED`."""
+EXIT_STUCK = 6
+"""Exit code of a rank whose main thread was stuck."""
+EXIT_INTERRUPTED = 130
+"""Exit code of a run that stopped on request."""
 
 
 class AgentRLError(Exception):
@@ -65,6 +78,19 @@ class OutOfMemoryError(WorldError):
     """Memory ran out in training. The run can continue from its last checkpoint with smaller micro-batches."""
 
     exit_code: ClassVar[int] = 5
+
+
+def reported_exit_code(error: Exception) -> int | None:
+    """Return the exit code of an error that is reported as one message without a traceback, or None for a bug."""
+    if isinstance(error, AgentRLError):
+        return error.exit_code
+    # Imported only after a failure, so that `agentrl --help` starts quickly.
+    from agentrl_envs.episode import EnvironmentContractError, UnavailableError
+    from agentrl_sandbox.client import SandboxError
+
+    if isinstance(error, UnavailableError):
+        return WorldError.exit_code
+    return SettingsError.exit_code if isinstance(error, EnvironmentContractError | PluginError | SandboxError) else None
 
 
 def append_help_link(message: str) -> str:

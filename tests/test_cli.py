@@ -12,6 +12,7 @@ from agentrl.cli import main
 from agentrl.config import Settings
 from agentrl.errors import SettingsError, WorldError
 from agentrl.problems.rows import ProblemFileError
+from agentrl_envs.episode import UnavailableError
 from agentrl_sandbox.client import SandboxError
 
 
@@ -153,6 +154,7 @@ def test_a_warning_is_said_and_the_run_goes_on(
         (ProblemFileError("p.jsonl, line 3: no JSON"), 2),
         (SandboxError("cannot isolate: no_network"), 2),
         (WorldError("disk full"), 1),
+        (UnavailableError("the judge is overloaded"), 1),
     ],
 )
 def test_errors_are_one_message_and_an_exit_code(

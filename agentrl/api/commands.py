@@ -28,7 +28,7 @@ from agentrl.api.inputs import (
 from agentrl.api.run import EvaluationRun, Run
 from agentrl.cli import configure_openmp_and_logging
 from agentrl.config import load_settings, run_config_for_model, settings_warnings
-from agentrl.errors import SettingsError, WorldError
+from agentrl.errors import EXIT_INTERRUPTED, SettingsError, WorldError
 from agentrl.evaluation.settings import EvaluationOptions, overrides_from_options
 
 if TYPE_CHECKING:
@@ -104,7 +104,6 @@ def train(
             print(f"warning: {warning}", file=sys.stderr)
         with prepared_process_state():
             from agentrl.training.run.callbacks import Callbacks
-            from agentrl.training.run.signals import EXIT_INTERRUPTED
             from agentrl.training.run.start import runs_in_one_process
             from agentrl.training.run.start import train as run
 

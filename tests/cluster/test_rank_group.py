@@ -13,9 +13,8 @@ import pytest
 
 from agentrl.cluster.local import THIS_MACHINE, LocalCluster, LocalProcess, LogPrinter
 from agentrl.cluster.processes import NodeLostError, ProcessSpec, Reservation
-from agentrl.errors import OutOfMemoryError, SettingsError
+from agentrl.errors import EXIT_PEER_LOST, EXIT_STUCK, OutOfMemoryError, SettingsError
 from agentrl.training.run.launch import RankProcesses
-from agentrl.training.worker.service import EXIT_PEER_LOST, EXIT_STUCK
 
 SLEEP = "import time; time.sleep(600)"
 

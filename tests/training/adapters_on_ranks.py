@@ -17,7 +17,8 @@ from agentrl.kernels.attention import pack_padded
 from agentrl.models.lora import add_adapters, disabled_adapters, is_adapter_factor
 from agentrl.models.policy import PolicyModel
 from agentrl.models.settings import LoRASettings
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
+from agentrl.training.engine.collectives import gather_from_ranks
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.exports import adapter_parameters, merged_parameters
 from agentrl.weights.sources import full_parameters

@@ -13,7 +13,8 @@ import torch
 from agentrl.kernels.attention import pack_padded
 from agentrl.models.loading import enable_gradient_checkpointing
 from agentrl.models.policy import PolicyModel
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
+from agentrl.training.engine.collectives import gather_from_ranks
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sources import full_parameters
 

@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, gather_from_ranks, start_distributed
+from agentrl.training.engine.collectives import gather_from_ranks
+from agentrl.training.engine.deepspeed_engine import TrainingEngine, start_distributed
 from agentrl.training.settings import OptimizerSettings, TrainingSettings
 from agentrl.weights.sources import full_parameters
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import psutil
 import pytest
+from ranks import free_port
 from shared import command_of
 
 from agentrl.telemetry.run_directory import RunDirectory
@@ -93,4 +94,15 @@ def test_the_run_ends_with_its_worker(command_line: CommandLine, random_policy: 
     said = process.communicate(timeout=DEADLINE)[0]
     assert process.returncode == 1, said
     assert "error: rollout worker: the connection closed while waiting for" in said
+    assert "Traceback" not in said, said
+
+
+@pytest.mark.parametrize("separate", ["rollout.schedule=asynchronous", "cluster.restarts=1"])
+def test_an_unavailable_service_ends_a_run_in_several_processes_with_one_message(
+    command_line: CommandLine, random_policy: Path, separate: str
+) -> None:
+    server = f"http://127.0.0.1:{free_port()}"
+    settings = command_line.counting(random_policy, "name=down", separate)[4:]
+    said = command_line.run("train", "--env", f"openenv:{server}", *settings, code=1)
+    assert f"error: OpenEnv server {server} cannot be reached: [Errno 111] Connection refused" in said
     assert "Traceback" not in said, said

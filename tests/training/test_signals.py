@@ -25,8 +25,9 @@ import pytest
 from ranks import free_port
 from warm import WarmPopen
 
+from agentrl.errors import EXIT_PEER_LOST
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.worker.service import EXIT_PEER_LOST, WorkerLostError, receive_message
+from agentrl.training.worker.service import WorkerLostError, receive_message
 
 from .conftest import DEADLINE, CommandLine, wait_until
 from .test_ranks import assert_all_end, family

@@ -30,12 +30,8 @@ from agentrl.models.settings import LoRASettings
 from agentrl.rollout.work_queue import QueueState
 from agentrl.telemetry.files import atomic_write, checksum, describe_damaged_files, os_errors_as_world_errors
 from agentrl.telemetry.records import EvaluationRecord
-from agentrl.training.engine.deepspeed_engine import (
-    TrainingEngine,
-    gather_from_ranks,
-    run_on_every_rank,
-    run_on_rank_zero,
-)
+from agentrl.training.engine.collectives import gather_from_ranks, run_on_every_rank, run_on_rank_zero
+from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.engine.parts import RankState
 from agentrl.training.settings import CheckpointSettings
 

@@ -1,4 +1,4 @@
-"""Communication between ranks: exchange of groups, reduction of metrics, and a check of the shared run directory."""
+"""Communication between ranks: calls on all ranks, row exchange, metric reduction, and a check of the run directory."""
 
 from __future__ import annotations
 
@@ -9,26 +9,73 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 import torch.distributed
 from torch import Tensor, nn
 
-from agentrl.errors import SettingsError
+from agentrl.errors import SettingsError, WorldError
 from agentrl.telemetry.files import os_errors_as_world_errors
-from agentrl.training.engine.deepspeed_engine import (
-    TrainingEngine,
-    all_to_all,
-    gather_from_ranks,
-    run_on_rank_zero,
-)
 
 if TYPE_CHECKING:
     from _typeshed import DataclassInstance
 
+    from agentrl.training.engine.deepspeed_engine import TrainingEngine
 
 _Record = TypeVar("_Record", bound="DataclassInstance")
+_Value = TypeVar("_Value")
+
+
+def gather_from_ranks(value: _Value) -> list[_Value]:
+    """Return every rank's ``value``, in the order of ranks. Collective. Values are pickled and should be small."""
+    values = [value] * torch.distributed.get_world_size()
+    if len(values) > 1:
+        torch.distributed.all_gather_object(values, value)
+    return values
+
+
+def run_on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
+    """Call ``work`` on this rank and return every rank's value, in the order of ranks. Collective.
+
+    A WorldError on one rank is raised on all ranks, so that no rank waits in the next collective.
+    """
+    value: _Value | None = None
+    problem: str | None = None
+    try:
+        value = work()
+    except WorldError as error:
+        problem = str(error)
+    outcomes = gather_from_ranks((value, problem))
+    problems = [text for _, text in outcomes if text is not None]
+    if problems:
+        raise WorldError(problems[0])
+    return [cast(_Value, found) for found, _ in outcomes]
+
+
+def run_on_rank_zero(work: Callable[[], _Value]) -> _Value:
+    """Call ``work`` on rank 0 only, and return its value on every rank.
+
+    Handles errors as :func:`run_on_every_rank` does. Collective.
+
+    ``work`` must be fast, because the other ranks wait in a collective.
+    """
+    found = run_on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
+    return cast(_Value, found)
+
+
+def all_to_all(
+    values: Tensor, sent: list[int], received: list[int], group: torch.distributed.ProcessGroup | None = None
+) -> Tensor:
+    """Send the r-th part of ``values``, of ``sent[r]`` entries, to rank r of ``group`` (None: all ranks). Collective.
+
+    Returns the parts received from all ranks, in the order of ranks, with ``received[r]`` entries from rank r.
+    """
+    if len(sent) == 1:
+        return values
+    result = values.new_empty(sum(received), *values.shape[1:])
+    torch.distributed.all_to_all_single(result, values.contiguous(), received, sent, group=group)
+    return result
 
 
 class RowExchange:

@@ -1,4 +1,4 @@
-"""Training with DeepSpeed: optimizer, schedule, ZeRO and collectives. Only this module trains with DeepSpeed."""
+"""Training with DeepSpeed: optimizer, schedule, ZeRO and reductions. Only this module trains with DeepSpeed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ import torch.distributed
 from torch import Tensor, nn
 from torch.distributed import distributed_c10d
 
-from agentrl.errors import WorldError
 from agentrl.kernels import TokenStatistics
 from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.loading import read_model
@@ -48,51 +47,37 @@ class Stopwatch:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._measured: list[tuple[str, Callable[[], float]]] = []
+        self._measured: list[tuple[str, Any, Any]] = []  # name, start and end: seconds, or CUDA events
 
     @contextmanager
     def time_section(self, name: str) -> Iterator[None]:
         """Add the duration of the block to ``name``, even if the block raises."""
-        seconds = (_start_stream_timer if self._device.type == "cuda" else _start_clock)()
+        began = self._now()
         try:
             yield
         finally:
-            self._measured.append((name, seconds()))
+            self._measured.append((name, began, self._now()))
 
     def read_and_reset_seconds(self) -> dict[str, float]:
         """Return the seconds spent in each section since the last call. Waits for the GPU."""
-        if self._device.type == "cuda" and self._measured:
+        cuda = self._device.type == "cuda"
+        if cuda and self._measured:
             torch.cuda.synchronize(self._device)
         totals: dict[str, float] = {}
-        for name, seconds in self._measured:
-            totals[name] = totals.get(name, 0.0) + seconds()
+        for name, began, ended in self._measured:
+            totals[name] = totals.get(name, 0.0) + (began.elapsed_time(ended) / 1000 if cuda else ended - began)
         self._measured.clear()
         return totals
 
-
-def _start_clock() -> Callable[[], Callable[[], float]]:
-    began = time.monotonic()
-
-    def end() -> Callable[[], float]:
-        seconds = time.monotonic() - began
-        return lambda: seconds
-
-    return end
+    def _now(self) -> Any:
+        """Return the time or, on a GPU, an event that is recorded once the GPU reaches this point of the stream."""
+        if self._device.type != "cuda":
+            return time.monotonic()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
 
 
-def _start_stream_timer() -> Callable[[], Callable[[], float]]:
-    """Start a timer on the current CUDA stream. It can be read once the GPU has executed the end event."""
-    first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    first.record()
-
-    def end() -> Callable[[], float]:
-        last.record()
-        return lambda: first.elapsed_time(last) / 1000
-
-    return end
-
-
-_Value = TypeVar("_Value")
 _Module_co = TypeVar("_Module_co", bound=nn.Module, covariant=True)
 
 
@@ -241,57 +226,6 @@ def _clear_caches_of_zero_3() -> None:
     for cell in getattr(cached, "__closure__", None) or ():
         if hasattr(cell.cell_contents, "cache_clear"):
             cell.cell_contents.cache_clear()
-
-
-def gather_from_ranks(value: _Value) -> list[_Value]:
-    """Return every rank's ``value``, in the order of ranks. Collective. Values are pickled and should be small."""
-    values = [value] * torch.distributed.get_world_size()
-    if len(values) > 1:
-        torch.distributed.all_gather_object(values, value)
-    return values
-
-
-def run_on_every_rank(work: Callable[[], _Value]) -> list[_Value]:
-    """Call ``work`` on this rank and return every rank's value, in the order of ranks. Collective.
-
-    A WorldError on one rank is raised on all ranks, so that no rank waits in the next collective.
-    """
-    value: _Value | None = None
-    problem: str | None = None
-    try:
-        value = work()
-    except WorldError as error:
-        problem = str(error)
-    outcomes = gather_from_ranks((value, problem))
-    problems = [text for _, text in outcomes if text is not None]
-    if problems:
-        raise WorldError(problems[0])
-    return [cast(_Value, found) for found, _ in outcomes]
-
-
-def run_on_rank_zero(work: Callable[[], _Value]) -> _Value:
-    """Call ``work`` on rank 0 only, and return its value on every rank.
-
-    Handles errors as :func:`run_on_every_rank` does. Collective.
-
-    ``work`` must be fast, because the other ranks wait in a collective.
-    """
-    found = run_on_every_rank(lambda: work() if torch.distributed.get_rank() == 0 else None)[0]
-    return cast(_Value, found)
-
-
-def all_to_all(
-    values: Tensor, sent: list[int], received: list[int], group: torch.distributed.ProcessGroup | None = None
-) -> Tensor:
-    """Send the r-th part of ``values``, of ``sent[r]`` entries, to rank r of ``group`` (None: all ranks). Collective.
-
-    Returns the parts received from all ranks, in the order of ranks, with ``received[r]`` entries from rank r.
-    """
-    if len(sent) == 1:
-        return values
-    result = values.new_empty(sum(received), *values.shape[1:])
-    torch.distributed.all_to_all_single(result, values.contiguous(), received, sent, group=group)
-    return result
 
 
 class TrainingEngine(Generic[_Module_co]):

@@ -28,12 +28,19 @@ from agentrl.cluster.processes import (
     gpus_visible_before_launch,
 )
 from agentrl.cluster.sandboxes import SandboxServices
-from agentrl.errors import OutOfMemoryError, SettingsError, WorldError
+from agentrl.errors import (
+    EXIT_INTERRUPTED,
+    EXIT_PEER_LOST,
+    EXIT_REPORTED_ERROR,
+    EXIT_STUCK,
+    OutOfMemoryError,
+    SettingsError,
+    WorldError,
+)
 from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.engines.base import engine_facts, runs_servers_on_nodes, server_bundles
 from agentrl.telemetry.console import Console
-from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals
-from agentrl.training.worker.service import EXIT_PEER_LOST, EXIT_STUCK
+from agentrl.training.run.signals import handle_stop_signals
 
 if TYPE_CHECKING:
     from agentrl.config import Settings
@@ -43,11 +50,6 @@ _EXIT_SECONDS = 30.0  # seconds to wait for ranks to exit after SIGTERM if a ran
 _EXIT_SECONDS_AFTER_LOSS = 5.0  # seconds to wait for ranks to exit after SIGTERM if a rank or the worker was lost
 _CAUSE_DELAY = 3.0  # seconds to wait for the cause of a failure that may be a consequence of another failure
 _POLL_INTERVAL = 0.2  # seconds between two polls of the ranks
-
-EXIT_CRASHED = 1
-"""Exit code of a rank that failed with an error other than an AgentRLError, for example because of a broken GPU."""
-EXIT_REPORTED_ERROR = 4
-"""Exit code of a rank that failed with an AgentRLError whose exit code is :data:`EXIT_CRASHED`."""
 
 RANK_MODULE = "agentrl.training.run.rank"
 # Exit codes after which the ranks are not restarted: success, invalid settings, and a stop on request.
@@ -313,34 +315,26 @@ class RankExit:
 class RankProcesses:
     """The running ranks of one attempt."""
 
-    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankExit], None] | None = None) -> None:
+    def __init__(self, handles: Sequence[ProcessHandle], report: Callable[[RankExit], None] = lambda end: None) -> None:
         """``report`` is called with the first failure immediately, because the other ranks take a while to exit."""
+        self.stop_requested = False
+        self.killed = False
         self._handles = handles
         self._report = report
-        self._stop_requested = threading.Event()
-        self._killed = threading.Event()
-        self._killed_by_timer = threading.Event()
+        self._killed_by_timer = False
         self._terminating = False
         self._cause: RankExit | None = None
-        self._reported: RankExit | None = None
         self._cause_found_at = 0.0
-
-    @property
-    def stop_requested(self) -> bool:
-        return self._stop_requested.is_set()
-
-    @property
-    def killed(self) -> bool:
-        return self._killed.is_set()
+        self._reported: RankExit | None = None
 
     def request_stop(self) -> None:
         """Stop the ranks at the next safe point."""
-        self._stop_requested.set()
+        self.stop_requested = True
         _send_signal(self._handles, signal.SIGTERM)
 
     def kill(self) -> None:
         """Kill the ranks."""
-        self._killed.set()
+        self.killed = True
         _send_signal(self._handles, signal.SIGKILL)
 
     def wait_and_return_root_cause(self, poll: Callable[[], object] = lambda: None) -> RankExit | None:
@@ -350,39 +344,29 @@ class RankProcesses:
             ends = {index: end for index, one in enumerate(running) if (end := _exit_of(one)) is not None}
             running = [one for index, one in enumerate(running) if index not in ends]
             for end in ends.values():
-                self._update_cause(end)
-            if self._cause is not None and self._cause.code != EXIT_INTERRUPTED:
-                self._report_once(self._cause, at_once=not running)
+                ended_by_timer = self._killed_by_timer and end.lost is None
+                if end.code and not ended_by_timer and (self._cause is None or end.severity > self._cause.severity):
+                    self._cause, self._cause_found_at = end, time.monotonic()
+            cause = self._cause
+            if cause is not None and cause.code != EXIT_INTERRUPTED:
+                # A possible consequence of another failure is reported after a delay.
+                sure = not running or cause.severity > 0 or time.monotonic() > self._cause_found_at + _CAUSE_DELAY
+                if sure and cause is not self._reported and not self.stop_requested:
+                    self._reported = cause
+                    self._report(cause)
                 if not self._terminating:
                     self._terminating = True
-                    self._start_termination(
-                        running, _EXIT_SECONDS if self._cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS
-                    )
+                    self._start_termination(running, _EXIT_SECONDS if cause.severity == 1 else _EXIT_SECONDS_AFTER_LOSS)
             if running:
                 poll()
                 time.sleep(_POLL_INTERVAL)
         return self._cause
 
-    def _update_cause(self, end: RankExit) -> None:
-        if self._killed_by_timer.is_set() and end.lost is None:
-            return  # killed by the timer of _start_termination
-        if end.code and (self._cause is None or end.severity > self._cause.severity):
-            self._cause = end
-            self._cause_found_at = time.monotonic()
-
-    def _report_once(self, cause: RankExit, *, at_once: bool) -> None:
-        """Report the cause of a failure once. A possible consequence of another failure is reported after a delay."""
-        sure = at_once or cause.severity > 0 or time.monotonic() > self._cause_found_at + _CAUSE_DELAY
-        if sure and cause is not self._reported and not self.stop_requested:
-            self._reported = cause
-            if self._report is not None:
-                self._report(cause)
-
     def _start_termination(self, running: Sequence[ProcessHandle], seconds: float) -> None:
         """Send SIGTERM to the ranks, and kill the remaining ranks after ``seconds`` in a daemon thread."""
 
         def kill() -> None:
-            self._killed_by_timer.set()
+            self._killed_by_timer = True
             _send_signal(running, signal.SIGKILL)
 
         _send_signal(running, signal.SIGTERM)

@@ -14,13 +14,12 @@ from pathlib import Path
 
 from agentrl.cluster.processes import PARENT_VARIABLE
 from agentrl.config import load_settings
-from agentrl.errors import AgentRLError
+from agentrl.errors import EXIT_CRASHED, EXIT_PEER_LOST, EXIT_REPORTED_ERROR, reported_exit_code
 from agentrl.evaluation.settings import quoted_override
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.run_directory import RunDirectory
-from agentrl.training.run.launch import EXIT_CRASHED, EXIT_REPORTED_ERROR
 from agentrl.training.run.start import run_rank
-from agentrl.training.worker.service import EXIT_PEER_LOST, WorkerLostError
+from agentrl.training.worker.service import WorkerLostError
 
 
 def train_rank_from_environment() -> int:
@@ -35,11 +34,14 @@ def train_rank_from_environment() -> int:
         check_environment(settings)  # first, because the environment's module may register an estimator or a loss
         run = RunDirectory.resume(path) if rank == "0" else None
         return run_rank(settings, run, resume="--resume" in sys.argv[2:])
-    except AgentRLError as error:
+    except Exception as error:
+        code = reported_exit_code(error)
+        if code is None:
+            raise
         print(f"error{'' if rank == '0' else f' (rank {rank})'}: {error}", file=sys.stderr, flush=True)
         if isinstance(error, WorkerLostError):
             return EXIT_PEER_LOST
-        return EXIT_REPORTED_ERROR if error.exit_code == EXIT_CRASHED else error.exit_code
+        return EXIT_REPORTED_ERROR if code == EXIT_CRASHED else code
 
 
 def exit_with_parent(parent_pid: int) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, cast
 from torch import Tensor, nn
 
 from agentrl.cluster.launchers import address_of_rank_zero
+from agentrl.errors import EXIT_INTERRUPTED
 from agentrl.models.exactness import check_packed_forward
 from agentrl.models.policy import PolicyModel
 from agentrl.models.tokenizer import read_tokenizer
@@ -45,7 +46,6 @@ from agentrl.training.run.outputs import (
     resume_command,
     write_final_outputs,
 )
-from agentrl.training.run.signals import EXIT_INTERRUPTED
 from agentrl.training.step.batching import is_due
 from agentrl.training.step.diagnostics import FIDELITY_FLOORS, fidelity_bound
 from agentrl.training.step.objective_settings import ObjectiveSettings, estimator_requirements

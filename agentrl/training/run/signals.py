@@ -14,9 +14,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-EXIT_INTERRUPTED = 130
-"""Exit code of a run that stopped on request."""
-
 _SIGNALS = (signal.SIGTERM, signal.SIGINT)
 # Seconds within which further signals count as the same request, because a launcher forwards a signal that the terminal
 # has already sent to every process.

@@ -21,14 +21,14 @@ from agentrl.cluster.launchers import (
 from agentrl.cluster.local import THIS_MACHINE, log_file, tee_output_to_log
 from agentrl.cluster.processes import PARENT_VARIABLE
 from agentrl.config import dump_yaml
-from agentrl.errors import AgentRLError, SettingsError
+from agentrl.errors import EXIT_INTERRUPTED, AgentRLError, SettingsError
 from agentrl.rollout.environment import check_environment
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.machine import describe_machine
 from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.training.coldstart.policy import prepare_starting_policy
-from agentrl.training.engine.collectives import check_shared_folder
-from agentrl.training.engine.deepspeed_engine import leave_distributed, run_on_rank_zero, start_distributed
+from agentrl.training.engine.collectives import check_shared_folder, run_on_rank_zero
+from agentrl.training.engine.deepspeed_engine import leave_distributed, start_distributed
 from agentrl.training.engine.determinism import (
     count_computing_processes,
     get_random_state,
@@ -41,7 +41,7 @@ from agentrl.training.run.launch import launch_ranks, runs_in_separate_processes
 from agentrl.training.run.outputs import describe_progress
 from agentrl.training.run.preflight import check_and_describe_inputs, check_teacher_sources, unmet_machine_requirements
 from agentrl.training.run.session import TrainingSession
-from agentrl.training.run.signals import EXIT_INTERRUPTED, handle_stop_signals, sigterm_as_ctrl_c
+from agentrl.training.run.signals import handle_stop_signals, sigterm_as_ctrl_c
 
 if TYPE_CHECKING:
     from agentrl.config import Settings

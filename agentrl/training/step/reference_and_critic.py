@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
@@ -14,7 +14,7 @@ from agentrl.batch import Batch, scatter_tokens
 from agentrl.errors import SettingsError
 from agentrl.models.exactness import choose_attention_backend
 from agentrl.models.lora import disabled_adapters
-from agentrl.models.policy import FrozenHead, FrozenPoliciesByToken, PolicyModel, ValueModel
+from agentrl.models.policy import FrozenDistribution, FrozenHead, FrozenPoliciesByToken, PolicyModel, ValueModel
 from agentrl.models.settings import LoRASettings
 from agentrl.models.tokenizer import read_tokenizer, special_token_differences
 from agentrl.training.engine.deepspeed_engine import (
@@ -37,6 +37,15 @@ def create_kl_controller(settings: KLSettings) -> KLController:
     if settings.controller == "fixed":
         return FixedKL(settings.coefficient)
     return AdaptiveKL(settings.coefficient, target=settings.target, horizon=settings.horizon)
+
+
+class ScoringPolicy(Protocol):
+    """The reference or the teacher, as the trainer calls it."""
+
+    needs_full_distribution: bool
+
+    def score_batch(self, batch: Batch) -> tuple[Tensor, FrozenDistribution | None]:
+        """Compute the log-probabilities and the inputs of the divergence of :meth:`FrozenPolicy.score_batch`."""
 
 
 class FrozenPolicy:
@@ -172,9 +181,7 @@ def open_reference(
     )
 
 
-def open_teachers(
-    settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str
-) -> FrozenPolicy | ServedTeacher | TeachersBySource | None:
+def open_teachers(settings: Settings, engine: TrainingEngine[PolicyModel], *, initial: str) -> ScoringPolicy | None:
     """Open the teacher of every problem source on this rank, each model once. Returns None without a teacher.
 
     Raises SettingsError if a model cannot be read or does not fit the policy's vocabulary.

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -36,10 +36,7 @@ from agentrl.training.step.diagnostics import (
 from agentrl.training.step.loss_rows import BatchCompleter, effective_sample_size_metrics
 from agentrl.training.step.objective import PolicyObjective
 from agentrl.training.step.objective_settings import ObjectiveSettings, advantages_known_before_forward
-from agentrl.training.step.reference_and_critic import Critic, FrozenPolicy, TeachersBySource, create_kl_controller
-
-if TYPE_CHECKING:
-    from agentrl.training.step.served_teacher import ServedTeacher
+from agentrl.training.step.reference_and_critic import Critic, ScoringPolicy, create_kl_controller
 
 _Result = TypeVar("_Result")
 _Item = TypeVar("_Item", MicroBatch, Batch)
@@ -54,7 +51,7 @@ class _Step:
     monitor: HeadExactMonitor | None
     beta: float
     teacher_coefficient: float
-    frozen: Mapping[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher | TeachersBySource]
+    frozen: Mapping[Literal["reference", "teacher"], ScoringPolicy]
     recorder: TokenStatisticsRecorder | None
     norms: list[float] = field(default_factory=list)
 
@@ -73,8 +70,8 @@ class Trainer:
         *,
         temperature: float,
         fidelity_bound: float = math.inf,
-        reference: FrozenPolicy | None = None,
-        teacher: FrozenPolicy | ServedTeacher | TeachersBySource | None = None,
+        reference: ScoringPolicy | None = None,
+        teacher: ScoringPolicy | None = None,
         critic: Critic | None = None,
         heartbeat: Heartbeat | None = None,
     ) -> None:
@@ -123,7 +120,7 @@ class Trainer:
         policy = self._engine.module
         monitor = HeadExactMonitor(policy, temperature=self._temperature) if plan.head_exact else None
         teacher_coefficient = self._teacher_coefficient(plan.step)
-        frozen: dict[Literal["reference", "teacher"], FrozenPolicy | ServedTeacher | TeachersBySource] = {}
+        frozen: dict[Literal["reference", "teacher"], ScoringPolicy] = {}
         if self._reference is not None:
             frozen["reference"] = self._reference
         if self._teacher is not None and teacher_coefficient > 0:

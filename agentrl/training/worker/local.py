@@ -79,48 +79,6 @@ class CallerLoop:
         close_loop(self._loop)
 
 
-class WorkerLoop:
-    """Runs coroutines to completion, one at a time."""
-
-    def __init__(self, *, idle_between_calls: bool) -> None:
-        """With ``idle_between_calls``, nothing runs between calls.
-
-        Otherwise, rollouts continue in a thread during training.
-        """
-        self._loop = CallerLoop() if idle_between_calls else LoopThread()
-        self._running: asyncio.Task[object] | None = None
-        self._interrupted = False
-
-    def run_coroutine(self, work: Coroutine[object, object, _Result], *, interruptible: bool) -> _Result:
-        """Run the coroutine and return its result.
-
-        Raises asyncio.CancelledError if the work is interruptible and :meth:`cancel_interruptible_work` was called.
-        """
-        try:
-            return self._loop.run(self._run_as_current_task(work) if interruptible else work)
-        except concurrent.futures.CancelledError:  # from a thread
-            raise asyncio.CancelledError from None
-
-    def cancel_interruptible_work(self) -> None:
-        """Cancel current and future interruptible work. Callable from any thread and from signal handlers."""
-        self._interrupted = True
-        running = self._running
-        if running is not None:
-            running.get_loop().call_soon_threadsafe(running.cancel)
-
-    def close(self) -> None:
-        self._loop.close()
-
-    async def _run_as_current_task(self, work: Coroutine[object, object, _Result]) -> _Result:
-        self._running = task = asyncio.current_task()
-        if self._interrupted and task is not None:  # interrupted before the assignment
-            task.cancel()
-        try:
-            return await work
-        finally:
-            self._running = None
-
-
 # The probe consists of this many problem statements and a fixed text, because statements may be empty. Prompts are not
 # used, because building them would require starting an episode for each problem.
 _PROBE_PROBLEMS = 64
@@ -144,6 +102,7 @@ class LocalRolloutService:
         self._ranks = ranks
         self._folder = settings.run_path.absolute()
         self._interrupted = False
+        self._running: asyncio.Task[object] | None = None  # task of the running interruptible call
         self._groups: tuple[Group, ...] | None = None  # groups of the planned step; None if no step is planned
         with contextlib.ExitStack() as opened:  # closes the opened parts if a later part fails to open
             self._open(opened, policy_path, trained)
@@ -158,7 +117,7 @@ class LocalRolloutService:
             opened.callback(setattr, execution, "trace_program", contextlib.nullcontext)
         environment, codec = build_environment_and_codec(settings, read_tokenizer(policy_path), policy_path)
         self._environment = environment
-        self._loop = WorkerLoop(idle_between_calls=settings.rollout.schedule == "synchronous")
+        self._loop = CallerLoop() if settings.rollout.schedule == "synchronous" else LoopThread()
         opened.callback(self._loop.close)
         self._rewards = build_rewards(settings)
         self._run_interruptible(environment.open())
@@ -368,7 +327,9 @@ class LocalRolloutService:
     def cancel_interruptible_calls(self) -> None:
         if not self._interrupted:  # cancelled tasks are cleaning up and must not be cancelled again
             self._interrupted = True
-            self._loop.cancel_interruptible_work()
+            running = self._running
+            if running is not None:
+                running.get_loop().call_soon_threadsafe(running.cancel)
 
     def close(self) -> None:
         self._opened.close()
@@ -395,7 +356,7 @@ class LocalRolloutService:
 
     def _run_to_end(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Run ``work`` without interruption, because weight changes are short and must be complete."""
-        return self._loop.run_coroutine(work, interruptible=False)
+        return self._loop.run(work)
 
     def _run_interruptible(self, work: Coroutine[object, object, _Result]) -> _Result:
         """Run ``work``. Raises InterruptedRunError after :meth:`cancel_interruptible_calls`."""
@@ -403,6 +364,15 @@ class LocalRolloutService:
             work.close()
             raise InterruptedRunError
         try:
-            return self._loop.run_coroutine(work, interruptible=True)
-        except asyncio.CancelledError:
+            return self._loop.run(self._run_as_current_task(work))
+        except (asyncio.CancelledError, concurrent.futures.CancelledError):  # from CallerLoop, from LoopThread
             raise InterruptedRunError from None
+
+    async def _run_as_current_task(self, work: Coroutine[object, object, _Result]) -> _Result:
+        self._running = task = asyncio.current_task()
+        if self._interrupted and task is not None:  # interrupted before the assignment
+            task.cancel()
+        try:
+            return await work
+        finally:
+            self._running = None

@@ -22,27 +22,21 @@ from multiprocessing.connection import Connection, answer_challenge, deliver_cha
 
 from agentrl.cluster.launchers import count_local_ranks
 from agentrl.cluster.processes import set_tcp_timeout
-from agentrl.errors import AgentRLError
+from agentrl.errors import SettingsError, WorldError, reported_exit_code
 from agentrl.training.engine.determinism import count_computing_processes, set_determinism, set_threads
 from agentrl.training.engine.heartbeat import INTERVAL, HeartbeatMonitor
 from agentrl.training.worker.local import LocalRolloutService
 from agentrl.training.worker.service import (
-    CallFailure,
     CallReply,
     InterruptedRunError,
     RankConnectionMessage,
     StuckRanks,
+    WorkerLostError,
     WorkerRequest,
     WorkerStartup,
 )
-from agentrl_envs.episode import EnvironmentContractError
-from agentrl_envs.registry import PluginError, load_plugins
-from agentrl_sandbox.client import SandboxError
+from agentrl_envs.registry import load_plugins
 
-# Errors that end the run with a message and no traceback.
-_REPORTED_ERRORS = (AgentRLError, EnvironmentContractError, PluginError, SandboxError)
-# Exit code of a run after an error of these types that does not define an exit code.
-_DEFAULT_EXIT_CODE = 2
 _CONNECT_SECONDS = 600.0  # seconds to wait for all ranks to connect
 _EXIT_SECONDS = 20.0  # seconds that this process may take to exit cleanly after a rank has exited
 
@@ -149,10 +143,13 @@ class WorkerServer:
             self._reply_to_all(CallReply())
             self._execute_requests(service)
         except _RankLostError as error:
-            self._reply_to_all(CallReply(failure=CallFailure(message=str(error), lost=True)))
-        except _REPORTED_ERRORS as error:
-            code = error.exit_code if isinstance(error, AgentRLError) else _DEFAULT_EXIT_CODE
-            self._reply_to_all(CallReply(failure=CallFailure(message=str(error), exit_code=code)))
+            self._reply_to_all(CallReply(error=WorkerLostError(str(error))))
+        except Exception as error:
+            code = reported_exit_code(error)
+            if code is None:
+                raise
+            kind = SettingsError if code == SettingsError.exit_code else WorldError
+            self._reply_to_all(CallReply(error=kind(str(error))))
         finally:
             if service is not None:
                 service.close()
@@ -184,7 +181,7 @@ class WorkerServer:
         except InterruptedRunError:
             if self._lost is not None:
                 raise _RankLostError(self._lost) from None
-            self._reply_to_all(CallReply(failure=CallFailure(message="interrupted", interrupted=True)))
+            self._reply_to_all(CallReply(error=InterruptedRunError()))
             return
         for rank, value in enumerate(values):
             self._send(rank, CallReply(value=value))

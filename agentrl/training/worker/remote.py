@@ -16,7 +16,6 @@ import socket
 import sys
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from multiprocessing import Pipe
 from multiprocessing.connection import Client, Connection
@@ -27,17 +26,13 @@ from torch._dynamo.callback import callback_handler
 from agentrl.cluster.launchers import listen_for_ranks
 from agentrl.cluster.local import THIS_MACHINE, LocalProcess, log_file
 from agentrl.cluster.processes import ProcessSpec, set_tcp_timeout
-from agentrl.errors import SettingsError, WorldError
+from agentrl.errors import EXIT_PEER_LOST, EXIT_STUCK
 from agentrl.rollout.engines.base import engine_facts
-from agentrl.training.engine.deepspeed_engine import run_on_rank_zero
+from agentrl.training.engine.collectives import run_on_rank_zero
 from agentrl.training.engine.heartbeat import INTERVAL, Heartbeat
 from agentrl.training.worker.service import (
-    EXIT_PEER_LOST,
-    EXIT_STUCK,
     WORKER_CALLS,
-    CallFailure,
     CallReply,
-    InterruptedRunError,
     RankConnectionMessage,
     StuckRanks,
     WorkerLostError,
@@ -59,14 +54,6 @@ _REPORT_SECONDS = 30.0
 _REPORT_SECONDS_AFTER_STUCK = 5.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class _WorkerAddress:
-    """The address at which the worker listens, and the key that authenticates the ranks."""
-
-    address: tuple[str, int]
-    key: bytes
-
-
 class RemoteRolloutService:
     """One rank's connections to the worker's process. Has the methods of :class:`.RolloutService`."""
 
@@ -84,22 +71,20 @@ class RemoteRolloutService:
         self._closed = threading.Event()
         listener: socket.socket | None = None
 
-        def listen() -> _WorkerAddress:
+        def listen() -> tuple[tuple[str, int], bytes]:
             nonlocal listener
             listener, address = listen_for_ranks(ranks)
-            return _WorkerAddress(address=address, key=secrets.token_bytes(32))
+            return address, secrets.token_bytes(32)
 
         # The worker takes seconds to minutes to start, so ranks receive its address first and wait outside collectives.
-        endpoint = run_on_rank_zero(listen)
+        address, key = run_on_rank_zero(listen)
         if listener is not None:
-            startup = WorkerStartup(settings=settings, policy_path=policy_path, ranks=ranks, key=endpoint.key)
+            startup = WorkerStartup(settings=settings, policy_path=policy_path, ranks=ranks, key=key)
             self._connection, self._control = self._start_worker(startup, listener)
         else:
-            tcp_timeout = settings.cluster.deadline
-            self._connection = _connect_to_worker(
-                endpoint, RankConnectionMessage(rank=rank, control=False), tcp_timeout
-            )
-            self._control = _connect_to_worker(endpoint, RankConnectionMessage(rank=rank, control=True), tcp_timeout)
+            connect = partial(_connect_to_worker, address, key, settings.cluster.deadline)
+            self._connection = connect(RankConnectionMessage(rank=rank, control=False))
+            self._control = connect(RankConnectionMessage(rank=rank, control=True))
         heartbeat.shortened = self._send_beat
         callback_handler.register_start_callback(heartbeat.allow_compilation_time)
         threading.Thread(target=self._send_beats_until_worker_exits, daemon=True, name="beat").start()
@@ -169,8 +154,8 @@ class RemoteRolloutService:
         except WorkerLostError as error:
             raise WorkerLostError(f"rollout worker: {error}{self._describe_exit()}") from error
         self._heartbeat.mark_work_start(f"the work after waiting for {waiting_for}")
-        if reply.failure is not None:
-            raise _error_from(reply.failure)
+        if reply.error is not None:
+            raise reply.error
         return reply.value
 
     def _send_beats_until_worker_exits(self) -> None:
@@ -211,22 +196,15 @@ class RemoteRolloutService:
         return f" (it was killed by {signal.Signals(-code).name}; the system sends SIGKILL when memory runs out)"
 
 
-def _error_from(failure: CallFailure) -> Exception:
-    if failure.interrupted:
-        return InterruptedRunError()
-    if failure.lost:
-        return WorkerLostError(failure.message)
-    kind = SettingsError if failure.exit_code == SettingsError.exit_code else WorldError
-    return kind(failure.message)
-
-
-def _connect_to_worker(endpoint: _WorkerAddress, caller: RankConnectionMessage, tcp_timeout: float) -> Connection:
+def _connect_to_worker(
+    address: tuple[str, int], key: bytes, tcp_timeout: float, caller: RankConnectionMessage
+) -> Connection:
     """Connect to the worker in a thread, because neither the connection nor the handshake has a deadline."""
     outcomes: queue.Queue[Connection | Exception] = queue.Queue()
 
     def work() -> None:
         try:
-            connection = Client(endpoint.address, authkey=endpoint.key)
+            connection = Client(address, authkey=key)
             set_tcp_timeout(connection, tcp_timeout)
             connection.send(caller)
             outcomes.put(connection)
@@ -237,9 +215,7 @@ def _connect_to_worker(endpoint: _WorkerAddress, caller: RankConnectionMessage, 
     try:
         outcome = outcomes.get(timeout=_START_SECONDS)
     except queue.Empty:
-        raise WorkerLostError(
-            f"could not reach the rollout worker at {endpoint.address} within {_START_SECONDS:g} s"
-        ) from None
+        raise WorkerLostError(f"could not reach the rollout worker at {address} within {_START_SECONDS:g} s") from None
     if isinstance(outcome, Exception):
-        raise WorkerLostError(f"cannot reach the rollout worker at {endpoint.address}: {outcome}") from outcome
+        raise WorkerLostError(f"cannot reach the rollout worker at {address}: {outcome}") from outcome
     return outcome

@@ -146,11 +146,6 @@ class RolloutService(Protocol):
         """Release the worker's rollouts, engine and environment."""
 
 
-EXIT_PEER_LOST = 3
-"""Exit code of a rank that exited because the rollout worker or another rank exited or is stuck."""
-EXIT_STUCK = 6
-"""Exit code of a rank whose main thread was stuck."""
-
 STOP_TIMEOUT = 60.0
 """Seconds for the worker to cancel its rollouts; it waits only for running programs and requests."""
 
@@ -189,24 +184,11 @@ class WorkerRequest:
 
 
 @dataclass(frozen=True, kw_only=True)
-class CallFailure:
-    """The reason why a call failed. ``interrupted``: a stop was requested; otherwise the run ends with ``exit_code``.
-
-    ``lost``: another rank exited or is stuck.
-    """
-
-    message: str
-    exit_code: int = 1
-    interrupted: bool = False
-    lost: bool = False
-
-
-@dataclass(frozen=True, kw_only=True)
 class CallReply:
-    """Reply to a call: the method's return value, or the reason why it failed."""
+    """Reply to a call: the method's return value, or the error that every rank raises."""
 
     value: object = None
-    failure: CallFailure | None = None
+    error: Exception | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

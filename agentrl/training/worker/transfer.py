@@ -16,7 +16,8 @@ from agentrl.models.lora import write_adapter
 from agentrl.models.settings import LoRASettings
 from agentrl.telemetry.console import Console
 from agentrl.telemetry.files import os_errors_as_world_errors
-from agentrl.training.engine.deepspeed_engine import TrainingEngine, run_on_every_rank
+from agentrl.training.engine.collectives import run_on_every_rank
+from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.worker.service import RolloutService
 from agentrl.weights.exports import AdapterSource, MergedSource, copy_to_host, write_export, write_version
 from agentrl.weights.sources import DirectTransfer, ParameterSource, TransferTarget
@@ -70,7 +71,8 @@ class WeightSender:
             self._source = self._source_for(target)
             for _ in self._source:
                 pass  # iterating computes the checksums
-        problem = self._service.verify_starting_policy(0, self._score_probe())
+        probe = replace(score_probe(self._engine, self._probe), checksums=self._source.checksums)
+        problem = self._service.verify_starting_policy(0, probe)
         if problem is not None and target is None:
             raise WeightMismatchError(
                 f"trainer and engine compute different log-probabilities from equal weights: {problem}"
@@ -88,7 +90,7 @@ class WeightSender:
         if target is None:
             self._service.install_weights(None, version, None)
             return
-        probe = self._score_probe()
+        probe = score_probe(self._engine, self._probe)
         for attempt in range(_ATTEMPTS):
             problem = self._try_to_send(target, version, probe)
             if problem is None:
@@ -115,7 +117,8 @@ class WeightSender:
             if torch.cuda.is_available():
                 # Free the transfer's buffer and copy, because colocated servers allocate their caches next.
                 torch.cuda.empty_cache()
-        return self._service.install_weights(directory, version, self._add_checksums(probe))
+        # Sending iterates over the source, which computes the checksums of the sent weights.
+        return self._service.install_weights(directory, version, replace(probe, checksums=self._source.checksums))
 
     def _source_for(self, target: TransferTarget) -> ParameterSource:
         module, with_checksums = self._engine.module.causal_lm, self._engine.rank == 0
@@ -149,13 +152,6 @@ class WeightSender:
             opener = resolve_name(target.opener)
             self._direct = (target, opener(target, self._source, rank=self._engine.rank, host=self._host))
         return self._direct[1]
-
-    def _score_probe(self) -> Probe:
-        return self._add_checksums(score_probe(self._engine, self._probe))
-
-    def _add_checksums(self, probe: Probe) -> Probe:
-        """Return the probe with the checksums of the weights sent last."""
-        return replace(probe, checksums=self._source.checksums)
 
 
 @torch.no_grad()
