@@ -304,6 +304,11 @@ class Batch:
         return self.computed_statistics.log_probs
 
     @property
+    def bootstrap_values(self) -> Tensor | None:
+        """Critic's value after the last token of truncated trajectories, 0 for others [B]; None without a critic."""
+        return None if self.final_values is None else torch.where(self.truncated, self.final_values, 0.0)
+
+    @property
     def advantages(self) -> Tensor:
         """Advantages [B, T]."""
         return self.computed_estimate.advantages

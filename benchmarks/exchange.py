@@ -26,7 +26,6 @@ from torch import Tensor
 from agentrl.algorithms import AdvantageInputs, compute_advantages
 from agentrl.training.engine import collectives
 from agentrl.training.engine.collectives import RowExchange
-from agentrl.training.step.batching import choose_home_ranks
 
 MICRO_BATCH = 8  # rows
 
@@ -64,9 +63,8 @@ def measure(rank: int, ranks: int, port: int, options: argparse.Namespace, resul
     counted = Counting(collectives.all_to_all, rank)
     collectives.all_to_all = counted  # type: ignore[assignment]
     start = resident()
-    homes = choose_home_ranks({group: [options.size] * ranks for group in range(options.groups)})
-    places = torch.tensor([homes[group] for part in own for group in part.groups.tolist()])
-    exchange = RowExchange([part.response_mask for part in own], places)
+    homes = torch.cat([part.groups for part in own]) % ranks  # all ranks have about as many tokens of a group
+    exchange = RowExchange([part.response_mask for part in own], homes)
     made = compute_advantages("tir_otb", exchange.send_records_to_home_ranks(own))
     kept = exchange.return_results_to_senders(made.advantages), exchange.return_results_to_senders(made.returns)
     peak = high_water() - start
@@ -82,9 +80,9 @@ class Counting:
         self._swap, self._rank = swap, rank
         self.sent = 0
 
-    def __call__(self, values: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    def __call__(self, values: Tensor, sent: list[int], received: list[int], group: Any) -> Tensor:
         self.sent += (sum(sent) - sent[self._rank]) * values.element_size()
-        return self._swap(values, sent, received)
+        return self._swap(values, sent, received, group)
 
 
 def size_of(inputs: AdvantageInputs) -> int:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from agentrl.algorithms import Advantages, EstimatorInputs, TokenBaselineOptions, register_estimator
-from agentrl.algorithms.estimators.baselines import column_baselines, importance_weighted_energy
+from agentrl.algorithms.estimators.baselines import group_baselines, importance_weighted_energy
 from agentrl.algorithms.estimators.classic import weighted_group_means
-from agentrl.algorithms.estimators.optimal import baseline_weights, group_returns_by_token_index, sum_excluding_self
+from agentrl.algorithms.estimators.optimal import baseline_weights, sum_excluding_self
 from agentrl.algorithms.estimators.registry import PooledBaselineOptions
 from agentrl.algorithms.options import check_positive, check_range, checked_option
 from agentrl.kernels.arithmetic import cumulative_sum
@@ -68,9 +68,19 @@ def otb_smoothed(inputs: EstimatorInputs, options: SmoothedOptions) -> Advantage
 
 def _baselines(inputs: EstimatorInputs, weights: Tensor, options: TokenBaselineOptions) -> tuple[Tensor, Tensor]:
     """Return baselines [B, K] by compact index, and how many of the group's trajectories contribute to each."""
-    columns = group_returns_by_token_index(inputs, inputs.returns(options.gamma), weights)
-    shared = column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out)
-    return inputs.groups.unstack(shared), inputs.groups.unstack(columns.valid.sum(1, keepdim=True))
+    groups = inputs.groups
+    returns, weights, valid = _columns(inputs, inputs.returns(options.gamma), weights)
+    shared = group_baselines(groups, returns, weights, valid, tail=options.tail, leave_one_out=options.leave_one_out)
+    count = (groups.stack(valid) & groups.present.unsqueeze(-1)).sum(1, keepdim=True)
+    return shared, groups.unstack(count)
+
+
+def _columns(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return (returns, weights, valid) at every compact index, [B, K], with the weights of forked rollouts' leaves."""
+    layout = inputs.token_trees or inputs.layout
+    if inputs.forest is not None:
+        weights = weights * inputs.forest.weights.unsqueeze(-1)
+    return layout.returns_weights_and_valid_by_index(returns, weights)
 
 
 def _advantages(
@@ -106,12 +116,13 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
     """
     returns = inputs.returns(options.gamma)
     weights = baseline_weights(inputs, cumulative_sum(importance_weighted_energy(inputs, options.energy)), options)
-    columns = group_returns_by_token_index(inputs, returns, weights)
-    absent = ~columns.valid
-    lowest = columns.returns.masked_fill(absent, torch.inf).flatten(0, 1).amin(0)
+    groups = inputs.groups
+    column_returns, column_weights, valid = map(groups.stack, _columns(inputs, returns, weights))  # [J, N, K]
+    valid = valid & groups.present.unsqueeze(-1)
+    lowest = column_returns.masked_fill(~valid, torch.inf).flatten(0, 1).amin(0)
     lowest = lowest.masked_fill(lowest == torch.inf, 0.0)
-    positive = columns.weights.masked_fill(absent, 0.0)
-    count = columns.valid.sum(1, keepdim=True)
+    positive = column_weights.masked_fill(~valid, 0.0)
+    count = valid.sum(1, keepdim=True)
     elsewhere = count.sum(0) - count
     prior = options.pool / elsewhere.clamp(min=1).double()
 
@@ -120,12 +131,12 @@ def tir_otb_pooled(inputs: EstimatorInputs, options: PooledTokenOptions) -> Adva
         return own + prior * _others(terms.sum(1, keepdim=True), 0)
 
     total = expected(positive)
-    moment = expected(positive * (columns.returns - lowest).masked_fill(absent, 0.0))
-    known = count - columns.valid.long() + elsewhere > 0
+    moment = expected(positive * (column_returns - lowest).masked_fill(~valid, 0.0))
+    known = count - valid.long() + elsewhere > 0
     shared = lowest + moment / torch.where(known, total, 1.0)
     last = torch.where(known, torch.arange(shared.shape[-1]), -1).cummax(-1).values
     carried = shared.gather(-1, last.clamp(min=0)).masked_fill(last < 0, 0.0)
-    return _advantages(inputs, inputs.groups.unstack(carried), options)
+    return _advantages(inputs, groups.unstack(carried), options)
 
 
 def _others(terms: Tensor, dimension: int) -> Tensor:

@@ -15,7 +15,6 @@ from torch import Tensor
 from agentrl.algorithms.options import (
     InvalidOptionError,
     Options,
-    RegistryEntry,
     check_choice,
     check_finite,
     check_order,
@@ -24,6 +23,7 @@ from agentrl.algorithms.options import (
     check_same_shape,
     checked_option,
     loss_mask_or_response_mask,
+    make_options,
     to_bool_mask,
 )
 
@@ -77,9 +77,6 @@ class CorrectionOptions(Options):
         return self.self_normalize or self.ratio_mask is not None or self.divergence_mask is not None
 
 
-_OPTIONS = RegistryEntry(function=lambda: None, options=CorrectionOptions)
-
-
 @dataclass(frozen=True, kw_only=True)
 class Correction:
     """Result of the rollout correction, detached. `weights` [B, T] multiply the per-token loss after clipping.
@@ -124,18 +121,25 @@ def rollout_correction(
     and InvalidInputError for invalid tensors.
     """
     record = correction_options(**options)
-    parts = _compute_intermediates(train_log_probs, rollout_log_probs, response_mask, loss_mask, record)
+    log_rho, model_mask = _log_ratios(train_log_probs, rollout_log_probs, response_mask)
+    given = loss_mask_or_response_mask(loss_mask, model_mask)
+    kept = given & _mask_by_ratio(log_rho, model_mask, record) & _mask_by_divergence(log_rho, model_mask, record)
+    weights, changed_by_bound = _bounded_importance_weights(log_rho, model_mask, record)
+    inside = log_rho[model_mask] if bool(model_mask.any()) else log_rho.new_zeros(1)
     metrics = {
-        **mismatch_metrics(train_log_probs, rollout_log_probs, parts.model_mask),
-        **perplexity_metrics(train_log_probs, rollout_log_probs, parts.model_mask),
-        **parts.metrics(),
+        **mismatch_metrics(train_log_probs, rollout_log_probs, model_mask),
+        **perplexity_metrics(train_log_probs, rollout_log_probs, model_mask),
+        "rho_min": _exp_without_overflow(inside.min()),
+        "rho_max": _exp_without_overflow(inside.max()),
+        "truncated_fraction": changed_by_bound.sum().double() / model_mask.sum().clamp(min=1),
+        "masked_fraction": (given & ~kept).sum().double() / given.sum().clamp(min=1),
+        "weight_mean": torch.where(kept, weights, 0.0).sum() / kept.sum().clamp(min=1),
     }
-    weights = parts.weights
     if record.self_normalize:
-        total, count = parts.sums(record) if normalizer is None else normalizer.double()
+        total, count = _weight_sums(weights, kept, record) if normalizer is None else normalizer.double()
         weights = weights * torch.where(total > 0, count / total, 1.0)
     dtype = torch.float64 if train_log_probs.dtype == torch.float64 else torch.float32
-    return Correction(weights=weights.to(dtype), loss_mask=parts.kept_mask, metrics=metrics)
+    return Correction(weights=weights.to(dtype), loss_mask=kept, metrics=metrics)
 
 
 @torch.no_grad()
@@ -149,65 +153,31 @@ def correction_weight_sums(
 ) -> Tensor:
     """Return [sum of weights, number of weights] (float64) of this part of the step, to be summed for `normalizer`."""
     record = correction_options(**options)
-    return _compute_intermediates(train_log_probs, rollout_log_probs, response_mask, loss_mask, record).sums(record)
+    log_rho, model_mask = _log_ratios(train_log_probs, rollout_log_probs, response_mask)
+    given = loss_mask_or_response_mask(loss_mask, model_mask)
+    kept = given & _mask_by_ratio(log_rho, model_mask, record) & _mask_by_divergence(log_rho, model_mask, record)
+    weights, _ = _bounded_importance_weights(log_rho, model_mask, record)
+    return _weight_sums(weights, kept, record)
 
 
 def correction_options(**options: object) -> CorrectionOptions:
     """Check and return the options. Raises UnknownNameError for unknown names and InvalidOptionError for bad values."""
-    record: CorrectionOptions = _OPTIONS.make_options("the rollout correction", options)
-    return record
+    return make_options(CorrectionOptions, "the rollout correction", options)
 
 
-@dataclass(frozen=True, kw_only=True)
-class _CorrectionIntermediates:
-    """Intermediate results of the correction, each [B, T]. `log_rho` is 0 outside the model tokens."""
-
-    log_rho: Tensor
-    model_mask: Tensor  # the response mask
-    initial_mask: Tensor  # the input loss mask
-    kept_mask: Tensor  # the resulting loss mask
-    weights: Tensor  # bounded but not normalized; 0 except at model tokens
-    changed_by_bound: Tensor  # bool, True if the bound changed the weight
-
-    def sums(self, record: CorrectionOptions) -> Tensor:
-        weights = torch.where(self.kept_mask, self.weights, 0.0)
-        if record.weights == "token":
-            return torch.stack([weights.sum(), self.kept_mask.sum().double()])
-        lengths = self.kept_mask.sum(-1)
-        each = weights.sum(-1) / lengths.clamp(min=1)  # all tokens of a sequence have the same weight
-        return torch.stack([each.sum(), (lengths > 0).sum().double()])
-
-    def metrics(self) -> dict[str, Tensor]:
-        tokens, kept = self.model_mask.sum().clamp(min=1), self.kept_mask.sum().clamp(min=1)
-        inside = self.log_rho[self.model_mask] if bool(self.model_mask.any()) else self.log_rho.new_zeros(1)
-        return {
-            "rho_min": _exp_without_overflow(inside.min()),
-            "rho_max": _exp_without_overflow(inside.max()),
-            "truncated_fraction": self.changed_by_bound.sum().double() / tokens,
-            "masked_fraction": (self.initial_mask & ~self.kept_mask).sum().double()
-            / self.initial_mask.sum().clamp(min=1),
-            "weight_mean": torch.where(self.kept_mask, self.weights, 0.0).sum() / kept,
-        }
+def _weight_sums(weights: Tensor, kept: Tensor, record: CorrectionOptions) -> Tensor:
+    weights = torch.where(kept, weights, 0.0)
+    if record.weights == "token":
+        return torch.stack([weights.sum(), kept.sum().double()])
+    lengths = kept.sum(-1)
+    each = weights.sum(-1) / lengths.clamp(min=1)  # all tokens of a sequence have the same weight
+    return torch.stack([each.sum(), (lengths > 0).sum().double()])
 
 
-def _compute_intermediates(
-    train: Tensor, rollout: Tensor, response_mask: Tensor, loss_mask: Tensor | None, record: CorrectionOptions
-) -> _CorrectionIntermediates:
+def _log_ratios(train: Tensor, rollout: Tensor, response_mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Check the inputs. Returns (log_rho, mask of the model tokens), [B, T]; log_rho is 0 outside the mask."""
     model_mask = validated_response_mask(train, rollout, response_mask)
-    initial_mask = loss_mask_or_response_mask(loss_mask, model_mask)
-    log_rho = torch.where(model_mask, train.double(), 0.0) - torch.where(model_mask, rollout.double(), 0.0)
-    weights, changed_by_bound = _bounded_importance_weights(log_rho, model_mask, record)
-    kept_mask = (
-        initial_mask & _mask_by_ratio(log_rho, model_mask, record) & _mask_by_divergence(log_rho, model_mask, record)
-    )
-    return _CorrectionIntermediates(
-        log_rho=log_rho,
-        model_mask=model_mask,
-        initial_mask=initial_mask,
-        kept_mask=kept_mask,
-        weights=weights,
-        changed_by_bound=changed_by_bound,
-    )
+    return torch.where(model_mask, train.double(), 0.0) - torch.where(model_mask, rollout.double(), 0.0), model_mask
 
 
 def _bounded_importance_weights(

@@ -49,6 +49,7 @@ def check_choice(option: str, value: object, choices: Iterable[str | None]) -> N
 
 
 T = TypeVar("T")
+R = TypeVar("R", bound="Options")
 F = TypeVar("F", bound=Callable[..., Any])
 
 
@@ -72,6 +73,15 @@ class NoOptions:
     """Options of functions without options."""
 
 
+def make_options(kind: type[R], owner: str, given: Mapping[str, object]) -> R:
+    """Create an options record from keyword arguments. Raises UnknownNameError for an option unknown to ``owner``."""
+    known = [item.name for item in fields(kind)]
+    for name in given:
+        if name not in known:
+            raise UnknownNameError("option", name, known, owner=owner)
+    return kind(**given)
+
+
 @dataclass(frozen=True)
 class RegistryEntry(Generic[F]):
     """A registered function and the frozen dataclass of its options."""
@@ -80,12 +90,8 @@ class RegistryEntry(Generic[F]):
     options: type
 
     def make_options(self, owner: str, given: Mapping[str, object]) -> Any:
-        """Create the options record from keyword arguments. Raises UnknownNameError for an unknown option."""
-        known = [item.name for item in fields(self.options)]
-        for name in given:
-            if name not in known:
-                raise UnknownNameError("option", name, known, owner=owner)
-        return self.options(**given)
+        """Create the entry's options record, as :func:`make_options`."""
+        return make_options(self.options, owner, given)
 
 
 E = TypeVar("E", bound=RegistryEntry[Any])

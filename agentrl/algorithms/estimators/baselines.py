@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
 from agentrl.algorithms.options import MissingInputError, check_choice
+from agentrl.algorithms.records import Groups
 
 ENERGIES = ("logit_proxy", "length", "head_exact")
 
@@ -77,88 +76,50 @@ def _read_energy_input(inputs: EstimatorInputs, name: str, energy: str, *, negat
 TAILS = ("zero", "carry", "self")
 
 
-@dataclass(frozen=True, kw_only=True)
-class GroupedReturns:
-    """J groups of N rows, laid out so that the entries of a group in one column share a baseline.
+def group_baselines(
+    groups: Groups, returns: Tensor, weights: Tensor, valid: Tensor | None = None, *, tail: str, leave_one_out: bool
+) -> Tensor:
+    """Compute b = sum W G / sum W over the group's entries of each column, [B, C].
 
-    `valid` marks existing entries. For these, `returns` is G and `weights` is W + eps.
-    """
-
-    returns: Tensor  # [J, N, C] float64
-    weights: Tensor  # [J, N, C] float64, positive where valid
-    valid: Tensor  # [J, N, C] bool
-    sizes: Tensor  # [J] number of rows of each group, at most N
-
-
-def column_baselines(columns: GroupedReturns, *, tail: str, leave_one_out: bool) -> Tensor:
-    """Compute b = sum W G / sum W over the group's entries of a column: [J, N, C], or [J, 1, C] if all rows share it.
+    ``returns`` G, ``weights`` W + eps and ``valid`` are [B, C]. ``valid`` marks existing entries, by default all. For
+    these, weights are positive.
 
     With `leave_one_out`, every entry is excluded from its own sums. If an entry is alone in its column, `tail`
     sets b: `zero` is 0, `self` is G, and `carry` is the row's last baseline in a column with two or more entries, or 0
-    without such a column. A group with one row has baseline 0 everywhere. Values outside the mask are arbitrary.
+    without such a column. A group with one row has baseline 0 everywhere. Values outside ``valid`` are arbitrary.
     """
-    sums = _ColumnSums.of(columns)
-    shared = sums.column_means_of_other_rows() if leave_one_out else sums.column_means()
-    baselines = _apply_tail(columns, sums.count, shared, tail)
-    return baselines.masked_fill_((columns.sizes == 1)[:, None, None], 0.0)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _ColumnSums:
-    """Group sums per column. Returns are relative to the column's minimum, so the mean of equal returns is exact."""
-
-    weights: Tensor  # [J, N, C], 0 where invalid
-    above: Tensor  # [J, N, C] G - lowest, 0 where invalid
-    lowest: Tensor  # [J, 1, C], 0 in empty columns
-    count: Tensor  # [J, 1, C] contributors
-    valid: Tensor  # [J, N, C]
-
-    @classmethod
-    def of(cls, columns: GroupedReturns) -> _ColumnSums:
-        invalid = ~columns.valid
-        lowest = columns.returns.masked_fill(invalid, torch.inf).amin(1, keepdim=True)
-        lowest = lowest.masked_fill_(lowest == torch.inf, 0.0)
-        return cls(
-            weights=columns.weights.masked_fill(invalid, 0.0),
-            above=(columns.returns - lowest).masked_fill_(invalid, 0.0),
-            lowest=lowest,
-            count=columns.valid.sum(1, keepdim=True),
-            valid=columns.valid,
-        )
-
-    def column_means(self) -> Tensor:
-        """Return the weighted mean of every column, [J, 1, C]; 0 in empty columns."""
-        total = self.weights.sum(1, keepdim=True).masked_fill_(self.count == 0, 1.0)
-        return self.lowest + (self.weights * self.above).sum(1, keepdim=True) / total
-
-    def column_means_of_other_rows(self) -> Tensor:
-        """Return the weighted mean over the other rows, [J, N, C]; undefined if there are no other rows.
-
-        Subtracting a row from the total cancels if the row dominates it, so the sums without the heaviest row are
-        computed separately.
-        """
-        weighted = self.weights * self.above
-        heaviest = self.weights.max(1, keepdim=True).indices
-        total = self._sums_without_row(self.weights, heaviest)
-        moment = self._sums_without_row(weighted, heaviest)
-        others = self.count - self.valid.long()
-        return self.lowest + moment / total.masked_fill_(others == 0, 1.0)
-
-    @staticmethod
-    def _sums_without_row(terms: Tensor, heaviest: Tensor) -> Tensor:
-        rest = terms.scatter(1, heaviest, 0.0).sum(1, keepdim=True)
-        return (terms.sum(1, keepdim=True) - terms).scatter_(1, heaviest, rest)
-
-
-def _apply_tail(columns: GroupedReturns, count: Tensor, shared: Tensor, tail: str) -> Tensor:
+    exists = groups.present.unsqueeze(-1) if valid is None else groups.stack(valid) & groups.present.unsqueeze(-1)
+    returns, weights = groups.stack(returns), groups.stack(weights).masked_fill(~exists, 0.0)  # [J, N, C]
+    count = exists.sum(1, keepdim=True)  # [J, 1, C]
+    # Sum returns relative to the column's lowest return, so that the mean of equal returns is exact.
+    lowest = returns.masked_fill(~exists, torch.inf).amin(1, keepdim=True)
+    lowest = lowest.masked_fill_(lowest == torch.inf, 0.0)
+    moments = weights * (returns - lowest).masked_fill_(~exists, 0.0)
+    if leave_one_out:
+        heaviest = weights.max(1, keepdim=True).indices
+        total, moment = (_sums_of_other_rows(terms, heaviest) for terms in (weights, moments))
+        total = total.masked_fill_(count - exists.long() == 0, 1.0)
+    else:  # [J, 1, C]: the group's rows share the baseline
+        total, moment = weights.sum(1, keepdim=True).masked_fill_(count == 0, 1.0), moments.sum(1, keepdim=True)
+    baselines = lowest + moment / total
     alone = count == 1
     if tail == "zero":
-        return shared.masked_fill(alone, 0.0)
-    if tail == "self":
-        return torch.where(alone, columns.returns, shared)
-    position = torch.arange(shared.shape[-1], device=shared.device)
-    last = torch.where(count >= 2, position, -1)  # [J, 1, C]
-    if last.shape[-1]:
-        last = last.cummax(-1).values  # the last column so far with two or more contributors
-    carried = shared.gather(-1, last.clamp(min=0).expand_as(shared)).masked_fill_(last < 0, 0.0)
-    return torch.where(alone, carried, shared)
+        baselines = baselines.masked_fill(alone, 0.0)
+    elif tail == "self":
+        baselines = torch.where(alone, returns, baselines)
+    else:
+        last = torch.where(count >= 2, torch.arange(count.shape[-1], device=count.device), -1)
+        if last.shape[-1]:
+            last = last.cummax(-1).values  # the last column so far with two or more entries
+        carried = baselines.gather(-1, last.clamp(min=0).expand_as(baselines)).masked_fill_(last < 0, 0.0)
+        baselines = torch.where(alone, carried, baselines)
+    return groups.unstack(baselines.masked_fill_((groups.sizes == 1)[:, None, None], 0.0))
+
+
+def _sums_of_other_rows(terms: Tensor, heaviest: Tensor) -> Tensor:
+    """Sum all other rows of [J, N, C]. ``heaviest`` [J, 1, C]: the row that may dominate the total.
+
+    Subtracting a dominant row from the total cancels, so the sum without it is computed separately.
+    """
+    rest = terms.scatter(1, heaviest, 0.0).sum(1, keepdim=True)
+    return (terms.sum(1, keepdim=True) - terms).scatter_(1, heaviest, rest)

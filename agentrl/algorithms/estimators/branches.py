@@ -10,7 +10,7 @@ index tokens within a row or along a branch, without loops over rows; :func:`rew
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
@@ -262,35 +262,18 @@ class RolloutRowMapping:
 
     def merge_rows(self, inputs: AdvantageInputs) -> InputsByRollout:
         """Return the inputs with one row per rollout."""
-        given = {field.name: getattr(inputs, field.name) for field in fields(inputs)}
-        tokens = {
-            name: self._merge(tensor) for name, tensor in given.items() if tensor is not None and tensor.dim() == 2
-        }
-        ungrouped = dict.fromkeys(("samples", "branches", "parents", "forks"))
-        merged = InputsByRollout(
-            **{**given, **tokens, **ungrouped, "groups": inputs.groups[self.first]},
-            branched=self.branched,
-            previous=self._merge(self.previous),
-        )
-        if inputs.greedy_returns is not None:
-            merged = replace(merged, greedy_returns=inputs.greedy_returns[self.first])
-        if inputs.bootstrap_values is not None:
-            merged = replace(merged, bootstrap_values=inputs.bootstrap_values[self.last])
-        if inputs.trajectory_energy is not None:
+        given = {name: tensor for name, tensor in vars(inputs).items() if tensor is not None}
+        merged = {name: self._merge(tensor) for name, tensor in given.items() if tensor.dim() == 2}
+        rows = {"groups": self.first, "greedy_returns": self.first, "bootstrap_values": self.last}
+        merged |= {name: given[name][chosen] for name, chosen in rows.items() if name in given}
+        if (energy := inputs.trajectory_energy) is not None:
             # This is the energy of the sum of the sequences' gradients if these are orthogonal, which is assumed here.
-            energy = inputs.trajectory_energy
-            merged = replace(
-                merged, trajectory_energy=energy.new_zeros(len(self.first)).index_add_(0, self.rollout, energy)
-            )
-        return merged
+            merged["trajectory_energy"] = energy.new_zeros(len(self.first)).index_add_(0, self.rollout, energy)
+        return InputsByRollout(**merged, branched=self.branched, previous=self._merge(self.previous))
 
     def split_by_row(self, advantages: Advantages) -> Advantages:
         """Convert results for rollouts [R, W] to results for the rows [B, T]."""
-        return Advantages(
-            advantages=self._split(advantages.advantages),
-            returns=self._split(advantages.returns),
-            baselines=self._split(advantages.baselines),
-        )
+        return Advantages(**{name: self._split(values) for name, values in vars(advantages).items()})
 
     def _merge(self, tensor: Tensor) -> Tensor:
         positions, mask = self.positions[self.mask], self.mask

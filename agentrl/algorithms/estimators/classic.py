@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.baselines import GroupedReturns, column_baselines
+from agentrl.algorithms.estimators.baselines import group_baselines
 from agentrl.algorithms.estimators.branches import LeafPaths, reward_to_go
 from agentrl.algorithms.estimators.forks import sibling_baselines
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
@@ -185,14 +185,10 @@ def weighted_group_means(
         )
     if forest is not None:
         weights = weights * forest.weights
-    columns = GroupedReturns(
-        returns=groups.stack(inputs.totals.unsqueeze(-1)),
-        weights=groups.stack(weights.unsqueeze(-1)),
-        valid=groups.present.unsqueeze(-1),
-        sizes=groups.sizes,
-    )
     # No row is alone in its column if its group has two or more rows, so the tail rule has no effect.
-    return groups.unstack(column_baselines(columns, tail="zero", leave_one_out=leave_one_out)).squeeze(-1)
+    return group_baselines(
+        groups, inputs.totals.unsqueeze(-1), weights.unsqueeze(-1), tail="zero", leave_one_out=leave_one_out
+    ).squeeze(-1)
 
 
 def advantages_from_baselines(totals: Tensor, baselines: Tensor, advantages: Tensor | None = None) -> Advantages:

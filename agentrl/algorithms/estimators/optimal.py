@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.estimators.baselines import GroupedReturns, column_baselines, importance_weighted_energy
+from agentrl.algorithms.estimators.baselines import group_baselines, importance_weighted_energy
 from agentrl.algorithms.estimators.classic import advantages_from_baselines, weighted_group_means
 from agentrl.algorithms.estimators.forks import sibling_baselines, sum_excluding_self
 from agentrl.algorithms.estimators.inputs import EstimatorInputs
@@ -70,18 +70,14 @@ def optimal_column_baseline(inputs: EstimatorInputs, options: ColumnBaselineOpti
     observations, a column mixes model tokens of some trajectories with gaps of others, so use `tir_otb`. The branches
     of a rollout have no common columns: groups with a branched rollout use the baseline of `ogb`.
     """
-    groups = inputs.groups
     if inputs.token_trees is not None:
         return _advantages_by_total_energy(inputs, importance_weighted_energy(inputs, options.energy), options)
     returns = inputs.returns(options.gamma)
     energies = cumulative_sum(importance_weighted_energy(inputs, options.energy))
-    columns = GroupedReturns(
-        returns=groups.stack(returns),
-        weights=groups.stack(baseline_weights(inputs, energies, options)),
-        valid=groups.stack(inputs.mask) & groups.present.unsqueeze(-1),
-        sizes=groups.sizes,
+    weights = baseline_weights(inputs, energies, options)
+    baselines = group_baselines(
+        inputs.groups, returns, weights, inputs.mask, tail=options.tail, leave_one_out=options.leave_one_out
     )
-    baselines = groups.unstack(column_baselines(columns, tail=options.tail, leave_one_out=options.leave_one_out))
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
 
 
@@ -124,46 +120,31 @@ def _trajectory_advantages(
     weights: Tensor,
     options: ProxyEnergyOptions | ExactEnergyOptions,
 ) -> Advantages:
-    siblings, pool = _sibling_options(options)
+    # `otb` uses this baseline for branched rollouts, but it has no options for siblings.
+    siblings, pool = getattr(options, "siblings", "none"), getattr(options, "sibling_pool", 0.0)
     means = weighted_group_means(inputs, weights, leave_one_out=options.leave_one_out, siblings=siblings, pool=pool)
     return advantages_from_baselines(inputs.totals, means)
-
-
-def _sibling_options(options: ProxyEnergyOptions | ExactEnergyOptions) -> tuple[str, float]:
-    """Return the options `siblings` and `sibling_pool`, or their defaults if the estimator does not have them."""
-    return getattr(options, "siblings", "none"), getattr(options, "sibling_pool", 0.0)
 
 
 def _token_advantages(inputs: EstimatorInputs, energies: Tensor, options: TokenBaselineOptions) -> Advantages:
     """Compute G_k - b_k from the energies [B, T] of model tokens, with one baseline per compact index."""
     returns, weights = inputs.returns(options.gamma), baseline_weights(inputs, energies, options)
-    siblings, pool = _sibling_options(options)
-    leave_one_out = options.leave_one_out or siblings != "none"
+    leave_one_out = options.leave_one_out or options.siblings != "none"
     if inputs.forest is not None and leave_one_out:
         columns = inputs.layout.returns_weights_and_valid_by_index(returns, weights)
         forest = replace(inputs.forest, levels=inputs.layout.gather_tokens(inputs.forest.levels))
-        made = sibling_baselines(forest, *columns, siblings=siblings, pool=pool, tail=options.tail)
+        made = sibling_baselines(
+            forest, *columns, siblings=options.siblings, pool=options.sibling_pool, tail=options.tail
+        )
         baselines = inputs.layout.scatter_to_tokens(made)
     else:
-        shared = column_baselines(
-            group_returns_by_token_index(inputs, returns, weights), tail=options.tail, leave_one_out=leave_one_out
-        )
-        baselines = (inputs.token_trees or inputs.layout).scatter_to_tokens(inputs.groups.unstack(shared))
+        layout = inputs.token_trees or inputs.layout
+        if inputs.forest is not None:
+            weights = weights * inputs.forest.weights.unsqueeze(-1)
+        columns = layout.returns_weights_and_valid_by_index(returns, weights)
+        shared = group_baselines(inputs.groups, *columns, tail=options.tail, leave_one_out=leave_one_out)
+        baselines = layout.scatter_to_tokens(shared)
     return Advantages(advantages=returns - baselines, returns=returns, baselines=baselines)
-
-
-def group_returns_by_token_index(inputs: EstimatorInputs, returns: Tensor, weights: Tensor) -> GroupedReturns:
-    """Arrange values [B, T] of model tokens by group and compact index, with the weights of forked rollouts' leaves."""
-    layout, groups = inputs.token_trees or inputs.layout, inputs.groups
-    if inputs.forest is not None:
-        weights = weights * inputs.forest.weights.unsqueeze(-1)
-    column_returns, column_weights, valid = layout.returns_weights_and_valid_by_index(returns, weights)
-    return GroupedReturns(
-        returns=groups.stack(column_returns),
-        weights=groups.stack(column_weights),
-        valid=groups.stack(valid) & groups.present.unsqueeze(-1),
-        sizes=groups.sizes,
-    )
 
 
 def baseline_weights(inputs: EstimatorInputs, energies: Tensor, options: ProxyEnergyOptions) -> Tensor:

@@ -21,7 +21,7 @@ from agentrl.algorithms.options import (
     to_bool_mask,
 )
 
-_LOG_RATIO_LIMIT = 20.0
+LOG_RATIO_LIMIT = 20.0
 
 
 def policy_loss(
@@ -166,7 +166,7 @@ def _loss_inputs(
     check_finite("advantages", advantages, mask)
     whole = torch.where(model, log_probs, 0.0)
     reference = whole.detach() if old is None else torch.where(model, old.detach(), 0.0)
-    log_ratio = (whole - reference).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+    log_ratio = (whole - reference).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     lengths = model.sum(-1, keepdim=True).clamp(min=1)
     sequence_log_ratio = log_ratio.detach().sum(-1, keepdim=True) / lengths
     log_ratio = torch.where(mask, log_ratio, 0.0)

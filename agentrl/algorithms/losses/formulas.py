@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms.losses.registry import SEQUENCE_MEAN, LossInputs, LossTraits, register_loss
+from agentrl.algorithms.losses.registry import LossInputs, LossTraits, register_loss
 from agentrl.algorithms.options import (
     InvalidOptionError,
     NoOptions,
@@ -185,7 +185,7 @@ def clip_fractions(inputs: LossInputs, ratio: Tensor, options: ClipOptions) -> d
 
 
 _LOG_LIMIT = 10.0
-_TRAITS = LossTraits(aggregation="seq_mean_token_mean", aggregations=SEQUENCE_MEAN)
+_TRAITS = LossTraits(aggregation="seq_mean_token_mean", aggregations=("seq_mean_token_mean",))
 
 
 @register_loss("gspo", options=SequenceClipOptions, traits=_TRAITS)

@@ -211,5 +211,3 @@ class LossRegistry(OptionsRegistry[LossEntry]):
 
 LOSSES = LossRegistry("loss")
 register_loss = LOSSES.register
-
-SEQUENCE_MEAN = ("seq_mean_token_mean",)

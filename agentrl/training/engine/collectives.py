@@ -114,9 +114,10 @@ class RowExchange:
 
     def send_rows_to_home_ranks(self, parts: Sequence[Tensor]) -> Tensor:
         """Send a tensor [b, T] or [b] of each micro-batch. Returns this rank's home rows, [R, longest] or [R]."""
-        if parts[0].dim() == 1:
-            return self._exchange(torch.cat(list(parts))[self._order], self._rows_out, self._rows_in)
-        flat = _flatten_rows(_concatenate_rows(parts)[self._order], self._row_lengths)
+        rows = concatenate_rows(parts)[self._order]
+        if rows.dim() == 1:
+            return self._exchange(rows, self._rows_out, self._rows_in)
+        flat = _flatten_rows(rows, self._row_lengths)
         return _pad_rows(self._exchange(flat, self._tokens_out, self._tokens_in), self._home_lengths)
 
     def return_results_to_senders(self, values: Tensor) -> list[Tensor]:
@@ -157,8 +158,10 @@ def _pad_rows(flat: Tensor, lengths: Tensor) -> Tensor:
     return padded
 
 
-def _concatenate_rows(parts: Sequence[Tensor]) -> Tensor:
-    """Concatenate the rows of all parts, padded to the width of the widest part."""
+def concatenate_rows(parts: Sequence[Tensor]) -> Tensor:
+    """Concatenate the rows [b] or [b, T] of all parts. Rows [b, T] are padded to the width of the widest part."""
+    if parts[0].dim() == 1:
+        return torch.cat(list(parts))
     width = max(part.shape[1] for part in parts)
     return torch.cat([_pad_to_width(part, width) for part in parts])
 

@@ -256,7 +256,6 @@ class TokenStatisticsRecorder:
 
 def _trajectory_values(batch: Batch, factors: Tensor) -> dict[str, Tensor | None]:
     """Return values [B] by field of TrajectoryTokens."""
-    final_values = batch.final_values
     return {
         "group": batch.groups,
         "sample": batch.samples,
@@ -266,7 +265,7 @@ def _trajectory_values(batch: Batch, factors: Tensor) -> dict[str, Tensor | None
         "share": batch.weights,
         "path_weight": batch.path_weights,
         "loss_weight": factors,
-        "bootstrap_value": None if final_values is None else torch.where(batch.truncated, final_values, 0.0),
+        "bootstrap_value": batch.bootstrap_values,
         "greedy_return": batch.greedy_returns,
         "trajectory_energy": batch.trajectory_energy,
     }

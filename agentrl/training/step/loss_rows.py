@@ -22,7 +22,7 @@ from agentrl.algorithms import (
 from agentrl.algorithms.advantages import Moments
 from agentrl.algorithms.rewards import add_at_last_token, overlong_penalty
 from agentrl.batch import Batch
-from agentrl.training.engine.collectives import MetricAccumulator, RowExchange
+from agentrl.training.engine.collectives import MetricAccumulator, RowExchange, concatenate_rows
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.settings import CorrectionSettings
 from agentrl.training.step.diagnostics import record_algorithm_metrics
@@ -144,9 +144,8 @@ class BatchCompleter:
         """Return the advantages of each micro-batch. Groups may span these micro-batches, but no others."""
         joined = inputs[0]
         if len(inputs) > 1:
-            width = max(part.rewards.shape[1] for part in inputs)
             columns = {
-                name: torch.cat([_pad_to_width(getattr(part, name), width) for part in inputs])
+                name: concatenate_rows([getattr(part, name) for part in inputs])
                 for name in vars(inputs[0])
                 if getattr(inputs[0], name) is not None
             }
@@ -221,7 +220,7 @@ class BatchCompleter:
         return engine.sum_over_replicas(sums).unbind()
 
     def _advantage_inputs(self, batch: Batch, *, beta: float, meter: MetricAccumulator) -> AdvantageInputs:
-        statistics, final_values, correction = batch.computed_statistics, batch.final_values, batch.correction
+        statistics, correction = batch.computed_statistics, batch.correction
         known = self._inputs_known_before_forward(batch, meter)
         return replace(
             known,
@@ -234,7 +233,7 @@ class BatchCompleter:
             loss_mask=known.loss_mask if correction is None else correction.loss_mask,
             trajectory_energy=batch.trajectory_energy,
             values=batch.values,
-            bootstrap_values=None if final_values is None else torch.where(batch.truncated, final_values, 0.0),
+            bootstrap_values=batch.bootstrap_values,
         )
 
     def _inputs_known_before_forward(self, batch: Batch, meter: MetricAccumulator) -> AdvantageInputs:
@@ -283,11 +282,6 @@ def _add_advantages(
         replace(batch, rewards=part.rewards, estimate=estimate)
         for batch, part, estimate in zip(batches, inputs, estimates, strict=True)
     ]
-
-
-def _pad_to_width(values: Tensor, width: int) -> Tensor:
-    """Pad [b, T] with zeros to [b, width]; [b] is returned unchanged."""
-    return values if values.dim() == 1 else torch.nn.functional.pad(values, (0, width - values.shape[1]))
 
 
 def _without_rows(inputs: AdvantageInputs) -> AdvantageInputs:

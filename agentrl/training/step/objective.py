@@ -17,14 +17,12 @@ from agentrl.algorithms import (
     step_selection,
     token_factors,
 )
+from agentrl.algorithms.losses.compute import LOG_RATIO_LIMIT
 from agentrl.batch import Batch
 from agentrl.kernels import TokenStatistics
 from agentrl.training.engine.collectives import RowExchange
 from agentrl.training.engine.deepspeed_engine import TrainingEngine
 from agentrl.training.step.objective_settings import ObjectiveSettings, loss_options
-
-# The limit to which the losses clamp a log-ratio.
-_LOG_RATIO_LIMIT = 20.0
 
 
 class PolicyObjective:
@@ -175,5 +173,5 @@ def _ratio_to_sampling_policy(log_probs: Tensor, batch: Batch, *, ratio_is_one: 
     if ratio_is_one:
         return batch.correction_weights
     log_ratio = torch.where(batch.trained_mask, log_probs.detach() - batch.log_probs, 0.0)
-    ratio = log_ratio.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT).exp()
+    ratio = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp()
     return ratio if batch.correction_weights is None else ratio * batch.correction_weights
