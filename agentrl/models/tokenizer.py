@@ -64,7 +64,6 @@ class TextCodec:
         if len(ends) > 1:
             raise ValueError(f"the end-of-turn marker {turn_end!r} must be a single token; got {len(ends)} tokens")
         self.end_ids: frozenset[int] = frozenset({self.eos_id, *ends, *generation_ends})
-        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.prefix_ids: tuple[int, ...] = self._prepended_tokens(tokenizer)
         self._table: list[bytes] | None = None
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(lambda text: self.prefix_ids + self.encode(text))

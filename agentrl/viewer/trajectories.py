@@ -162,7 +162,6 @@ def _table_row(step: int, number: int, record: JSONObject, version: int | None) 
         "number": number,
         "problem": problem["id"],
         "statement": problem["statement"][:_EXCERPT_LENGTH],
-        "family": problem.get("family", ""),
         "group": record["group"],
         "sample": record["sample"],
         "branch": record.get("branch", 0),
