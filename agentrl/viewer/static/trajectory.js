@@ -40,7 +40,7 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
     if (order.length) view.choose(order[state.rank++][1], { scroll: "center" });
   };
   const button = (text, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, text);
-  const fieldChoice = choice("Color by", known().map((name) => [name, label(name)]), state.field, (name) => (colorBy(name), remember({ field: name })));
+  const fieldChoice = choice("Color by", known().map((name) => [name, label(name)]), state.field, { onchange: (name) => (colorBy(name), remember({ field: name })) });
   const take = (values) => {
     Object.assign(fields, values);
     const options = known().map((name) => el("option", { value: name }, label(name)));
