@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.interpreter import RequestedRun
+from agentrl_sandbox.runner.program import RequestedRun
 from agentrl_sandbox.runner.sessions import SessionFamily, SessionManager
 
 CONFIG = RunnerConfig(

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner import kernel
 from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED, has_separate_users
 from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
-from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, python_command
+from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest, python_command
 from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
-from agentrl_sandbox.runner.interpreter import UNCAUGHT, RequestedRun, create_task_file
+from agentrl_sandbox.runner.interpreter import UNCAUGHT, create_task_file
 from agentrl_sandbox.runner.usage import (
     INODES,
     ProgramMemoryQuota,
@@ -214,6 +215,19 @@ class Ending:
     outcome: Outcome
     exit_code: int | None
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedRun:
+    """The server's record of a requested run. ``session`` is the session's number at the server."""
+
+    identifier: int
+    session: int | None
+    call: Call
+
+    @classmethod
+    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> RequestedRun:
+        return cls(identifier=header["id"], session=header["number"], call=Call.from_frame(header, blobs))
 
 
 def prepare_program(order: RequestedRun, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:

@@ -38,12 +38,12 @@ from agentrl_sandbox.runner.config import (
     ServerRequest,
     needs_science_interpreter,
 )
-from agentrl_sandbox.runner.interpreter import RequestedRun
 from agentrl_sandbox.runner.program import (
     Ending,
     LimitChecker,
     OutputCapture,
     Program,
+    RequestedRun,
     ZygoteHandle,
     determine_ending,
     prepare_program,

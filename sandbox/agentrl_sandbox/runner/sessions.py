@@ -26,11 +26,11 @@ from typing import Protocol
 from agentrl_sandbox.call import ExecutionHeader, Frame
 from agentrl_sandbox.runner.child import programs_can_signal_init
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
-from agentrl_sandbox.runner.interpreter import RequestedRun
 from agentrl_sandbox.runner.program import (
     Ending,
     LimitChecker,
     Program,
+    RequestedRun,
     ZygoteHandle,
     ending_of_exit_code,
     prepare_program,
