@@ -51,6 +51,9 @@ class Server:
     def zygote_of_kind(self, kind):
         return self.zygotes
 
+    def user_of_slot(self, slot):
+        return None
+
 
 def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid():
     server = Server()

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED, has_separate_users
+from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED
 from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest, python_command
 from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
@@ -106,7 +106,7 @@ _DEFAULT_SOCKET_BYTES = 212_992  # Linux's default, used if the network namespac
 class LimitChecker:
     """Checks a program's limits. Without namespaces, ``scratch`` is the parent of the slots' directories."""
 
-    def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
+    def __init__(self, config: RunnerConfig, user_of_slot: Callable[[int], int | None], scratch: str = "") -> None:
         self._memory = config.memory_mb << 20
         self._scratch = scratch
         try:
@@ -114,7 +114,7 @@ class LimitChecker:
         except OSError:
             self._socket_bytes = _DEFAULT_SOCKET_BYTES
         self._scratch_bytes = config.scratch_mb << 20
-        self._first_user = config.first_user if has_separate_users(config) else None
+        self._user_of_slot = user_of_slot
 
     def exceeds_memory(self, program: Program, used: Usage, baseline: int) -> bool:
         """Return True if a program uses more than ``memory_mb``. Pages shared by its processes count once."""
@@ -144,7 +144,7 @@ class LimitChecker:
         started = time.monotonic()
         if started < program.next_checks.get(what, 0.0):
             return False
-        with kernel.file_access_as(self._user(program)):
+        with kernel.file_access_as(self._user_of_slot(program.slot)):
             exceeded = check()
         program.next_checks[what] = started + _CHECK_PAUSE_FACTOR * (time.monotonic() - started)
         return exceeded
@@ -152,14 +152,11 @@ class LimitChecker:
     def _scratch_quota(self, program: Program) -> ScratchQuota:
         quota = ScratchQuota(bytes_left=self._scratch_bytes, inodes_left=INODES)
         quota.count_tree(f"{self._scratch}/{program.slot}")
-        if (user := self._user(program)) is not None:
+        if (user := self._user_of_slot(program.slot)) is not None:
             quota.count_user_files(user, SHARED_MEMORY)
         if program.pid:
             quota.count_unlinked_files(process_tree(program.pid))
         return quota
-
-    def _user(self, program: Program) -> int | None:
-        return None if self._first_user is None else self._first_user + program.slot
 
 
 _STATUS_LIMIT = 4096
