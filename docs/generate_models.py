@@ -103,7 +103,7 @@ def decide(kind: str) -> Decision:
     if problem is None:
         return Decision("packed")
     try:
-        assert check_forward_matches_unpadded(kind, config, "padded"), (
+        assert check_forward_matches_unpadded(kind, config, padded=True), (
             f"the copy of {kind} cannot run: add it to UNBUILDABLE"
         )
     except SettingsError as error:

@@ -89,7 +89,7 @@ class LogPrinter:
     """Prints lines as they are appended to log files in a folder shared by all machines."""
 
     def __init__(self, show: Callable[[str], None] = _write_to_stdout) -> None:
-        self._write_to_stdout = show
+        self._show = show
         self._shown: dict[Path, int] = {}
         self._lock = threading.Lock()
         self._ended = threading.Event()
@@ -121,7 +121,7 @@ class LogPrinter:
                     kept = new[: new.rfind(b"\n") + 1] if whole_lines else new
                     self._shown[log] = shown + len(kept)
                     if kept:
-                        self._write_to_stdout(kept.decode(errors="replace"))
+                        self._show(kept.decode(errors="replace"))
 
 
 # Seconds to wait for the remaining output of a process that has exited.

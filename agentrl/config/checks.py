@@ -239,7 +239,7 @@ def _branching_errors(settings: Settings) -> Iterator[str]:
     if width == 1:
         return
     forks = f"rollout.branching.width={width}"
-    environment = settings.environment.model_dump() | (settings.environment.model_extra or {})
+    environment = settings.environment.model_dump()
     if is_agent_program(settings.env):
         yield f"{forks}: rollouts of the agent program env={settings.env} cannot be forked; set the width to 1"
     elif settings.env.startswith(HARBOR):
@@ -415,8 +415,8 @@ def _group_warnings(settings: Settings) -> Iterator[str]:
 
 
 def _branch_warnings(settings: Settings) -> Iterator[str]:
-    environment, name = settings.environment, settings.algorithm.estimator
-    rerendered = (environment.model_dump() | (environment.model_extra or {})).get("history") == "template"
+    name = settings.algorithm.estimator
+    rerendered = settings.environment.model_dump().get("history") == "template"
     if not rerendered and not is_agent_program(settings.env):
         return
     from agentrl.algorithms import ESTIMATORS  # imports torch, so imported only if rollouts can branch

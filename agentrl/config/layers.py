@@ -75,7 +75,8 @@ def load_settings(
     if env.startswith(HARBOR):  # harbor:DIRECTORY and harbor:DIRECTORY:COMMAND train on the tasks in the directory
         path = HARBOR + env.removeprefix(HARBOR).partition(":")[0]
         files = [Layer(origin=f"{_ENV_OPTION} {env}", values={"data": {"train": [{"path": path}]}}), *files]
-    model, presets = basics["model"], _embedded_policy_preset_files()
+    model = basics["model"]
+    presets = {layer.origin for name in _PRESETS for layer in read_overlay_chain(name)}  # of the embedded policy
     # An evaluation has a model or an endpoint, and never uses the embedded policy.
     uses_preset = not resume and command not in ("eval", "check-data", "regrade")
     if uses_preset and isinstance(model, dict) and model.get("path") is None:
@@ -102,12 +103,12 @@ def _add_heldout_evaluation(layers: list[Layer], presets: set[str], top: Sequenc
     ``data.eval`` of any layer or of ``top`` overrides it. Without presets and ``--env`` layers, ``layers`` are returned
     unchanged.
     """
-    presets = {
+    origins = {
         layer.origin for layer in layers if layer.origin in presets or layer.origin.startswith(f"{_ENV_OPTION} ")
     }
-    if not presets:
+    if not origins:
         return layers
-    layers = [_reset_overridden_sources(layer, top) if layer.origin in presets else layer for layer in layers]
+    layers = [_reset_overridden_sources(layer, top) if layer.origin in origins else layer for layer in layers]
     of_training = [one for one in top if one[0][:2] in (["data"], ["data", "train"])]
     data = _merge_all(SIMPLETIR, layers, of_training)["data"]
     train = data.get("train") if isinstance(data, dict) else None
@@ -203,11 +204,6 @@ def find_run_to_resume(merged: Mapping[str, object]) -> Path:
         hint = did_you_mean(str(name), names) or f"; existing runs: {', '.join(names) or 'none'}"
         raise SettingsError(f"--resume: name={name!r} is not a run in {runs}{hint}")
     return runs / str(name)
-
-
-def _embedded_policy_preset_files() -> set[str]:
-    """Return the paths of the presets for the embedded policy."""
-    return {layer.origin for name in _PRESETS for layer in read_overlay_chain(name)}
 
 
 def _without_unsuitable_values(preset: Layer, requested: Mapping[str, object]) -> Layer:

@@ -85,7 +85,7 @@ def describe_valid_values(key: str, env: str) -> str:
     known, node = _find_deepest_node(_schema(env), key.split("."))
     if ".".join(known) != key:
         raise KeyError(key)
-    return _describe_valid_values(_schema(env), node)
+    return _describe_node(_schema(env), node)
 
 
 def _find_deepest_node(schema: _SchemaNode, path: Sequence[str]) -> tuple[list[str], _SchemaNode]:
@@ -130,11 +130,11 @@ def _describe_error(detail: ErrorDetails, env: str, layers: Sequence[Layer]) -> 
     if detail["type"] == "extra_forbidden":
         return unknown_key_message(key, detail["input"], env, suffix)
     if missing:
-        return f"{key} is missing{suffix} and has no default; valid: {_describe_valid_values(schema, node)}"
+        return f"{key} is missing{suffix} and has no default; valid: {_describe_node(schema, node)}"
     if detail["type"] == "value_error":
         reason = detail["msg"].removeprefix("Value error, ")
         return f"{key}{suffix}: {reason}" if key else reason
-    return f"{key}={format_value(value)}{suffix}: expected {_describe_valid_values(schema, node) or detail['msg']}"
+    return f"{key}={format_value(value)}{suffix}: expected {_describe_node(schema, node) or detail['msg']}"
 
 
 def unknown_key_message(key: str, value: object, env: str, suffix: str = "") -> str:
@@ -202,7 +202,7 @@ def _walk_keys(root: _SchemaNode, node: _SchemaNode, path: str) -> Iterable[str]
         yield from below
 
 
-def _describe_valid_values(root: _SchemaNode, node: _SchemaNode) -> str:
+def _describe_node(root: _SchemaNode, node: _SchemaNode) -> str:
     """Describe the valid values of a node, for example ``a whole number at least 1 or null``."""
     options = _alternatives(root, node)
     form = node.get("form")  # description of a pattern in words

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
@@ -156,22 +156,6 @@ def short_form_key(section: str, value: object) -> str | None:
     ('kind', 'url', None)
     """
     return _SHORT_FORMS.get(section) if isinstance(value, str) else None
-
-
-def iterate_dotted_leaves(values: Mapping[str, object], path: str = "") -> Iterator[tuple[str, object]]:
-    """Yield the dotted key and value of every leaf: everything except mappings and lists of mappings."""
-    for key, value in values.items():
-        yield from _leaves(_join_keys(path, key), value)
-
-
-def _leaves(path: str, value: object) -> Iterator[tuple[str, object]]:
-    if isinstance(value, dict) and value:
-        yield from iterate_dotted_leaves(value, path)
-    elif isinstance(value, list) and any(isinstance(item, dict) for item in value):
-        for index, item in enumerate(value):
-            yield from _leaves(f"{path}.{index}", item)
-    else:
-        yield path, value
 
 
 def _join_keys(path: str, key: str) -> str:

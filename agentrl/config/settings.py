@@ -9,12 +9,12 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field
 
 from agentrl.cluster.settings import ClusterSettings
-from agentrl.config.overlays import iterate_dotted_leaves
 from agentrl.evaluation.settings import EvaluationSettings
 from agentrl.models.settings import ModelSettings
 from agentrl.problems.settings import DataSettings
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RewardSettings, RolloutSettings
+from agentrl.telemetry.records import dotted_keys
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.training.settings import (
     AlgorithmSettings,
@@ -148,8 +148,7 @@ def dump_yaml(settings: Settings) -> str:
 
 def resume_conflicts(old: Settings, new: Settings) -> list[str]:
     """Return ``key: old -> new`` for every changed setting that a resumed run must not change."""
-    before = dict(iterate_dotted_leaves(old.model_dump(mode="json")))
-    after = dict(iterate_dotted_leaves(new.model_dump(mode="json")))
+    before, after = (dotted_keys(one.model_dump(mode="json")) for one in (old, new))
     absent = "(absent)"
     return [
         f"{key}: {before.get(key, absent)!r} -> {after.get(key, absent)!r}"

@@ -79,11 +79,6 @@ def head_input_gradient(gradient: Tensor, weight: Tensor) -> Tensor:
     return result
 
 
-def add_head_weight_gradient(gradient: Tensor, hidden: Tensor, total: Tensor) -> None:
-    """Add gradient^T [V, R] hidden [R, D] to total [V, D], all in the accumulation dtype."""
-    total.addmm_(gradient.t(), hidden)
-
-
 def matmul_into(left: Tensor, right: Tensor, out: Tensor, *, accumulate: bool) -> None:
     """Write left [A, B] @ right [B, C] to out [A, C], or add to out if `accumulate`. out has the accumulation dtype."""
     if not out.is_cuda:

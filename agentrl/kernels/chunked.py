@@ -169,14 +169,13 @@ def _statistics_from_log_probs(log_p: Tensor, targets: Tensor, *, clamp: bool, s
     p = log_p.exp().scatter_(-1, index, 0.0)
     own, rest = rough.exp(), p.sum(-1)
     squares = torch.linalg.vector_norm(p, dim=-1).square()
-    own_slope, steep = (1.0, squares) if slope is None else _target_slope_and_other_energy(p, slope, index)
+    own_slope: float | Tensor = 1.0
+    steep = squares
+    if slope is not None:
+        own_slope = slope.gather(-1, index).squeeze(-1)  # [R]
+        steep = torch.linalg.vector_norm(slope.mul(p), dim=-1).square()
     log_probs = torch.where(rough > -1.0, -torch.log1p(rest / own), rough)
     entropy = -(p.mul_(log_p).sum(-1) + own * rough.clamp(min=IMPOSSIBLE))
     sum_pi_squared = (2 * log_probs).exp() + squares
     energy = torch.expm1(log_probs).mul(own_slope).square() + steep
     return torch.stack([log_probs, entropy, sum_pi_squared, energy])
-
-
-def _target_slope_and_other_energy(p: Tensor, slope: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return (slope of the target [R], sum over other tokens of (p slope)^2 [R]), for p [R, V] with 0 at the target."""
-    return slope.gather(-1, index).squeeze(-1), torch.linalg.vector_norm(slope.mul(p), dim=-1).square()

@@ -117,11 +117,6 @@ def _prepare_inputs(
     )
 
 
-def _shift_left(mask: Tensor) -> Tensor:
-    """Return the mask [B, S] moved one position to the left: True at t - 1 for each t of ``mask``."""
-    return torch.cat([mask[:, 1:], torch.zeros_like(mask[:, :1])], dim=1)
-
-
 def _embeddings_and_final_states(parts: CausalLMParts, rows: _EnergyInputs) -> tuple[Tensor, Tensor]:
     """Return (embedding output as the graph's leaf, states after the last norm), both [B, S, D] or [1, L, D]."""
     leaves: list[Tensor] = []
@@ -147,7 +142,8 @@ def _embeddings_and_final_states(parts: CausalLMParts, rows: _EnergyInputs) -> t
 def _weighted_log_prob_gradient(hidden: Tensor, shares: list[HeadEnergies], rows: _EnergyInputs) -> Tensor:
     """Return the gradient of sum_t rho_t ln p(y_t) with respect to ``hidden``, the states after the last norm."""
     gradient = torch.zeros_like(hidden, dtype=rows.coefficients.dtype).flatten(0, 1)
-    gradient[rows.input_positions[_shift_left(rows.mask)]] = torch.cat([share.hidden_gradient for share in shares])
+    predicting = torch.cat([rows.mask[:, 1:], torch.zeros_like(rows.mask[:, :1])], dim=1)  # t - 1 for each token t
+    gradient[rows.input_positions[predicting]] = torch.cat([share.hidden_gradient for share in shares])
     return gradient.view(hidden.shape).to(hidden.dtype)
 
 

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from agentrl.kernels.arithmetic import (
     IMPOSSIBLE,
-    add_head_weight_gradient,
     head_input_gradient,
     logit_gradient_dtype,
     matmul_into,
@@ -76,9 +75,8 @@ class HeadGradientAccumulator:
             d_logits = d_logits if temperature == 1.0 else d_logits.div_(temperature)
             matmul_into(d_logits.t().bfloat16(), hidden[rows], self._weight, accumulate=True)
         else:
-            add_head_weight_gradient(
-                d_logits, _divide_by_temperature(hidden[rows].to(d_logits.dtype), temperature), self._weight
-            )
+            states = _divide_by_temperature(hidden[rows].to(d_logits.dtype), temperature)
+            self._weight.addmm_(d_logits.t(), states)
 
     def input_gradients(self) -> tuple[Tensor | None, ...]:
         """Return the gradients of (hidden, weight, bias), each in the dtype of its input."""

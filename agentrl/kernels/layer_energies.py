@@ -7,9 +7,10 @@ reads a weight, so sharded weights are not gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -173,22 +174,16 @@ def norm_scale_energy(normalized: Tensor, gradients: Tensor) -> Tensor:
 
 def embedding_energy(ids: Tensor, rows: Tensor, gradients: Tensor, count: int) -> Tensor:
     """Compute sum_v ||sum_{s: x_s = v} e_s||^2 of `count` rows, from N tokens: ids [N], rows [N], gradients [N, D]."""
-    _, entry, owner = _distinct_pairs(ids, rows)
-    sums = gradients.new_zeros(owner.shape[0], gradients.shape[1]).index_add_(0, entry, gradients)
+    width = int(ids.max()) + 1 if ids.numel() else 1
+    pairs, pair_of_token = torch.unique(rows * width + ids, return_inverse=True)  # distinct (row, id)
+    sums = gradients.new_zeros(pairs.shape[0], gradients.shape[1]).index_add_(0, pair_of_token, gradients)
     result = torch.zeros(count, dtype=torch.float64, device=gradients.device)
-    return result.index_add_(0, owner, squared_norm_by_row(sums))
+    return result.index_add_(0, pairs // width, squared_norm_by_row(sums))
 
 
 def squared_norm_by_row(values: Tensor) -> Tensor:
     """Compute the sum of squares over all dimensions but the first, in float64."""
     return torch.linalg.vector_norm(values.flatten(1), dim=1).double().square()
-
-
-def _distinct_pairs(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return the distinct pairs (row, id): their keys [U], the index of each token's pair [N], and their rows [U]."""
-    width = int(ids.max()) + 1 if ids.numel() else 1
-    keys, entry = torch.unique(rows * width + ids, return_inverse=True)
-    return keys, entry, keys // width
 
 
 _CHUNK_ELEMENTS = 1 << 24  # maximum number of elements of inputs, gradients and products at a time: 64 MB of float32
@@ -226,8 +221,8 @@ class LayerEnergies:
         handles: list[RemovableHandle] = []
         try:
             for site in self._sites:
-                handles.append(site.module.register_forward_pre_hook(self._make_forward_pre_hook(site)))
-                handles.append(site.module.register_forward_hook(self._make_forward_hook(site)))
+                handles.append(site.module.register_forward_pre_hook(partial(self._before_call, site)))
+                handles.append(site.module.register_forward_hook(partial(self._after_call, site)))
             yield
         finally:
             for handle in handles:
@@ -243,34 +238,34 @@ class LayerEnergies:
         if missing:
             raise KernelInputError(f"no gradient reached {', '.join(missing)}: the forward pass does not use them")
 
-    def _make_forward_pre_hook(self, site: _TrackedLayer) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
-            if not self._backward:
-                site.check_called_once()
-                if site.recomputed:
-                    return
-            elif site.done or not site.recomputed:
-                return
-            site.input = arguments[0].detach()
-            self._add_energy(site)
-
-        return hook
-
-    def _make_forward_hook(self, site: _TrackedLayer) -> Callable[..., None]:
-        def hook(module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor) -> None:
-            if self._backward:
-                return
-            if not output.requires_grad:
+    def _before_call(self, site: _TrackedLayer, module: nn.Module, arguments: tuple[Tensor, ...]) -> None:
+        if not self._backward:
+            if site.called:  # the energy of two calls would have cross terms
                 raise KernelInputError(
-                    f"{site.name} ran without an autograd graph: set use_reentrant=False for gradient checkpointing"
+                    f"{site.name} is called twice in one forward pass, which exact energies do not support"
                 )
-            output.register_hook(arrived)
+            site.called = True
+            if site.recomputed:
+                return
+        elif site.done or not site.recomputed:
+            return
+        site.input = arguments[0].detach()
+        self._add_energy(site)
 
-        def arrived(gradient: Tensor) -> None:
-            site.gradient = gradient.detach()
-            self._add_energy(site)
+    def _after_call(
+        self, site: _TrackedLayer, module: nn.Module, arguments: tuple[Tensor, ...], output: Tensor
+    ) -> None:
+        if self._backward:
+            return
+        if not output.requires_grad:
+            raise KernelInputError(
+                f"{site.name} ran without an autograd graph: set use_reentrant=False for gradient checkpointing"
+            )
+        output.register_hook(partial(self._take_gradient, site))
 
-        return hook
+    def _take_gradient(self, site: _TrackedLayer, gradient: Tensor) -> None:
+        site.gradient = gradient.detach()
+        self._add_energy(site)
 
     @torch.no_grad()
     def _add_energy(self, site: _TrackedLayer) -> None:
@@ -315,14 +310,6 @@ class _TrackedLayer:
     gradient: Tensor | None = None
     done: bool = False
     called: bool = False
-
-    def check_called_once(self) -> None:
-        """Raise KernelInputError on a second call, because the energy of two calls would have cross terms."""
-        if self.called:
-            raise KernelInputError(
-                f"{self.name} is called twice in one forward pass, which exact energies do not support"
-            )
-        self.called = True
 
     def gradient_energy(self, inputs: Tensor, gradients: Tensor, dtype: torch.dtype) -> Tensor:
         """Compute the squared norm [R] of the gradient of the layer's trainable parameters."""

@@ -29,11 +29,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import HeadVarianceAccumulator, diagonal_proxy
+from agentrl.algorithms import (
+    ESTIMATORS,
+    HeadVarianceAccumulator,
+    MissingInputError,
+    compute_advantages,
+    diagonal_proxy,
+    estimator_needs,
+)
 from agentrl.errors import SettingsError
 from agentrl.kernels.attention import pack_padded
-from agentrl.lab.sample import ProblemSample
-from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_disjoint_groups
+from agentrl.lab.sample import ProblemSample, advantage_inputs
+from agentrl.lab.settings import EstimatorChoice, LabSettings
 from agentrl.models.policy import PolicyModel
 
 SCORE_BYTES = 2 << 30
@@ -305,6 +312,64 @@ class GradientMoments:
 
 ProblemMoments = dict[int, dict[str, GradientMoments]]
 """Moments of one problem, by group size and estimator label."""
+
+
+def draw_disjoint_groups(samples: int, group_size: int, *, max_groups: int, seed: int, problem_index: int) -> Tensor:
+    """Draw disjoint groups [M, N] of trajectory indices below ``samples``, with M at most ``max_groups``.
+
+    Disjoint groups are independent draws, so the variance over them is an unbiased estimate.
+    """
+    # Seeds are distinct while the group size is below 1,009 squared, so groups do not depend on which other problems
+    # and sizes are measured.
+    key = (seed * 1_000_003 + problem_index) * 1_009**2 + group_size
+    draw = torch.Generator().manual_seed(key % (1 << 63))
+    groups = min(max_groups, samples // group_size)
+    return torch.randperm(samples, generator=draw)[: groups * group_size].reshape(groups, group_size)
+
+
+def compute_problem_advantages(
+    samples: Sequence[ProblemSample], rows: Sequence[Tensor], choice: EstimatorChoice
+) -> list[Tensor]:
+    """Compute the advantages [M, N, T_j] of each problem j with the groups ``rows[j]`` [M, N].
+
+    For an estimator that spans the step (for example by whitening), a step contains one group of each problem. As in
+    training, groups with equal rewards are removed from the step and have advantage 0, unless the estimator learns from
+    them. Raises SettingsError if the estimator needs an input that rollouts alone do not provide.
+    """
+    groups, size = rows[0].shape
+    needs = estimator_needs(choice.name, **choice.options)
+    greedy = "greedy_returns" in needs.inputs
+    dropped = torch.zeros(len(samples), groups, dtype=torch.bool)
+    if not ESTIMATORS[choice.name].equal_groups:
+        dropped = torch.stack(
+            [_has_equal_rewards(sample, indices, greedy) for sample, indices in zip(samples, rows, strict=True)]
+        )
+    result = [torch.zeros(groups, size, sample.batch.rewards.shape[1], dtype=torch.float64) for sample in samples]
+    steps = [[index] for index in range(groups)] if needs.step_wide else [list(range(groups))]
+    for step in steps:
+        kept = [index for index in range(len(samples)) if not dropped[index, step].all()]
+        if not kept:
+            continue
+        drawn = [rows[index][step] for index in kept]
+        inputs = advantage_inputs([samples[index] for index in kept], drawn, cross=choice.cross)
+        try:
+            advantages = compute_advantages(choice.name, inputs, **choice.options).advantages
+        except MissingInputError as error:
+            raise SettingsError(f"--estimators: {choice.label} cannot be measured: {error}") from error
+        for index, values in zip(kept, advantages.unflatten(0, (len(kept), len(step), size)), strict=True):
+            result[index][step] = values[..., : result[index].shape[-1]]
+    for values, equal in zip(result, dropped, strict=True):
+        values[equal] = 0.0
+    return result
+
+
+def _has_equal_rewards(sample: ProblemSample, rows: Tensor, include_greedy: bool) -> Tensor:
+    """Return a mask [M] of groups with equal rewards, including the greedy rollout's reward if ``include_greedy``."""
+    returns = sample.returns[rows]  # [M, N]
+    if include_greedy:
+        returns = torch.nn.functional.pad(returns, (0, 1), value=sample.greedy_return)
+    # The group filter in training uses the same tolerance.
+    return returns.amax(-1) - returns.amin(-1) <= 1e-8
 
 
 def measure_problems(

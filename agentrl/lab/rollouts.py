@@ -6,10 +6,10 @@ import asyncio
 import hashlib
 import itertools
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from types import TracebackType
-from typing import TYPE_CHECKING, Self
+from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
 from agentrl.lab.settings import LabSections, LabSettings
@@ -95,7 +95,7 @@ class UsableGroup:
 
 
 class GroupSampler:
-    """Samples rollouts as training does. As a context manager, opens and closes the environment and an event loop."""
+    """Samples rollouts as training does."""
 
     def __init__(
         self,
@@ -121,28 +121,16 @@ class GroupSampler:
         )
         self._samples = samples
         self._greedy = greedy
-        self._runner = asyncio.Runner()
 
-    def __enter__(self) -> Self:
-        try:
-            self._runner.run(self._open())
-        except BaseException:
-            self._runner.close()
-            raise
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._runner.run(self._close())
-        self._runner.close()
-
-    def sample_until_usable(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
-        """Sample until each problem has enough usable trajectories or the last round ends.
-
-        Returns the groups, ordered by number.
-        """
-        return self._runner.run(self._sample(problems))
+    @contextmanager
+    def opened(self) -> Iterator[Callable[[Sequence[tuple[int, Problem]]], list[UsableGroup]]]:
+        """Open the environment. Yields a function that samples problems and returns their groups, ordered by number."""
+        with asyncio.Runner() as runner:
+            runner.run(self._open())
+            try:
+                yield lambda problems: runner.run(self._sample(problems))
+            finally:
+                runner.run(self._close())
 
     async def _sample(self, problems: Sequence[tuple[int, Problem]]) -> list[UsableGroup]:
         requests = [Group(index=number, problem=problem) for number, problem in problems]

@@ -61,7 +61,7 @@ def variance_command(
         console.note(f"resuming a measurement: {kept} of {len(lines)} sampled problems are already measured")
     numbered = list(enumerate(problems))
     with (
-        measurement.make_sampler() as sampler,
+        measurement.make_sampler().opened() as sample,
         console.progress(lab.problems, min(kept, lab.problems), "problem") as progress,
     ):
         for start in range(0, len(numbered), _BATCH):
@@ -70,7 +70,7 @@ def variance_command(
             # step need all problems of the batch.
             if kept >= lab.problems or all(number in done for number, _ in batch):
                 continue
-            for line in measurement.measure_groups(sampler.sample_until_usable(batch), done):
+            for line in measurement.measure_groups(sample(batch), done):
                 results.append(line)
                 kept += line["outcome"] == MEASURED
                 progress.update(min(kept, lab.problems), {})

@@ -245,7 +245,7 @@ def read_chat_format(
     before, behind, after = template.problem_and_reply_texts()
     calls, responses, end = HERMES, _ToolResponseTexts("", "", "", False), template.chat.leading_special_token(behind)
     if tools:
-        calls = template.tool_call_format()
+        calls = template.require_tool_call_format()
         responses = template.tool_response_texts()
         end = template.chat.leading_special_token(responses.before) or end
     return ChatFormat(
@@ -324,8 +324,8 @@ class _TemplateReader:
             return "", "", ""
         return first, before, after
 
-    def tool_call_format(self) -> ToolCallFormat:
-        """Return the format of the template's tool calls."""
+    def require_tool_call_format(self) -> ToolCallFormat:
+        """Return the format of the template's tool calls. Raises SettingsError if it is not supported."""
         try:
             form = self.chat.tool_call_format(self.tools[0], self._schemas, self._system)
         except ChatTemplateError as error:

@@ -70,7 +70,7 @@ def packing_error(config: PreTrainedConfig) -> SettingsError | None:
     key = config.to_json_string()
     if key not in _packing_errors:
         try:
-            check_forward_matches_unpadded("model.path", config, "sdpa")
+            check_forward_matches_unpadded("model.path", config, padded=False)
             _packing_errors[key] = None
         except SettingsError as error:
             _packing_errors[key] = error
@@ -78,16 +78,16 @@ def packing_error(config: PreTrainedConfig) -> SettingsError | None:
 
 
 @torch.no_grad()
-def check_forward_matches_unpadded(name: str, config: PreTrainedConfig, backend: AttentionBackend) -> bool:
-    """Raise SettingsError if the forward pass of model ``name`` with ``backend`` differs from unpadded rows.
+def check_forward_matches_unpadded(name: str, config: PreTrainedConfig, *, padded: bool) -> bool:
+    """Raise SettingsError if the forward pass of model ``name`` over packed or padded rows differs from unpadded rows.
 
     Compares log-probabilities on a random float32 copy with few heads, layers and tokens. Returns False if the copy
     itself cannot run; :func:`check_packed_forward` then tests the loaded model.
     """
-    obstacle = None if backend == "padded" else reason_not_packable(config)
+    obstacle = None if padded else reason_not_packable(config)
     if obstacle is not None:
         raise SettingsError(obstacle)
-    backend = "padded" if backend == "padded" else "sdpa"  # runs on any machine
+    backend: AttentionBackend = "padded" if padded else "sdpa"  # both run on any machine
     with torch.random.fork_rng(devices=[]):
         try:
             small = shrink_config(config)
@@ -100,12 +100,11 @@ def check_forward_matches_unpadded(name: str, config: PreTrainedConfig, backend:
             return False
         if not bool(wanted.isfinite().all()):
             return False
-        with _errors_with_model_name(name, type(own).__name__, backend):
-            copied = random_model(
-                small, attention=None if backend == "padded" else register_attention(), weights_from=own
-            )
+        mode = "padded" if padded else "packed"
+        with _errors_with_model_name(name, type(own).__name__, mode):
+            copied = random_model(small, attention=None if padded else register_attention(), weights_from=own)
             found = packed_log_probs(PolicyModel(copied, attention=backend), rows)
-            _check_difference((found - wanted).abs().max(), _COPY_BOUND, backend)
+            _check_difference((found - wanted).abs().max(), _COPY_BOUND, mode)
     return True
 
 
@@ -118,7 +117,8 @@ def check_packed_forward(name: str, policy: PolicyModel) -> None:
     """
     model, head = policy.causal_lm, policy.head
     rows = [row.to(head.weight.device) for row in make_test_sequences(head.out_features)]
-    with _errors_with_model_name(name, type(model).__name__, policy.attention):
+    mode = "padded" if policy.attention == "padded" else "packed"
+    with _errors_with_model_name(name, type(model).__name__, mode):
         found = packed_log_probs(policy, rows)
         implementation = model.config._attn_implementation
         model.set_attn_implementation("eager")
@@ -126,7 +126,7 @@ def check_packed_forward(name: str, policy: PolicyModel) -> None:
             wanted = unpacked_log_probs(model, rows)
         finally:
             model.set_attn_implementation(implementation)
-        _check_difference((found - wanted).abs().mean(), MAX_DIFFERENCES[model.dtype], policy.attention)
+        _check_difference((found - wanted).abs().mean(), MAX_DIFFERENCES[model.dtype], mode)
 
 
 _CAUSES = {
@@ -140,13 +140,8 @@ _REMEDIES = {
 }
 
 
-def _row_layout(reader: AttentionBackend) -> str:
-    return "padded" if reader == "padded" else "packed"
-
-
-def _check_difference(difference: Tensor, bound: float, reader: AttentionBackend) -> None:
+def _check_difference(difference: Tensor, bound: float, mode: str) -> None:
     if not float(difference) <= bound:
-        mode = _row_layout(reader)
         raise KernelInputError(
             f"log-probabilities of {mode} and un{mode} trajectories differ by {float(difference):.2g} "
             f"nats (rounding explains at most {bound:g}). {_CAUSES[mode]}"
@@ -154,7 +149,7 @@ def _check_difference(difference: Tensor, bound: float, reader: AttentionBackend
 
 
 @contextmanager
-def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> Iterator[None]:
+def _errors_with_model_name(name: str, kind: str, mode: str) -> Iterator[None]:
     """Convert every error in a model's code, except out-of-memory errors, to a SettingsError with the model's name."""
     try:
         yield
@@ -166,7 +161,6 @@ def _errors_with_model_name(name: str, kind: str, reader: AttentionBackend) -> I
             cause = "its layers accept only the attention functions of their class"
         elif not isinstance(error, KernelInputError | SettingsError):
             cause = f"{type(error).__name__}: {cause}"
-        mode = _row_layout(reader)
         raise SettingsError(
             f"model.path={name!r}: {kind} cannot be trained on {mode} trajectories: {cause}. {_REMEDIES[mode]}"
         ) from error

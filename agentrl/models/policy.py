@@ -246,7 +246,9 @@ class PolicyModel(nn.Module):
         """
         super().__init__()
         if backend == "triton":
-            _check_triton(reason_triton_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu")))
+            obstacle = reason_triton_unavailable(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
+            if obstacle is not None:
+                raise SettingsError(f"training.head_backend=triton {obstacle}; set training.head_backend=auto")
         parts = split_model(causal_lm)
         install_route_hooks(causal_lm)
         use_attention_backend(causal_lm, attention, ranks=1 if sequence is None else sequence.size)
@@ -392,11 +394,6 @@ def _gather_statistics(
     return TokenStatistics(
         **{name: item if learn else item.detach() for name, item, learn in zip(given, every, learns, strict=True)}
     )
-
-
-def _check_triton(obstacle: str | None) -> None:
-    if obstacle is not None:
-        raise SettingsError(f"training.head_backend=triton {obstacle}; set training.head_backend=auto")
 
 
 class ValueModel(nn.Module):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import uuid
 from collections.abc import Collection, Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -64,9 +64,7 @@ class TextCodec:
         if len(ends) > 1:
             raise ValueError(f"the end-of-turn marker {turn_end!r} must be a single token; got {len(ends)} tokens")
         self.end_ids: frozenset[int] = frozenset({self.eos_id, *ends, *generation_ends})
-        self.pad_id: int = tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id
         self.prefix_ids: tuple[int, ...] = self._prepended_tokens(tokenizer)
-        self._table: list[bytes] | None = None
         self._encode_plain_prompt = lru_cache(maxsize=_PROMPTS)(lambda text: self.prefix_ids + self.encode(text))
 
     def _prepended_tokens(self, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
@@ -107,20 +105,9 @@ class TextCodec:
                 return parts[1:]
         return parts
 
-    @property
+    @cached_property
     def token_bytes(self) -> list[bytes]:
         """The bytes of every token id, empty for special tokens. A text is the concatenated bytes of its tokens."""
-        if self._table is None:
-            self._table = self._build_table()
-        return self._table
-
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """Decode sampled tokens, without special tokens. Incomplete UTF-8 is replaced."""
-        table = self.token_bytes
-        size = len(table)  # models pad their vocabulary, so they may have more ids than the tokenizer
-        return b"".join([table[token] for token in token_ids if token < size]).decode(errors="replace")
-
-    def _build_table(self) -> list[bytes]:
         from transformers.convert_slow_tokenizer import bytes_to_unicode
 
         vocabulary = self._plain.get_vocab()
@@ -137,6 +124,12 @@ class TextCodec:
         for index, content in self._added.items():
             table[index] = content
         return table
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """Decode sampled tokens, without special tokens. Incomplete UTF-8 is replaced."""
+        table = self.token_bytes
+        size = len(table)  # models pad their vocabulary, so they may have more ids than the tokenizer
+        return b"".join([table[token] for token in token_ids if token < size]).decode(errors="replace")
 
 
 def _without_added_tokens(backend: dict[str, Any]) -> Tokenizer:

@@ -259,7 +259,7 @@ def _describe_fall_below_best(rows: Sequence[Metrics]) -> str | None:
     symptom_of=("reward_collapse",),
 )
 def void_share(rows: Sequence[Metrics]) -> str | None:
-    return _endings_above(rows, ("rollout/ended/void_turn",), 0.5, "{0:.0%} of the rollouts ended with a void turn")
+    return _endings_above_half(rows, ("rollout/ended/void_turn",), "{0:.0%} of the rollouts ended with a void turn")
 
 
 @_register_rule(
@@ -270,7 +270,7 @@ def void_share(rows: Sequence[Metrics]) -> str | None:
 )
 def truncated_share(rows: Sequence[Metrics]) -> str | None:
     limits = ("rollout/ended/turn_limit", "rollout/ended/token_limit", "rollout/ended/deadline")
-    return _endings_above(rows, limits, 0.5, "{0:.0%} of the rollouts ended at a limit of turns, tokens or time")
+    return _endings_above_half(rows, limits, "{0:.0%} of the rollouts ended at a limit of turns, tokens or time")
 
 
 @_register_rule(
@@ -280,7 +280,9 @@ def truncated_share(rows: Sequence[Metrics]) -> str | None:
     symptom_of=("reward_collapse",),
 )
 def tool_failures(rows: Sequence[Metrics]) -> str | None:
-    shares = [share for row in rows if (share := _failed_call_share(row)) is not None]
+    prefix = "rollout/tool_outcome/"
+    counts = [{key: value for key, value in row.items() if key.startswith(prefix)} for row in rows]
+    shares = [1 - row.get(f"{prefix}ok", 0.0) / calls for row in counts if (calls := sum(row.values()))]
     if len(shares) < 2 * _RECENT_STEPS:
         return None
     first, last = statistics.fmean(shares[:_RECENT_STEPS]), statistics.fmean(shares[-_RECENT_STEPS:])
@@ -543,14 +545,8 @@ def _mean_above(rows: Sequence[Metrics], key: str, limit: float, message: str) -
     return message.format(statistics.fmean(values))
 
 
-def _endings_above(rows: Sequence[Metrics], names: Sequence[str], limit: float, message: str) -> str | None:
+def _endings_above_half(rows: Sequence[Metrics], names: Sequence[str], message: str) -> str | None:
     recent = rows[-_RECENT_STEPS:]
     whole = sum(value for row in recent for key, value in row.items() if key.startswith("rollout/ended/"))
     part = sum(row.get(name, 0.0) for row in recent for name in names)
-    return message.format(part / whole) if len(recent) == _RECENT_STEPS and whole and part > limit * whole else None
-
-
-def _failed_call_share(row: Metrics) -> float | None:
-    prefix = "rollout/tool_outcome/"
-    calls = sum(value for key, value in row.items() if key.startswith(prefix))
-    return 1 - row.get(f"{prefix}ok", 0.0) / calls if calls else None
+    return message.format(part / whole) if len(recent) == _RECENT_STEPS and whole and part > 0.5 * whole else None

@@ -57,7 +57,7 @@ def palette_css() -> str:
 Row = Mapping[str, float]
 Draw = Callable[["Axes", Sequence[Row]], bool]
 
-BLUE, ORANGE, GREEN, RED = LIGHT[0], LIGHT[1], LIGHT[5], LIGHT[7]
+BLUE, ORANGE, GREEN = LIGHT[0], LIGHT[1], LIGHT[5]
 GREY = "#8a8f98"
 _DOTS_PER_INCH = 140
 _LABEL_HEIGHT = 32  # points from the x axis to the lower edge of its label

@@ -184,10 +184,6 @@ class RunDirectory:
         files = (path for path in self.tokens.glob(f"{step:08d}.*.parquet") if path.name.split(".")[1].isdecimal())
         return sorted(files, key=lambda path: int(path.name.split(".")[1]))
 
-    def steps_with_token_statistics(self) -> list[int]:
-        """Return the steps with stored token statistics, ascending."""
-        return _steps_of_files(self.tokens.glob("*.parquet"))
-
     def truncated_trajectory_files(self) -> list[Path]:
         """Return the trajectory files that are truncated."""
         with os_errors_as_world_errors(self.trajectories, "read"):

@@ -85,22 +85,6 @@ def optional_float(query: Query, name: str) -> float | None:
         raise QueryError(f"{name} must be a number; got {text!r}") from error
 
 
-def parse_what_if(query: Query) -> dict[str, object]:
-    """Parse the estimator, its options and the group size in a query. Raises QueryError for invalid options."""
-    try:
-        options = json.loads(query.get("options", "{}"))
-    except ValueError as error:
-        raise QueryError(f"options must be JSON; got {query['options']!r}") from error
-    if not isinstance(options, dict):
-        raise QueryError(f"options must be a JSON object; got {query['options']!r}")
-    return {
-        "ask": "what_if",
-        "estimator": query.get("estimator", ""),
-        "options": options,
-        "size": optional_int(query, "size"),
-    }
-
-
 SEARCH_SECONDS = 2.0  # time limit of a search; its response contains the position at which to continue
 
 POLICY = (
@@ -211,14 +195,21 @@ class _ApiHandlers:
             run.require_trajectories(steps[0])
         start = parse_position(query.get("after", "0:0"))
         limit = min(optional_int(query, "limit") or 1_000, 5_000)
-        result = search_rows(run, steps, parse_search(query), start=start, limit=limit, seconds=SEARCH_SECONDS)
-        return {**vars(result), "next": None if result.next is None else "{}:{}".format(*result.next)}
+        return search_rows(run, steps, parse_search(query), start=start, limit=limit, seconds=SEARCH_SECONDS)
 
     def trajectory(self, request: Request) -> object:
         return read_trajectory_page(self._run(request), request.path_params["step"], request.path_params["number"])
 
     def what_if(self, request: Request) -> object:
-        return self._calculate_for_trajectory(request, parse_what_if(request.query_params))
+        query = request.query_params
+        try:
+            options = json.loads(query.get("options", "{}"))
+        except ValueError as error:
+            raise QueryError(f"options must be JSON; got {query['options']!r}") from error
+        if not isinstance(options, dict):
+            raise QueryError(f"options must be a JSON object; got {query['options']!r}")
+        asked = {"estimator": query.get("estimator", ""), "options": options, "size": optional_int(query, "size")}
+        return self._calculate_for_trajectory(request, {"ask": "what_if", **asked})
 
     def explanation(self, request: Request) -> object:
         return self._calculate_for_trajectory(request, {"ask": "explain", "token": request.path_params["token"]})

@@ -174,7 +174,6 @@ def read_run_page(run: RunDirectory) -> dict[str, object]:
         **read_run_summary(run),
         "path": str(run.path),
         "trajectory_steps": list(_stored_steps(run.path, _modification_time(run.trajectories))),
-        "token_steps": run.steps_with_token_statistics(),
         "alerts": _cached_alerts(run.alerts_file, run.path, *_file_signature(run.alerts_file)),
     }
 

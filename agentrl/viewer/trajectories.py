@@ -63,15 +63,6 @@ class SearchConditions:
         )
 
 
-@dataclass(frozen=True, kw_only=True)
-class FoundRows:
-    """Result of a search. ``next`` is the (step, number) at which to continue, or None at the end."""
-
-    rows: list[JSONObject]
-    next: tuple[int, int] | None
-    warnings: list[str]
-
-
 def search_rows(
     run: RunDirectory,
     steps: list[int],
@@ -80,19 +71,21 @@ def search_rows(
     start: tuple[int, int] = (0, 0),
     limit: int,
     seconds: float,
-) -> FoundRows:
+) -> JSONObject:
     """Search ``steps`` for at most ``limit`` matching rows, for about ``seconds``.
 
-    At least one step is searched. Steps that cannot be read are listed in ``warnings``.
+    At least one step is searched. Returns ``rows``, ``warnings`` (steps that cannot be read) and ``next``, the
+    STEP:NUMBER at which to continue, or None at the end.
     """
     end = time.monotonic() + seconds
     matches: list[JSONObject] = []
     warnings: list[str] = []
+    found: JSONObject = {"rows": matches, "next": None, "warnings": warnings}
     for index, step in enumerate(steps):
         if step < start[0]:
             continue
         if index > 0 and step > start[0] and time.monotonic() > end:
-            return FoundRows(rows=matches, next=(step, 0), warnings=warnings)
+            return found | {"next": f"{step}:0"}
         try:
             rows = list(_matching_rows(run, step, search))
         except AgentRLError as error:
@@ -102,9 +95,9 @@ def search_rows(
             if (step, row["number"]) < start:
                 continue
             if len(matches) == limit:
-                return FoundRows(rows=matches, next=(step, row["number"]), warnings=warnings)
+                return found | {"next": f"{step}:{row['number']}"}
             matches.append(row)
-    return FoundRows(rows=matches, next=None, warnings=warnings)
+    return found
 
 
 def read_step_rows(run: RunDirectory, step: int) -> tuple[JSONObject, ...]:
@@ -162,7 +155,6 @@ def _table_row(step: int, number: int, record: JSONObject, version: int | None) 
         "number": number,
         "problem": problem["id"],
         "statement": problem["statement"][:_EXCERPT_LENGTH],
-        "family": problem.get("family", ""),
         "group": record["group"],
         "sample": record["sample"],
         "branch": record.get("branch", 0),

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from agentrl.algorithms import ESTIMATORS, AdvantageInputs, Advantages, compute_advantages, estimator_needs
+from agentrl.algorithms import ESTIMATORS, AdvantageInputs, compute_advantages, estimator_needs
 from agentrl.errors import SettingsError
 from agentrl.telemetry.tokens import RowKey, StoredStep, StoredTrajectory, TokenColumns, TokenMetadata, TrajectoryTokens
 
@@ -36,7 +36,10 @@ def recompute_advantages(
     # Use the order of training, because estimators sum over rows and the result should be bitwise equal.
     chosen.sort(key=lambda item: order[item.key])
     made = compute_advantages(name, build_stored_advantage_inputs(chosen), communicator=None, **chosen_options)
-    return {item.key: _columns_of_row(made, row, item) for row, item in enumerate(chosen)}
+    return {
+        item.key: {name: values[row].numpy()[item.model_token_positions] for name, values in vars(made).items()}
+        for row, item in enumerate(chosen)
+    }
 
 
 def require_token_metadata(step: StoredStep) -> TokenMetadata:
@@ -85,10 +88,6 @@ def build_stored_advantage_inputs(trajectories: Sequence[StoredTrajectory]) -> A
         forks=_integers(rows, "fork"),
         path_weights=_floats(rows, "path_weight"),
     )
-
-
-def _columns_of_row(made: Advantages, row: int, item: StoredTrajectory) -> dict[str, np.ndarray]:
-    return {name: values[row].numpy()[item.model_token_positions] for name, values in vars(made).items()}
 
 
 def _integers(rows: Sequence[TrajectoryTokens], name: str) -> Tensor:

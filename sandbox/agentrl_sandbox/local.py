@@ -476,15 +476,11 @@ def choose_first_user_id(settings: SandboxSettings) -> int:
     if settings.first_user is not None:
         return settings.first_user
     try:
-        return draw_first_user_id()
+        # The first of _MAX_SLOTS user ids that are most likely unused on this host.
+        numbers = _USER_IDS if _is_user_mapped(_USER_IDS.stop - 1) else _CONTAINER_USER_IDS
+        return random.SystemRandom().randrange(numbers.start, numbers.stop - _MAX_SLOTS, _MAX_SLOTS)
     except OSError as error:
         raise StartError(f"cannot choose user ids for the sandbox's server: {error}") from error
-
-
-def draw_first_user_id() -> int:
-    """Draw the first of ``_MAX_SLOTS`` user ids that are most likely unused on this host."""
-    numbers = _USER_IDS if _is_user_mapped(_USER_IDS.stop - 1) else _CONTAINER_USER_IDS
-    return random.SystemRandom().randrange(numbers.start, numbers.stop - _MAX_SLOTS, _MAX_SLOTS)
 
 
 def _is_user_mapped(user: int) -> bool:

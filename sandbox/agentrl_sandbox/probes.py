@@ -17,6 +17,7 @@ import sys
 import tempfile
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -235,7 +236,13 @@ async def probe_isolation(
         return ran
 
     def attack(program: str, succeeded: Callable[[Execution], bool], *blocked: Outcome) -> Probe:
-        return partial(_probe_attack, execute, program, succeeded, blocked)
+        """Return a probe that runs an attack. ``blocked`` lists the valid outcomes of a failed attack."""
+
+        async def probe(factor: int) -> bool:
+            ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
+            return _is_blocked(ran, *blocked, attack_succeeded=succeeded(ran))
+
+        return probe
 
     with _victim_process() as victim:
         pid = victim.process.pid
@@ -289,13 +296,13 @@ def _is_blocked(ran: Execution, *blocked: Outcome, attack_succeeded: bool) -> bo
     return not attack_succeeded
 
 
+@dataclass(frozen=True, kw_only=True)
 class _Victim:
     """A process of this user with a secret in its environment, its memory and an unnamed open file."""
 
-    def __init__(self, process: subprocess.Popen[bytes], secret_start: str, secret_end: str) -> None:
-        self.process = process
-        self.secret_start = secret_start  # the programs search for this part
-        self.secret_end = secret_end  # not in the programs that search
+    process: subprocess.Popen[bytes]
+    secret_start: str  # the programs search for this part
+    secret_end: str  # not in the programs that search
 
 
 @contextmanager
@@ -308,7 +315,7 @@ def _victim_process() -> Iterator[_Victim]:
             [sys.executable, "-S", "-c", "import time; time.sleep(600)"], env={"SECRET": start + end}, stdin=file
         )
         try:
-            yield _Victim(process, start, end)
+            yield _Victim(process=process, secret_start=start, secret_end=end)
         finally:
             process.kill()
             process.wait()
@@ -360,15 +367,12 @@ async def _probe_write_isolation(execute: ExecuteProbe, factor: int) -> bool:
         directories = [public, os.getcwd(), str(Path.home()), tempfile.gettempdir(), "/var/tmp", sys.prefix, "/"]
         program = WRITES.format(directories=directories, name=name, untouched=str(untouched))
         ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
-        changed = not _is_unchanged(untouched)
+        unchanged = untouched.exists() and untouched.stat().st_mode & 0o777 == 0o666
+        changed = not (unchanged and untouched.read_text() == "untouched")
         leaked = [path for path in (Path(directory) / name for directory in directories) if path.exists()]
         for path in leaked:
             path.unlink(missing_ok=True)
     return _is_blocked(ran, Outcome.OK, attack_succeeded=bool(leaked) or changed)
-
-
-def _is_unchanged(file: Path) -> bool:
-    return file.exists() and file.stat().st_mode & 0o777 == 0o666 and file.read_text() == "untouched"
 
 
 async def _probe_read_isolation(execute: ExecuteProbe, victim: _Victim, neighbours: bool, factor: int) -> bool:
@@ -399,21 +403,6 @@ def _searched_while_file_existed(neighbour: Execution, reader: Execution) -> boo
     spans = [[float(word) for word in line.split()] for line in neighbour.stdout.splitlines()]
     looks = [[float(word) for word in line.split()] for line in reader.stdout.splitlines()]
     return any(begin <= look[0] and look[1] <= end for begin, end in spans for look in looks)
-
-
-async def _probe_attack(
-    execute: ExecuteProbe,
-    program: str,
-    succeeded: Callable[[Execution], bool],
-    blocked: tuple[Outcome, ...],
-    factor: int,
-) -> bool:
-    """Run an attack and return True if it was blocked.
-
-    ``succeeded`` tests the result; ``blocked`` lists the valid outcomes of a failed attack.
-    """
-    ran = await execute(program, timeout=factor * _PROBE_TIMEOUT_SECONDS)
-    return _is_blocked(ran, *blocked, attack_succeeded=succeeded(ran))
 
 
 def _reported_success(ran: Execution) -> bool:

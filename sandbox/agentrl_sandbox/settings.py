@@ -135,11 +135,6 @@ class SandboxSettings(BaseModel):
         return self.url.partition("://")[0]
 
     @property
-    def slots(self) -> int:
-        """Number of users that programs run as: one for each worker and each session."""
-        return self.concurrency + self.max_sessions
-
-    @property
     def concurrency(self) -> int:
         """Maximum number of concurrent programs."""
         if self.workers is not None:

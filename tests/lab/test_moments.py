@@ -18,11 +18,13 @@ from agentrl.lab.measure import (
     GroupGradientProducts,
     TrajectoryGradients,
     TrueGradientProducts,
+    compute_problem_advantages,
     covariance_inner_product,
+    draw_disjoint_groups,
     measure_problems,
 )
 from agentrl.lab.sample import ProblemSample, advantage_inputs, build_sample, reason_unusable, row_slices_within_budget
-from agentrl.lab.settings import LabSettings, compute_problem_advantages, draw_disjoint_groups, parse_estimator_choices
+from agentrl.lab.settings import LabSettings, parse_estimator_choices
 from agentrl.models.policy import PolicyModel
 from agentrl.trajectory import Group, Segment, Trajectory
 from agentrl_envs.types import Ended, Problem

@@ -121,9 +121,9 @@ def test_a_prompt_starts_as_the_tokenizer_starts_every_text() -> None:
     assert codec.encode_prompt("ab") == (1, *codec.encode("ab"))
 
 
-def test_end_and_padding_ids() -> None:
-    assert (CODECS["sentencepiece"].eos_id, CODECS["sentencepiece"].pad_id) == (2, 2)
-    assert (CODECS["trained"].eos_id, CODECS["trained"].pad_id) == (0, 0)
+def test_end_ids() -> None:
+    assert CODECS["sentencepiece"].eos_id == 2
+    assert CODECS["trained"].eos_id == 0
 
 
 def test_a_saved_tokenizer_encodes_alike(tmp_path: Any) -> None:

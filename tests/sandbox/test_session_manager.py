@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner.config import RunnerConfig
-from agentrl_sandbox.runner.interpreter import RequestedRun
+from agentrl_sandbox.runner.program import RequestedRun
 from agentrl_sandbox.runner.sessions import SessionFamily, SessionManager
 
 CONFIG = RunnerConfig(
@@ -50,6 +50,9 @@ class Server:
 
     def zygote_of_kind(self, kind):
         return self.zygotes
+
+    def user_of_slot(self, slot):
+        return None
 
 
 def test_a_program_that_began_before_its_session_init_was_located_gets_its_pid():

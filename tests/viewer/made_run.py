@@ -126,7 +126,7 @@ def _record(
         "answer": answer,
         "tool_calls": [{"outcome": "ok", "seconds": 0.25, "truncated": False, "printed": "5\n", "exit_code": 0}],
         "seconds": 1.5,
-        "reward_parts": {},
+        "reward_parts": {"shorter": -2.5},
         "branch": 0,
         "branches": 1,
         "parent": -1,

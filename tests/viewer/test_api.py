@@ -105,6 +105,7 @@ def test_a_trajectory_is_told_token_by_token(client: TestClient, run: RunDirecto
     assert "".join(output["pieces"]) == OUTPUT
     assert (answer["pieces"][-1], answer["special"]) == (END, [len(answer["pieces"]) - 1])
     assert page["tool_calls"][0]["outcome"] == "ok"
+    assert page["reward_parts"] == {"shorter": -2.5}
     stored = read_step(run, 2)
     item = stored.trajectories[1]
     group = [one for one in stored.trajectories if one.key.group == item.key.group]

@@ -228,6 +228,12 @@ def test_a_token_shows_the_values_that_training_used(page: Page, address: str, r
     expect(page.locator(".chart path.line").first).to_be_visible()
 
 
+def test_each_part_of_the_reward_is_shown_without_its_weight(page: Page, address: str) -> None:
+    open_tokens(page, address)
+    part = page.locator("dl.facts div", has_text="Reward function shorter")
+    expect(part.locator("dd")).to_have_text("-2.500 before its weight")
+
+
 def test_another_estimator_is_computed_on_the_spot(page: Page, address: str, run: RunDirectory) -> None:
     open_tokens(page, address)
     page.get_by_role("button", name="Choose an estimator").click()

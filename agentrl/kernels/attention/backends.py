@@ -38,46 +38,45 @@ def attend(
     whose value is zero. If ranks share the row, L is the number of this rank's tokens, and H must be a multiple of the
     number of ranks.
     """
-    if (ranks := attention_pass.sequence) is None:
-        return _attend_local_heads(attention_pass, query, key, value, scale, window, cap, sinks)
-    query, key, value = ranks.tokens_to_heads(query), ranks.kv_tokens_to_heads(key), ranks.kv_tokens_to_heads(value)
-    sinks = None if sinks is None else sinks[ranks.rank_slice(len(sinks))]
-    return ranks.heads_to_tokens(_attend_local_heads(attention_pass, query, key, value, scale, window, cap, sinks))
+    row, ranks, backend = attention_pass.row, attention_pass.sequence, attention_pass.backend
+    if ranks is not None:
+        query, key, value = ranks.tokens_to_heads(query), ranks.kv_tokens_to_heads(key), ranks.kv_tokens_to_heads(value)
+        sinks = None if sinks is None else sinks[ranks.rank_slice(len(sinks))]
+    # Sinks need a differentiable log-sum-exp, which the kernels of `flash` do not return.
+    if backend == "flex" or (backend == "flash" and sinks is not None):
+        states = attend_flex(row, query, key, value, scale=scale, window=window, cap=cap, sinks=sinks)
+    elif backend == "flash":
+        states = attend_flash(row, query, key, value, scale=scale, window=window, cap=cap)
+    else:
+        states = _attend_sdpa(row, query, key, value, scale=scale, window=window, cap=cap, sinks=sinks)
+    return states if ranks is None else ranks.heads_to_tokens(states)
 
 
-def _attend_local_heads(
-    now: AttentionPass,
+def _attend_sdpa(
+    row: PackedRow,
     query: Tensor,
     key: Tensor,
     value: Tensor,
+    *,
     scale: float | None,
     window: int | None,
     cap: float | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    # Sinks need a differentiable log-sum-exp, which the kernels of `flash` do not return.
-    if now.backend == "flex" or (now.backend == "flash" and sinks is not None):
-        return attend_flex(now.row, query, key, value, scale=scale, window=window, cap=cap, sinks=sinks)
-    if now.backend == "flash":
-        return attend_flash(now.row, query, key, value, scale=scale, window=window, cap=cap)
-    calls, places = now.row.segment_batches_by_length
-    eager = cap is not None or sinks is not None
-    if (name := ("sdpa", window, eager, query.dtype)) not in now.row.mask_cache:
-        now.row.mask_cache[name] = [_additive_mask(*call, window, query.dtype, needed=eager) for call in calls]
-    parts = [
-        _attend_batch(
-            _select_tokens(query, queries),
-            _select_tokens(key, keys),
-            _select_tokens(value, keys),
-            mask,
-            scale,
-            cap,
-            sinks,
-        )
-        .transpose(1, 2)
-        .flatten(0, 1)
-        for (queries, keys, _), mask in zip(calls, now.row.mask_cache[name], strict=True)
-    ]
+    calls, places = row.segment_batches_by_length
+    eager = cap is not None or sinks is not None  # scaled_dot_product_attention supports neither
+    if (name := ("sdpa", window, eager, query.dtype)) not in row.mask_cache:
+        row.mask_cache[name] = [_additive_mask(*call, window, query.dtype, needed=eager) for call in calls]
+    parts = []
+    for (queries, keys, _), mask in zip(calls, row.mask_cache[name], strict=True):
+        # [n, H, w, E], [n, G, k, E] and [n, G, k, E]
+        q, k, v = _select_tokens(query, queries), _select_tokens(key, keys), _select_tokens(value, keys)
+        if eager:
+            part = eager_attention(q, k, v, mask == 0, scale=scale, cap=cap, sinks=sinks)
+        else:
+            grouped = q.shape[1] != k.shape[1]
+            part = scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped)
+        parts.append(part.transpose(1, 2).flatten(0, 1))
     return torch.cat(parts).index_select(0, places)[None]
 
 
@@ -249,24 +248,6 @@ def torch_varlen_attention(
 def _select_tokens(states: Tensor, indices: Tensor) -> Tensor:
     """Select [n, H, w, E] from [1, H, L, E] at indices [n, w]."""
     return states[0].index_select(1, indices.flatten()).unflatten(1, indices.shape).transpose(0, 1)
-
-
-def _attend_batch(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Tensor | None,
-    scale: float | None,
-    cap: float | None,
-    sinks: Tensor | None,
-) -> Tensor:
-    """Compute attention of queries [n, H, w, E] to keys [n, G, k, E], causal if there is no mask."""
-    if mask is not None and (cap is not None or sinks is not None):
-        return eager_attention(query, key, value, mask == 0, scale=scale, cap=cap, sinks=sinks)
-    grouped = query.shape[1] != key.shape[1]
-    return scaled_dot_product_attention(
-        query, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
-    )
 
 
 def eager_attention(

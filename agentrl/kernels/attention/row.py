@@ -439,11 +439,6 @@ class AttentionPass:
     sequence: SequenceParallelGroup | None = None
     layers: set[int] = field(default_factory=set)  # ids of the attention modules that have read the row
 
-    @property
-    def rank_slice(self) -> slice:
-        """Slice of the tokens whose states are computed on this rank."""
-        return rank_slice(self.row, self.sequence)
-
 
 # A context variable, not an argument of the model's forward method, because layers of some models (StableLM, Nemotron)
 # do not pass keyword arguments to their attention.
@@ -467,11 +462,11 @@ def compute_packed_states(
     """
     if backend == "padded":
         return _compute_padded_states(row, transformer)
-    now = AttentionPass(row=row, backend=backend, sequence=sequence)
+    now, part = AttentionPass(row=row, backend=backend, sequence=sequence), rank_slice(row, sequence)
     with _set_current_pass(now):
         output = transformer(
-            input_ids=row.input_ids[:, now.rank_slice],
-            position_ids=row.position_ids[:, now.rank_slice],
+            input_ids=row.input_ids[:, part],
+            position_ids=row.position_ids[:, part],
             # With a four-dimensional mask, transformers does not create an [L, L] mask.
             attention_mask=torch.ones(1, 1, 1, 1, dtype=torch.bool, device=row.input_ids.device),
             use_cache=False,

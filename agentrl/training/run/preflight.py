@@ -137,7 +137,7 @@ def _check_models_support_settings(settings: Settings) -> None:
         if model.lora.targets and path == settings.model.path:
             shape_from_config(str(path), config, model.lora)
         padded = uses_padded_rows(model, config)  # a dry run may be on a machine without the backend for packed rows
-        check_forward_matches_unpadded(path or "the embedded tiny policy", config, "padded" if padded else "sdpa")
+        check_forward_matches_unpadded(path or "the embedded tiny policy", config, padded=padded)
         for reason in (
             _reason_not_paddable(settings, config) if padded else None,
             reason_sequence_parallel_unsupported(config, settings.training.sequence_parallel),

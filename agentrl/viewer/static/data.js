@@ -85,7 +85,7 @@ function accepts(row, query) {
     within(row.step, "first", "last") &&
     within(row.reward, "least_reward", "most_reward") &&
     within(row.turns, "least_turns", "most_turns") &&
-    within(row.staleness, "least_staleness", "most_staleness")
+    within(row.staleness, "least_staleness")
   );
 }
 

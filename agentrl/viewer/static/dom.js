@@ -13,10 +13,10 @@ export function el(tag, properties = {}, ...children) {
   return element;
 }
 
-// A choice among [value, label] pairs.
-export function choice(label, options, value, onchange) {
+// A choice among [value, label] pairs. With a `name`, it is a field of the form that contains it.
+export function choice(label, options, value, { onchange, name } = {}) {
   const items = options.map(([option, shown]) => el("option", { value: option, selected: option === value }, shown));
-  const select = el("select", { onchange: (event) => onchange(event.target.value) }, items);
+  const select = el("select", { name, onchange: onchange && ((event) => onchange(event.target.value)) }, items);
   return el("label", { class: "field" }, el("span", {}, label), select);
 }
 

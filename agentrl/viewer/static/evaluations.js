@@ -53,17 +53,12 @@ function searchForm(id, page, { text, kind, benchmark }) {
   const form = el(
     "form",
     { class: "bar", role: "search", onsubmit: search },
-    selectField("Outcome", "kind", [["", "any"], ...counts.map(([name]) => [name, page.kinds[name]])], kind),
-    benchmarks.length > 1 ? selectField("Benchmark", "benchmark", [["", "all"], ...benchmarks.map((each) => [each, each])], benchmark) : null,
+    choice("Outcome", [["", "any"], ...counts.map(([name]) => [name, page.kinds[name]])], kind, { name: "kind" }),
+    benchmarks.length > 1 ? choice("Benchmark", [["", "all"], ...benchmarks.map((each) => [each, each])], benchmark, { name: "benchmark" }) : null,
     el("label", { class: "field grow" }, el("span", {}, "Text in problem, answer or conversation"), el("input", { name: "text", type: "search", value: text })),
     el("button", { class: "act", type: "submit" }, "Search"),
   );
   return el("div", {}, form, el("p", { class: "hint cells" }, legend));
-}
-
-function selectField(label, name, options, chosen) {
-  const items = options.map(([value, shown]) => el("option", { value, selected: value === chosen }, shown));
-  return el("label", { class: "field" }, el("span", {}, label), el("select", { name }, items));
 }
 
 // A square in the colour of a rollout's outcome. The square is a link if the page contains the conversation.
@@ -118,7 +113,7 @@ async function comparing(id) {
   const others = evaluations.filter((one) => one.id !== id && one.finished);
   if (!others.length) return null;
   const options = [["", "choose"], ...others.map((one) => [one.id, one.name])];
-  return choice("Compare with", options, "", (other) => other && (location.hash = `#/comparison/${id}/${other}`));
+  return choice("Compare with", options, "", { onchange: (other) => other && (location.hash = `#/comparison/${id}/${other}`) });
 }
 
 export async function rolloutScreen({ parts: [id, index], query, remember }) {

@@ -122,7 +122,7 @@ export async function runScreen({ parts: [id], query, signal, remember }) {
     "div",
     { class: "bar" },
     ...curveChoices(state, remember, () => (link.zoom(null), show())),
-    choice("Additional metric", names, state.metric, more),
+    choice("Additional metric", names, state.metric, { onchange: more }),
     whole,
   );
   const name = facts.path.split("/").at(-1);
@@ -146,7 +146,7 @@ export function curveChoices(state, remember, redraw) {
   const axis = (value) => ((state.axis = value), remember({ axis: value === "step" ? null : value }), redraw());
   const smooth = (value) => ((state.window = Number(value)), remember({ smooth: value === "1" ? null : value }), redraw());
   const windows = [["1", "off"], ["5", "5 steps"], ["15", "15 steps"], ["51", "51 steps"]];
-  return [choice("Over", AXES, state.axis, axis), choice("Smoothing", windows, String(state.window), smooth)];
+  return [choice("Over", AXES, state.axis, { onchange: axis }), choice("Smoothing", windows, String(state.window), { onchange: smooth })];
 }
 
 export const axisTitle = (state) => AXES.find(([kind]) => kind === state.axis)[1];

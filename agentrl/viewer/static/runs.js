@@ -71,7 +71,7 @@ export async function runsScreen({ query, signal, remember }) {
     await Promise.all(lines.filter((run) => !(state.metric in series.get(run.id).curves) || fresh(run)).map((run) => series.get(run.id).refresh(wanted)));
     const names = [...new Set(lines.flatMap((run) => series.get(run.id).names))].sort();
     const pick = (value) => ((state.metric = value), remember({ metric: value === FIRST ? null : value }), curves());
-    if (!metrics.contains(document.activeElement)) metrics.replaceChildren(choice("Metric", names.map((name) => [name, name]), state.metric, pick));
+    if (!metrics.contains(document.activeElement)) metrics.replaceChildren(choice("Metric", names.map((name) => [name, name]), state.metric, { onchange: pick }));
     about.replaceChildren(...[meanings([state.metric])].filter(Boolean));
     const drawn = lines.filter((run) => state.metric in series.get(run.id).curves).map((run) => ({ name: run.name, ...metricLine(state.metric, series.get(run.id), state), ...style(run) }));
     draw(chart, { series: drawn, height: 250, x: { title: axisTitle(state), whole: state.axis === "step" }, y: { title: unitOf([state.metric]) } });

@@ -2,7 +2,7 @@
 
 import { draw, lineStyle } from "./charts.js";
 import { ask } from "./data.js";
-import { el, notices, section, table, words } from "./dom.js";
+import { choice, el, notices, section, table, words } from "./dom.js";
 
 const FIELDS = [
   ["text", "Text in the conversation", "search"],
@@ -130,9 +130,8 @@ function neighbours(id, asked, steps) {
 function filters(id, asked) {
   const inputs = FIELDS.map(([name, label, kind]) => {
     const value = asked[name] ?? "";
-    const input = Array.isArray(kind)
-      ? el("select", { name }, [["", "any"], ...kind.map((each) => [each, words(each)])].map(([option, text]) => el("option", { value: option, selected: option === value }, text)))
-      : el("input", { name, type: kind, value, step: "any", size: kind === "number" ? 6 : 20 });
+    if (Array.isArray(kind)) return choice(label, [["", "any"], ...kind.map((each) => [each, words(each)])], value, { name });
+    const input = el("input", { name, type: kind, value, step: "any", size: kind === "number" ? 6 : 20 });
     return el("label", { class: kind === "search" ? "field grow" : "field" }, el("span", {}, label), input);
   });
   const used = FIELDS.slice(ALWAYS).filter(([name]) => asked[name]).map(([name, label]) => `${label}: ${words(asked[name])}`);

@@ -40,7 +40,7 @@ export async function trajectoryScreen({ parts: [id, step, trajectory], query, r
     if (order.length) view.choose(order[state.rank++][1], { scroll: "center" });
   };
   const button = (text, down) => el("button", { class: "act", type: "button", onclick: () => jump(down) }, text);
-  const fieldChoice = choice("Color by", known().map((name) => [name, label(name)]), state.field, (name) => (colorBy(name), remember({ field: name })));
+  const fieldChoice = choice("Color by", known().map((name) => [name, label(name)]), state.field, { onchange: (name) => (colorBy(name), remember({ field: name })) });
   const take = (values) => {
     Object.assign(fields, values);
     const options = known().map((name) => el("option", { value: name }, label(name)));
@@ -74,13 +74,14 @@ function reasonFor(row) {
   return "The step has no token statistics of this trajectory (telemetry.tokens_every).";
 }
 
-function aboutTrajectory({ row, problem, facts }, id) {
+function aboutTrajectory({ row, problem, reward_parts: parts, facts }, id) {
   const pairs = [
     ["Problem", el("a", { href: `#/run/${id}/trajectories?${new URLSearchParams({ problem: row.problem })}` }, row.problem)],
     ["Reference answer", visible(String(problem.answer ?? "–"))],
     ["Answer", visible(String(row.answer ?? "–"))],
     ["Verdict", verdict(row)],
     ["Reward", number(row.reward)],
+    ...Object.entries(parts).map(([name, value]) => [`Reward function ${name}`, `${number(value)} before its weight`]),
     ["Ended", words(row.ended)],
     ["Turns", row.turns],
     ["Seconds", number(row.seconds)],

@@ -36,9 +36,9 @@ export function whatIf(page, { id, step, number: trajectory }, onfound) {
     const result = el("div", { "aria-live": "polite" });
     const pick = (name) => options.replaceChildren(...estimators[name].map((form) => inputOf(form, page.facts.estimator_options[form.name])));
     const first = page.facts.estimator in estimators ? page.facts.estimator : Object.keys(estimators)[0];
-    const estimator = choice("Estimator", Object.keys(estimators).map((name) => [name, name]), first, pick);
+    const estimator = choice("Estimator", Object.keys(estimators).map((name) => [name, name]), first, { onchange: pick });
     const sizes = [...Array(size).keys()].map((index) => [String(size - index), String(size - index)]);
-    const rollouts = choice("N: rollouts of the group", sizes, String(size), () => {});
+    const rollouts = choice("N: rollouts of the group", sizes, String(size));
     pick(first);
     const submit = async (event) => {
       event.preventDefault();
@@ -61,11 +61,7 @@ export function whatIf(page, { id, step, number: trajectory }, onfound) {
 
 function inputOf({ name, default: standard, choices }, ofRun) {
   const value = ofRun === undefined ? standard : ofRun;
-  if (choices.length) {
-    const label = choice(words(name), choices.map((each) => [JSON.stringify(each), words(each ?? "none")]), JSON.stringify(value), () => {});
-    label.querySelector("select").name = name;
-    return label;
-  }
+  if (choices.length) return choice(words(name), choices.map((each) => [JSON.stringify(each), words(each ?? "none")]), JSON.stringify(value), { name });
   return el("label", { class: "field" }, el("span", {}, words(name)), el("input", { name, value: JSON.stringify(value), size: 8 }));
 }
 

@@ -22,29 +22,15 @@ from types import ModuleType, TracebackType
 from typing import Any
 
 from agentrl_sandbox.call import Call
-from agentrl_sandbox.runner.config import ServerRequest
 from agentrl_sandbox.runner.files import write_files
 
-# One program to run, and the memory file in which a child receives it.
+# The memory file in which a child receives one program.
 #
-# The memory file contains the length of a header (8 bytes), the header, the program, the files, and the program's
+# It contains the length of a header (8 bytes), the header, the program, the files, and the program's
 # stdin. The child reads up to stdin and passes the rest of the file to the program as descriptor 0.
 
 _F_ADD_SEALS = 1033
 _SEALS = 0x1 | 0x2 | 0x4 | 0x8  # forbid further seals, shrinking, growing and writing
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class RequestedRun:
-    """The server's record of a requested run. ``session`` is the session's number at the server."""
-
-    identifier: int
-    session: int | None
-    call: Call
-
-    @classmethod
-    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> RequestedRun:
-        return cls(identifier=header["id"], session=header["number"], call=Call.from_frame(header, blobs))
 
 
 def create_task_file(call: Call) -> int:

@@ -15,12 +15,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from agentrl_sandbox.call import Call
 from agentrl_sandbox.runner import kernel
-from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED, has_separate_users
+from agentrl_sandbox.runner.child import OUT_OF_MEMORY, STARTED
 from agentrl_sandbox.runner.cleanup import SHARED_MEMORY
-from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, python_command
+from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest, python_command
 from agentrl_sandbox.runner.files import create_fetch_file, read_fetch_file
-from agentrl_sandbox.runner.interpreter import UNCAUGHT, RequestedRun, create_task_file
+from agentrl_sandbox.runner.interpreter import UNCAUGHT, create_task_file
 from agentrl_sandbox.runner.usage import (
     INODES,
     ProgramMemoryQuota,
@@ -105,7 +106,7 @@ _DEFAULT_SOCKET_BYTES = 212_992  # Linux's default, used if the network namespac
 class LimitChecker:
     """Checks a program's limits. Without namespaces, ``scratch`` is the parent of the slots' directories."""
 
-    def __init__(self, config: RunnerConfig, scratch: str = "") -> None:
+    def __init__(self, config: RunnerConfig, user_of_slot: Callable[[int], int | None], scratch: str = "") -> None:
         self._memory = config.memory_mb << 20
         self._scratch = scratch
         try:
@@ -113,7 +114,7 @@ class LimitChecker:
         except OSError:
             self._socket_bytes = _DEFAULT_SOCKET_BYTES
         self._scratch_bytes = config.scratch_mb << 20
-        self._first_user = config.first_user if has_separate_users(config) else None
+        self._user_of_slot = user_of_slot
 
     def exceeds_memory(self, program: Program, used: Usage, baseline: int) -> bool:
         """Return True if a program uses more than ``memory_mb``. Pages shared by its processes count once."""
@@ -143,7 +144,7 @@ class LimitChecker:
         started = time.monotonic()
         if started < program.next_checks.get(what, 0.0):
             return False
-        with kernel.file_access_as(self._user(program)):
+        with kernel.file_access_as(self._user_of_slot(program.slot)):
             exceeded = check()
         program.next_checks[what] = started + _CHECK_PAUSE_FACTOR * (time.monotonic() - started)
         return exceeded
@@ -151,14 +152,11 @@ class LimitChecker:
     def _scratch_quota(self, program: Program) -> ScratchQuota:
         quota = ScratchQuota(bytes_left=self._scratch_bytes, inodes_left=INODES)
         quota.count_tree(f"{self._scratch}/{program.slot}")
-        if (user := self._user(program)) is not None:
+        if (user := self._user_of_slot(program.slot)) is not None:
             quota.count_user_files(user, SHARED_MEMORY)
         if program.pid:
             quota.count_unlinked_files(process_tree(program.pid))
         return quota
-
-    def _user(self, program: Program) -> int | None:
-        return None if self._first_user is None else self._first_user + program.slot
 
 
 _STATUS_LIMIT = 4096
@@ -214,6 +212,19 @@ class Ending:
     outcome: Outcome
     exit_code: int | None
     why: str = ""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class RequestedRun:
+    """The server's record of a requested run. ``session`` is the session's number at the server."""
+
+    identifier: int
+    session: int | None
+    call: Call
+
+    @classmethod
+    def from_frame(cls, header: ServerRequest, blobs: list[bytes]) -> RequestedRun:
+        return cls(identifier=header["id"], session=header["number"], call=Call.from_frame(header, blobs))
 
 
 def prepare_program(order: RequestedRun, config: RunnerConfig, kind: str, slot: int) -> tuple[Program, list[int]]:

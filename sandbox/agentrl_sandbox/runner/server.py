@@ -38,12 +38,12 @@ from agentrl_sandbox.runner.config import (
     ServerRequest,
     needs_science_interpreter,
 )
-from agentrl_sandbox.runner.interpreter import RequestedRun
 from agentrl_sandbox.runner.program import (
     Ending,
     LimitChecker,
     OutputCapture,
     Program,
+    RequestedRun,
     ZygoteHandle,
     determine_ending,
     prepare_program,
@@ -127,8 +127,10 @@ class ForkServer:
         self._parent = os.getppid()
         self._without_namespaces = config.isolate == "none"
         self._scratch = os.environ.get(SCRATCH_VARIABLE, "")
+        # Computed once, because has_separate_users returns False within kernel.file_access_as: the kernel withdraws
+        # CAP_CHOWN while files are accessed with another user's rights. LimitChecker needs the user there.
         self._separate_users = has_separate_users(config)
-        self._limit_checker = LimitChecker(config, self._scratch)
+        self._limit_checker = LimitChecker(config, self.user_of_slot, self._scratch)
         for kind in _ZYGOTE_KINDS:
             self._start_zygote(kind)
 
@@ -290,14 +292,16 @@ class ForkServer:
 
     def release_slot(self, slot: int, kind: str) -> None:
         """Free a slot. A slot with leftover files becomes free after the zygote has cleaned it."""
-        if not self._without_namespaces or cleanup.has_no_leftover_files(f"{self._scratch}/{slot}", self._user(slot)):
+        scratch, user = f"{self._scratch}/{slot}", self.user_of_slot(slot)
+        if not self._without_namespaces or cleanup.has_no_leftover_files(scratch, user):
             self._return_slot(slot)
             return
         self._unclean_slots[slot] = kind
         if self._zygotes[kind].ready:
             self._zygotes[kind].send_command("clean", slot)
 
-    def _user(self, slot: int) -> int | None:
+    def user_of_slot(self, slot: int) -> int | None:
+        """Return the user id of a slot's programs, or None if they run as this process's user."""
         return self._config.first_user + slot if self._separate_users else None
 
     def _return_slot(self, slot: int) -> None:

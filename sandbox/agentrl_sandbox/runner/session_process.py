@@ -318,7 +318,7 @@ class SessionInit:
                     return
             # Reap after all commands, because a search for leftovers takes longer with more sessions. If all sessions
             # are closed at once, they are killed first and then reaped together.
-            if self._wake_read in ready and not self._has_command():
+            if self._wake_read in ready and not select.select([self._server], [], [], 0)[0]:
                 os.read(self._wake_read, 4096)
                 self._reap()
 
@@ -331,9 +331,6 @@ class SessionInit:
         close_other_descriptors(*sorted((self._wake_read, self._wake_write, _OWN_SOCKET)))
         self._add(session, pid)
 
-    def _has_command(self) -> bool:
-        return bool(select.select([self._server], [], [], 0)[0])
-
     def _receive_and_execute_command(self) -> bool:
         """Execute one command from the server. Returns False if the server has disconnected."""
         data, descriptors, _, _ = socket.recv_fds(self._server, _MAX_MESSAGE, 1, socket.MSG_CMSG_CLOEXEC)
@@ -342,25 +339,27 @@ class SessionInit:
         message: ProcessMessage = json.loads(data)
         session = message["id"]
         if message["op"] == "expect":
-            self._watch_for_fork_announcement(session, socket.socket(fileno=descriptors[0]))
+            announcement = socket.socket(fileno=descriptors[0])
+            self._expected_forks[announcement.fileno()] = (session, announcement)
+            self._poll.register(announcement, select.POLLIN)
         elif message["op"] == "forget":
-            self._forget_fork(session)
+            for descriptor in [one for one, (number, _) in self._expected_forks.items() if number == session]:
+                self._poll.unregister(descriptor)
+                self._expected_forks.pop(descriptor)[1].close()
+            self._kill_leftovers()
         elif session in self._pids:
             pid = self._pids[session]
             if message["op"] == "resume":
                 self._running.add(session)
                 os.kill(pid, signal.SIGCONT)
             elif message["op"] == "stop":
-                self._stop_session(session)
+                self._running.discard(session)
+                self._stop_idle_processes()
+                self._kill_leftovers()
+                self._send({"op": "stopped", "id": session})
             else:
                 os.kill(pid, signal.SIGKILL)
         return True
-
-    def _stop_session(self, session: int) -> None:
-        self._running.discard(session)
-        self._stop_idle_processes()
-        self._kill_leftovers()
-        self._send({"op": "stopped", "id": session})
 
     def _stop_idle_processes(self) -> None:
         """Stop all idle interpreters. A running process or the end of a process group may have resumed them."""
@@ -369,10 +368,6 @@ class SessionInit:
                 _signal(pid, signal.SIGSTOP)
 
     # -- forks ----------------------------------------------------------------------------------------------------
-
-    def _watch_for_fork_announcement(self, session: int, announcement: socket.socket) -> None:
-        self._expected_forks[announcement.fileno()] = (session, announcement)
-        self._poll.register(announcement, select.POLLIN)
 
     def _accept_announced_fork(self, descriptor: int) -> None:
         """Check that the announced process is a child of this process. The kernel identifies the process."""
@@ -394,12 +389,6 @@ class SessionInit:
         os.kill(pid, signal.SIGSTOP)
         self._pids[session] = pid
         self._send({"op": "started", "id": session, "pid": pid, "error": 0})
-
-    def _forget_fork(self, session: int) -> None:
-        for descriptor in [descriptor for descriptor, (number, _) in self._expected_forks.items() if number == session]:
-            self._poll.unregister(descriptor)
-            self._expected_forks.pop(descriptor)[1].close()
-        self._kill_leftovers()
 
     # -- exits ----------------------------------------------------------------------------------------------------
 

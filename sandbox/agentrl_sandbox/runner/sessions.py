@@ -26,11 +26,11 @@ from typing import Protocol
 from agentrl_sandbox.call import ExecutionHeader, Frame
 from agentrl_sandbox.runner.child import programs_can_signal_init
 from agentrl_sandbox.runner.config import ProcessMessage, RunnerConfig, ServerRequest
-from agentrl_sandbox.runner.interpreter import RequestedRun
 from agentrl_sandbox.runner.program import (
     Ending,
     LimitChecker,
     Program,
+    RequestedRun,
     ZygoteHandle,
     ending_of_exit_code,
     prepare_program,
@@ -172,6 +172,7 @@ class ServerCallbacks(Protocol):
     def finish_program(self, program: Program, ending: Ending) -> Frame[ExecutionHeader]: ...
     def kill(self, program: Program, reason: Outcome) -> None: ...
     def zygote_of_kind(self, kind: str) -> ZygoteHandle: ...
+    def user_of_slot(self, slot: int) -> int | None: ...
     def release_slot(self, slot: int, kind: str) -> None: ...
 
 
@@ -186,7 +187,7 @@ class SessionManager:
     def __init__(self, config: RunnerConfig, server: ServerCallbacks) -> None:
         self._config = config
         self._server = server
-        self._limit_checker = LimitChecker(config)
+        self._limit_checker = LimitChecker(config, server.user_of_slot)
         self._sessions: dict[int, ServerSession] = {}
         self._families: dict[int, SessionFamily] = {}
         self._free_slots = list(range(config.workers, config.slots))

@@ -149,9 +149,7 @@ def build_app(gateway: GatewayState) -> FastAPI:
     )
     _add_error_handlers(app, gateway)
     _add_state_endpoints(app, gateway)
-    _add_program_endpoints(app, gateway)
-    _add_session_endpoints(app, gateway)
-    _add_fusion_endpoint(app, gateway)
+    _add_execution_endpoints(app, gateway)
     return app
 
 
@@ -215,15 +213,13 @@ def _add_state_endpoints(app: FastAPI, gateway: GatewayState) -> None:
         return Response(gateway.metrics.render(), media_type=_METRICS_CONTENT_TYPE)
 
 
-def _add_program_endpoints(app: FastAPI, gateway: GatewayState) -> None:
+def _add_execution_endpoints(app: FastAPI, gateway: GatewayState) -> None:
+    pool = gateway.pool
+
     @app.post("/v1/execute", response_model=ExecutionAnswer, tags=["programs"])
     async def execute(request: ProgramRequest) -> Response:
         """Run a program. If the client disconnects, the program is killed."""
         return _json_response(execution_to_json(await gateway.run(request.to_call(), request.request_id)))
-
-
-def _add_session_endpoints(app: FastAPI, gateway: GatewayState) -> None:
-    pool = gateway.pool
 
     @app.post("/v1/sessions", response_model=SessionAnswer, status_code=HTTPStatus.CREATED, tags=["sessions"])
     async def open_session() -> Response:
@@ -250,8 +246,6 @@ def _add_session_endpoints(app: FastAPI, gateway: GatewayState) -> None:
         await pool.close_session(session)
         return Response(status_code=HTTPStatus.NO_CONTENT)
 
-
-def _add_fusion_endpoint(app: FastAPI, gateway: GatewayState) -> None:
     @app.post("/run_code", response_model=fusion.RunCodeResponse, tags=["SandboxFusion"])
     async def run_code(request: fusion.RunCodeRequest) -> Response:
         return _json_response((await fusion.run_code(request, gateway.run)).model_dump())

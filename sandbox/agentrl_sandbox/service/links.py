@@ -159,20 +159,6 @@ def hello_header(settings: SandboxSettings, isolation: Isolation) -> dict[str, o
     }
 
 
-def parse_runner_message(frame: Frame[dict[str, object]]) -> tuple[RunnerMessage, Execution | None]:
-    """Return a runner's message and, if it reports one, the execution. Raises FrameError for an invalid message."""
-    header, blobs = frame
-    try:
-        message = _MESSAGE.validate_python(header)
-    except ValidationError as error:
-        raise FrameError(f"it sent an invalid message: {error.errors()[0]['msg']}") from error
-    if isinstance(message, ExecutionMessage):
-        return message, _parse_execution(message, blobs)
-    if blobs:
-        raise FrameError("it sent unexpected bytes after a header")
-    return message, None
-
-
 def _parse_execution(message: ExecutionMessage, blobs: list[bytes]) -> Execution:
     if len(blobs) != 2 + len(message.files) or len(set(message.files)) != len(message.files):
         raise FrameError("the size of an execution's payload does not match its header")
@@ -292,7 +278,13 @@ class RunnerLink(asyncio.Protocol):
         self._on_change(self)
 
     def _on_frame(self, frame: Frame[dict[str, object]]) -> None:
-        message, execution = parse_runner_message(frame)
+        header, blobs = frame
+        try:
+            message = _MESSAGE.validate_python(header)
+        except ValidationError as error:
+            raise FrameError(f"it sent an invalid message: {error.errors()[0]['msg']}") from error
+        if blobs and not isinstance(message, ExecutionMessage):
+            raise FrameError("it sent unexpected bytes after a header")
         if isinstance(message, RunnerHelloMessage) != (not self.hello.done()):
             raise FrameError("hello must be sent exactly once, as the first message")
         if isinstance(message, RunnerHelloMessage):
@@ -300,9 +292,9 @@ class RunnerLink(asyncio.Protocol):
         elif isinstance(message, StoppingMessage):
             self.stopping = True
             self._disconnect_if_idle()
-        elif isinstance(message, ExecutionMessage) and execution is not None:
-            self._answer(message.id, execution)
-        elif isinstance(message, SessionMessage | RefusedMessage):
+        elif isinstance(message, ExecutionMessage):
+            self._answer(message.id, _parse_execution(message, blobs))
+        else:
             self._answer(message.id, message)
 
     def _answer(self, identifier: int, answer: Answer) -> None:
