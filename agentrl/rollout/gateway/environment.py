@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
+from agentrl.models.chat_template import ChatTemplate
 from agentrl.models.tokenizer import TextCodec, read_end_token_ids
 from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import EngineError
@@ -29,7 +30,7 @@ from agentrl.rollout.gateway.programs import (
     load_verifiers_worker,
     load_worker_program,
 )
-from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.render import ChatRenderer, find_call_format, find_turn_end
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT, VERIFIERS, WORKER, AgentGatewaySettings
@@ -67,12 +68,12 @@ def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings
         except (OSError, ValueError) as error:
             raise SettingsError(f"gateway.chat_template={settings.chat_template} cannot be read: {error}") from error
     options = settings.template_options
-    draft = ChatRenderer(tokenizer, TextCodec(tokenizer), template=template, options=options)
+    chat = ChatTemplate(tokenizer, template=template, options=options)
     codec = TextCodec(
         tokenizer,
-        turn_end=draft.turn_end(),
+        turn_end=find_turn_end(chat),
         generation_ends=read_end_token_ids(name),
-        shown_special_tokens=draft.call_format.tokens,
+        shown_special_tokens=find_call_format(chat).tokens,
     )
     return ChatRenderer(tokenizer, codec, template=template, options=options)
 
