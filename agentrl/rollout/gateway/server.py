@@ -15,7 +15,7 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -53,6 +53,7 @@ _DIALECTS: dict[str, type[ApiRequestBody]] = {
     "/messages": MessagesRequest,
     "/responses": ResponsesRequest,
 }
+_Answer = Callable[[Request, AgentRollout, bytes, ApiRequestBody, AgentRequest], Awaitable[Response]]
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE_SECONDS = 15.0  # seconds between comments in a stream while the engine samples
 _BODY_DEADLINE = 60.0  # seconds to receive the body of a request, so that slow clients do not hold memory
@@ -226,16 +227,16 @@ class AgentGateway:
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
+        calls: list[tuple[str, type[ApiRequestBody], _Answer]] = [
+            *((path, kind, self._answer_api_call) for path, kind in _DIALECTS.items()),
+            ("/messages/count_tokens", MessagesRequest, self._count_tokens),
+        ]
         return Starlette(
             routes=[
                 *(
-                    Route(prefix + path, partial(self._handle_api_request, kind), methods=["POST"])
+                    Route(prefix + path, partial(self._handle_api_request, kind, answer), methods=["POST"])
                     for prefix in _PREFIXES
-                    for path, kind in _DIALECTS.items()
-                ),
-                *(
-                    Route(f"{prefix}/messages/count_tokens", self._count_tokens, methods=["POST"])
-                    for prefix in _PREFIXES
+                    for path, kind, answer in calls
                 ),
                 Route("/rollouts/{name}/v1/models", self._get_models, methods=["GET"]),
                 Route("/rollouts", self._assign_rollout, methods=["POST"]),
@@ -252,27 +253,22 @@ class AgentGateway:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _handle_api_request(self, kind: type[ApiRequestBody], http: Request) -> Response:
-        """Handle a request to one of the APIs. Errors are returned in the format of that API."""
+    async def _handle_api_request(self, kind: type[ApiRequestBody], answer: _Answer, http: Request) -> Response:
+        """Read a request to one of the APIs and answer it. Errors are returned in the format of that API."""
         try:
-            return await self._answer_api_call(kind, http)
+            rollout = self._find_registered_rollout(http).rollout
+            body = await self._read_body(http)
+            call = parse_api_request(kind, body, model=self._settings.model)
+            trainable = not call.model.endswith(FROZEN) and http.headers.get("x-agentrl-train") != "0"
+            request = replace(call.to_agent_request(rollout.conversation_up_to), trainable=trainable)
+            return await answer(http, rollout, body, call, request)
         except GatewayRequestError as error:
             return JSONResponse(kind.error_body(error), status_code=error.status)
 
-    async def _read_api_call(
-        self, kind: type[ApiRequestBody], http: Request
-    ) -> tuple[AgentRollout, bytes, ApiRequestBody, AgentRequest]:
-        rollout = self._find_registered_rollout(http).rollout
-        body = await self._read_body(http)
-        call = parse_api_request(kind, body, model=self._settings.model)
-        request = call.to_agent_request(rollout.conversation_up_to)
-        if http.headers.get("x-agentrl-train") == "0":
-            request = replace(request, trainable=False)
-        return rollout, body, call, request
-
-    async def _answer_api_call(self, kind: type[ApiRequestBody], http: Request) -> Response:
-        rollout, body, call, request = await self._read_api_call(kind, http)
-        name, key = kind.__name__, http.headers.get("idempotency-key")
+    async def _answer_api_call(
+        self, http: Request, rollout: AgentRollout, body: bytes, call: ApiRequestBody, request: AgentRequest
+    ) -> Response:
+        name, key = type(call).__name__, http.headers.get("idempotency-key")
         waiting = asyncio.ensure_future(
             rollout.answer_request(
                 request,
@@ -312,12 +308,10 @@ class AgentGateway:
             if not sent:
                 waiting.add_done_callback(lambda task: _record_undelivered(rollout, task))
 
-    async def _count_tokens(self, http: Request) -> Response:
-        try:
-            rollout, _, _, request = await self._read_api_call(MessagesRequest, http)
-            return JSONResponse({"input_tokens": rollout.count_context_tokens(request)})
-        except GatewayRequestError as error:
-            return JSONResponse(MessagesRequest.error_body(error), status_code=error.status)
+    async def _count_tokens(
+        self, http: Request, rollout: AgentRollout, body: bytes, call: ApiRequestBody, request: AgentRequest
+    ) -> Response:
+        return JSONResponse({"input_tokens": rollout.count_context_tokens(request)})
 
     async def _get_models(self, http: Request) -> Response:
         self._find_registered_rollout(http)
