@@ -77,7 +77,8 @@ class ChatRenderer:
         shape = [
             self._message_with_placeholder(one, index, sampled=index in sampled) for index, one in enumerate(messages)
         ]
-        return self._cached_layout(json.dumps(shape), *self._tools_and_options(request))
+        options = json.dumps({**self._chat.options, **request.template_options})
+        return self._cached_layout(json.dumps(shape), self._escaped_tools(request.tools_json), options)
 
     def encode(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """Return the tokens of a conversation from its beginning."""
@@ -149,9 +150,6 @@ class ChatRenderer:
             "arguments": self._chat.replace_special_tokens_in_json(arguments),
         }
         return {"type": "function", "id": _CALL_ID, "function": function}
-
-    def _tools_and_options(self, request: AgentRequest) -> tuple[str, str]:
-        return self._escaped_tools(request.tools_json), json.dumps({**self._chat.options, **request.template_options})
 
     def _render_layout(self, shape: str, tools: str, options: str) -> TemplateLayout:
         try:
