@@ -252,10 +252,6 @@ class AgentEnvironment(Environment):
         }
 
 
-# The gateway sets no limits, because the episode limits its turns and time.
-_UNLIMITED = AgentGatewaySettings(history="template", max_generations=2**31, deadline=1e9)
-
-
 class RerenderedEnvironment(Environment):
     """An environment that renders conversations as a deployed server would."""
 
@@ -300,7 +296,7 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.requests = AgentRollout(
             policy=tokens,
             settings=settings.model_copy(update={"max_prompt_tokens": context}),
-            gateway=_UNLIMITED,
+            gateway=AgentGatewaySettings(history="template"),
             renderer=renderer,
             max_context=context,
         )
@@ -326,7 +322,8 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             stop=episode.stop_strings,
         )
         try:
-            generation = await self.requests.answer_request(request, body=b"", retry=False, key=None)
+            # The gateway's limits on turns and time are not checked, because the episode has its own.
+            generation = await self.requests.sample_reply(request)
         except GatewayRequestError as error:
             if self.requests.stopped is not None:
                 return None
