@@ -189,14 +189,17 @@ class AgentEnvironment(Environment):
 
     async def _run_program(self, rollout: AgentRollout) -> str | None:
         """Run the program to completion. Returns the reason for excluding the rollout, or None."""
-        access = self._gateway.register_rollout(rollout)
+        self._gateway.register_rollout(rollout)
         failure: str | None = None
         crash: Exception | None = None
         try:
-            await self._program.wait_until_ready(rollout.policy.problem, access)
-            rollout.restart_deadline_clock()
-            async with asyncio.timeout(self._settings.deadline):
-                reward = await self._program.run(rollout.policy.problem, access)
+            async with asyncio.timeout(None) as limit:
+
+                def start_clock() -> None:
+                    rollout.restart_deadline_clock()
+                    limit.reschedule(asyncio.get_running_loop().time() + self._settings.deadline)
+
+                reward = await self._program.run(rollout, start_clock)
             rollout.reward = rollout.reward if reward is None else reward
         except TimeoutError:
             failure = f"the agent took longer than {self._settings.deadline:g} s (gateway.deadline)"
@@ -205,7 +208,7 @@ class AgentEnvironment(Environment):
         except Exception as error:  # noqa: BLE001  (whatever a user's program raises)
             failure, crash = f"the agent raised {describe_error(error)}", error
         finally:
-            self._gateway.unregister_rollout(access)
+            self._gateway.unregister_rollout(rollout)
             await rollout.reject_further_requests()
         self._record_crash(rollout, crash)
         failure = failure or rollout.abandon_reason

@@ -20,7 +20,7 @@ from agentrl.rollout.gateway.tree import (
     Prompt,
     build_trajectories,
 )
-from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayRequestError, Reply
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayAccess, GatewayRequestError, Reply
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
@@ -48,6 +48,8 @@ class AgentRollout:
     failure: str | None = None  # reason for a failure of the engine
     abandon_reason: str | None = None  # reason why the agent ended the rollout without a reward
     reward: float | None = None
+    access: GatewayAccess = field(init=False, repr=False)  # set by AgentGateway.register_rollout
+    taken_event: asyncio.Event = field(default_factory=asyncio.Event)  # set when a worker takes the rollout
     finished_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
