@@ -342,11 +342,10 @@ async def drive(name: str, image: str, directory: Path) -> bool:
     gateway = server.AgentGateway(limits)
     await gateway.open()
     await program.open(gateway)
-    access = gateway.register_rollout(rollout)
+    gateway.register_rollout(rollout)
     began = time.monotonic()
     try:
-        await program.wait_until_ready(problem, access)
-        reward, failure = await program.run(problem, access), ""
+        reward, failure = await program.run(rollout, lambda: None), ""
     except AgentFailureError as error:
         reward, failure = None, str(error)
     seconds = time.monotonic() - began

@@ -167,17 +167,18 @@ async def play_wave(gateway: AgentGateway, renderer: ChatRenderer, api: str, age
         )
         for number in range(agents)
     ]
-    admitted = [gateway.register_rollout(one) for one in rollouts]
-    told = json.dumps({"api": api, "turns": turns, "agents": [vars(one) for one in admitted]})
+    for one in rollouts:
+        gateway.register_rollout(one)
+    told = json.dumps({"api": api, "turns": turns, "agents": [vars(one.access) for one in rollouts]})
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", AGENTS, stdin=subprocess.PIPE)
     began = time.process_time()
     await process.communicate(told.encode())
     spent = time.process_time() - began
     sampled = sum(len(one.tree.generations) for one in rollouts)
-    for one, access in zip(rollouts, admitted, strict=True):
+    for one in rollouts:
         one.build_trajectories(Ended.ANSWERED)
         await one.reject_further_requests()
-        gateway.unregister_rollout(access)
+        gateway.unregister_rollout(one)
     if process.returncode or sampled != agents * turns:
         raise SystemExit("the agents failed")
     return spent

@@ -355,44 +355,47 @@ class Driver:
                     async with self._admission if state.turn_barrier is None else nullcontext():
                         add_slice_since(began, "wait for admission")
                         await state.throttle.wait_for_admission()
-                        group, branches = await self._play_or_replace_skipped(*job, state)
+                        group, branches = await self._play(*job, state)
                         if not branches:
                             continue
                         self._admission.record_trajectory_end(
                             sum(item.length for item in branches), branches[-1].seconds
                         )
-                        _trace_rollout(branches[-1], began)
+                        last = branches[-1]
+                        ids = {"step": last.step, "group": last.group, "sample": last.sample}
+                        add_slice_since(  # encloses the spans of the turns
+                            began, f"{last.problem.id} {last.sample}", ended=str(last.ended), reward=last.reward, **ids
+                        )
                         finished((group, branches))
         finally:
             if state.turn_barrier is not None:
                 state.turn_barrier.remove_participant()
 
-    async def _play_or_replace_skipped(
-        self, group: Group, sample: int, state: _SharedState
-    ) -> tuple[Group, tuple[Trajectory, ...]]:
-        """Play one rollout, replacing skipped problems. Returns no trajectories if there is no replacement."""
+    async def _play(self, group: Group, sample: int, state: _SharedState) -> tuple[Group, tuple[Trajectory, ...]]:
+        """Play one rollout. Replaces a skipped problem; returns no trajectories if there is no replacement.
+
+        Retries failures outside the policy up to ``rollout.retries`` times.
+        """
+        failures = 0
         while True:
             try:
-                branches = await self._play_with_retries(group, sample, state)
+                branches = await self._play_once(group, sample, state)
             except PromptTooLongError as skipped:
                 if skipped.replacement is None:
                     return group, ()
-                group = replace(skipped.replacement, step=group.step)
-            else:
-                state.record_prompt_length(group, None)  # only has an effect if the episode never started
-                return group, branches
+                group, failures = replace(skipped.replacement, step=group.step), 0
+                continue
+            if not all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.receives_reward):
+                break
+            if failures == self.settings.retries:
+                branches = (branches[-1].as_single_trajectory(),)
+                break
+            await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**failures) * random.uniform(0.5, 1.0))
+            failures += 1
+        state.record_prompt_length(group, None)  # only has an effect if the episode never started
+        return group, branches
 
-    async def _play_with_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
-        """Play one rollout, and retry it up to ``rollout.retries`` times after failures outside the policy."""
-        for attempt in range(self.settings.retries):
-            branches = await self._play_without_retries(group, sample, state)
-            if not _all_ends_are_failures(branches):
-                return branches
-            await asyncio.sleep(min(_LONGEST_PAUSE, _FIRST_PAUSE * 2**attempt) * random.uniform(0.5, 1.0))
-        branches = await self._play_without_retries(group, sample, state)
-        return (branches[-1].as_single_trajectory(),) if _all_ends_are_failures(branches) else branches
-
-    async def _play_without_retries(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
+    async def _play_once(self, group: Group, sample: int, state: _SharedState) -> tuple[Trajectory, ...]:
         """Play a rollout once and return its branches.
 
         A rollout has several branches if it forks, if its history is rendered again, or if an agent's requests do not
@@ -458,11 +461,6 @@ class Driver:
         return trajectory.with_rewards(score.turns, score.parts)
 
 
-def _all_ends_are_failures(branches: Sequence[Trajectory]) -> bool:
-    """Return True if every path of the rollout ended with an infrastructure failure."""
-    return all(item.ended is Ended.INFRASTRUCTURE_FAILURE for item in branches if item.receives_reward)
-
-
 async def yield_from_tasks(
     count: int, worker: Callable[[Callable[[_Value], None]], Coroutine[object, object, None]]
 ) -> AsyncGenerator[_Value, None]:
@@ -487,12 +485,6 @@ async def yield_from_tasks(
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-
-def _trace_rollout(last: Trajectory, began: int) -> None:
-    """Add a span for a rollout to the trace, enclosing the spans of its turns."""
-    ids = {"step": last.step, "group": last.group, "sample": last.sample}
-    add_slice_since(began, f"{last.problem.id} {last.sample}", ended=str(last.ended), reward=last.reward, **ids)
 
 
 def _messages(trajectory: Trajectory) -> tuple[Message, ...]:

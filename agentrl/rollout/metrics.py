@@ -98,7 +98,8 @@ def between_problem_variance_fraction(groups: Sequence[Group]) -> float:
     The value may be negative for a single step, because the estimate is centred on 0 if rewards do not depend on the
     problem. Returns nan for fewer than two groups, if no group has two rollouts, and if all rewards are equal.
     """
-    parts = [part for part in (_rewards(group.rollouts) for group in groups) if part]
+    rewards = ([item.reward for item in group.rollouts if not item.is_excluded] for group in groups)
+    parts = [part for part in rewards if part]
     count = sum(map(len, parts))
     if len(parts) < 2 or count == len(parts):
         return math.nan
@@ -118,10 +119,6 @@ def _sampled_entropy(trajectories: Sequence[Trajectory]) -> float:
     """Return the mean of ``-log p`` over sampled tokens, an estimate of the sampling distribution's entropy."""
     model = [item for row in trajectories for item in row.segments if item.origin == "model"]
     return -math.fsum(math.fsum(item.log_probs) for item in model) / sum(len(item.token_ids) for item in model)
-
-
-def _rewards(trajectories: Sequence[Trajectory]) -> list[float]:
-    return [item.reward for item in trajectories if not item.is_excluded]
 
 
 def _mean(values: Sequence[float]) -> float:

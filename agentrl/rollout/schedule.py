@@ -190,25 +190,21 @@ class RolloutSource(ABC):
         return
 
     @abstractmethod
-    async def _wait_for_admission(self) -> bool:
-        """Wait until another group may start. Returns False if no more groups start."""
-
-    @abstractmethod
-    def _assign_step(self, group: Group) -> int:
-        """Record the start of a group, and return its training step."""
+    async def _issue_group(self) -> Group | None:
+        """Wait until another group may start, and issue it for its training step. Returns None if no more start."""
 
     async def _next_job(self) -> tuple[Group, int] | None:
         """Return the next rollout. After a problem's first rollout, wait until the problem's prompt is measured."""
         async with self._job_lock:
             if self._samples_left:
-                group = await self._queue.wait_for_newest_prompt_length()
+                group = replace(await self._queue.wait_for_newest_prompt_length(), step=self._step)
             else:
-                if not await self._wait_for_admission():
+                issued = await self._issue_group()
+                if issued is None:
                     return None
-                group = await self._queue.issue_next_group()
-                self._step = self._assign_step(group)
+                group, self._step = issued, issued.step
                 self._samples_left.extend(range(group.size + self._greedy))
-            return replace(group, step=self._step), self._samples_left.popleft()
+            return group, self._samples_left.popleft()
 
 
 class OnDemandSource(RolloutSource):
@@ -241,12 +237,12 @@ class OnDemandSource(RolloutSource):
         self._idle_stopwatch.start()
         return sorted(played, key=lambda group: group.index)
 
-    async def _wait_for_admission(self) -> bool:
-        return self._groups_to_start > 0
-
-    def _assign_step(self, group: Group) -> int:
+    async def _issue_group(self) -> Group | None:
+        if not self._groups_to_start:
+            return None
+        group = await self._queue.issue_next_group()
         self._groups_to_start -= 1
-        return self._requested_step
+        return replace(group, step=self._requested_step)
 
 
 class BackgroundSource(RolloutSource):
@@ -277,15 +273,13 @@ class BackgroundSource(RolloutSource):
         self._task = asyncio.create_task(self._play_groups(), name="background-rollouts")
         self._task.add_done_callback(lambda _: self._wake_waiters())
 
-    async def _wait_for_admission(self) -> bool:
+    async def _issue_group(self) -> Group | None:
         while not self._schedule.groups_to_issue(self._refill_count):
             await self._changed.wait()
-        return True
-
-    def _assign_step(self, group: Group) -> int:
+        group = await self._queue.issue_next_group()
         self._schedule.record_start(group.index)
         self._idle_stopwatch.stop()
-        return self._first_step + self._schedule.trained_batches
+        return replace(group, step=self._first_step + self._schedule.trained_batches)
 
     async def take_groups(self, count: int, *, step: int, deadline: float, refill: bool = False) -> list[Group]:
         self._refill_count = count if refill else 0

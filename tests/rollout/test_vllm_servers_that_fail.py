@@ -107,7 +107,10 @@ async def test_without_files_a_server_that_comes_back_waits_for_the_next_transfe
         await first.start()
         await eventually(lambda: engine._servers[0].lacks_weights)
         assert not is_up(engine, 0)
-        assert engine.addresses_workers_and_starts() == [(first.address, 2, 0), (second.address, 2, 0)]
+        responding = [
+            (server.address, server.identity and server.identity.workers) for server in engine.responding_servers
+        ]
+        assert responding == [(first.address, 2), (second.address, 2)]
         await engine.pause()
         await engine.install(None, 2)
         engine.resume()

@@ -7,7 +7,7 @@ import signal
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -70,16 +70,16 @@ class ServerProcess:
 
     def launch(self) -> None:
         """Start or restart the server. The server may take minutes to respond."""
-        self._process = LocalProcess(self.process_spec(self.plan.environment_variable_changes()), THIS_MACHINE)
+        self._process = LocalProcess(self.process_spec(), THIS_MACHINE)
         self.launch_count += 1
 
-    def process_spec(self, environment: Mapping[str, str | None]) -> ProcessSpec:
-        """Return the specification of the process. ``environment``: changes to its environment variables."""
+    def process_spec(self) -> ProcessSpec:
+        """Return the specification of the process."""
         return ProcessSpec(
             role="server",
             number=self.number,
             arguments=tuple(self.plan.arguments()),
-            environment=environment,
+            environment=self.plan.environment_variable_changes(),
             log=self.log,
             show_output=False,
             supervised=True,
@@ -139,7 +139,7 @@ class NodeServer(ServerProcess):
             gpus=node.gpus[: self._bundle.gpus],
             on_node=True,
         )
-        self._handle = self._cluster.start(self.process_spec(self.plan.environment_variable_changes()), node)
+        self._handle = self._cluster.start(self.process_spec(), node)
         self._gone = threading.Event()
         self.launch_count += 1
         watched = (self._handle, self._gone)

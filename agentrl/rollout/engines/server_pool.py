@@ -255,17 +255,10 @@ class ServerEngine:
         """True if the servers hold their initial weights."""
         return self._weights.has_initial_weights
 
-    def addresses_workers_and_starts(self) -> list[tuple[str, int, int]]:
-        """Return the address, the number of GPU workers and the number of starts of every responding server."""
-        return [
-            (
-                server.address,
-                server.identity.workers if server.identity is not None else 1,
-                server.process.launch_count if server.process is not None else 0,
-            )
-            for server in self._servers
-            if server.responds
-        ]
+    @property
+    def responding_servers(self) -> list[PooledServer]:
+        """The servers that respond, including servers that lack weights."""
+        return [server for server in self._servers if server.responds]
 
     async def pause(self) -> None:
         """Pause all running and new requests, so that weights can change. Sleeping servers reallocate weight memory.
@@ -354,7 +347,7 @@ class ServerEngine:
         )  # fmt: skip
         self._may_recover.set()
         try:
-            while not any(server.responds for server in self._servers):
+            while not self.responding_servers:
                 await self._wait_for_change_in_outage()
         finally:
             if not self._gate.is_set():
@@ -362,7 +355,7 @@ class ServerEngine:
         self._outage_since = None
 
     async def _call_responding_servers(self, call: Callable[[ServerClient], Awaitable[_Result]]) -> list[_Result]:
-        responding = [server for server in self._servers if server.responds]
+        responding = self.responding_servers
         outcomes = await asyncio.gather(*(call(server.replica) for server in responding), return_exceptions=True)
         results: list[_Result] = []
         for server, outcome in zip(responding, outcomes, strict=True):

@@ -89,12 +89,12 @@ class ManagedServers(ABC):
             await self.engine.sleep()
 
     def transfer_target(self) -> TransferTarget | None:
-        targets = self.engine.addresses_workers_and_starts()
+        servers = self.engine.responding_servers
         return replace(
             self.transfer_method(),
-            addresses=tuple(address for address, _, _ in targets),
-            world_sizes=tuple(workers for _, workers, _ in targets),
-            server_starts=tuple(starts for _, _, starts in targets),
+            addresses=tuple(server.address for server in servers),
+            world_sizes=tuple(1 if server.identity is None else server.identity.workers for server in servers),
+            server_starts=tuple(0 if server.process is None else server.process.launch_count for server in servers),
         )
 
     async def verify(self, version: int, probe: Probe) -> str | None:

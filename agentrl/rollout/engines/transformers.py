@@ -59,15 +59,7 @@ class TransformersEngine:
     contexts, so that a batch depends only on its requests.
     """
 
-    def __init__(
-        self,
-        model: Any,
-        codec: TextCodec,
-        settings: RolloutSettings,
-        *,
-        version: int = 0,
-        deterministic: bool = False,
-    ) -> None:
+    def __init__(self, model: Any, codec: TextCodec, settings: RolloutSettings, *, deterministic: bool = False) -> None:
         """Prepare ``model`` for sampling. Raises SettingsError if a layer does not have full attention."""
         if not has_full_attention(model.config):
             raise SettingsError(
@@ -79,7 +71,7 @@ class TransformersEngine:
             logger.warning(TOO_LARGE_MESSAGE)
         install_route_hooks(model)
         self._model, self._parts = model, split_model(model)
-        self._version = version
+        self._version = 0
         self._deterministic = deterministic
         self._keep_running = settings.kv_on_update == "kept"
         self._gate = asyncio.Event()

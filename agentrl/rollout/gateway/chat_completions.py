@@ -90,7 +90,7 @@ class ChatCompletionsRequest(ApiRequestBody):
     logprobs: StrictBool = False
     top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
 
-    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         limit, old_limit = self.max_completion_tokens, self.max_tokens
         if None not in (limit, old_limit) and limit != old_limit:
             both = f"max_tokens={old_limit} and max_completion_tokens={limit}"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
+from agentrl.models.chat_template import ChatTemplate
 from agentrl.models.tokenizer import TextCodec, read_end_token_ids
 from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import EngineError
@@ -29,7 +30,7 @@ from agentrl.rollout.gateway.programs import (
     load_verifiers_worker,
     load_worker_program,
 )
-from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.render import ChatRenderer, find_call_format, find_turn_end
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT, VERIFIERS, WORKER, AgentGatewaySettings
@@ -67,12 +68,12 @@ def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings
         except (OSError, ValueError) as error:
             raise SettingsError(f"gateway.chat_template={settings.chat_template} cannot be read: {error}") from error
     options = settings.template_options
-    draft = ChatRenderer(tokenizer, TextCodec(tokenizer), template=template, options=options)
+    chat = ChatTemplate(tokenizer, template=template, options=options)
     codec = TextCodec(
         tokenizer,
-        turn_end=draft.turn_end(),
+        turn_end=find_turn_end(chat),
         generation_ends=read_end_token_ids(name),
-        shown_special_tokens=draft.call_format.tokens,
+        shown_special_tokens=find_call_format(chat).tokens,
     )
     return ChatRenderer(tokenizer, codec, template=template, options=options)
 
@@ -188,14 +189,17 @@ class AgentEnvironment(Environment):
 
     async def _run_program(self, rollout: AgentRollout) -> str | None:
         """Run the program to completion. Returns the reason for excluding the rollout, or None."""
-        access = self._gateway.register_rollout(rollout)
+        self._gateway.register_rollout(rollout)
         failure: str | None = None
         crash: Exception | None = None
         try:
-            await self._program.wait_until_ready(rollout.policy.problem, access)
-            rollout.restart_deadline_clock()
-            async with asyncio.timeout(self._settings.deadline):
-                reward = await self._program.run(rollout.policy.problem, access)
+            async with asyncio.timeout(None) as limit:
+
+                def start_clock() -> None:
+                    rollout.restart_deadline_clock()
+                    limit.reschedule(asyncio.get_running_loop().time() + self._settings.deadline)
+
+                reward = await self._program.run(rollout, start_clock)
             rollout.reward = rollout.reward if reward is None else reward
         except TimeoutError:
             failure = f"the agent took longer than {self._settings.deadline:g} s (gateway.deadline)"
@@ -204,7 +208,7 @@ class AgentEnvironment(Environment):
         except Exception as error:  # noqa: BLE001  (whatever a user's program raises)
             failure, crash = f"the agent raised {describe_error(error)}", error
         finally:
-            self._gateway.unregister_rollout(access)
+            self._gateway.unregister_rollout(rollout)
             await rollout.reject_further_requests()
         self._record_crash(rollout, crash)
         failure = failure or rollout.abandon_reason
@@ -251,10 +255,6 @@ class AgentEnvironment(Environment):
         }
 
 
-# The gateway sets no limits, because the episode limits its turns and time.
-_UNLIMITED = AgentGatewaySettings(history="template", max_generations=2**31, deadline=1e9)
-
-
 class RerenderedEnvironment(Environment):
     """An environment that renders conversations as a deployed server would."""
 
@@ -299,7 +299,7 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
         self.requests = AgentRollout(
             policy=tokens,
             settings=settings.model_copy(update={"max_prompt_tokens": context}),
-            gateway=_UNLIMITED,
+            gateway=AgentGatewaySettings(history="template"),
             renderer=renderer,
             max_context=context,
         )
@@ -325,7 +325,8 @@ class _RerenderingPolicy(TurnPolicy[tuple[Trajectory, ...]]):
             stop=episode.stop_strings,
         )
         try:
-            generation = await self.requests.answer_request(request, body=b"", retry=False, key=None)
+            # The gateway's limits on turns and time are not checked, because the episode has its own.
+            generation = await self.requests.sample_reply(request)
         except GatewayRequestError as error:
             if self.requests.stopped is not None:
                 return None

@@ -5,8 +5,8 @@ A container has no network except the gateway, which this process serves on the 
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
+from collections.abc import Callable
 from dataclasses import replace
 
 from agentrl.rollout.gateway.programs import (
@@ -15,15 +15,14 @@ from agentrl.rollout.gateway.programs import (
     ContainerOrVerifierError,
     agent_environment_variables,
 )
+from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
-from agentrl.rollout.gateway.wire import GatewayAccess
-from agentrl_envs.adapters.harbor_containers import TaskContainer, TaskContainers
+from agentrl_envs.adapters.harbor_containers import TaskContainers
 from agentrl_envs.adapters.harbor_tasks import check_agent_files, task_of_problem
 from agentrl_envs.episode import UnavailableError
 from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import HarborAgentSettings
-from agentrl_envs.types import Problem
 
 PORT = 42731
 """Port of the gateway on the loopback interface of every container."""
@@ -41,38 +40,29 @@ class ContainerCommand(AgentProgram):
         self._settings = settings
         self._containers = TaskContainers(options)
         self._gateway: AgentGateway | None = None
-        self._prepared: dict[str, tuple[TaskContainer, contextlib.AsyncExitStack]] = {}
 
     async def open(self, server: AgentGateway) -> None:
         """Connect to Docker. Raises UnavailableError if Docker does not respond."""
         self._gateway = server
         await self._containers.open()
 
-    async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
-        """Wait for a free container, start it, and serve the gateway in it."""
+    async def run(self, rollout: AgentRollout, started: Callable[[], None]) -> float:
+        """Wait for a free container and start it. Then run the command and the verifier, and return the reward.
+
+        The verifier also runs after a failed command in two cases: the policy had reached a limit, or the task's time
+        limit stopped the command although the engine never failed. Raises AgentFailureError if either fails.
+        """
         assert self._gateway is not None, "the environment is not open"
-        async with contextlib.AsyncExitStack() as stack:
-            try:
+        problem, access = rollout.policy.problem, rollout.access
+        try:
+            async with contextlib.AsyncExitStack() as stack:
                 container = await self._containers.start(task_of_problem(problem))
                 stack.push_async_callback(container.close)
                 listener = await container.open_listener(PORT, self._options.helper_image)
-            except UnavailableError as error:
-                raise ContainerOrVerifierError(str(error)) from error
-            stack.callback((await self._gateway.serve_also_on(listener)).close)
-            self._prepared[access.name] = container, stack.pop_all()
-
-    async def run(self, problem: Problem, access: GatewayAccess) -> float:
-        """Run the command, then the verifier, and return the reward. Raises AgentFailureError if either fails.
-
-        The verifier also runs after a failed command in two cases: the policy had reached a limit, or the task's time
-        limit stopped the command although the engine never failed.
-        """
-        assert self._gateway is not None, "the environment is not open"
-        container, stack = self._prepared.pop(access.name)
-        async with stack:
-            base_url_in_container = access.base_url.replace(self._gateway.url, f"http://127.0.0.1:{PORT}", 1)
-            agent = container.task.config.agent
-            try:
+                stack.callback((await self._gateway.serve_also_on(listener)).close)
+                started()
+                base_url_in_container = access.base_url.replace(self._gateway.url, f"http://127.0.0.1:{PORT}", 1)
+                agent = container.task.config.agent
                 result = await container.execute(
                     f"exec >{_LOG} 2>&1\n{self._command}",
                     timeout=agent.timeout_sec or self._settings.deadline,
@@ -83,23 +73,21 @@ class ContainerCommand(AgentProgram):
                 )
                 # As in Harbor, reaching the task's time limit is attributed to the policy, like reaching the turn or
                 # token limit, unless the engine failed: the agent may then have spent the time on failed requests.
-                out_of_time = result.stopped and not self._gateway.engine_failed(access)
-                if result.exit_code and not out_of_time and not self._gateway.reached_limit(access):
+                out_of_time = result.stopped and rollout.failure is None
+                if result.exit_code and not out_of_time and rollout.stopped is None:
                     log = await container.execute(f"tail -c 2000 {_LOG}", timeout=_LOG_SECONDS, user="root")
                     reason = result.stopped or f"exit code {result.exit_code}"
                     raise AgentFailureError(f"{self._command}: {reason}\n{log.output.strip()}")
-                await self._gateway.reject_further_requests(access)  # processes of the agent may still run
+                await rollout.reject_further_requests()  # processes of the agent may still run
                 return await container.run_verifier()
-            except UnavailableError as error:
-                raise ContainerOrVerifierError(str(error)) from error
+        except UnavailableError as error:
+            raise ContainerOrVerifierError(str(error)) from error
 
     def describe(self) -> str:
         return f"agent: {self._command}, in a separate container for each rollout; {self._containers.describe()}"
 
     async def close(self) -> None:
         """Disconnect from Docker."""
-        await asyncio.gather(*(stack.aclose() for _, stack in self._prepared.values()))
-        self._prepared.clear()
         await self._containers.disconnect()
 
 

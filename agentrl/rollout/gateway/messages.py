@@ -114,7 +114,7 @@ class MessagesRequest(ApiRequestBody):
     max_tokens: StrictInt | None = Field(None, ge=1)
     stop_sequences: tuple[Annotated[str, Field(min_length=1)], ...] = ()
 
-    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         if self.messages[-1].role == "assistant":
             raise GatewayRequestError(
                 "the last message must not be the assistant's: replies cannot be prefilled", param="messages"

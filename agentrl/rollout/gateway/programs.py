@@ -18,6 +18,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import cast
 
+from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.server import AgentGateway
 from agentrl.rollout.gateway.settings import AGENT, FUNCTION, KEY_VARIABLE, VERIFIERS, AgentGatewaySettings
 from agentrl.rollout.gateway.wire import GatewayAccess
@@ -73,14 +74,12 @@ class AgentProgram(ABC):
     async def open(self, server: AgentGateway) -> None:
         """Prepare the program for rollouts through ``server``."""
 
-    async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
-        """Wait until the program can start the rollout. The rollout's deadline is measured from this time."""
-
     @abstractmethod
-    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
-        """Play one problem. Returns the reward, or None if the program computes none.
+    async def run(self, rollout: AgentRollout, started: Callable[[], None]) -> float | None:
+        """Play the problem of ``rollout``. Returns the reward, or None if the program computes none.
 
-        Raises AgentFailureError if the agent fails. Exceptions of a user's function propagate.
+        Calls ``started`` when the agent can begin. The rollout's deadline is measured from that call. Raises
+        AgentFailureError if the agent fails. Exceptions of a user's function propagate.
         """
 
     @abstractmethod
@@ -203,9 +202,11 @@ class _FunctionProgram(AgentProgram):
         self._threads = BlockingCallPool(threads, name="agent")
         self._block_reporter: asyncio.Task[None] | None = None
 
-    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
+    async def run(self, rollout: AgentRollout, started: Callable[[], None]) -> float | None:
+        started()
+        access = rollout.access
         arguments = {"base_url": access.base_url, "api_key": access.api_key, "model": access.model}
-        call = partial(self._function, problem, **arguments)
+        call = partial(self._function, rollout.policy.problem, **arguments)
         if not self._async:
             return _to_reward_or_none(await self._threads.run(call), self._name)
         loop = _shared_agent_loop()
@@ -273,8 +274,10 @@ class _CommandProgram(AgentProgram):
         self._command = command
         self._settings = settings
 
-    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
-        variables = agent_environment_variables(problem, access, self._settings)
+    async def run(self, rollout: AgentRollout, started: Callable[[], None]) -> float | None:
+        started()
+        access = rollout.access
+        variables = agent_environment_variables(rollout.policy.problem, access, self._settings)
         if self._settings.agent_rewards:
             variables["AGENTRL_REWARD_URL"] = access.base_url.removesuffix("/v1") + "/reward"
         pipe = asyncio.subprocess.PIPE
@@ -335,21 +338,15 @@ class WorkerProgram(AgentProgram):
         self._process: asyncio.subprocess.Process | None = None
         self._start_lock = asyncio.Lock()
         self._directory = contextlib.AsyncExitStack()
-        self._process_by_rollout: dict[str, asyncio.subprocess.Process | None] = {}
 
     async def open(self, server: AgentGateway) -> None:
         self._gateway = server
 
-    async def wait_until_ready(self, problem: Problem, access: GatewayAccess) -> None:
-        """Wait until a worker takes the rollout."""
+    async def run(self, rollout: AgentRollout, started: Callable[[], None]) -> float | None:
         process = await self._ensure_worker_process() if self._command else None
-        await self._wait_or_raise_on_exit(process, self._open_gateway().offer_to_workers(access))
-        self._process_by_rollout[access.name] = process
-
-    async def run(self, problem: Problem, access: GatewayAccess) -> float | None:
-        await self._wait_or_raise_on_exit(
-            self._process_by_rollout.pop(access.name), self._open_gateway().wait_until_finished(access)
-        )
+        await self._wait_or_raise_on_exit(process, self._open_gateway().offer_to_workers(rollout))
+        started()
+        await self._wait_or_raise_on_exit(process, rollout.finished_event.wait())
         return None
 
     def describe(self) -> str:
@@ -369,7 +366,7 @@ class WorkerProgram(AgentProgram):
         return self._gateway
 
     async def _wait_or_raise_on_exit(
-        self, process: asyncio.subprocess.Process | None, waiting: Coroutine[object, object, None]
+        self, process: asyncio.subprocess.Process | None, waiting: Coroutine[object, object, object]
     ) -> None:
         """Await ``waiting``. Raises AgentFailureError if the worker's process exits first."""
         done = asyncio.ensure_future(waiting)

@@ -22,6 +22,25 @@ _MAX_CACHED_LAYOUTS = 1024
 _CALL_ID = "call00000"  # has the length that some templates require
 
 
+def find_turn_end(chat: ChatTemplate) -> str:
+    """Return the special token with which a template ends a model turn, or "" if there is no such token."""
+    roles = ("user", "assistant", "user")
+    layout = chat.layout([{"role": role, "content": content_placeholder(n)} for n, role in enumerate(roles)])
+    behind = layout.texts[layout.slots.index(1) + 1] if 1 in layout.slots else ()
+    return chat.leading_special_token(behind[0].text) if behind and isinstance(behind[0], TemplateMark) else ""
+
+
+def find_call_format(chat: ChatTemplate) -> ToolCallFormat:
+    """Return a template's tool-call format, or Hermes' format if the template has none."""
+    if chat.is_plain:
+        return HERMES
+    tool = {"type": "function", "function": {"name": "search", "description": "", "parameters": {"type": "object"}}}
+    try:
+        return chat.tool_call_format("search", [tool]) or HERMES
+    except ChatTemplateError:
+        return HERMES
+
+
 class ChatRenderer:
     """Renders conversations with a model's chat template.
 
@@ -45,7 +64,7 @@ class ChatRenderer:
         self.prefix_ids = codec.prefix_ids if self._chat.is_plain else ()
         self.longest_token = max(map(len, codec.token_bytes))  # in bytes
         self._tokenizer = tokenizer
-        self.call_format = HERMES if self._chat.is_plain else self._find_call_format()
+        self.call_format = find_call_format(self._chat)
         self._cached_layout = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(self._render_layout)
         self._escaped_tools = lru_cache(maxsize=_MAX_CACHED_LAYOUTS)(
             lambda text: json.dumps(self._chat.replace_special_tokens_in_json(json.loads(text)))
@@ -58,23 +77,12 @@ class ChatRenderer:
         shape = [
             self._message_with_placeholder(one, index, sampled=index in sampled) for index, one in enumerate(messages)
         ]
-        return self._cached_layout(json.dumps(shape), *self._tools_and_options(request))
+        options = json.dumps({**self._chat.options, **request.template_options})
+        return self._cached_layout(json.dumps(shape), self._escaped_tools(request.tools_json), options)
 
     def encode(self, parts: Sequence[Part]) -> tuple[int, ...]:
         """Return the tokens of a conversation from its beginning."""
         return self.prefix_ids + self.codec.encode_parts(parts)
-
-    def turn_end(self) -> str:
-        """Return the special token with which the template ends a model turn, or "" if there is no such token."""
-        user, reply = AgentMessage(role="user", content="?"), AgentMessage(role="assistant", content="!")
-        shape = [
-            self._message_with_placeholder(one, index, sampled=True) for index, one in enumerate((user, reply, user))
-        ]
-        layout = self._cached_layout(json.dumps(shape), "[]", json.dumps(self._chat.options))
-        behind = (
-            self.mark_leading_token_as_turn_end(layout.texts[layout.slots.index(1) + 1]) if 1 in layout.slots else ()
-        )
-        return next((part.text for part in behind if isinstance(part, TemplateMark) and part.ends_turn), "")
 
     def mark_leading_token_as_turn_end(self, text_after_reply: tuple[Part, ...]) -> tuple[Part, ...]:
         """Return the text after a sampled reply, with its leading special token marked as the end of the turn."""
@@ -85,15 +93,6 @@ class ChatRenderer:
             return text_after_reply
         rest = text_after_reply[0].text.removeprefix(end)
         return (TemplateMark(end, ends_turn=True), *([TemplateMark(rest)] if rest else []), *text_after_reply[1:])
-
-    def _find_call_format(self) -> ToolCallFormat:
-        """Return the template's tool-call format, or Hermes' format if the template has none."""
-        name = "search"
-        tool = {"type": "function", "function": {"name": name, "description": "", "parameters": {"type": "object"}}}
-        try:
-            return self._chat.tool_call_format(name, [tool]) or HERMES
-        except ChatTemplateError:
-            return HERMES
 
     def parse_reply(self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str) -> AgentMessage:
         """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``call_id_prefix``."""
@@ -151,9 +150,6 @@ class ChatRenderer:
             "arguments": self._chat.replace_special_tokens_in_json(arguments),
         }
         return {"type": "function", "id": _CALL_ID, "function": function}
-
-    def _tools_and_options(self, request: AgentRequest) -> tuple[str, str]:
-        return self._escaped_tools(request.tools_json), json.dumps({**self._chat.options, **request.template_options})
 
     def _render_layout(self, shape: str, tools: str, options: str) -> TemplateLayout:
         try:

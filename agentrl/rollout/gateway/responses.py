@@ -127,7 +127,7 @@ class ResponsesRequest(ApiRequestBody):
             return {**value, "input": [{"role": "user", "content": value["input"]}]}
         return value
 
-    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         instructions = (AgentMessage(role="system", content=self.instructions),) if self.instructions else ()
         history = find_conversation(self.previous_response_id) if self.previous_response_id else ()
         messages = (*instructions, *history, *self._messages(find_conversation))

@@ -20,7 +20,7 @@ from agentrl.rollout.gateway.tree import (
     Prompt,
     build_trajectories,
 )
-from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayRequestError, Reply
+from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayAccess, GatewayRequestError, Reply
 from agentrl.rollout.policy import TokenPolicy
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Trajectory
@@ -48,6 +48,8 @@ class AgentRollout:
     failure: str | None = None  # reason for a failure of the engine
     abandon_reason: str | None = None  # reason why the agent ended the rollout without a reward
     reward: float | None = None
+    access: GatewayAccess = field(init=False, repr=False)  # set by AgentGateway.register_rollout
+    taken_event: asyncio.Event = field(default_factory=asyncio.Event)  # set when a worker takes the rollout
     finished_event: asyncio.Event = field(default_factory=asyncio.Event)
 
     def __post_init__(self) -> None:
@@ -82,7 +84,7 @@ class AgentRollout:
         task = self._tasks_by_request.get(digest) if retry or key is not None else None
         if task is None or (task.done() and task.exception() is not None):
             self._check_limits()
-            task = asyncio.create_task(self._generate(request))
+            task = asyncio.create_task(self.sample_reply(request))
             self._tasks_by_request[digest] = task
             self._running.add(task)
             task.add_done_callback(self._running.discard)
@@ -182,7 +184,8 @@ class AgentRollout:
         self.stopped, self.stop_reason = ended, f": {reason}"
         raise GatewayRequestError(f"the rollout was stopped: {reason}", code=ended.value, kind="rollout_stopped")
 
-    async def _generate(self, request: AgentRequest) -> Generation:
+    async def sample_reply(self, request: AgentRequest) -> Generation:
+        """Sample the reply to a request. Raises GatewayRequestError if the request is rejected or the engine fails."""
         if reason := self._reason_too_long(request):
             self._stop(Ended.TOKEN_LIMIT, reason)
         prompt, mismatch = self._build_prompt(request)

@@ -15,8 +15,8 @@ import contextlib
 import os
 import secrets
 import socket
-from collections.abc import AsyncIterator, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -53,6 +53,7 @@ _DIALECTS: dict[str, type[ApiRequestBody]] = {
     "/messages": MessagesRequest,
     "/responses": ResponsesRequest,
 }
+_Answer = Callable[[Request, AgentRollout, bytes, ApiRequestBody, AgentRequest], Awaitable[Response]]
 _PREFIXES = ("/v1", "/rollouts/{name}/v1")
 _KEEP_ALIVE_SECONDS = 15.0  # seconds between comments in a stream while the engine samples
 _BODY_DEADLINE = 60.0  # seconds to receive the body of a request, so that slow clients do not hold memory
@@ -72,13 +73,6 @@ class _RewardBody(WireModel):
 
 class _FinishBody(WireModel):
     error: str | None = None
-
-
-@dataclass(frozen=True, kw_only=True)
-class _RegisteredRollout:
-    rollout: AgentRollout
-    access: GatewayAccess
-    taken: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class _Server(uvicorn.Server):
@@ -147,7 +141,7 @@ class AgentGateway:
 
     def __init__(self, settings: AgentGatewaySettings) -> None:
         self._settings = settings
-        self._entries: dict[str, _RegisteredRollout] = {}
+        self._rollouts: dict[str, AgentRollout] = {}
         self._waiting_names: asyncio.Queue[str] = asyncio.Queue()  # names of rollouts; "" when the server closes
         self.url = ""
         self.key = os.environ.get(KEY_VARIABLE) or secrets.token_urlsafe(24)
@@ -191,51 +185,34 @@ class AgentGateway:
             await self._serving
             self._server = self._serving = None
 
-    def register_rollout(self, rollout: AgentRollout) -> GatewayAccess:
+    def register_rollout(self, rollout: AgentRollout) -> None:
         """Serve a rollout under a new name, so that late calls from an earlier attempt cannot reach it."""
         name = f"{rollout.policy.name}-{secrets.token_hex(4)}"
         url, key = f"{self.url}/rollouts/{name}/v1", secrets.token_urlsafe(24)
-        access = GatewayAccess(name=name, base_url=url, api_key=key, model=self._settings.model)
-        self._entries[name] = _RegisteredRollout(rollout=rollout, access=access)
-        return access
+        rollout.access = GatewayAccess(name=name, base_url=url, api_key=key, model=self._settings.model)
+        self._rollouts[name] = rollout
 
-    def unregister_rollout(self, access: GatewayAccess) -> None:
+    def unregister_rollout(self, rollout: AgentRollout) -> None:
         """Stop serving a rollout."""
-        del self._entries[access.name]
+        del self._rollouts[rollout.access.name]
 
-    def reached_limit(self, access: GatewayAccess) -> bool:
-        """Return True if a limit on turns, tokens or time has stopped a rollout."""
-        return self._entries[access.name].rollout.stopped is not None
-
-    def engine_failed(self, access: GatewayAccess) -> bool:
-        """Return True if the engine failed to answer a request of a rollout."""
-        return self._entries[access.name].rollout.failure is not None
-
-    async def reject_further_requests(self, access: GatewayAccess) -> None:
-        """Reject further requests of a rollout, and cancel its running requests."""
-        await self._entries[access.name].rollout.reject_further_requests()
-
-    async def offer_to_workers(self, access: GatewayAccess) -> None:
+    async def offer_to_workers(self, rollout: AgentRollout) -> None:
         """Offer a rollout to workers, and wait until a worker takes it."""
-        self._waiting_names.put_nowait(access.name)
-        await self._entries[access.name].taken.wait()
-
-    async def wait_until_finished(self, access: GatewayAccess) -> None:
-        """Wait until a rollout is finished."""
-        await self._entries[access.name].rollout.finished_event.wait()
+        self._waiting_names.put_nowait(rollout.access.name)
+        await rollout.taken_event.wait()
 
     def app(self) -> Starlette:
         """Return the ASGI application."""
+        calls: list[tuple[str, type[ApiRequestBody], _Answer]] = [
+            *((path, kind, self._answer_api_call) for path, kind in _DIALECTS.items()),
+            ("/messages/count_tokens", MessagesRequest, self._count_tokens),
+        ]
         return Starlette(
             routes=[
                 *(
-                    Route(prefix + path, partial(self._handle_api_request, kind), methods=["POST"])
+                    Route(prefix + path, partial(self._handle_api_request, kind, answer), methods=["POST"])
                     for prefix in _PREFIXES
-                    for path, kind in _DIALECTS.items()
-                ),
-                *(
-                    Route(f"{prefix}/messages/count_tokens", self._count_tokens, methods=["POST"])
-                    for prefix in _PREFIXES
+                    for path, kind, answer in calls
                 ),
                 Route("/rollouts/{name}/v1/models", self._get_models, methods=["GET"]),
                 Route("/rollouts", self._assign_rollout, methods=["POST"]),
@@ -252,27 +229,22 @@ class AgentGateway:
 
     # -- requests -----------------------------------------------------------------------------------------------------
 
-    async def _handle_api_request(self, kind: type[ApiRequestBody], http: Request) -> Response:
-        """Handle a request to one of the APIs. Errors are returned in the format of that API."""
+    async def _handle_api_request(self, kind: type[ApiRequestBody], answer: _Answer, http: Request) -> Response:
+        """Read a request to one of the APIs and answer it. Errors are returned in the format of that API."""
         try:
-            return await self._answer_api_call(kind, http)
+            rollout = self._find_rollout(http)
+            body = await self._read_body(http)
+            call = parse_api_request(kind, body, model=self._settings.model)
+            trainable = not call.model.endswith(FROZEN) and http.headers.get("x-agentrl-train") != "0"
+            request = replace(call.to_agent_request(rollout.conversation_up_to), trainable=trainable)
+            return await answer(http, rollout, body, call, request)
         except GatewayRequestError as error:
             return JSONResponse(kind.error_body(error), status_code=error.status)
 
-    async def _read_api_call(
-        self, kind: type[ApiRequestBody], http: Request
-    ) -> tuple[AgentRollout, bytes, ApiRequestBody, AgentRequest]:
-        rollout = self._find_registered_rollout(http).rollout
-        body = await self._read_body(http)
-        call = parse_api_request(kind, body, model=self._settings.model)
-        request = call.to_agent_request(rollout.conversation_up_to)
-        if http.headers.get("x-agentrl-train") == "0":
-            request = replace(request, trainable=False)
-        return rollout, body, call, request
-
-    async def _answer_api_call(self, kind: type[ApiRequestBody], http: Request) -> Response:
-        rollout, body, call, request = await self._read_api_call(kind, http)
-        name, key = kind.__name__, http.headers.get("idempotency-key")
+    async def _answer_api_call(
+        self, http: Request, rollout: AgentRollout, body: bytes, call: ApiRequestBody, request: AgentRequest
+    ) -> Response:
+        name, key = type(call).__name__, http.headers.get("idempotency-key")
         waiting = asyncio.ensure_future(
             rollout.answer_request(
                 request,
@@ -312,15 +284,13 @@ class AgentGateway:
             if not sent:
                 waiting.add_done_callback(lambda task: _record_undelivered(rollout, task))
 
-    async def _count_tokens(self, http: Request) -> Response:
-        try:
-            rollout, _, _, request = await self._read_api_call(MessagesRequest, http)
-            return JSONResponse({"input_tokens": rollout.count_context_tokens(request)})
-        except GatewayRequestError as error:
-            return JSONResponse(MessagesRequest.error_body(error), status_code=error.status)
+    async def _count_tokens(
+        self, http: Request, rollout: AgentRollout, body: bytes, call: ApiRequestBody, request: AgentRequest
+    ) -> Response:
+        return JSONResponse({"input_tokens": rollout.count_context_tokens(request)})
 
     async def _get_models(self, http: Request) -> Response:
-        self._find_registered_rollout(http)
+        self._find_rollout(http)
         names = (self._settings.model, self._settings.model + FROZEN)
         # Fields of a model in both OpenAI's and Anthropic's API.
         fields = {"object": "model", "owned_by": "agentrl", "created": 0, "type": "model", "created_at": _EPOCH}
@@ -336,14 +306,14 @@ class AgentGateway:
         wait = parse_body(_NextRolloutBody, await self._read_body(http)).wait
         try:
             async with asyncio.timeout(min(_MAX_WAIT_SECONDS, wait)):
-                entry = await self._next_untaken_rollout()
+                rollout = await self._next_untaken_rollout()
         except TimeoutError:
             return Response(status_code=204)
         if await http.is_disconnected():
-            self._waiting_names.put_nowait(entry.access.name)
+            self._waiting_names.put_nowait(rollout.access.name)
             return Response(status_code=204)
-        entry.taken.set()
-        policy, access = entry.rollout.policy, asdict(entry.access)
+        rollout.taken_event.set()
+        policy, access = rollout.policy, asdict(rollout.access)
         return JSONResponse(
             {
                 "rollout_id": access.pop("name"),
@@ -355,18 +325,18 @@ class AgentGateway:
             }
         )
 
-    async def _next_untaken_rollout(self) -> _RegisteredRollout:
+    async def _next_untaken_rollout(self) -> AgentRollout:
         while True:
             name = await self._waiting_names.get()
             if not name:
                 self._waiting_names.put_nowait("")
                 raise TimeoutError
-            entry = self._entries.get(name)
-            if entry is not None and not entry.rollout.finished:
-                return entry
+            rollout = self._rollouts.get(name)
+            if rollout is not None and not rollout.finished:
+                return rollout
 
     async def _post_reward(self, http: Request) -> Response:
-        rollout = self._find_registered_rollout(http).rollout
+        rollout = self._find_rollout(http)
         if not self._settings.agent_rewards:
             raise GatewayRequestError(
                 "this run does not accept rewards from agents; set gateway.agent_rewards=true to accept them",
@@ -379,7 +349,7 @@ class AgentGateway:
         return JSONResponse({"reward": rollout.reward})
 
     async def _post_finish(self, http: Request) -> Response:
-        rollout = self._find_registered_rollout(http).rollout
+        rollout = self._find_rollout(http)
         # Require the gateway's key. Code written by the policy may have the rollout's key and could use this key to
         # exclude its own rollout.
         if not _keys_equal(_read_api_key(http), self.key):
@@ -393,18 +363,18 @@ class AgentGateway:
         return JSONResponse(rollout.describe_state())
 
     async def _get_state(self, http: Request) -> Response:
-        return JSONResponse(self._find_registered_rollout(http).rollout.describe_state())
+        return JSONResponse(self._find_rollout(http).describe_state())
 
-    def _find_registered_rollout(self, http: Request) -> _RegisteredRollout:
+    def _find_rollout(self, http: Request) -> AgentRollout:
         name = http.path_params.get("name") or http.headers.get("x-session-id", "")
-        entry = self._entries.get(name)
-        if entry is None:
+        rollout = self._rollouts.get(name)
+        if rollout is None:
             raise GatewayRequestError(
                 f"the rollout {name!r} does not exist or has ended", status=404, code="rollout_not_found"
             )
-        if not (_keys_equal(_read_api_key(http), entry.access.api_key) or _keys_equal(_read_api_key(http), self.key)):
+        if not (_keys_equal(_read_api_key(http), rollout.access.api_key) or _keys_equal(_read_api_key(http), self.key)):
             raise GatewayRequestError("invalid key for this rollout", status=401, code="invalid_api_key")
-        return entry
+        return rollout
 
     async def _read_body(self, http: Request) -> bytes:
         parts, size, most = [], 0, self._settings.max_request_bytes

@@ -230,7 +230,7 @@ def build_trajectories(
     forks = _find_parents_and_fork_positions(branches)
     return tuple(
         made(
-            prompt_ids=_token_ids_before_first_trained(branch),
+            prompt_ids=next(one for one in branch if one.is_trained).prompt.context_tokens,
             segments=_build_segments(branch, reward if number == len(branches) - 1 else 0.0),
             ended=ended,
             branch=number,
@@ -263,11 +263,6 @@ def _find_parents_and_fork_positions(branches: Sequence[Sequence[Generation]]) -
             fork, parent = _count_trained_tokens(shared), branches[number][0].parent
         found.append((number, fork) if fork else (-1, 0))
     return found
-
-
-def _token_ids_before_first_trained(branch: Sequence[Generation]) -> tuple[int, ...]:
-    """Return all tokens before a branch's first trained generation."""
-    return next(one for one in branch if one.is_trained).prompt.context_tokens
 
 
 def _build_segments(branch: Sequence[Generation], reward: float) -> tuple[Segment, ...]:

@@ -10,7 +10,7 @@ import hashlib
 import json
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, ClassVar, Literal, TypeVar
 
@@ -224,12 +224,8 @@ class ApiRequestBody(WireModel, ABC):
     model: str = ""
     stream: StrictBool = False
 
-    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
-        """Return the request in the common form. Raises GatewayRequestError if the request is invalid."""
-        return replace(self._convert_to_agent_request(find_conversation), trainable=not self.model.endswith(FROZEN))
-
     @abstractmethod
-    def _convert_to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
+    def to_agent_request(self, find_conversation: FindConversation) -> AgentRequest:
         """Return the request in the common form, marked as trainable. Raises GatewayRequestError if it is invalid."""
 
     @abstractmethod

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rollout.fakes import ScriptedEngine, completion
@@ -80,15 +81,15 @@ def body(messages: Sequence[dict[str, Any]], **more: Any) -> bytes:
     return json.dumps({"model": "policy", "messages": list(messages), **more}).encode()
 
 
-def request(messages: Sequence[dict[str, Any]], **more: Any) -> AgentRequest:
-    return parse_api_request(ChatCompletionsRequest, body(messages, **more), model="policy").to_agent_request(
-        lambda id: ()
-    )
+def request(messages: Sequence[dict[str, Any]], *, trainable: bool = True, **more: Any) -> AgentRequest:
+    call = parse_api_request(ChatCompletionsRequest, body(messages, **more), model="policy")
+    return replace(call.to_agent_request(lambda id: ()), trainable=trainable)
 
 
-async def say(one: AgentRollout, messages: Sequence[dict[str, Any]], **more: Any) -> Any:
+async def say(one: AgentRollout, messages: Sequence[dict[str, Any]], *, trainable: bool = True, **more: Any) -> Any:
     """The generation that answers ``messages``."""
-    return await one.answer_request(request(messages, **more), body=body(messages, **more), retry=False, key=None)
+    asked = request(messages, trainable=trainable, **more)
+    return await one.answer_request(asked, body=body(messages, **more), retry=False, key=None)
 
 
 def user(text: str) -> dict[str, Any]:

@@ -437,14 +437,14 @@ async def test_hostile_requests_get_errors_in_the_form_of_their_api(path: str, m
     one, other = rollout(engine("x")), rollout(engine("x"))
     async with served(one) as (gateway, access), httpx.AsyncClient() as web:
         url = f"{access.base_url}/{path}"
-        strange = gateway.register_rollout(other)
+        gateway.register_rollout(other)
 
         async def sent(body: Any, key: str = access.api_key) -> httpx.Response:
             return await web.post(url, content=body, headers={"x-api-key": key})
 
         refused(path, await sent(deep), 400, "recursion limit exceeded")
         refused(path, await sent(long), 413, "the request body exceeds")
-        for key in ("", "guessed", strange.api_key):
+        for key in ("", "guessed", other.access.api_key):
             refused(path, await sent(small, key), 401, "invalid key for this rollout")
         assert (await sent(small)).status_code == 200
         monkeypatch.setattr(server, "_BODY_DEADLINE", 0.05)
@@ -454,17 +454,15 @@ async def test_hostile_requests_get_errors_in_the_form_of_their_api(path: str, m
 
 async def test_ids_and_keys_of_repetitions_are_valid_in_their_rollout_only() -> None:
     one, other = rollout(engine("mine")), rollout(engine("theirs"), name="s")
-    async with (
-        served(one) as (gateway, access),
-        opened(access) as policy,
-        opened(gateway.register_rollout(other)) as stranger,
-    ):
-        key = {"Idempotency-Key": "one"}
-        mine = await policy.responses.create(model="policy", input="a", extra_headers=key)
-        theirs = await stranger.responses.create(model="policy", input="a", extra_headers=key)
-        assert (mine.output_text, theirs.output_text) == ("mine", "theirs")
-        with pytest.raises(openai.NotFoundError, match="contains no response"):
-            await stranger.responses.create(model="policy", input="b", previous_response_id=mine.id)
+    async with served(one) as (gateway, access), opened(access) as policy:
+        gateway.register_rollout(other)
+        async with opened(other.access) as stranger:
+            key = {"Idempotency-Key": "one"}
+            mine = await policy.responses.create(model="policy", input="a", extra_headers=key)
+            theirs = await stranger.responses.create(model="policy", input="a", extra_headers=key)
+            assert (mine.output_text, theirs.output_text) == ("mine", "theirs")
+            with pytest.raises(openai.NotFoundError, match="contains no response"):
+                await stranger.responses.create(model="policy", input="b", previous_response_id=mine.id)
     assert [len(each.tree.generations) for each in (one, other)] == [1, 1]
 
 

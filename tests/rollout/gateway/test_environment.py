@@ -31,6 +31,7 @@ from agentrl.rollout.engines.transformers import TransformersEngine
 from agentrl.rollout.gateway import programs
 from agentrl.rollout.gateway.environment import AgentEnvironment, program_for_environment
 from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.gateway.wire import AgentMessage, AgentRequest, GatewayAccess
 from agentrl.rollout.settings import RolloutSettings
@@ -85,9 +86,10 @@ class Unverified(programs.AgentProgram):
     def __init__(self, failure: Exception) -> None:
         self._failure = failure
 
-    async def run(self, problem: Problem, access: GatewayAccess) -> float:
-        async with client(access.base_url, access.api_key, max_retries=0) as policy:
-            message: Any = {"role": "user", "content": problem.statement}
+    async def run(self, rollout: AgentRollout, started: Callable[[], None]) -> float:
+        started()
+        async with client(rollout.access.base_url, rollout.access.api_key, max_retries=0) as policy:
+            message: Any = {"role": "user", "content": rollout.policy.problem.statement}
             with contextlib.suppress(openai.APIStatusError):
                 while True:
                     await policy.chat.completions.create(model="policy", messages=[message])

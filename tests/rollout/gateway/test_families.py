@@ -11,8 +11,9 @@ from rollout.families import FAMILIES, MISTRAL, family_tokenizer
 from rollout.gateway.chat import PROBLEM, SETTINGS, heard, request, say, user
 from rollout.templates import QWEN, chat_tokenizer
 
+from agentrl.models.chat_template import ChatTemplate
 from agentrl.models.tokenizer import TextCodec
-from agentrl.rollout.gateway.render import ChatRenderer
+from agentrl.rollout.gateway.render import ChatRenderer, find_call_format, find_turn_end
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.policy import TokenPolicy
@@ -33,9 +34,10 @@ TYPED = {
 
 def renderer(template: str) -> ChatRenderer:
     tokenizer = family_tokenizer(template)
-    draft = ChatRenderer(tokenizer, TextCodec(tokenizer))
+    chat = ChatTemplate(tokenizer)
     return ChatRenderer(
-        tokenizer, TextCodec(tokenizer, turn_end=draft.turn_end(), shown_special_tokens=draft.call_format.tokens)
+        tokenizer,
+        TextCodec(tokenizer, turn_end=find_turn_end(chat), shown_special_tokens=find_call_format(chat).tokens),
     )
 
 

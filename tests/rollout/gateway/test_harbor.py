@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import shutil
+import socket
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from envs.docker_engine import BASE_IMAGE, need_docker
-from rollout.gateway.chat import PROBLEM, chat_codec, rollout
+from rollout.gateway.chat import chat_codec, rollout
 from rollout.gateway.test_environment import saying
 
 from agentrl.rollout.driver import Driver
@@ -24,11 +26,13 @@ from agentrl.rollout.gateway.settings import AgentGatewaySettings
 from agentrl.rollout.settings import RolloutSettings
 from agentrl.trajectory import Group
 from agentrl_envs.adapters.harbor_containers import CommandResult
+from agentrl_envs.adapters.harbor_tasks import HarborTask
 from agentrl_envs.settings import HarborAgentSettings
 from agentrl_envs.types import Ended, Problem
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "harbor"
 TASK = EXAMPLE / "tasks" / "write-word"
+PLAYED = Problem(id="write-word", statement="Write hello.", answer=None, source="harbor", info={"task": str(TASK)})
 SETTINGS = RolloutSettings(max_turn_tokens=4000, max_response_tokens=8000, retries=0)
 
 # Writes what an agent can reach to the file that the task requires.
@@ -61,8 +65,7 @@ async def play(command: str, engine: Any, *, samples: int, task: Path = TASK, **
     program = program_for_environment(f"harbor:{EXAMPLE}/tasks:{command}", options, settings)
     environment = AgentEnvironment(program, settings, ChatRenderer(tokenizer, codec))
     await environment.open()
-    info = {"task": str(task)}
-    problem = Problem(id="write-word", statement="Write hello.", answer=None, source="harbor", info=info)
+    problem = replace(PLAYED, info={"task": str(task)})
     driver = Driver(environment=environment, engine=engine, codec=codec, settings=SETTINGS, seed=7)
     try:
         requests = [Group(index=0, problem=problem)]
@@ -104,7 +107,35 @@ async def test_an_agent_that_reaches_a_limit_is_verified(tmp_path: Path) -> None
     assert [(row.reward, row.ended) for row in group.trajectories] == [(1.0, Ended.ANSWERED)]
 
 
-class FinishedContainer:
+class FakeContainer:
+    """A container that is reached over the host's loopback interface, and that has no processes."""
+
+    async def open_listener(self, port: int, image: str) -> socket.socket:
+        return socket.create_server(("127.0.0.1", 0))
+
+    async def close(self) -> None:
+        """Do nothing, because there is no container."""
+
+
+async def run_agent(one: AgentRollout, container: FakeContainer) -> float:
+    """The reward of a command in ``container``."""
+
+    async def start(task: HarborTask) -> FakeContainer:
+        await asyncio.sleep(0)  # the gateway starts while a container starts
+        return container
+
+    settings = AgentGatewaySettings()
+    gateway, program = AgentGateway(settings), ContainerCommand("agent", HarborAgentSettings(), settings)
+    program._containers, program._gateway = SimpleNamespace(start=start), gateway  # type: ignore[assignment]
+    await gateway.open()
+    try:
+        gateway.register_rollout(one)
+        return await program.run(one, lambda: None)
+    finally:
+        await gateway.close()
+
+
+class FinishedContainer(FakeContainer):
     """A container whose agent has ended, and whose verifier returns 1 if the rollout accepts no further requests."""
 
     task = SimpleNamespace(config=SimpleNamespace(agent=SimpleNamespace(timeout_sec=None, user=None)))
@@ -120,16 +151,11 @@ class FinishedContainer:
 
 
 async def test_processes_that_an_agent_left_cannot_sample_while_the_verifier_runs() -> None:
-    settings = AgentGatewaySettings()
-    gateway, program = AgentGateway(settings), ContainerCommand("agent", HarborAgentSettings(), settings)
-    one = rollout(saying("done"))
-    access = gateway.register_rollout(one)
-    program._gateway = gateway
-    program._prepared[access.name] = FinishedContainer(one), contextlib.AsyncExitStack()  # type: ignore[assignment]
-    assert await program.run(PROBLEM, access) == 1.0
+    one = rollout(saying("done"), problem=PLAYED)
+    assert await run_agent(one, FinishedContainer(one)) == 1.0
 
 
-class StoppedContainer:
+class StoppedContainer(FakeContainer):
     """A container whose agent is stopped by the time limit of the task, and whose verifier returns 0."""
 
     task = SimpleNamespace(config=SimpleNamespace(agent=SimpleNamespace(timeout_sec=8, user=None)))
@@ -143,15 +169,10 @@ class StoppedContainer:
 
 @pytest.mark.parametrize("failure", [None, "the engine failed: no server"])
 async def test_an_agent_that_waited_for_a_failed_engine_until_its_time_limit_is_not_scored(failure: str | None) -> None:
-    settings = AgentGatewaySettings()
-    gateway, program = AgentGateway(settings), ContainerCommand("agent", HarborAgentSettings(), settings)
-    one = rollout(saying("done"))
+    one = rollout(saying("done"), problem=PLAYED)
     one.failure = failure
-    access = gateway.register_rollout(one)
-    program._gateway = gateway
-    program._prepared[access.name] = StoppedContainer(), contextlib.AsyncExitStack()  # type: ignore[assignment]
     if failure is None:
-        assert await program.run(PROBLEM, access) == 0.0
+        assert await run_agent(one, StoppedContainer()) == 0.0
         return
     with pytest.raises(AgentFailureError):
-        await program.run(PROBLEM, access)
+        await run_agent(one, StoppedContainer())

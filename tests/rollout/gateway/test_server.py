@@ -33,7 +33,8 @@ async def served(one: AgentRollout, **settings: Any) -> AsyncIterator[tuple[Agen
     gateway = AgentGateway(AgentGatewaySettings(**settings))
     await gateway.open()
     try:
-        yield gateway, gateway.register_rollout(one)
+        gateway.register_rollout(one)
+        yield gateway, one.access
     finally:
         await one.reject_further_requests()
         await gateway.close()
@@ -287,7 +288,7 @@ async def test_keys_names_rewards_and_the_end() -> None:
         status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
         assert (status, said["error"]["code"]) == (409, "rollout_finished")
         assert (await post(f"{url}/reward", b'{"reward": 1}', access.api_key))[0] == 409
-        gateway.unregister_rollout(access)
+        gateway.unregister_rollout(one)
         status, said = await post(f"{access.base_url}/chat/completions", body, access.api_key)
         assert (status, said["error"]["code"]) == (404, "rollout_not_found")
         assert said["error"]["message"] == f"the rollout '{access.name}' does not exist or has ended"
@@ -301,7 +302,7 @@ async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
         assert (await post(waiting, b"soon", gateway.key))[0] == 400
         assert (await post(waiting, b"", gateway.key))[0] == 204
         asking = asyncio.create_task(post(waiting, b'{"wait": 50}', gateway.key))
-        offered = asyncio.create_task(gateway.offer_to_workers(access))
+        offered = asyncio.create_task(gateway.offer_to_workers(one))
         status, told = await asking
         await offered
         assert (status, told["base_url"], told["api_key"], told["model"]) == (
@@ -318,7 +319,7 @@ async def test_workers_are_handed_rollouts_by_the_key_of_the_gateway() -> None:
         assert (await post(f"{place}/reward", b'{"reward": 1}', gateway.key))[0] == 200
         assert (await post(f"{place}/finish", b"[]", gateway.key))[0] == 400
         assert (await post(f"{place}/finish", b'{"error": "no tool"}', gateway.key))[0] == 200
-        await gateway.wait_until_finished(access)
+        await one.finished_event.wait()
     assert (one.reward, one.abandon_reason) == (1.0, "the agent failed: no tool")
 
 

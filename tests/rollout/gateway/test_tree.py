@@ -205,7 +205,7 @@ async def test_what_is_not_to_be_trained_is_an_observation() -> None:
     one = rollout(engine_of("one", "two", "three"))
     messages = [user("a")]
     for train in (True, False, True):
-        answer = await say(one, messages, model="policy" if train else "policy:frozen")
+        answer = await say(one, messages, trainable=train)
         messages += [heard(answer), user("more")]
     (trajectory,) = played(one)
     assert [segment.origin for segment in trajectory.segments] == ["model", "observation", "model"]
@@ -269,8 +269,8 @@ class Agent:
             messages.append(self.answer(messages[-1]))
         tools = [ADD] if action != "other_tools" else [ADD, {**ADD, "function": {"name": "sub"}}]
         times = 2 if action == "parallel" else 1
-        model = "policy:frozen" if action == "frozen" else "policy"
-        replies = await asyncio.gather(*(say(self.one, messages, tools=tools, model=model) for _ in range(times)))
+        trained = action != "frozen"
+        replies = await asyncio.gather(*(say(self.one, messages, tools=tools, trainable=trained) for _ in range(times)))
         for reply in replies:
             if action == "frozen":
                 self.frozen.add(reply.id)

@@ -430,7 +430,7 @@ class VLLMClient(ServerClient):
             ) from error
         config = info.vllm_config
         self._check_config(config, needs)
-        self._check_adapters(config, self._adapter_rank)
+        self._check_adapters(config)
         self.has_checksums = config.parallel_config.get("worker_extension_cls") == WORKER_EXTENSION
         await self._check_generate_endpoint()
         await self._check_tokenizer(needs.codec)
@@ -482,8 +482,8 @@ class VLLMClient(ServerClient):
                 "or lower these settings"
             )
 
-    def _check_adapters(self, config: VLLMConfig, rank: int) -> None:
-        largest = int((config.lora_config or {}).get("max_lora_rank", 0))
+    def _check_adapters(self, config: VLLMConfig) -> None:
+        rank, largest = self._adapter_rank, int((config.lora_config or {}).get("max_lora_rank", 0))
         if largest < rank:
             limit = f"adapters up to rank {largest}" if largest else "no adapters"
             raise self.unusable_server_error(
