@@ -116,10 +116,9 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     def __call__(
         self,
         settings: ClassEnvironmentSettings,
-        sandbox: SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-        *,
-        chat: ChatFormat | None = None,
+        sandbox: SandboxSettings,
+        grader: GraderSettings,
+        chat: ChatFormat | None,
     ) -> ClassEnvironment:
         tools = self.tools
         # Plain text has no end-of-turn marker, so the first call ends a turn.
@@ -134,7 +133,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
             tools=tools,
             max_calls=settings.max_calls,
         )
-        return ClassEnvironment(self, settings, sandbox or SandboxSettings(), grader or GraderSettings(), protocol)
+        return ClassEnvironment(self, settings, sandbox, grader, protocol)
 
     def template_use(self, settings: ClassEnvironmentSettings) -> TemplateUse | None:
         functions = [schema.as_openai_function() for schema in self.tools.schemas]
