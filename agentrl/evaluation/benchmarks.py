@@ -25,8 +25,6 @@ from agentrl.problems.sources import fixed_evaluation_problems, load_source, rea
 from agentrl.rollout.gateway.settings import is_agent_program
 from agentrl.rollout.settings import environment_compares_answers
 from agentrl.telemetry.console import Console
-from agentrl_envs.adapters.falsified import FalsifiedEpisode
-from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.grading import Grader
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem, Verdict
@@ -331,20 +329,3 @@ def check_benchmarks_command(settings: EvaluationSections, request: EvaluationOp
     wrong = ", ".join(f"{benchmark.name} ({len(benchmark.errors)})" for benchmark in checked if benchmark.errors)
     if wrong:
         raise SettingsError(f"the data contains errors, as listed above: {wrong}")
-
-
-@dataclass(frozen=True)
-class FalsifiedObservationsEnvironment(Environment):
-    """Environment wrapper that replaces all numbers in observations.
-
-    The owner of the wrapped environment opens and closes it.
-    """
-
-    environment: Environment
-    seed: int
-
-    def episode(self, problem: Problem) -> Episode:
-        return FalsifiedEpisode(self.environment.episode(problem), seed=self.seed)
-
-    def describe(self) -> list[str]:
-        return [*self.environment.describe(), "observations are falsified"]

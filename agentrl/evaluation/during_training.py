@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import WorldError
-from agentrl.evaluation.benchmarks import FalsifiedObservationsEnvironment
 from agentrl.evaluation.scores import Score, avg_at_k
 from agentrl.rollout.driver import Driver
 from agentrl.trajectory import Group
+from agentrl_envs.adapters.falsified import FalsifiedObservationsEnvironment
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import (
-    FalsifiedObservationsEnvironment,
     ProblemSet,
     build_problem_records,
     load_problem_sets,
@@ -32,6 +31,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.tracker_threads import LONGEST_CONVERSATION, Trackers
 from agentrl.telemetry.trackers import Cell, SampleTable, check_trackers
+from agentrl_envs.adapters.falsified import FalsifiedObservationsEnvironment
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader
 from agentrl_envs.types import Ended, Verdict
