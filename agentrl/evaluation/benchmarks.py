@@ -249,7 +249,12 @@ def load_problem_sets(settings: EvaluationSections, names: Sequence[str], data_d
         raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
     # An agent program receives the output of its tools directly, so the output cannot be falsified here.
     falsified = settings.evaluation.falsified and not is_agent_program(settings.env)
-    return sets + (_copy_sets_for_falsified_observations(sets) if falsified else [])
+    # The observations of problems without a setup reveal no value.
+    return sets + [
+        ProblemSet(name=one.name + FALSIFIED_SUFFIX, problems=revealing, revision=one.revision, falsified=True)
+        for one in sets
+        if falsified and (revealing := tuple(problem for problem in one.problems if problem.setup))
+    ]
 
 
 def load_held_out_problems(settings: EvaluationSections) -> list[Problem]:
@@ -294,16 +299,6 @@ def _load_benchmark_set(name: str, data_dir: Path | None, *, answered: bool) -> 
         return ProblemSet(name=Path(name).stem, problems=problems, revision="")
     problems = tuple(load_benchmark(name, data_dir=data_dir))
     return ProblemSet(name=name if name in BENCHMARKS else Path(name).stem, problems=problems, revision="")
-
-
-def _copy_sets_for_falsified_observations(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
-    """Copy the sets for falsified observations, leaving out problems whose observations reveal no value."""
-    revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
-    return [
-        ProblemSet(name=one.name + FALSIFIED_SUFFIX, problems=problems, revision=one.revision, falsified=True)
-        for one, problems in revealing
-        if problems
-    ]
 
 
 def check_benchmarks_command(settings: EvaluationSections, request: EvaluationOptions) -> None:

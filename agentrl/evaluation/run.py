@@ -131,9 +131,7 @@ async def sample_rollouts_of_sets(
         log = stack.enter_context(RolloutLog(directory.rollouts))
         if log.repaired:
             console.note(f"{log.path}: removed {log.repaired} bytes of an incomplete last rollout")
-        index = RolloutIndex()
-        for transcript in directory.transcripts():
-            index.add(transcript)
+        index = RolloutIndex(directory.transcripts())
         if too_long:
             _record_unsampled_as_truncated(too_long, settings, sets, console, log, index)
         await _sample_missing_rollouts(sampler, environment, settings, sets, console, log, index)
@@ -259,9 +257,7 @@ def write_results(
     write_report: WriteReport,
 ) -> Results:
     """Compute, write and print the results of a complete evaluation."""
-    index = RolloutIndex()
-    for transcript in directory.transcripts():
-        index.add(transcript)
+    index = RolloutIndex(directory.transcripts())
     ks = request.ks or default_pass_ks(settings.evaluation.samples)
     results = asyncio.run(_compute_results(directory, settings, sets, index, ks))
     directory.write_json("results.json", results)

@@ -103,11 +103,6 @@ class Mixture:
                 "for different files, different file names"
             )
 
-    @classmethod
-    def from_source(cls, source: ProblemSource) -> Mixture:
-        """Return a mixture of one source."""
-        return cls(sources=(source,), weights=(1.0,))
-
 
 def _variance_priority(random: Random, alpha: float, beta: float) -> float:
     # The problems with the largest values are a weighted sample without replacement (Efraimidis and Spirakis 2006).
@@ -179,7 +174,7 @@ class ProblemSampler:
         decay: float = 1.0,
     ) -> None:
         """Create a sampler. Raises ProblemLoadError for a curriculum over an endless source."""
-        self._mixture = problems if isinstance(problems, Mixture) else Mixture.from_source(problems)
+        self._mixture = problems if isinstance(problems, Mixture) else Mixture(sources=(problems,), weights=(1.0,))
         self._cumulative = list(itertools.accumulate(self._mixture.weights))
         self._seed = seed
         self._curriculum = curriculum

@@ -134,8 +134,3 @@ def _class_settings(settings: HarborSettings, containers: TaskContainers | None)
         execution_timeout=_UNLIMITED,
         kwargs={"containers": containers, "seconds": settings.execution_timeout},
     )
-
-
-def harbor_environment(directory: str) -> HarborFactory:
-    """Return the factory of environments for the tasks in a directory."""
-    return HarborFactory(directory)
