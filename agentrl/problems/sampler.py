@@ -204,10 +204,10 @@ class ProblemSampler:
         }
         return [self._draw_at(source_index, next(indices[source_index])) for source_index in sources]
 
-    def exclude_problem(self, draw: DrawnProblem) -> None:
-        """Exclude a problem from further draws by posterior, because its prompt is too long."""
+    def exclude_problem(self, key: str) -> None:
+        """Exclude the problem of a posterior from further draws by posterior, because its prompt is too long."""
         if self._curriculum != "uniform":
-            self._left_out.add(draw.key)
+            self._left_out.add(key)
 
     def state_dict(self) -> SamplerState:
         """Return the current position, for `load_state_dict`."""
