@@ -134,7 +134,7 @@ ADAPTERS: Mapping[str, str] = {
     "harbor": "agentrl_envs.adapters.harbor:HarborFactory",
     "openenv": "agentrl_envs.adapters.openenv:openenv_environment",
 }
-"""Environments of other libraries, named ``PREFIX:NAME``. Each path refers to a class or function that returns the factory for NAME."""
+"""Environments of other libraries, named ``PREFIX:NAME``. Each path names a callable that maps NAME to a factory."""
 
 PROTOCOLS: Registry[Any] = Registry(
     "protocol",

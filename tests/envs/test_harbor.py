@@ -137,9 +137,8 @@ def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: P
         if command:
             program_for_environment(f"harbor:{TASKS}{command}", {"agent_files": str(files)}, AgentGatewaySettings())
         else:
-            resolve_environment(f"harbor:{TASKS}")(
-                HarborSettings(agent_files=str(files)), SandboxSettings(), GraderSettings(), None
-            )
+            section = HarborSettings(agent_files=str(files))
+            resolve_environment(f"harbor:{TASKS}")(section, SandboxSettings(), GraderSettings(), None)
 
     load(TASKS.parent / "agent")
     task = TASKS / "write-word"

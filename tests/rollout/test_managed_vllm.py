@@ -153,5 +153,5 @@ async def test_garbage_for_checksums_is_no_proof(policy: Path, said: Any) -> Non
 def test_without_a_gpu_weights_travel_by_file() -> None:
     expected = {"colocated": "ipc", "dedicated": "nccl"} if torch.cuda.is_available() else {}
     for placement in ("colocated", "dedicated", "external"):
-        chosen = choose_transfer_backend(VLLMSettings(placement=placement))
+        chosen = choose_transfer_backend(VLLMSettings.model_construct(placement=placement, transfer="auto"))
         assert chosen == expected.get(placement, "nccl" if expected else "file")
