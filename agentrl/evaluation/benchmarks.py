@@ -25,8 +25,6 @@ from agentrl.problems.sources import fixed_evaluation_problems, load_source, rea
 from agentrl.rollout.gateway.settings import is_agent_program
 from agentrl.rollout.settings import environment_compares_answers
 from agentrl.telemetry.console import Console
-from agentrl_envs.adapters.falsified import FalsifiedEpisode
-from agentrl_envs.episode import Environment, Episode
 from agentrl_envs.grading import Grader
 from agentrl_envs.registry import did_you_mean
 from agentrl_envs.types import Problem, Verdict
@@ -251,7 +249,12 @@ def load_problem_sets(settings: EvaluationSections, names: Sequence[str], data_d
         raise SettingsError("no problems to evaluate on: use --benchmarks (such as aime24,math500) or set data.eval")
     # An agent program receives the output of its tools directly, so the output cannot be falsified here.
     falsified = settings.evaluation.falsified and not is_agent_program(settings.env)
-    return sets + (_copy_sets_for_falsified_observations(sets) if falsified else [])
+    # The observations of problems without a setup reveal no value.
+    return sets + [
+        ProblemSet(name=one.name + FALSIFIED_SUFFIX, problems=revealing, revision=one.revision, falsified=True)
+        for one in sets
+        if falsified and (revealing := tuple(problem for problem in one.problems if problem.setup))
+    ]
 
 
 def load_held_out_problems(settings: EvaluationSections) -> list[Problem]:
@@ -298,16 +301,6 @@ def _load_benchmark_set(name: str, data_dir: Path | None, *, answered: bool) -> 
     return ProblemSet(name=name if name in BENCHMARKS else Path(name).stem, problems=problems, revision="")
 
 
-def _copy_sets_for_falsified_observations(sets: Sequence[ProblemSet]) -> list[ProblemSet]:
-    """Copy the sets for falsified observations, leaving out problems whose observations reveal no value."""
-    revealing = [(one, tuple(problem for problem in one.problems if problem.setup)) for one in sets]
-    return [
-        ProblemSet(name=one.name + FALSIFIED_SUFFIX, problems=problems, revision=one.revision, falsified=True)
-        for one, problems in revealing
-        if problems
-    ]
-
-
 def check_benchmarks_command(settings: EvaluationSections, request: EvaluationOptions) -> None:
     """Print the errors in the data of each benchmark, as found by :func:`check_benchmark`.
 
@@ -331,20 +324,3 @@ def check_benchmarks_command(settings: EvaluationSections, request: EvaluationOp
     wrong = ", ".join(f"{benchmark.name} ({len(benchmark.errors)})" for benchmark in checked if benchmark.errors)
     if wrong:
         raise SettingsError(f"the data contains errors, as listed above: {wrong}")
-
-
-@dataclass(frozen=True)
-class FalsifiedObservationsEnvironment(Environment):
-    """Environment wrapper that replaces all numbers in observations.
-
-    The owner of the wrapped environment opens and closes it.
-    """
-
-    environment: Environment
-    seed: int
-
-    def episode(self, problem: Problem) -> Episode:
-        return FalsifiedEpisode(self.environment.episode(problem), seed=self.seed)
-
-    def describe(self) -> list[str]:
-        return [*self.environment.describe(), "observations are falsified"]

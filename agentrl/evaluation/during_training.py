@@ -8,10 +8,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from agentrl.errors import WorldError
-from agentrl.evaluation.benchmarks import FalsifiedObservationsEnvironment
 from agentrl.evaluation.scores import Score, avg_at_k
 from agentrl.rollout.driver import Driver
 from agentrl.trajectory import Group
+from agentrl_envs.adapters.falsified import FalsifiedObservationsEnvironment
 from agentrl_envs.episode import Environment
 from agentrl_envs.types import Problem
 
@@ -20,14 +20,13 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluationReport:
-    """Result of one evaluation: avg@k over all problems and by family, and all groups with their trajectories."""
+    """Result of one evaluation: avg@k over all problems and by family."""
 
     step: int
     samples: int
     falsified: bool
     overall: Score
     families: dict[str, Score]
-    groups: tuple[Group, ...]
     excluded: int
 
     def metrics(self) -> dict[str, float]:
@@ -97,7 +96,6 @@ def score_groups(groups: Sequence[Group], *, step: int, samples: int, falsified:
         families={
             name: _avg_at_k_of_groups(part) for name, part in sorted(families.items()) if _has_counted_rollout(part)
         },
-        groups=tuple(groups),
         excluded=sum(item.is_excluded for item in trajectories),
     )
 

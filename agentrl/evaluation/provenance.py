@@ -8,7 +8,7 @@ from importlib.metadata import PackageNotFoundError, version
 import agentrl
 from agentrl.evaluation.benchmarks import ProblemSet
 from agentrl.evaluation.formats import JSONObject, Provenance
-from agentrl.evaluation.settings import REQUEST_FIELDS, EndpointSettings, EvaluationSections
+from agentrl.evaluation.settings import REQUEST_FIELDS, EvaluationSections
 from agentrl.telemetry.records import dotted_keys
 from agentrl_envs.settings import ChatSettings, ReasoningSettings, SimpleTIRSettings
 from agentrl_sandbox.client import PROGRAM_LIMITS
@@ -70,22 +70,26 @@ def build_provenance(
 
     ``settings`` must contain the limits of evaluation. The record is JSON-serializable.
     """
-    evaluation = settings.evaluation
+    evaluation, section = settings.evaluation, settings.environment
+    instruction = {}
+    if isinstance(section, SimpleTIRSettings | ReasoningSettings):
+        instruction = {"instruction": section.effective_instruction}
     return {
         "model": dict(model),
         "engine": dict(engine),
         "benchmarks": {one.name: one.record() for one in sets},
         "protocol": {
             "env": settings.env,
-            **settings.environment.model_dump(mode="json"),
-            **_instruction_record(settings),
+            **section.model_dump(mode="json"),
+            **instruction,
             "prompt": _prompt_format(settings),
         },
         "sampling": {
             "n": evaluation.samples,
             "temperature": evaluation.temperature,
             "top_p": evaluation.top_p,
-            **_changed_request_settings(evaluation.endpoint),
+            # Defaults are left out, so that an evaluation can be continued after a new setting is introduced.
+            **evaluation.endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True),
         },
         "limits": {
             "max_turn_tokens": settings.rollout.max_turn_tokens,
@@ -104,22 +108,6 @@ def build_grader_record(settings: EvaluationSections) -> JSONObject:
     """Return the grader's version and the settings that can change a verdict."""
     limits = settings.grader.model_dump(mode="json", include={"deadline", "memory_mb", "max_length", "max_depth"})
     return {"math_verify": _version("math-verify"), **limits}
-
-
-def _instruction_record(settings: EvaluationSections) -> dict[str, str]:
-    """Return the instruction in the prompt, or an empty mapping if the environment has no instruction."""
-    environment = settings.environment
-    if isinstance(environment, SimpleTIRSettings | ReasoningSettings):
-        return {"instruction": environment.effective_instruction}
-    return {}
-
-
-def _changed_request_settings(endpoint: EndpointSettings) -> JSONObject:
-    """Return the request settings of the endpoint that differ from their defaults.
-
-    Defaults are left out, so that an evaluation can be continued after a new setting is introduced.
-    """
-    return endpoint.model_dump(mode="json", include=set(REQUEST_FIELDS), exclude_defaults=True)
 
 
 def _prompt_format(settings: EvaluationSections) -> str:

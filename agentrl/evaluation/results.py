@@ -45,8 +45,10 @@ _summary_fields = attrgetter(*(field.name for field in fields(RolloutSummary)))
 class RolloutIndex:
     """Index of the finished rollouts. A later attempt replaces an earlier one."""
 
-    def __init__(self) -> None:
+    def __init__(self, transcripts: Iterable[Transcript] = ()) -> None:
         self._rollouts: dict[tuple[str, str, int], RolloutSummary] = {}
+        for transcript in transcripts:
+            self.add(transcript)
 
     def add(self, transcript: Transcript) -> None:
         self._rollouts[transcript.key] = RolloutSummary(*_summary_fields(transcript))

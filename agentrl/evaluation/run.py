@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError, WorldError
 from agentrl.evaluation.benchmarks import (
-    FalsifiedObservationsEnvironment,
     ProblemSet,
     build_problem_records,
     load_problem_sets,
@@ -32,6 +31,7 @@ from agentrl.telemetry.run_directory import RunDirectory
 from agentrl.telemetry.settings import TelemetrySettings
 from agentrl.telemetry.tracker_threads import LONGEST_CONVERSATION, Trackers
 from agentrl.telemetry.trackers import Cell, SampleTable, check_trackers
+from agentrl_envs.adapters.falsified import FalsifiedObservationsEnvironment
 from agentrl_envs.episode import Environment
 from agentrl_envs.grading import Grader
 from agentrl_envs.types import Ended, Verdict
@@ -131,9 +131,7 @@ async def sample_rollouts_of_sets(
         log = stack.enter_context(RolloutLog(directory.rollouts))
         if log.repaired:
             console.note(f"{log.path}: removed {log.repaired} bytes of an incomplete last rollout")
-        index = RolloutIndex()
-        for transcript in directory.transcripts():
-            index.add(transcript)
+        index = RolloutIndex(directory.transcripts())
         if too_long:
             _record_unsampled_as_truncated(too_long, settings, sets, console, log, index)
         await _sample_missing_rollouts(sampler, environment, settings, sets, console, log, index)
@@ -259,9 +257,7 @@ def write_results(
     write_report: WriteReport,
 ) -> Results:
     """Compute, write and print the results of a complete evaluation."""
-    index = RolloutIndex()
-    for transcript in directory.transcripts():
-        index.add(transcript)
+    index = RolloutIndex(directory.transcripts())
     ks = request.ks or default_pass_ks(settings.evaluation.samples)
     results = asyncio.run(_compute_results(directory, settings, sets, index, ks))
     directory.write_json("results.json", results)

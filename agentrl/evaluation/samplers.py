@@ -9,7 +9,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from contextlib import aclosing
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NoReturn, Protocol
+from typing import NoReturn, Protocol
 
 import torch
 
@@ -19,7 +19,6 @@ from agentrl.evaluation.provenance import build_configured_engine_record
 from agentrl.evaluation.settings import EvaluationSections
 from agentrl.evaluation.transcripts import Sample, Transcript, Turn
 from agentrl.models.loading import model_fingerprint, read_model, read_model_config_if_available
-from agentrl.models.settings import ModelSettings
 from agentrl.models.tokenizer import TextCodec, read_tokenizer
 from agentrl.rollout.driver import Driver, yield_from_tasks
 from agentrl.rollout.engines.base import Engine, EngineSpecification, ManagedEngine, engine_facts, engine_plugin
@@ -119,7 +118,9 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
     path = str(settings.model.path)
     tokenizer = read_tokenizer(path)
     codec = build_codec(tokenizer, path, build_chat_setup(settings, tokenizer, path))
-    model = _read_model(settings.model, path) if engine_facts(settings.rollout).in_process else None
+    model = None
+    if engine_facts(settings.rollout).in_process:
+        model = read_model(path, settings.model).to("cuda" if torch.cuda.is_available() else "cpu").eval()
     managed = engine_plugin(settings.rollout).managed(
         EngineSpecification(
             rollout=settings.rollout,
@@ -136,23 +137,15 @@ async def open_sampler(settings: EvaluationSections, folder: Path) -> ModelSampl
         fingerprint = await open_and_verify_engine(managed, settings, codec)
     else:
         fingerprint = model_fingerprint(model.state_dict().items())
+    config = read_model_config_if_available(settings.model)
     return ModelSampler(
         engine=managed.engine,
         codec=codec,
         settings=settings,
         fingerprint=fingerprint,
         record=managed.identity_fields(),
-        max_positions=_find_max_positions(read_model_config_if_available(settings.model)),
+        max_positions=None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None),
     )
-
-
-def _read_model(settings: ModelSettings, path: str) -> Any:
-    return read_model(path, settings).to("cuda" if torch.cuda.is_available() else "cpu").eval()
-
-
-def _find_max_positions(config: Any | None) -> int | None:
-    """Return the maximum sequence length in a model's ``config``, or None if it is not specified."""
-    return None if config is None else getattr(config.get_text_config(), "max_position_embeddings", None)
 
 
 def build_evaluation_environment(settings: EvaluationSections) -> Environment:

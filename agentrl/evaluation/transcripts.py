@@ -283,7 +283,7 @@ def read_rollouts(path: Path) -> Iterator[Transcript]:
     """
     if not path.exists():
         return
-    for position, frame in _decompress_complete_frames(path):
+    for position, _, frame in _decompress_complete_frames(path):
         try:
             yield Transcript.from_record(json.loads(frame))
         except (ValueError, KeyError, TypeError) as error:
@@ -295,9 +295,7 @@ def remove_incomplete_frame(path: Path) -> int:
     if not path.exists():
         return 0
     with os_errors_as_world_errors(path, "repair"):
-        end = 0
-        for position, _ in _decompress_complete_frames(path, position_is_end=True):
-            end = position
+        end = max((end for _, end, _ in _decompress_complete_frames(path)), default=0)
         size = path.stat().st_size
         if end < size:
             with path.open("rb+") as file:
@@ -306,11 +304,8 @@ def remove_incomplete_frame(path: Path) -> int:
         return size - end
 
 
-def _decompress_complete_frames(path: Path, *, position_is_end: bool = False) -> Iterator[tuple[int, bytes]]:
-    """Yield the position and the content of each complete frame.
-
-    The position is the frame's start, or the frame's end if ``position_is_end``.
-    """
+def _decompress_complete_frames(path: Path) -> Iterator[tuple[int, int, bytes]]:
+    """Yield the start, end and content of each complete frame."""
     unpacker = zstandard.ZstdDecompressor()
     with os_errors_as_world_errors(path, "read"), path.open("rb") as file:
         begin = position = 0
@@ -327,5 +322,5 @@ def _decompress_complete_frames(path: Path, *, position_is_end: bool = False) ->
             pending = frame.unused_data if frame.eof else b""
             position += len(data) - len(pending)
             if frame.eof:
-                yield (position if position_is_end else begin), b"".join(parts)
+                yield begin, position, b"".join(parts)
                 begin, frame, parts = position, unpacker.decompressobj(), []

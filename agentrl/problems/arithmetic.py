@@ -21,16 +21,18 @@ from agentrl.problems.exercises import (
     draw_descending_pair,
     lookup_function_code,
 )
+from agentrl.problems.word_problems import Formula
 
 
 def _expression_family(
-    name: str, draw: Callable[[Random], Numbers], value: Callable[..., int], expression: str, *phrasings: str
+    name: str, draw: Callable[[Random], Numbers], expression: str, *phrasings: str
 ) -> ExerciseFamily:
-    """Build a family whose answer is ``value(**numbers)``, written in Python as ``expression``."""
+    """Build a family whose answer is the value of ``expression``."""
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
-        answer = value(**numbers)
-        return Solution(answer, _answer_turns(rng, expression.format(**numbers), answer))
+        written = expression.format(**numbers)
+        answer = Formula.parse(written).value()
+        return Solution(answer, _answer_turns(rng, written, answer))
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
@@ -54,15 +56,15 @@ def _one_secret_family(
     function: str,
     draw: Callable[[Random], Numbers],
     sign: str,
-    value: Callable[[int, int], int],
     *phrasings: str,
 ) -> ExerciseFamily:
     """Build a family whose answer combines the hidden value of object ``a`` and the stated ``b`` in one operation."""
 
     def solve(rng: Random, numbers: Numbers) -> Solution:
         a, b, secret = numbers["a"], numbers["b"], _draw_secret(rng)
-        turns = (call_turn(f"{function}({a})", secret), final_answer_turn(f"{secret}{sign}{b}"))
-        return Solution(value(secret, b), turns, lookup_function_code(function, {a: secret}))
+        written = f"{secret}{sign}{b}"
+        turns = (call_turn(f"{function}({a})", secret), final_answer_turn(written))
+        return Solution(Formula.parse(written).value(), turns, lookup_function_code(function, {a: secret}))
 
     return ExerciseFamily(name=name, phrasings=phrasings, draw=draw, solve=solve)
 
@@ -117,71 +119,71 @@ _draw_two_numbers = _draw_uniform(a=(2, 99), b=(2, 99))
 
 _ALL_FAMILIES = (
     _expression_family(
-        "add", _draw_two_numbers, lambda a, b: a + b, "{a}+{b}",
+        "add", _draw_two_numbers, "{a}+{b}",
         "{n} has {a} {t} and gets {b} more. How many {t} does {n} have now?",
         "There are {a} {t} here. {n} brings {b} more. How many {t} are there?",
     ),
     _expression_family(
-        "subtract", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
+        "subtract", draw_descending_pair, "{a}-{b}",
         "{n} has {a} {t} and gives away {b}. How many {t} are left?",
         "{n} had {a} {t} but lost {b} of them. How many {t} are left?",
     ),
     _expression_family(
-        "multiply", _draw_two_numbers, lambda a, b: a * b, "{a}*{b}",
+        "multiply", _draw_two_numbers, "{a}*{b}",
         "{n} buys {a} boxes of {b} {t}. How many {t} is that?",
         "Each of {a} boxes holds {b} {t}. How many {t} are there?",
     ),
     _expression_family(
-        "divide", _draw_divisible, lambda a, b: a // b, "{a}//{b}",
+        "divide", _draw_divisible, "{a}//{b}",
         "{n} shares {a} {t} among {b} friends. How many {t} does each get?",
         "{n} packs {a} {t} into {b} equal boxes. How many {t} are in each?",
     ),
     _expression_family(
-        "difference", draw_descending_pair, lambda a, b: a - b, "{a}-{b}",
+        "difference", draw_descending_pair, "{a}-{b}",
         "{n} has {a} {t}. {m} has {b}. How many more {t} does {n} have?",
         "{n} has {b} {t}. {m} has {a}. How many fewer {t} does {n} have?",
     ),
     _expression_family(
-        "together", _draw_two_numbers, lambda a, b: a + a + b, "{a}+{a}+{b}",
+        "together", _draw_two_numbers, "{a}+{a}+{b}",
         "{n} has {a} {t}. {m} has {b} more than {n}. How many {t} do they have together?",
     ),
     _expression_family(
-        "boxes_less", _draw_boxes_then_less, lambda a, b, c: a * b - c, "{a}*{b}-{c}",
+        "boxes_less", _draw_boxes_then_less, "{a}*{b}-{c}",
         "{n} buys {a} boxes of {b} {t} and gives away {c}. How many {t} are left?",
         "{n} has {a} boxes of {b} {t} and loses {c} {t}. How many {t} are left?",
     ),
     _expression_family(
-        "boxes_more", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 99)), lambda a, b, c: c + a * b, "{c}+{a}*{b}",
+        "boxes_more", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 99)), "{c}+{a}*{b}",
         "{n} has {c} {t} and buys {a} boxes of {b}. How many {t} does {n} have now?",
     ),
     _expression_family(
-        "share_more", _draw_shared_then_more, lambda a, b, c: a // b + c, "{a}//{b}+{c}",
+        "share_more", _draw_shared_then_more, "{a}//{b}+{c}",
         "{n} shares {a} {t} among {b} friends. Each had {c}. How many {t} does each have now?",
     ),
     _expression_family(
-        "change", _draw_price_and_payment, lambda a, b, c: c - a * b, "{c}-{a}*{b}",
+        "change", _draw_price_and_payment, "{c}-{a}*{b}",
         "{t} cost {a} dollars each. {n} buys {b} and pays {c} dollars. How many dollars come back?",
     ),
     _expression_family(
-        "two_kinds", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 20), d=(2, 20)), lambda a, b, c, d: a * b + c * d,
+        "two_kinds", _draw_uniform(a=(2, 20), b=(2, 20), c=(2, 20), d=(2, 20)),
         "{a}*{b}+{c}*{d}",
         "{n} buys {a} boxes of {b} {t} and {c} boxes of {d}. How many {t} is that?",
     ),
     _expression_family(
-        "gather_pack", _draw_gathered_then_packed, lambda a, b, c, d: (a + b - c) // d, "({a}+{b}-{c})//{d}",
+        "gather_pack", _draw_gathered_then_packed, "({a}+{b}-{c})//{d}",
         "{n} has {a} {t}, gets {b}, gives away {c} and packs the rest into {d} equal boxes. How many {t} are in each?",
     ),
     _one_secret_family(
-        "box_take", "box", _draw_uniform(a=(2, 99), b=(2, 9)), "-", lambda secret, b: secret - b,
+        "box_take", "box", _draw_uniform(a=(2, 99), b=(2, 9)), "-",
         "box({a}) shows the {t} in box {a}. {n} takes {b}. How many {t} are left?",
         "Box {a} holds some {t}: box({a}) shows how many. {n} takes {b}. How many {t} are left?",
     ),
     _one_secret_family(
-        "box_put", "box", _draw_two_numbers, "+", lambda secret, b: secret + b,
+        "box_put", "box", _draw_two_numbers, "+",
         "box({a}) shows the {t} in box {a}. {n} adds {b}. How many {t} are in it now?",
     ),
     _one_secret_family(
-        "price", "price", _draw_uniform(a=(2, 99), b=(2, 20)), "*", lambda secret, b: secret * b,
+        "price", "price", _draw_uniform(a=(2, 99), b=(2, 20)), "*",
         "price({a}) shows the price of toy {a}. What do {b} of them cost?",
         "{n} buys {b} of toy {a}. price({a}) shows what one costs. What does {n} pay?",
     ),

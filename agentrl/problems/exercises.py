@@ -135,9 +135,9 @@ class ExerciseSource:
         )
         return Demonstration(problem=problem, turns=solution.turns)
 
-    def demonstrations(self, count: int, *, start: int = 0) -> list[Demonstration]:
-        """Return demonstrations ``start`` to ``start + count - 1``."""
-        return [self.demonstration(index) for index in range(start, start + count)]
+    def demonstrations(self, count: int) -> list[Demonstration]:
+        """Return the first ``count`` demonstrations."""
+        return [self.demonstration(index) for index in range(count)]
 
     def distinct_problems(self, count: int) -> list[Problem]:
         """Return the first ``count`` problems with distinct statements, for a fixed evaluation set.

@@ -103,11 +103,6 @@ class Mixture:
                 "for different files, different file names"
             )
 
-    @classmethod
-    def from_source(cls, source: ProblemSource) -> Mixture:
-        """Return a mixture of one source."""
-        return cls(sources=(source,), weights=(1.0,))
-
 
 def _variance_priority(random: Random, alpha: float, beta: float) -> float:
     # The problems with the largest values are a weighted sample without replacement (Efraimidis and Spirakis 2006).
@@ -179,7 +174,7 @@ class ProblemSampler:
         decay: float = 1.0,
     ) -> None:
         """Create a sampler. Raises ProblemLoadError for a curriculum over an endless source."""
-        self._mixture = problems if isinstance(problems, Mixture) else Mixture.from_source(problems)
+        self._mixture = problems if isinstance(problems, Mixture) else Mixture(sources=(problems,), weights=(1.0,))
         self._cumulative = list(itertools.accumulate(self._mixture.weights))
         self._seed = seed
         self._curriculum = curriculum
@@ -209,10 +204,10 @@ class ProblemSampler:
         }
         return [self._draw_at(source_index, next(indices[source_index])) for source_index in sources]
 
-    def exclude_problem(self, draw: DrawnProblem) -> None:
-        """Exclude a problem from further draws by posterior, because its prompt is too long."""
+    def exclude_problem(self, key: str) -> None:
+        """Exclude the problem of a posterior from further draws by posterior, because its prompt is too long."""
         if self._curriculum != "uniform":
-            self._left_out.add(draw.key)
+            self._left_out.add(key)
 
     def state_dict(self) -> SamplerState:
         """Return the current position, for `load_state_dict`."""

@@ -185,13 +185,23 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
     """
     if settings.is_generated:
         return _load_generated_source(settings, seed)
-    path = expand_path(settings.path)
     name = source_name(settings)
-    problems, rows, unanswered = _read_distinct_problems_and_counts(settings, path, name, answered)
+    # Drop repeats while reading, because rows may repeat hundreds of times. If answers are not graded, equal problems
+    # must also have equal values in all other columns.
+    distinct: dict[tuple[str, str | None, str], Problem] = {}
+    rows = unanswered = 0
+    for _, problem in read_problems_with_locations(settings, answered=answered):
+        rows += 1
+        if problem is None:
+            unanswered += 1
+        else:
+            other = "" if answered else hash_problem_info(problem.info)
+            distinct.setdefault((problem.statement.strip(), problem.answer, other), problem)
     if not rows:
         raise EmptyProblemsError(f"{settings.path}: the file contains no problems")
-    if not problems:
+    if not distinct:
         raise EmptyProblemsError(f"{settings.path}: none of the {rows} problems has an answer")
+    problems = _with_distinct_ids(distinct)
     split = split_by_masked_statement(
         problems,
         heldout_fraction=0.0 if settings.part == "all" else settings.heldout_fraction,
@@ -214,13 +224,24 @@ def load_source(settings: ProblemSourceSettings, *, seed: int = 0, answered: boo
     return LoadedSource(source=FiniteSource(name, limited), report=report)
 
 
-def read_problems_with_locations(settings: ProblemSourceSettings) -> Iterator[tuple[str, Problem | None]]:
+def read_problems_with_locations(
+    settings: ProblemSourceSettings, *, answered: bool = True
+) -> Iterator[tuple[str, Problem | None]]:
     """Yield the location and problem of every row, including repeats. Applies no split and no limit.
 
-    The problem is None for rows that ``skip_unanswered`` leaves out.
+    The problem is None for rows that ``skip_unanswered`` leaves out. Each other row needs an answer unless ``answered``
+    is False.
     """
-    path = expand_path(settings.path)
-    return _read_problems(settings, path, source_name(settings), answered=True)
+    name = source_name(settings)
+    for location, row in _read_rows(settings):
+        problem = problem_from_row(
+            row, location, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
+        )
+        if problem.answer is None and answered and not settings.skip_unanswered:
+            raise ProblemFieldError(
+                f"{location}: the problem has no answer; set skip_unanswered=true to skip such rows"
+            )
+        yield location, None if problem.answer is None and settings.skip_unanswered else problem
 
 
 def fixed_evaluation_problems(source: ProblemSource, count: int) -> list[Problem]:
@@ -287,26 +308,6 @@ def _is_file(path: str) -> bool:
     return Path(path).suffix.lower() in FILE_KINDS
 
 
-def _read_distinct_problems_and_counts(
-    settings: ProblemSourceSettings, path: str, name: str, answered: bool
-) -> tuple[list[Problem], int, int]:
-    """Return the distinct problems of a source, the number of rows, and the number of skipped rows without an answer.
-
-    Problems are equal if their statements and answers are equal. Without grading, all other columns must be equal too.
-    """
-    # Drop repeats while reading, because rows may repeat hundreds of times.
-    problems: dict[tuple[str, str | None, str], Problem] = {}
-    rows = unanswered = 0
-    for _, problem in _read_problems(settings, path, name, answered=answered):
-        rows += 1
-        if problem is None:
-            unanswered += 1
-        else:
-            other = "" if answered else hash_problem_info(problem.info)
-            problems.setdefault((problem.statement.strip(), problem.answer, other), problem)
-    return _with_distinct_ids(problems), rows, unanswered
-
-
 def _with_distinct_ids(problems: Mapping[tuple[str, str | None, str], Problem]) -> list[Problem]:
     """Assign distinct ids to problems that differ only in ``info``, by appending a digest to all but the first."""
     seen: set[tuple[str, str, str | None]] = set()
@@ -318,25 +319,8 @@ def _with_distinct_ids(problems: Mapping[tuple[str, str | None, str], Problem]) 
     return kept
 
 
-def _read_problems(
-    settings: ProblemSourceSettings, path: str, name: str, *, answered: bool
-) -> Iterator[tuple[str, Problem | None]]:
-    """Yield location and problem of every row.
-
-    The problem is None for rows that are skipped because they have no answer.
-    """
-    for location, row in _read_rows(settings, path):
-        problem = problem_from_row(
-            row, location, source=name, fields=settings.fields, answered=answered or settings.skip_unanswered
-        )
-        if problem.answer is None and answered and not settings.skip_unanswered:
-            raise ProblemFieldError(
-                f"{location}: the problem has no answer; set skip_unanswered=true to skip such rows"
-            )
-        yield location, None if problem.answer is None and settings.skip_unanswered else problem
-
-
-def _read_rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str, Row]]:
+def _read_rows(settings: ProblemSourceSettings) -> Iterator[tuple[str, Row]]:
+    path = expand_path(settings.path)
     if path.startswith(HARBOR):
         from agentrl_envs.adapters.harbor_tasks import read_task_rows
 
@@ -358,7 +342,7 @@ def _read_rows(settings: ProblemSourceSettings, path: str) -> Iterator[tuple[str
 
 def _read_statements(path: str) -> Iterator[str]:
     """Yield the statements of a file or data set, with or without answers."""
-    for location, row in _read_rows(ProblemSourceSettings(path=path), expand_path(path)):
+    for location, row in _read_rows(ProblemSourceSettings(path=path)):
         yield statement_from_row(row, location, fields={})
 
 

@@ -69,7 +69,7 @@ def build_environment(settings: EnvironmentRelatedSettings, chat: ChatSetup | No
         return AgentEnvironment(program, settings.gateway, chat.renderer if chat else None)
     factory = resolve_environment(settings.env)
     section = factory.validate_section(settings.environment)
-    environment = factory(section, settings.sandbox, settings.grader, chat=chat.format if chat else None)
+    environment = factory(section, settings.sandbox, settings.grader, chat.format if chat else None)
     if chat is None or chat.renderer is None:
         return environment
     return RerenderedEnvironment(environment, chat.renderer, chat.tools)

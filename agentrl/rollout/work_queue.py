@@ -13,7 +13,7 @@ from statistics import fmean
 from typing import Any, TypedDict
 
 from agentrl.errors import SettingsError
-from agentrl.problems.sampler import DrawnProblem, ProblemSampler, SamplerState
+from agentrl.problems.sampler import ProblemSampler, SamplerState
 from agentrl.rollout.branching import ForkStatistics
 from agentrl.rollout.budget import (
     SCORES,
@@ -237,7 +237,7 @@ class WorkQueue:
 
     def _replace_problem(self, group: Group, tokens: int) -> None:
         problem = group.problem
-        self._sampler.exclude_problem(DrawnProblem(problem=problem, key=group.key))
+        self._sampler.exclude_problem(group.key)
         (other,) = self._sampler.draw(1)
         self._drawn[0] = replace(self._drawn[0], problem=other.problem, key=other.key)
         self._skipped += 1

@@ -25,7 +25,7 @@ from agentrl.models.lora import (
     peft_parameter_name,
 )
 from agentrl.models.settings import LoRASettings
-from agentrl.weights.sources import ParameterShape, ParameterSource, full_parameters
+from agentrl.weights.sources import ParameterSource, full_parameters
 from agentrl.weights.verify import EMBEDDING_NAME, HEAD_NAME, Checksum, add_tied_head, checksum
 
 INDEX = "model.safetensors.index.json"
@@ -151,12 +151,8 @@ class MergedSource(ParameterSource):
         super().__init__(module, with_checksums=with_checksums)
         self._settings = settings
 
-    def shapes(self) -> list[ParameterShape]:
-        return [
-            ParameterShape(name=name_without_adapter(item.name), dtype=item.dtype, shape=item.shape)
-            for item in super().shapes()
-            if not is_adapter_factor(item.name)
-        ]
+    def _exported_name(self, name: str) -> str | None:
+        return None if is_adapter_factor(name) else name_without_adapter(name)
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
         return merged_parameters(self._module, self._settings)
@@ -169,12 +165,8 @@ class AdapterSource(ParameterSource):
         super().__init__(module, with_checksums=with_checksums)
         self._frozen: dict[str, Checksum] | None = None
 
-    def shapes(self) -> list[ParameterShape]:
-        return [
-            ParameterShape(name=peft_parameter_name(item.name), dtype=item.dtype, shape=item.shape)
-            for item in super().shapes()
-            if is_adapter_factor(item.name)
-        ]
+    def _exported_name(self, name: str) -> str | None:
+        return peft_parameter_name(name) if is_adapter_factor(name) else None
 
     def _values(self) -> Iterator[tuple[str, Tensor]]:
         return adapter_parameters(self._module)

@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, InvalidStateError, wait
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -227,10 +227,3 @@ def _import_vllm_transfer() -> tuple[Any, Any]:
             f"Install the extra: {install_command('vllm')}, or set rollout.vllm.transfer=file"
         ) from error
     return WeightTransferTrainerFactory, HTTPVLLMWeightSyncClient
-
-
-def default_backend(placement: str) -> Literal["file", "nccl", "ipc"]:
-    """Return the fastest backend on this machine: CUDA IPC on the same GPUs, NCCL to other GPUs, files without GPUs."""
-    if not torch.cuda.is_available():
-        return "file"
-    return "ipc" if placement == "colocated" else "nccl"

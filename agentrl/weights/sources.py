@@ -84,11 +84,16 @@ class ParameterSource:
         self.checksums: dict[str, Checksum] = {}
 
     def shapes(self) -> list[ParameterShape]:
-        """Return the name, dtype and full shape of every parameter, including parameters sharded by ZeRO-3."""
+        """Return the exported name, dtype and full shape of every parameter, including parameters sharded by ZeRO-3."""
         return [
-            ParameterShape(name=name, dtype=item.dtype, shape=tuple(getattr(item, "ds_shape", item.shape)))
+            ParameterShape(name=exported, dtype=item.dtype, shape=tuple(getattr(item, "ds_shape", item.shape)))
             for name, item in self._module.named_parameters()
+            if (exported := self._exported_name(name))
         ]
+
+    def _exported_name(self, name: str) -> str | None:
+        """Return the name under which a parameter is yielded, or None if it is not yielded."""
+        return name
 
     def __iter__(self) -> Iterator[tuple[str, Tensor]]:
         found: dict[str, Checksum] = {}

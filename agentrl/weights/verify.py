@@ -14,11 +14,9 @@ Not guaranteed: an engine that provides no checksums may miss an update that mov
 from __future__ import annotations
 
 import math
-import secrets
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -195,19 +193,6 @@ class EngineVerification:
         )
 
 
-class ScoringServer(Protocol):
-    """The calls that verification makes to an engine in another process."""
-
-    @property
-    def address(self) -> str: ...
-    @property
-    def title(self) -> str: ...
-    @property
-    def has_checksums(self) -> bool: ...
-    async def checksums(self) -> list[dict[str, tuple[int, int]]]: ...
-    async def score(self, token_ids: tuple[int, ...], *, salt: str) -> tuple[float, ...]: ...
-
-
 class Verifier:
     """Checks that the engines of a run have the trainer's weights."""
 
@@ -216,12 +201,6 @@ class Verifier:
         self._limit = NOISE_LIMITS[dtype] if bound is None else bound
         self._floor = NOISE_FLOORS[dtype] if bound is None else bound
         self._verified: dict[str, EngineVerification] = {}
-
-    async def check(self, server: ScoringServer, probe: Probe) -> str | None:
-        """Check a server's checksums, if it provides any, and its scores of the probe; return the problem or None."""
-        reported = sum_checksums(await server.checksums()) if server.has_checksums else {}
-        scores = await server.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
-        return self.find_problem(f"the {server.title} server {server.address}", probe, reported=reported, scores=scores)
 
     def find_problem(
         self, engine: str, probe: Probe, *, reported: Mapping[str, Checksum], scores: Sequence[float]

@@ -74,6 +74,23 @@ def split_marked_text(text: str) -> tuple[Part, ...]:
     return text.parts if isinstance(text, MarkedText) else (text,)
 
 
+def split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
+    """Return the reasoning in a reply, or None if there is none, and the text outside the reasoning.
+
+    ``opened`` is true if the template writes the opening ``<think>``. Reasoning that is not closed ends with the reply.
+
+    >>> split_reasoning("<think>2 + 2</think>4", opened=False)
+    ('2 + 2', '4')
+    """
+    thoughts, closed, rest = text.rpartition("</think>")
+    if opened and not closed:
+        return text, ""
+    visible, reopened, more = rest.partition("<think>")
+    if not closed and not reopened:
+        return None, visible
+    return f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), visible
+
+
 CALL_ID_PLACEHOLDER = "\ue001call-id\ue001"
 """Placeholder of a tool call's id. It has nine characters, because some templates check the length."""
 

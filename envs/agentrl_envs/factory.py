@@ -53,12 +53,7 @@ class EnvironmentFactory(ABC, Generic[Section]):
 
     @abstractmethod
     def __call__(
-        self,
-        settings: Section,
-        sandbox: SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-        *,
-        chat: ChatFormat | None = None,
+        self, settings: Section, sandbox: SandboxSettings, grader: GraderSettings, chat: ChatFormat | None
     ) -> Environment:
         """Create the environment without opening it. ``chat`` is the model's chat format, or None for plain text."""
 
@@ -101,11 +96,6 @@ class PlainTextEnvironmentFactory(EnvironmentFactory[Section]):
         return validate_options(self._model, section.model_extra or {})
 
     def __call__(
-        self,
-        settings: Section,
-        sandbox: SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-        *,
-        chat: ChatFormat | None = None,
+        self, settings: Section, sandbox: SandboxSettings, grader: GraderSettings, chat: ChatFormat | None
     ) -> Environment:
         return self._make(settings)

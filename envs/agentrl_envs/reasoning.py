@@ -82,12 +82,7 @@ class ReasoningFactory(EnvironmentFactory[ReasoningSettings]):
     """Factory of the environment ``reasoning``."""
 
     def __call__(
-        self,
-        settings: ReasoningSettings,
-        sandbox: SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-        *,
-        chat: ChatFormat | None = None,
+        self, settings: ReasoningSettings, sandbox: SandboxSettings, grader: GraderSettings, chat: ChatFormat | None
     ) -> ReasoningEnvironment:
         return ReasoningEnvironment(settings, sandbox, grader, chat=chat)
 

@@ -131,10 +131,10 @@ ENVIRONMENTS: Registry[Callable[..., Environment]] = Registry(
 """Classes and functions that create an `Environment`. Built-in names refer to factories."""
 
 ADAPTERS: Mapping[str, str] = {
-    "harbor": "agentrl_envs.adapters.harbor:harbor_environment",
+    "harbor": "agentrl_envs.adapters.harbor:HarborFactory",
     "openenv": "agentrl_envs.adapters.openenv:openenv_environment",
 }
-"""Environments of other libraries, named ``PREFIX:NAME``. Each path refers to a function from NAME to a factory."""
+"""Environments of other libraries, named ``PREFIX:NAME``. Each path names a callable that maps NAME to a factory."""
 
 PROTOCOLS: Registry[Any] = Registry(
     "protocol",

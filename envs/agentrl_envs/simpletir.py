@@ -325,12 +325,7 @@ class SimpleTIRFactory(EnvironmentFactory[SimpleTIRSettings]):
     """Factory of the environment ``simpletir``."""
 
     def __call__(
-        self,
-        settings: SimpleTIRSettings,
-        sandbox: SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-        *,
-        chat: ChatFormat | None = None,
+        self, settings: SimpleTIRSettings, sandbox: SandboxSettings, grader: GraderSettings, chat: ChatFormat | None
     ) -> SimpleTIREnvironment:
         return SimpleTIREnvironment(settings, sandbox, grader, chat=chat)
 

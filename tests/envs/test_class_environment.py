@@ -165,7 +165,7 @@ async def playing(name: str, *, plain: bool = False, **options: Any) -> AsyncIte
     factory = resolve_environment(name)
     assert isinstance(factory, ClassEnvironmentFactory)
     settings = factory.validate_section(EnvironmentOptions(**options))
-    environment = factory(settings, SandboxSettings(), GraderSettings(workers=1), chat=None if plain else CHAT)
+    environment = factory(settings, SandboxSettings(), GraderSettings(workers=1), None if plain else CHAT)
     await environment.open()
     episode = environment.episode(PROBLEM)
     try:

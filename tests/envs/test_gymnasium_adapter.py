@@ -20,12 +20,14 @@ from agentrl_envs.episode import (
     EpisodeUsageError,
     UnavailableError,
 )
+from agentrl_envs.grading import GraderSettings
 from agentrl_envs.gym import UnicodeText
 from agentrl_envs.reasoning import ReasoningEnvironment
 from agentrl_envs.registry import ENVIRONMENTS, PluginError
 from agentrl_envs.settings import GymnasiumSettings, ReasoningSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.types import Ended, Problem, Step, Verdict
+from agentrl_sandbox.client import SandboxSettings
 
 CLOSED: list[str] = []
 
@@ -103,7 +105,8 @@ NUMBER = 5
 
 @pytest_asyncio.fixture
 async def environment() -> AsyncIterator[Environment]:
-    environment = resolve_environment(f"{__name__}:GuessEnv")(GymnasiumSettings(kwargs={"greeting": "Hi."}, threads=4))
+    settings = GymnasiumSettings(kwargs={"greeting": "Hi."}, threads=4)
+    environment = resolve_environment(f"{__name__}:GuessEnv")(settings, SandboxSettings(), GraderSettings(), None)
     await environment.open()
     yield environment
     await environment.close()
@@ -203,8 +206,9 @@ async def test_a_step_that_hangs_is_no_data(problem: Problem) -> None:
 
 def test_our_own_environments_are_found_by_name() -> None:
     assert {"simpletir", "reasoning"} <= set(ENVIRONMENTS.names())
-    assert isinstance(resolve_environment("simpletir")(SimpleTIRSettings()), SimpleTIREnvironment)
-    assert isinstance(resolve_environment("reasoning")(ReasoningSettings()), ReasoningEnvironment)
+    parts = (SandboxSettings(), GraderSettings(), None)
+    assert isinstance(resolve_environment("simpletir")(SimpleTIRSettings(), *parts), SimpleTIREnvironment)
+    assert isinstance(resolve_environment("reasoning")(ReasoningSettings(), *parts), ReasoningEnvironment)
 
 
 @pytest.mark.parametrize(

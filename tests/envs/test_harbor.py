@@ -30,9 +30,11 @@ from agentrl_envs.adapters.harbor import TaskShell
 from agentrl_envs.adapters.harbor_containers import LABEL, TaskContainers, _digest_of_build
 from agentrl_envs.adapters.harbor_tasks import HarborTask, read_task, read_task_rows
 from agentrl_envs.episode import UnavailableError
+from agentrl_envs.grading import GraderSettings
 from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import ContainerSettings, HarborSettings
 from agentrl_envs.types import Ended, Problem
+from agentrl_sandbox.client import SandboxSettings
 
 TASKS = Path(__file__).parents[2] / "examples" / "harbor" / "tasks"
 
@@ -135,7 +137,8 @@ def test_a_mounted_directory_with_the_tasks_is_refused(command: str, tmp_path: P
         if command:
             program_for_environment(f"harbor:{TASKS}{command}", {"agent_files": str(files)}, AgentGatewaySettings())
         else:
-            resolve_environment(f"harbor:{TASKS}")(HarborSettings(agent_files=str(files)))
+            section = HarborSettings(agent_files=str(files))
+            resolve_environment(f"harbor:{TASKS}")(section, SandboxSettings(), GraderSettings(), None)
 
     load(TASKS.parent / "agent")
     task = TASKS / "write-word"
@@ -393,7 +396,7 @@ async def test_output_that_arrives_with_the_head_of_the_response_is_kept(
 async def test_the_built_in_agent_calls_bash_and_gets_the_reward() -> None:
     need_docker()
     section = HarborSettings(build_args={"BASE_IMAGE": BASE_IMAGE}, containers=1)
-    environment = resolve_environment(f"harbor:{TASKS}")(section)
+    environment = resolve_environment(f"harbor:{TASKS}")(section, SandboxSettings(), GraderSettings(), None)
     await environment.open()
     problem = Problem(id="a", statement="Copy it.", answer=None, source="", info={"task": str(TASKS / "copy-file")})
     episode, waiting = environment.episode(problem), environment.episode(problem)

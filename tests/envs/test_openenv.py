@@ -19,9 +19,11 @@ from shared import python_with
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.adapters.openenv import OpenEnvEnvironment, choose_text_fields
 from agentrl_envs.episode import EnvironmentContractError, UnavailableError
+from agentrl_envs.grading import GraderSettings
 from agentrl_envs.registry import PluginError
 from agentrl_envs.settings import EnvironmentOptions, OpenEnvSettings
 from agentrl_envs.types import Ended, Problem
+from agentrl_sandbox.client import SandboxSettings
 
 PROBLEM = Problem(id="seeds-train-0-3", statement="seeds-train-0-3", answer=None, source="seeds", info={"number": 6})
 
@@ -33,7 +35,9 @@ async def server() -> AsyncIterator[GuessServer]:
 
 
 async def opened(url: str, **settings: Any) -> OpenEnvEnvironment:
-    environment = resolve_environment(f"openenv:{url}")(OpenEnvSettings(**settings))
+    environment = resolve_environment(f"openenv:{url}")(
+        OpenEnvSettings(**settings), SandboxSettings(), GraderSettings(), None
+    )
     assert isinstance(environment, OpenEnvEnvironment)
     await environment.open()
     return environment

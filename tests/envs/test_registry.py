@@ -6,6 +6,7 @@ import pytest
 
 import agentrl
 from agentrl_envs.adapters.environments import resolve_environment
+from agentrl_envs.grading import GraderSettings
 from agentrl_envs.protocols.base import make_protocol
 from agentrl_envs.protocols.torl import ToRLProtocol
 from agentrl_envs.registry import (
@@ -22,6 +23,7 @@ from agentrl_envs.rewards import TimedRewardFunction
 from agentrl_envs.settings import GymnasiumSettings, SimpleTIRSettings
 from agentrl_envs.simpletir import SimpleTIREnvironment
 from agentrl_envs.tools import load_tools
+from agentrl_sandbox.client import SandboxSettings
 
 
 @pytest.fixture(autouse=True)
@@ -52,7 +54,7 @@ def test_what_a_user_registers_is_found_by_its_name() -> None:
     def zero(problem: object, conversation: object, verdict: object) -> float:
         return 0.0
 
-    made = resolve_environment("mine")(GymnasiumSettings(threads=3))
+    made = resolve_environment("mine")(GymnasiumSettings(threads=3), SandboxSettings(), GraderSettings(), None)
     assert isinstance(made, Mine)
     assert made.own == GymnasiumSettings(threads=3)
     assert make_protocol(SimpleTIRSettings(protocol="plain")) == ToRLProtocol(instruction="", observation_limit=7)

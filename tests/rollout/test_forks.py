@@ -20,8 +20,10 @@ from agentrl.rollout.settings import BranchingSettings, RolloutSettings
 from agentrl.trajectory import Group
 from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.episode import UnavailableError
+from agentrl_envs.grading import GraderSettings
 from agentrl_envs.settings import EnvironmentOptions
 from agentrl_envs.types import Ended, Step
+from agentrl_sandbox.client import SandboxSettings
 
 CODEC = byte_codec()
 
@@ -295,7 +297,7 @@ async def test_a_class_that_cannot_be_copied_is_named_before_the_run_starts() ->
     settings = RolloutSettings(branching=BranchingSettings(width=2))
     for name in ("Forkable", "Locked"):
         factory = resolve_environment(f"{__name__}:{name}")
-        environment = factory(factory.validate_section(EnvironmentOptions()))
+        environment = factory(factory.validate_section(EnvironmentOptions()), SandboxSettings(), GraderSettings(), None)
         if name == "Forkable":
             await check_episode_can_fork(environment, problem(0), settings)
             continue

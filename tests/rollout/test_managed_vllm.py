@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from rollout.fake_vllm import FakeVLLM, fakes
 from rollout.vllm_support import ask, eventually, is_up
 
@@ -16,7 +17,8 @@ from agentrl.models.loading import build_tiny_model, train_tokenizer, write_mode
 from agentrl.models.settings import TinyModelSettings
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.engines.base import EngineSpecification
-from agentrl.rollout.engines.vllm.engine import ManagedVLLM
+from agentrl.rollout.engines.vllm.engine import ManagedVLLM, choose_transfer_backend
+from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl.weights.verify import Checksum, Probe
 
 TOKENIZER = train_tokenizer(["1 + 1 = 2\n"], vocabulary_size=300)
@@ -146,3 +148,10 @@ async def test_garbage_for_checksums_is_no_proof(policy: Path, said: Any) -> Non
         assert await installed(one, policy, 1, PROBE) is None
         assert not is_up(one.engine, 0)
         await one.engine.close()
+
+
+def test_without_a_gpu_weights_travel_by_file() -> None:
+    expected = {"colocated": "ipc", "dedicated": "nccl"} if torch.cuda.is_available() else {}
+    for placement in ("colocated", "dedicated", "external"):
+        chosen = choose_transfer_backend(VLLMSettings.model_construct(placement=placement, transfer="auto"))
+        assert chosen == expected.get(placement, "nccl" if expected else "file")

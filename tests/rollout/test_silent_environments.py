@@ -14,6 +14,7 @@ from agentrl_envs.adapters.environments import resolve_environment
 from agentrl_envs.grading import GraderSettings
 from agentrl_envs.settings import EnvironmentOptions
 from agentrl_envs.types import Ended
+from agentrl_sandbox.client import SandboxSettings
 
 
 class Plain:
@@ -53,7 +54,8 @@ async def test_a_method_that_never_returns_is_given_up_at_the_deadline_by_name(
     monkeypatch.setattr(Plain, "where", method)
     name = f"{__name__}:{kind}"
     factory = resolve_environment(name)
-    environment = factory(factory.validate_section(EnvironmentOptions()), grader=GraderSettings(workers=1))
+    section = factory.validate_section(EnvironmentOptions())
+    environment = factory(section, SandboxSettings(), GraderSettings(workers=1), None)
     codec = byte_codec()
     trajectory, _ = await play_in(
         environment, codec, [completion(codec, "so", "eos")], environment_deadline=1.0, retries=0

@@ -20,7 +20,7 @@ from torch import nn
 from warm import WarmPopen
 
 from agentrl.errors import WorldError
-from agentrl.weights.native import NativeTransfer, ServersClient, default_backend
+from agentrl.weights.native import NativeTransfer, ServersClient
 from agentrl.weights.sources import ParameterSource
 
 pytestmark = pytest.mark.slow
@@ -185,9 +185,3 @@ def test_a_server_lost_in_the_middle_aborts_the_communicator(
     assert communicator.calls == ["broadcast 6", "broadcast 3", "abort"]
     transfer.close()
     received.set()
-
-
-def test_without_a_gpu_weights_travel_by_file() -> None:
-    expected = {"colocated": "ipc", "dedicated": "nccl"} if torch.cuda.is_available() else {}
-    for placement in ("colocated", "dedicated", "external"):
-        assert default_backend(placement) == expected.get(placement, "nccl" if expected else "file")

@@ -7,8 +7,9 @@ Servers are started by the run, or external. `ManagedServers` manages their life
 from __future__ import annotations
 
 import asyncio
+import secrets
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,7 +21,7 @@ from agentrl.rollout.engines.replica import ServerClient, ServerRequirements
 from agentrl.rollout.engines.served_weights import ServedWeights
 from agentrl.rollout.engines.server_pool import ServerEngine
 from agentrl.weights.sources import TransferTarget
-from agentrl.weights.verify import Probe, Verifier
+from agentrl.weights.verify import Probe, Verifier, sum_checksums
 
 
 class ManagedServers(ABC):
@@ -147,8 +148,11 @@ class ManagedServers(ABC):
     async def _resume_if_verified(self, probe: Probe) -> str | None:
         """Resume requests if every server's checksums and scores match the probe. Returns the mismatches, or None."""
 
-        def check(replica: ServerClient) -> Coroutine[object, object, str | None]:
-            return self.verifier.check(replica, probe)
+        async def check(replica: ServerClient) -> str | None:
+            reported = sum_checksums(await replica.checksums()) if replica.has_checksums else {}
+            scores = await replica.score(probe.token_ids, salt=f"probe-{secrets.token_hex(8)}")
+            name = f"the {replica.title} server {replica.address}"
+            return self.verifier.find_problem(name, probe, reported=reported, scores=scores)
 
         problems = await self.engine.find_problems(check)
         if problems:

@@ -12,7 +12,7 @@ from pydantic_core import from_json
 from agentrl.models.chat_template import ChatTemplate, ChatTemplateError, TemplateLayout, content_placeholder
 from agentrl.models.tokenizer import TextCodec
 from agentrl.rollout.gateway.wire import AgentCall, AgentMessage, AgentRequest, GatewayRequestError
-from agentrl_envs.chat import Part, TemplateMark
+from agentrl_envs.chat import Part, TemplateMark, split_reasoning
 from agentrl_envs.tool_call_formats import HERMES, ToolCallFormat, remove_calls
 
 if TYPE_CHECKING:
@@ -98,15 +98,11 @@ class ChatRenderer:
         """Parse sampled text into a message. Invalid calls stay in the text. Call ids begin with ``call_id_prefix``."""
         if getattr(self._tokenizer, "response_template", None) is not None:
             return self._parse_with_tokenizer(text, request, before=before, call_id_prefix=call_id_prefix)
-        opened = before.rstrip().endswith("<think>")
-        thoughts, closed, answer = text.rpartition("</think>")
-        if opened and not closed:
-            return AgentMessage(role="assistant", content="", reasoning=text)
-        answer, open_again, more = answer.partition("<think>")
-        if closed or open_again:
-            thoughts, answer = f"{thoughts.strip().removeprefix('<think>')}{more}".strip(), answer.strip()
+        reasoning, answer = split_reasoning(text, opened=before.rstrip().endswith("<think>"))
+        if reasoning is not None:
+            answer = answer.strip()
         content, calls = parse_tool_calls(answer, request, self.call_format) if request.calls_allowed else (answer, ())
-        return _build_message(content, thoughts if closed or open_again else None, calls, call_id_prefix)
+        return _build_message(content, reasoning, calls, call_id_prefix)
 
     def _parse_with_tokenizer(
         self, text: str, request: AgentRequest, *, before: str, call_id_prefix: str

@@ -186,7 +186,7 @@ async def _score_policy(settings: Settings, path: Path, problems: Sequence[Probl
             driver.raise_if_all_crashed(groups, "the cold start's policy")
             report = score_groups(groups, step=0, samples=1)
     score, like_these = report.overall, report.overall.problems_like_these
-    earned = [item.reward for group in report.groups for item in group.rollouts if not item.is_excluded]
+    earned = [item.reward for group in groups for item in group.rollouts if not item.is_excluded]
     return StartingPolicyScore(
         source=source,
         problems=score.problems,

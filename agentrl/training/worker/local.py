@@ -7,7 +7,6 @@ import concurrent.futures
 import contextlib
 import math
 from collections.abc import Callable, Coroutine
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
 
@@ -303,7 +302,7 @@ class LocalRolloutService:
         if not any(problem.setup or not falsified for problem in self._held_out):
             return None
         self._managed.prepare_for_rollouts()
-        report = self._run_interruptible(
+        return self._run_interruptible(
             evaluate_policy(
                 self._held_out,
                 environment=with_evaluation_turn_limit(self._environment, self._settings),
@@ -315,7 +314,6 @@ class LocalRolloutService:
                 falsified=falsified,
             )
         )
-        return replace(report, groups=())
 
     def state_dict(self) -> QueueState:
         self._writer.wait()  # a resumed run does not write these trajectories again

@@ -99,7 +99,7 @@ class RolloutService(Protocol):
 
     @_call("the evaluation at step {step} (training.worker_timeout)", interruptible=True)
     def evaluate(self, step: int, *, falsified: bool = False) -> EvaluationReport | None:
-        """Evaluate on the held-out problems, and return a report without groups, or None if there are no problems.
+        """Evaluate on the held-out problems, and return a report, or None if there are no problems.
 
         With ``falsified`` observations, only problems that reveal a value by execution are used.
         """

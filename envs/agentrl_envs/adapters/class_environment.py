@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 from pydantic import BaseModel
 
@@ -57,14 +57,12 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     """
 
     name: str
-    user_class: object
+    user_class: Any
     is_trl_class: bool = False
 
     @property
     def tools(self) -> ToolSet:
         """The class's tools. Raises PluginError if a method is not a valid tool."""
-        if not inspect.isclass(self.user_class) or not callable(getattr(self.user_class, "reset", None)):
-            raise PluginError(f"environment {self.name!r} must be a class with a reset method")
         reserved = _SPECIAL_METHODS_OF_TRL if self.is_trl_class else _SPECIAL_METHODS
         return ToolSet(
             tuple(methods_as_tools(self.user_class, f"environment {self.name!r}: {self.user_class.__name__}", reserved))
@@ -74,16 +72,9 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     def source_code(self) -> bytes:
         """The content of the file that defines the class; empty if there is no file."""
         try:
-            return Path(inspect.getfile(cast(type, self.user_class))).read_bytes()
+            return Path(inspect.getfile(self.user_class)).read_bytes()
         except (OSError, TypeError):
             return b""
-
-    @property
-    def reset_method(self) -> Callable[..., object]:
-        """The ``reset`` method of the class."""
-        return cast(
-            "Callable[..., object]", vars(self.user_class).get("reset") or getattr(self.user_class, "reset", None)
-        )
 
     def problem_columns(self, problem: Problem) -> dict[str, object]:
         """Return the arguments of ``reset``: the row's columns, and ``problem``, ``answer``, ``id`` and ``prompt``.
@@ -93,7 +84,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         messages = thaw(problem.messages) or [{"role": "user", "content": problem.statement}]
         fields = {"problem": problem.statement, "answer": problem.answer, "id": problem.id}
         columns = fields | {"prompt": messages} | cast("dict[str, object]", thaw(problem.info))
-        parameters = list(inspect.signature(self.reset_method).parameters.values())[1:]
+        parameters = list(inspect.signature(self.user_class.reset).parameters.values())[1:]
         wanted = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
         if missing:
@@ -116,10 +107,9 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
     def __call__(
         self,
         settings: ClassEnvironmentSettings,
-        sandbox: SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-        *,
-        chat: ChatFormat | None = None,
+        sandbox: SandboxSettings,
+        grader: GraderSettings,
+        chat: ChatFormat | None,
     ) -> ClassEnvironment:
         tools = self.tools
         # Plain text has no end-of-turn marker, so the first call ends a turn.
@@ -134,7 +124,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
             tools=tools,
             max_calls=settings.max_calls,
         )
-        return ClassEnvironment(self, settings, sandbox or SandboxSettings(), grader or GraderSettings(), protocol)
+        return ClassEnvironment(self, settings, sandbox, grader, protocol)
 
     def template_use(self, settings: ClassEnvironmentSettings) -> TemplateUse | None:
         functions = [schema.as_openai_function() for schema in self.tools.schemas]
@@ -176,8 +166,7 @@ class ClassEnvironment(Environment):
 
     async def open(self) -> None:
         """Open the sandbox if the class or a tool needs it."""
-        made = cast("Callable[..., object]", self._factory.user_class)
-        wanted = self._protocol.tools.needs_sandbox or "sandbox" in injected_parameters(made)
+        wanted = self._protocol.tools.needs_sandbox or "sandbox" in injected_parameters(self._factory.user_class)
         if self._sandbox is None and wanted:
             self._sandbox = await open_sandbox(self._sandbox_settings)
 
@@ -237,7 +226,7 @@ class ClassEpisode(ToolEpisode):
         )
         self.running_call = self._method_name("__init__")
         try:
-            await self._tools.create_instance(cast("Callable[..., object]", self._factory.user_class))
+            await self._tools.create_instance(self._factory.user_class)
         except ToolError as error:
             if isinstance(error.__cause__, TypeError):
                 raise ToolError(f"{error}; set the arguments of __init__ in environment.kwargs") from error.__cause__
@@ -308,7 +297,7 @@ class ClassEpisode(ToolEpisode):
 
     def _instance_and_thread(self) -> tuple[object, ObjectThread]:
         assert self._tools is not None
-        return self._tools.instance(cast("Callable[..., object]", self._factory.user_class))
+        return self._tools.instance(self._factory.user_class)
 
     def _method_name(self, method: str) -> str:
         return f"{method}() of environment {self._factory.name!r}"

@@ -31,6 +31,8 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
     if name in ENVIRONMENTS.builtin:
         return cast(type[EnvironmentFactory[Any]], loaded)()
     if name.startswith(TRL_PREFIX):
+        if not isinstance(loaded, type) or not callable(getattr(loaded, "reset", None)):
+            raise PluginError(f"environment {name!r} must be a class with a reset method")
         return ClassEnvironmentFactory(name, loaded, is_trl_class=True)
     if not callable(loaded):
         raise PluginError(f"environment {name!r} is a {type(loaded).__name__}, but must be a class or a function")
@@ -38,7 +40,7 @@ def resolve_environment(name: str) -> EnvironmentFactory[Any]:
         return PlainTextEnvironmentFactory(GymnasiumSettings, cast(Callable[[GymnasiumSettings], Environment], loaded))
     if issubclass(loaded, gymnasium.Env):
         return PlainTextEnvironmentFactory(GymnasiumSettings, functools.partial(GymnasiumEnvironment, loaded))
-    if hasattr(loaded, "reset"):
+    if callable(getattr(loaded, "reset", None)):
         return ClassEnvironmentFactory(name, loaded)
     raise PluginError(
         f"environment {name!r}: {loaded.__qualname__} is neither a gymnasium.Env, nor a class with a reset method, "

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 import re
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from agentrl_envs.chat import MarkedText
-from agentrl_envs.episode import Episode
-from agentrl_envs.types import Step
+from agentrl_envs.episode import Environment, Episode
+from agentrl_envs.types import Problem, Step
 
 _DIGITS = re.compile(r"[0-9]+")
 
@@ -68,3 +68,20 @@ class FalsifiedEpisode:
     async def close(self) -> None:
         """Close the wrapped episode."""
         await self._episode.close()
+
+
+@dataclass(frozen=True)
+class FalsifiedObservationsEnvironment(Environment):
+    """Environment wrapper that replaces all numbers in observations.
+
+    The owner of the wrapped environment opens and closes it.
+    """
+
+    environment: Environment
+    seed: int
+
+    def episode(self, problem: Problem) -> Episode:
+        return FalsifiedEpisode(self.environment.episode(problem), seed=self.seed)
+
+    def describe(self) -> list[str]:
+        return [*self.environment.describe(), "observations are falsified"]

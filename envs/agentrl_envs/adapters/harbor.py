@@ -113,16 +113,11 @@ class HarborFactory(EnvironmentFactory[HarborSettings]):
         return validate_options(HarborSettings, section.model_extra or {})
 
     def __call__(
-        self,
-        settings: HarborSettings,
-        sandbox: SandboxSettings | None = None,
-        grader: GraderSettings | None = None,
-        *,
-        chat: ChatFormat | None = None,
+        self, settings: HarborSettings, sandbox: SandboxSettings, grader: GraderSettings, chat: ChatFormat | None
     ) -> HarborEnvironment:
         check_agent_files(settings.agent_files, self._directory)
         containers = TaskContainers(settings)
-        terminals = self._classes(_class_settings(settings, containers), sandbox, grader, chat=chat)
+        terminals = self._classes(_class_settings(settings, containers), sandbox, grader, chat)
         return HarborEnvironment(terminals, containers)
 
     def template_use(self, settings: HarborSettings) -> TemplateUse | None:
@@ -139,8 +134,3 @@ def _class_settings(settings: HarborSettings, containers: TaskContainers | None)
         execution_timeout=_UNLIMITED,
         kwargs={"containers": containers, "seconds": settings.execution_timeout},
     )
-
-
-def harbor_environment(directory: str) -> HarborFactory:
-    """Return the factory of environments for the tasks in a directory."""
-    return HarborFactory(directory)

@@ -19,7 +19,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from agentrl_envs.chat import ChatFormat, plain_text_format
+from agentrl_envs.chat import ChatFormat, plain_text_format, split_reasoning
 from agentrl_envs.episode import EpisodeUsageError
 from agentrl_envs.protocols.base import MalformedCall, ParsedTurn, TextProtocol, ToolRequest
 from agentrl_envs.protocols.texts import last_boxed_answer
@@ -76,7 +76,7 @@ class HermesProtocol(TextProtocol):
         return self.chat.format_user_reply(text)
 
     def _text_outside_reasoning(self, text: str) -> str:
-        return remove_reasoning(text, opened=self.chat.opens_reasoning)
+        return split_reasoning(text, opened=self.chat.opens_reasoning)[1]
 
     def _find_calls(self, visible: str) -> list[ParsedCall]:
         return self.chat.calls.find_calls(visible, self._parameter_schema)
@@ -118,12 +118,6 @@ class PlainTextCallsProtocol(HermesProtocol):
     def parse(self, text: str) -> ParsedTurn:
         """Return the first call. Ignores text that the engine sampled after the call."""
         return super().parse(text[: text.index(_CALL_END) + len(_CALL_END)] if self.turn_complete(text) else text)
-
-
-def remove_reasoning(text: str, *, opened: bool) -> str:
-    """Return the text outside the reasoning. ``opened`` is true if the template writes the opening ``<think>``."""
-    _, closed, visible = text.rpartition("</think>")
-    return "" if opened and not closed else visible.partition("<think>")[0]
 
 
 def _malformed_call(reason: str) -> MalformedCall:

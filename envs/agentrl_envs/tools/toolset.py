@@ -254,9 +254,8 @@ class EpisodeTools:
 
     async def create_instance(self, tool_class: Callable[..., object]) -> None:
         """Create an instance of one class. Raises ToolError if the constructor fails."""
-        if tool_class not in self._instances:
-            injected = {name: self._injected[name] for name in injected_parameters(tool_class, tuple(self._injected))}
-            await self._add_instance(tool_class, functools.partial(tool_class, **injected))
+        injected = {name: self._injected[name] for name in injected_parameters(tool_class, tuple(self._injected))}
+        await self._add_instance(tool_class, functools.partial(tool_class, **injected))
 
     def instance(self, tool_class: Callable[..., object]) -> tuple[object, ObjectThread]:
         """Return the instance of a class and the thread of its synchronous methods."""

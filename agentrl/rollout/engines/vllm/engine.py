@@ -32,7 +32,6 @@ from agentrl.rollout.engines.vllm.plan import (
 from agentrl.rollout.engines.vllm.plugin import VLLMSettings
 from agentrl.rollout.engines.vllm.replica import VLLMClient
 from agentrl.rollout.settings import RolloutSettings
-from agentrl.weights.native import default_backend
 from agentrl.weights.sources import TransferTarget
 
 
@@ -117,8 +116,12 @@ class ManagedVLLM(ManagedServers):
 
 
 def choose_transfer_backend(vllm: VLLMSettings) -> Literal["file", "nccl", "ipc"]:
-    """Return ``rollout.vllm.transfer``, or the fastest backend on this machine."""
-    return default_backend(vllm.placement) if vllm.transfer == "auto" else vllm.transfer
+    """Return ``rollout.vllm.transfer`` or, for auto, IPC on the same GPUs, NCCL to other GPUs, files without GPUs."""
+    if vllm.transfer != "auto":
+        return vllm.transfer
+    if not torch.cuda.is_available():
+        return "file"
+    return "ipc" if vllm.placement == "colocated" else "nccl"
 
 
 def _build_served_weights(rollout: RolloutSettings, adapter_rank: int) -> ServedWeights:
