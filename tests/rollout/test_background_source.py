@@ -130,7 +130,7 @@ async def test_the_lengths_trained_are_those_generated(staleness: int) -> None:
             lengths[group] = int(chance.paretovariate(1.2)) % 200 + 1
         return "a" * lengths[group]
 
-    policy = Policy(wait=lambda group: asyncio.sleep(len(text(group)) * 2e-4), text=text)
+    policy = Policy(wait=lambda group: asyncio.sleep(len(text(group)) * 1e-3), text=text)
     trained: Counter[int] = Counter()
     reordered = 0
     async with working(policy, max_staleness=staleness, problems_per_step=3, last_step=steps) as worker:
