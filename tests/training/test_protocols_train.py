@@ -93,7 +93,7 @@ def test_a_demonstration_of_an_agent_program_without_observations_is_refused() -
     silent = Demonstration(problem=PROBLEM, turns=turns, location="mine.jsonl:2")
     with pytest.raises(
         SettingsError,
-        match=r"mine\.jsonl:2: the turns have no observations, and an agent .*agent:solver:run.* write an",
+        match=r"mine\.jsonl:2: the turns have no observations, which .*agent:solver:run is an agent program\. Write an",
     ):
         convert_to_protocol_format([silent], settings)
 
