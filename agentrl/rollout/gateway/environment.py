@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from agentrl.errors import SettingsError
-from agentrl.models.chat_template import ChatTemplate
+from agentrl.models.chat_template import ChatTemplate, ChatTemplateError
 from agentrl.models.tokenizer import TextCodec, read_end_token_ids
 from agentrl.problems.settings import HARBOR
 from agentrl.rollout.engines.base import EngineError
@@ -69,9 +69,15 @@ def build_agent_renderer(tokenizer: PreTrainedTokenizerBase, name: str, settings
             raise SettingsError(f"gateway.chat_template={settings.chat_template} cannot be read: {error}") from error
     options = settings.template_options
     chat = ChatTemplate(tokenizer, template=template, options=options)
+    try:
+        turn_end = find_turn_end(chat)
+    except ChatTemplateError as error:
+        raise SettingsError(
+            f"the model's chat template rejects several turns ({error}): set gateway.chat_template to another template"
+        ) from error
     codec = TextCodec(
         tokenizer,
-        turn_end=find_turn_end(chat),
+        turn_end=turn_end,
         generation_ends=read_end_token_ids(name),
         shown_special_tokens=find_call_format(chat).tokens,
     )

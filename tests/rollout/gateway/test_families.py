@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from pathlib import Path
 
 import pytest
 from rollout.fakes import ScriptedEngine, completion
@@ -11,8 +12,10 @@ from rollout.families import FAMILIES, MISTRAL, family_tokenizer
 from rollout.gateway.chat import PROBLEM, SETTINGS, heard, request, say, user
 from rollout.templates import QWEN, chat_tokenizer
 
+from agentrl.errors import SettingsError
 from agentrl.models.chat_template import ChatTemplate
 from agentrl.models.tokenizer import TextCodec
+from agentrl.rollout.gateway.environment import build_agent_renderer
 from agentrl.rollout.gateway.render import ChatRenderer, find_call_format, find_turn_end
 from agentrl.rollout.gateway.rollout import AgentRollout
 from agentrl.rollout.gateway.settings import AgentGatewaySettings
@@ -128,3 +131,12 @@ def test_the_form_of_hermes_is_read_where_a_template_writes_no_calls() -> None:
         tokenizer = chat_tokenizer(template)
         assert ChatRenderer(tokenizer, TextCodec(tokenizer)).call_format.name == "hermes"
     assert renderer(MISTRAL).call_format.tokens[0] == "[TOOL_CALLS]"
+
+
+def test_a_template_that_cannot_be_rendered_is_reported_with_its_setting(tmp_path: Path) -> None:
+    template = tmp_path / "broken.jinja"
+    template.write_text("{{ broken }")
+    tokenizer = chat_tokenizer(QWEN)
+    settings = AgentGatewaySettings(chat_template=str(template))
+    with pytest.raises(SettingsError, match=r"rejects several turns \(.*\): set gateway\.chat_template"):
+        build_agent_renderer(tokenizer, "broken", settings)
