@@ -287,7 +287,7 @@ def trained(rows: tuple[Trajectory, ...]) -> Counter[tuple[tuple[int, ...], tupl
 
 
 def largest_difference(model: torch.nn.Module, rows: tuple[Trajectory, ...]) -> float:
-    """Return the largest difference between stored log-probabilities and those of a forward pass over a sequence."""
+    """Score each sequence in a forward pass, and return the largest difference from the stored log-probabilities."""
     worst = 0.0
     for row in rows:
         scores = score(model, [*row.prompt_ids, *row.response_ids])[len(row.prompt_ids) - 1 :]

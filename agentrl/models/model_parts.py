@@ -112,7 +112,7 @@ def _declared_logit_map(config: PreTrainedConfig) -> LogitMap:
 
 @torch.no_grad()
 def _describe_logit_difference(causal_lm: PreTrainedModel, parts: ModelParts) -> str | None:
-    """Compare the model's logits with those of ``parts``. Return a description of the difference, or None."""
+    """Describe how the model's logits differ from the logits of ``parts``. Returns None if they agree."""
     if not parts.logit_map.scale > 0:
         return f"multiplies its head's output by {parts.logit_map.scale}"
     device, head = parts.head.weight.device, parts.head

@@ -75,7 +75,7 @@ def split_marked_text(text: str) -> tuple[Part, ...]:
 
 
 def split_reasoning(text: str, *, opened: bool) -> tuple[str | None, str]:
-    """Return the reasoning in a reply, or None if there is none, and the text outside the reasoning.
+    """Split a reply into its reasoning (None if there is none) and the text outside the reasoning.
 
     ``opened`` is true if the template writes the opening ``<think>``. Reasoning that is not closed ends with the reply.
 

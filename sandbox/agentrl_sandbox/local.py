@@ -422,8 +422,8 @@ class LocalSandbox(CallSandbox):
 async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None = None) -> LocalSandbox:
     """Start a server with the strongest isolation that this machine allows, and probe the isolation.
 
-    ``modes`` are the kinds of namespaces to try, in order: ``root`` and ``user`` (None: those that this process may
-    use). If all fail, the server runs without namespaces. Raises StartError if no server starts, and UnisolatedError if
+    ``modes`` lists the kinds of namespaces to try, in order: ``root`` and ``user``. None selects the kinds that this
+    process may use. If all fail, the server runs without namespaces. Raises StartError if no server starts, and UnisolatedError if
     a property is missing (unless ``allow_unisolated``).
     """
     if modes is None:

@@ -92,7 +92,7 @@ class EstimatorEntry(RegistryEntry[EstimatorFunction]):
         return EstimatorNeeds(inputs=inputs, weighted=self.weighted, step_wide=bool(reason), reason=reason)
 
     def check_inputs(self, name: str, inputs: AdvantageInputs) -> None:
-        """Raise MissingInputError for the first missing input, with a message that says how to obtain it."""
+        """Raise MissingInputError for the first missing input. The message describes how to compute the input."""
         for required in sorted(self.requires):
             if getattr(inputs, required) is None:
                 what = _PROVIDERS.get(required, required)

@@ -53,7 +53,7 @@ class ServedWeights:
         return completion
 
     def cache_salt(self, version: int) -> str:
-        """Return the salt that separates the cached prefixes of one version from those of other versions."""
+        """Return the salt for cached prefixes, which prevents a version from reusing prefixes of another version."""
         return f"{self._run_id}-{version}"
 
     def set_version(self, directory: Path | None, version: int) -> None:
