@@ -423,8 +423,8 @@ async def open_local(settings: SandboxSettings, *, modes: tuple[str, ...] | None
     """Start a server with the strongest isolation that this machine allows, and probe the isolation.
 
     ``modes`` lists the kinds of namespaces to try, in order: ``root`` and ``user``. None selects the kinds that this
-    process may use. If all fail, the server runs without namespaces. Raises StartError if no server starts, and UnisolatedError if
-    a property is missing (unless ``allow_unisolated``).
+    process may use. If all fail, the server runs without namespaces. Raises StartError if no server starts, and
+    UnisolatedError if a property is missing (unless ``allow_unisolated``).
     """
     if modes is None:
         modes = ("root", "user") if os.geteuid() == 0 else ("user",)

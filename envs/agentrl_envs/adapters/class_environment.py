@@ -84,7 +84,7 @@ class ClassEnvironmentFactory(EnvironmentFactory[ClassEnvironmentSettings]):
         messages = thaw(problem.messages) or [{"role": "user", "content": problem.statement}]
         fields = {"problem": problem.statement, "answer": problem.answer, "id": problem.id}
         columns = fields | {"prompt": messages} | cast("dict[str, object]", thaw(problem.info))
-        parameters = list(inspect.signature(self.user_class.reset).parameters.values())[1:]
+        parameters = list(inspect.signature(inspect.getattr_static(self.user_class, "reset")).parameters.values())[1:]
         wanted = [one for one in parameters if one.kind not in (one.VAR_KEYWORD, one.VAR_POSITIONAL)]
         missing = [one.name for one in wanted if one.name not in columns and one.default is one.empty]
         if missing:
